@@ -1,0 +1,176 @@
+"""A job: one step request in the queue, from admission to its result.
+
+Knows its rows' chunks and outputs; not other jobs' order (scheduler.py), nor steps' rules (ledger.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.errors import Refusal
+from deltaline_server.ledger import Admission
+from deltaline_server.replies import KeptReply
+from deltaline_server.step import OutputRows, RowOutcome, StepRequest, StepResult, StepTiming
+
+
+class RowState(IntEnum):
+    """Where an admitted row is."""
+
+    WAITING = 0
+    RUNNING = 1
+    DONE = 2
+    REFUSED = 3
+
+
+@dataclass(frozen=True)
+class Join:
+    """A row whose step is in flight in another job: it takes that job's outcome."""
+
+    row: int
+    source: Job
+    source_row: int
+
+
+class Job:
+    """Admitted rows of a request with their cursors, and the reply being put together.
+
+    Arrays named after admitted rows are indexed by the position in `admission`; `outcome`, `position` and
+    `output_start` by the request's rows.
+    """
+
+    def __init__(
+        self,
+        request: StepRequest,
+        admission: Admission,
+        reserved_bytes: NDArray[np.int64],
+        number: int,
+        arrival_s: float,
+    ) -> None:
+        self.request, self.admission = request, admission
+        self.number, self.arrival_s = number, arrival_s
+        self.future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        rows = admission.rows
+        self.kind = request.kind[rows]
+        self.length = request.lengths[rows]
+        self.begin = request.query_start_loc[rows]
+        self.cursor = np.zeros(len(rows), dtype=np.int64)
+        self.state = np.full(len(rows), RowState.WAITING, dtype=np.uint8)
+        self.num_unfinished = len(rows)
+        self.reserved_bytes = reserved_bytes
+        self.outcome = np.full(request.num_rows, RowOutcome.REFUSED, dtype=np.uint8)
+        self.outcome[rows] = RowOutcome.EXECUTED
+        self.position = np.zeros(request.num_rows, dtype=np.int64)
+        self.position[rows] = admission.position
+        self.refusals: dict[int, Refusal] = {}
+        self.joins: list[Join] = []
+        self.timing = StepTiming()
+        self.output_start = np.zeros(request.num_rows + 1, dtype=np.int64)
+        self._outputs: NDArray[Any] | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Jobs run in this order: higher priority first, then the one that came first."""
+        return -self.request.priority, self.number
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_unfinished == 0 and all(join.source.future.done() for join in self.joins)
+
+    def lay_out_outputs(self, rows: NDArray[np.int64]) -> None:
+        """Give each of these request rows its place in the reply."""
+        counts = np.zeros(self.request.num_rows, dtype=np.int64)
+        counts[rows] = self.request.output_counts()[rows]
+        np.cumsum(counts, out=self.output_start[1:])
+
+    @property
+    def outputs(self) -> NDArray[Any]:
+        """Outputs [rows, hidden] of the reply, in row order; rows that are not done are undefined."""
+        if self._outputs is None:
+            shape = (int(self.output_start[-1]), self.request.hidden.shape[1])
+            self._outputs = np.empty(shape, dtype=self.request.hidden.dtype)
+        return self._outputs
+
+    def put_outputs(self, places: NDArray[np.int64] | slice, values: NDArray[Any]) -> None:
+        """Put outputs of a batch at their places. A batch that holds them all is taken over without a copy."""
+        if isinstance(places, slice) and self._outputs is None and places == slice(0, int(self.output_start[-1])):
+            self._outputs = values
+        else:
+            self.outputs[places] = values
+
+    def output_places(self, index: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+        """Where the outputs of a chunk of admitted rows go; to be asked before their cursors move."""
+        starts = self.output_start[self.admission.rows[index]]
+        if self.request.output is OutputRows.ALL:
+            return token_range(starts + self.cursor[index], lengths)
+        if self.request.output is OutputRows.LAST:
+            ends = self.cursor[index] + lengths == self.length[index]
+            return token_range(starts[ends], np.ones(int(ends.sum()), dtype=np.int64))
+        return slice(0, 0)
+
+    def output_of(self, row: int) -> NDArray[Any]:
+        """Outputs of one request row, a view."""
+        return self.outputs[self.output_start[row] : self.output_start[row + 1]]
+
+    def refuse(self, index: int, refusal: Refusal) -> None:
+        """An admitted row does not run after all, or its computation failed."""
+        row = int(self.admission.rows[index])
+        self.state[index] = RowState.REFUSED
+        self.num_unfinished -= 1
+        self.set_refusal(row, refusal)
+
+    def set_refusal(self, row: int, refusal: Refusal) -> None:
+        self.outcome[row] = RowOutcome.REFUSED
+        self.position[row] = int(refusal.metadata.get("position", 0))
+        self.refusals[row] = refusal
+
+    def replay(self, row: int, reply: KeptReply) -> None:
+        """A request row has a kept reply."""
+        self.outcome[row], self.position[row] = RowOutcome.REPLAYED, reply.position
+        self.output_of(row)[:] = reply.hidden
+
+    def finish(self) -> None:
+        """Take over the joined rows' outcomes and complete the future."""
+        for join in self.joins:
+            source = join.source
+            refusal = source.refusals.get(join.source_row)
+            if refusal is not None:
+                self.set_refusal(join.row, refusal)
+                continue
+            self.outcome[join.row] = RowOutcome.JOINED
+            self.position[join.row] = source.position[join.source_row]
+            self.output_of(join.row)[:] = source.output_of(join.source_row)
+        if not self.future.done():
+            self.future.set_result(self._result())
+
+    def _result(self) -> StepResult:
+        refused = self.outcome == RowOutcome.REFUSED
+        counts = np.diff(self.output_start)
+        outputs, start = self.outputs, self.output_start
+        if counts[refused].any():  # rows that were refused after they had been given a place
+            outputs = outputs[np.repeat(~refused, counts)]
+            start = np.concatenate(([0], np.cumsum(np.where(refused, 0, counts))))
+        return StepResult(
+            self.outcome,
+            self.position,
+            start,
+            outputs,
+            dict(sorted(self.refusals.items())),
+            self.timing if self.timing.batch_rows else None,
+        )
+
+
+def token_range(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """Indices of tokens start .. start + length - 1 of each row: a slice when they are contiguous, else int64 [sum]."""
+    if len(starts) == 0:
+        return slice(0, 0)
+    ends = starts + lengths
+    if (starts[1:] == ends[:-1]).all():
+        return slice(int(starts[0]), int(ends[-1]))
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

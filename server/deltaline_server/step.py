@@ -1,0 +1,151 @@
+"""One step request on its way through the server: what was asked, and what became of it.
+
+Plain arrays: no protobuf (service.py makes and reads these), no torch, no policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.errors import Refusal
+
+
+class RowKind(IntEnum):
+    """What a row's tokens are; the values of deltaline.v1.RowKind."""
+
+    PREFILL = 1
+    DECODE = 2
+    VERIFY = 3
+
+
+class OutputRows(IntEnum):
+    """Which output rows a reply carries; the values of deltaline.v1.OutputRows."""
+
+    ALL = 1
+    LAST = 2
+    NONE = 3
+
+
+class RowOutcome(IntEnum):
+    """What became of a row; the values of deltaline.v1.RowOutcome."""
+
+    EXECUTED = 1
+    REPLAYED = 2
+    JOINED = 3
+    REFUSED = 4
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """N rows for one span, already checked as a request: lengths agree, offsets are sound, no handle twice.
+
+    handle uint64 [N]; kind uint8 [N]; step int64 [N]; position int64 [N]; accepted int32 [N], -1 for no commit;
+    query_start_loc int64 [N + 1]; hidden [T, hidden] in the server's dtype.
+    """
+
+    server_epoch: int
+    span: int
+    handle: NDArray[np.uint64]
+    kind: NDArray[np.uint8]
+    step: NDArray[np.int64]
+    position: NDArray[np.int64]
+    accepted: NDArray[np.int32]
+    query_start_loc: NDArray[np.int64]
+    hidden: NDArray[Any]
+    output: OutputRows
+    priority: int
+    deadline_s: float | None
+    """When the rows must have begun, on the scheduler's monotonic clock; None for no limit."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.handle)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row, int64 [N]."""
+        return np.diff(self.query_start_loc)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's hidden state."""
+        return int(self.hidden.shape[1]) * self.hidden.dtype.itemsize
+
+    def finite_rows(self) -> NDArray[np.bool_]:
+        """Which rows have finite values only, bool [N]."""
+        finite = np.isfinite(self.hidden)
+        if finite.all():
+            return np.ones(self.num_rows, dtype=np.bool_)
+        return np.logical_and.reduceat(finite.all(axis=1), self.query_start_loc[:-1])
+
+    def output_counts(self) -> NDArray[np.int64]:
+        """Output rows that the reply carries for each row that runs, int64 [N]."""
+        if self.output is OutputRows.ALL:
+            return self.lengths
+        return np.full(self.num_rows, 1 if self.output is OutputRows.LAST else 0, dtype=np.int64)
+
+
+@dataclass
+class StepTiming:
+    """Seconds spent per stage (sums over the chunks), and the size of the last batch that carried a row of the step."""
+
+    queue_s: float = 0.0
+    copy_in_s: float = 0.0
+    compute_s: float = 0.0
+    copy_out_s: float = 0.0
+    batch_rows: int = 0
+    batch_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of each row of a StepRequest.
+
+    outcome uint8 [N] (RowOutcome); position int64 [N] after the step; output_start_loc int64 [N + 1] into
+    hidden [rows, hidden]; refusals by row index; timing None when nothing was computed for it.
+    """
+
+    outcome: NDArray[np.uint8]
+    position: NDArray[np.int64]
+    output_start_loc: NDArray[np.int64]
+    hidden: NDArray[Any]
+    refusals: dict[int, Refusal] = field(default_factory=dict)
+    timing: StepTiming | None = None
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What the engine computes at once: rows of one span, short rows first.
+
+    control int32 [6, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half (the
+    layout of deltaline_kernels.Rows). hidden [T, hidden], packed in row order. wanted int64 [rows]: packed tokens
+    whose outputs go back, None for all.
+    """
+
+    span: int
+    control: NDArray[np.int32]
+    num_short: int
+    hidden: NDArray[Any]
+    wanted: NDArray[np.int64] | None
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What the engine made of a StepBatch.
+
+    hidden [wanted, hidden] in the batch's dtype; finite bool [N]: False where an output of the row (wanted or not) is
+    not finite, so that its state can't be trusted. failed: the computation raised; nothing of the batch's state can
+    be trusted and hidden is empty.
+    """
+
+    hidden: NDArray[Any]
+    finite: NDArray[np.bool_]
+    copy_in_s: float = 0.0
+    compute_s: float = 0.0
+    copy_out_s: float = 0.0
+    failed: bool = False

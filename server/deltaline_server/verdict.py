@@ -1,0 +1,78 @@
+"""The verdict on a step request: which rows are new, which came before, which are refused.
+
+Judges only; takes nothing (scheduler.py does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.errors import Reason, Refusal
+from deltaline_server.job import Join
+from deltaline_server.job_queue import JobQueue
+from deltaline_server.ledger import Admission, Slots
+from deltaline_server.replies import KeptReply
+from deltaline_server.sequence import SequenceState
+from deltaline_server.sequences import SequenceTable
+from deltaline_server.step import StepRequest
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to become of each row of a request; every row is in exactly one of them.
+
+    admission: new steps. kept: rows with a kept reply, joins: rows in flight elsewhere, refusals: the others, by row.
+    slots int64 [N], meaningless for rows whose sequence is not known.
+    """
+
+    slots: Slots
+    admission: Admission
+    kept: dict[int, KeptReply]
+    joins: list[Join]
+    refusals: dict[int, Refusal]
+
+    @property
+    def answered_rows(self) -> NDArray[np.int64]:
+        """Rows that get outputs."""
+        return np.array([*self.admission.rows.tolist(), *self.kept, *(join.row for join in self.joins)], dtype=np.int64)
+
+    @property
+    def live_slots(self) -> Slots:
+        """Slots whose lease this request renews."""
+        return self.slots[self.answered_rows]
+
+
+def judge(request: StepRequest, table: SequenceTable, queue: JobQueue) -> Verdict:
+    """Judge every row of a request against the table, the ledger and the queue."""
+    ledger, span = table.ledger, request.span
+    slots, states = table.lookup(request.server_epoch, request.handle)
+    is_held = states == SequenceState.OPEN
+    refusals = {i: table.refusal(int(states[i]), int(slots[i]), span) for i in np.flatnonzero(~is_held).tolist()}
+    held = np.flatnonzero(is_held)
+    step = request.step[held]
+    done, tail = ledger.done.step[span, slots[held]], ledger.tail.step[span, slots[held]]
+    stale, gap, is_new = (step < done) | (step < 1), step > tail + 1, step == tail + 1
+    finite = request.finite_rows()[held]
+    for reason, fault in (
+        (Reason.STEP_STALE, stale),
+        (Reason.STEP_GAP, gap),
+        (Reason.NON_FINITE_INPUT, is_new & ~finite),
+    ):
+        refusals |= {i: ledger.refusal(reason, span, int(slots[i])) for i in held[fault].tolist()}
+    new = held[is_new & finite]
+    admission, refused = ledger.judge(request, new, slots[new], request.lengths[new])
+    refusals |= refused
+    kept: dict[int, KeptReply] = {}
+    joins: list[Join] = []
+    for i in held[~(stale | gap | is_new)].tolist():
+        found = queue.find_repeated(request, i, int(slots[i]))
+        if isinstance(found, KeptReply):
+            kept[i] = found
+        elif isinstance(found, Join):
+            joins.append(found)
+        else:
+            refusals[i] = found
+    return Verdict(slots, admission, kept, joins, refusals)

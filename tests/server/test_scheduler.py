@@ -1,0 +1,646 @@
+"""The step rules, batches and leases, with an engine that computes checksums instead of layers.
+
+The stand-in engine keeps for each (span, line) the list of committed tokens and the drafts in the ring, by the same
+control tensor as the real one. A token's output is a checksum of all tokens up to it, so a step that is lost,
+repeated, run out of order or on another's line shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.job_queue import Limits
+from deltaline_server.ledger import StepLedger
+from deltaline_server.lines import LinePool
+from deltaline_server.observer import BatchTiming
+from deltaline_server.replies import KeptReplies
+from deltaline_server.scheduler import Scheduler
+from deltaline_server.sequence import SequenceState
+from deltaline_server.sequences import SequenceTable
+from deltaline_server.step import (
+    BatchResult,
+    OutputRows,
+    RowKind,
+    RowOutcome,
+    StepBatch,
+    StepRequest,
+    StepResult,
+)
+
+MAX_DRAFT = 4
+PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
+
+
+def checksum(tokens: list[float]) -> float:
+    return sum((i + 1) * token for i, token in enumerate(tokens)) % 65521
+
+
+class ChecksumEngine:
+    """Runs batches when told to, or at once (`eager`)."""
+
+    def __init__(self, eager: bool = True) -> None:
+        self.eager, self.fail_next = eager, False
+        self.tokens: dict[tuple[int, int], list[float]] = {}
+        self.drafts: dict[tuple[int, int, int], list[float]] = {}
+        self.waiting: list[tuple[StepBatch, Callable[[BatchResult], None]]] = []
+        self.batches: list[StepBatch] = []
+        self.poison_token: float | None = None
+
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None]) -> None:
+        self.batches.append(batch)
+        self.waiting.append((batch, on_done))
+        if self.eager:
+            self.run()
+
+    def run(self) -> None:
+        batch, on_done = self.waiting.pop(0)
+        on_done(self.compute(batch))
+
+    def compute(self, batch: StepBatch) -> BatchResult:
+        num_rows = batch.control.shape[1] - 1
+        if self.fail_next:
+            self.fail_next = False
+            return BatchResult(batch.hidden[:0], np.zeros(num_rows, dtype=bool), failed=True)
+        out = np.full_like(batch.hidden, np.nan)
+        finite = np.ones(num_rows, dtype=bool)
+        lengths = np.diff(batch.control[0])
+        assert (lengths[: batch.num_short] <= MAX_DRAFT).all()
+        assert (lengths[batch.num_short :] > MAX_DRAFT).all()
+        writes = batch.control[2, :num_rows]
+        assert len(set(writes.tolist())) == num_rows and (writes > 0).all()
+        for row in range(num_rows):
+            begin, end = batch.control[0, row], batch.control[0, row + 1]
+            read, write, committed, replayed, half = batch.control[1:, row].tolist()
+            new = batch.hidden[begin:end, 0].tolist()
+            state = list(self.tokens[batch.span, read]) if read else []
+            state += self.drafts[batch.span, read, half][:replayed] if replayed else []
+            for t in range(len(new)):
+                out[begin + t] = checksum(state + new[: t + 1])
+            if self.poison_token in new:
+                finite[row] = False
+            if committed:
+                state += new
+            else:
+                self.drafts[batch.span, write, 1 - half] = new
+            self.tokens[batch.span, write] = state
+        hidden = out if batch.wanted is None else out[batch.wanted]
+        return BatchResult(hidden, finite, 1e-6, 2e-6, 3e-6)
+
+
+class Counts:
+    """An observer that adds up."""
+
+    def __init__(self) -> None:
+        self.total: dict[str, int] = {}
+
+    def add(self, name: str, count: int) -> None:
+        self.total[name] = self.total.get(name, 0) + count
+
+    def batch_done(self, kinds: np.ndarray[Any, Any], tokens: int, timing: BatchTiming) -> None:
+        assert len(timing.queue_s) == len(kinds)
+        self.add("batches", 1)
+
+    def steps(self, outcome: str, count: int) -> None:
+        self.add(outcome, count)
+
+    def refused(self, reason: Reason, count: int) -> None:
+        self.add(reason.name, count)
+
+    def drafts(self, sent: int) -> None:
+        self.add("drafts", sent)
+
+    def accepted(self, count: int) -> None:
+        self.add("accepted", count)
+
+
+class Rig:
+    """Table, scheduler and engine with a clock that stands still until it is moved."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 8,
+        spans: int = 1,
+        eager: bool = True,
+        queue_rows: int = 64,
+        queue_bytes: int = 1 << 20,
+        reply_bytes: int = 1 << 20,
+        chunk_tokens: int = 64,
+    ) -> None:
+        self.now = 100.0
+        self.zeroed: list[int] = []
+        self.engine = ChecksumEngine(eager)
+        self.counts = Counts()
+        self.lines = LinePool(slots, lambda lines: self.zeroed.extend(lines.tolist()))
+        self.table = SequenceTable(
+            lines=self.lines,
+            ledger=StepLedger(spans, slots, max_in_flight=8),
+            replies=KeptReplies(spans, slots, reply_bytes),
+            num_slots=slots,
+            default_lease_s=60.0,
+            max_lease_s=3600.0,
+            lease_tick_s=1.0,
+            clock=lambda: self.now,
+        )
+        self.scheduler = Scheduler(
+            table=self.table,
+            engine=self.engine,
+            limits=Limits(queue_rows, queue_bytes, chunk_tokens, MAX_DRAFT),
+            observer=self.counts,
+            clock=lambda: self.now,
+        )
+
+    def open(self, count: int = 1) -> list[int]:
+        return [int(handle) for handle in self.table.open(count)[0]]
+
+    def request(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepRequest:
+        """rows: (handle, kind, step, position, accepted, tokens)."""
+        lengths = [len(row[5]) for row in rows]
+        tokens = np.array([token for row in rows for token in row[5]], dtype=np.float64)
+        values: dict[str, Any] = {
+            "server_epoch": self.table.server_epoch,
+            "span": 0,
+            "handle": np.array([row[0] for row in rows], dtype=np.uint64),
+            "kind": np.array([row[1] for row in rows], dtype=np.uint8),
+            "step": np.array([row[2] for row in rows], dtype=np.int64),
+            "position": np.array([row[3] for row in rows], dtype=np.int64),
+            "accepted": np.array([row[4] for row in rows], dtype=np.int32),
+            "query_start_loc": np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+            "hidden": np.repeat(tokens[:, None], 2, axis=1),
+            "output": OutputRows.ALL,
+            "priority": 0,
+            "deadline_s": None,
+        }
+        return StepRequest(**(values | changes))
+
+    async def step(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepResult:
+        result = await self.scheduler.submit(self.request(*rows, **changes))
+        self.table.check_integrity()
+        return result
+
+
+def outputs(result: StepResult, row: int = 0) -> list[float]:
+    begin, end = result.output_start_loc[row], result.output_start_loc[row + 1]
+    return [float(x) for x in result.hidden[begin:end, 0]]
+
+
+def reason(result: StepResult, row: int = 0) -> Reason | None:
+    refusal = result.refusals.get(row)
+    assert (refusal is not None) == (result.outcome[row] == RowOutcome.REFUSED)
+    return refusal.reason if refusal else None
+
+
+async def test_steps_run_in_order_and_answer_with_all_tokens_so_far() -> None:
+    rig = Rig()
+    (a,) = rig.open()
+    first = await rig.step((a, PREFILL, 1, 0, -1, [1, 2, 3]))
+    second = await rig.step((a, DECODE, 2, 3, -1, [4]))
+    assert outputs(first) == [1, 5, 14] and outputs(second) == [30]
+    assert first.position.tolist() == [3] and second.position.tolist() == [4]
+    assert first.outcome.tolist() == [RowOutcome.EXECUTED]
+
+
+async def test_a_step_sent_again_gets_the_same_bytes_and_runs_once() -> None:
+    rig = Rig()
+    (a,) = rig.open()
+    await rig.step((a, PREFILL, 1, 0, -1, [1, 2, 3]))
+    first = await rig.step((a, DECODE, 2, 3, -1, [4]))
+    again = await rig.step((a, DECODE, 2, 3, -1, [4]))
+    assert again.outcome.tolist() == [RowOutcome.REPLAYED]
+    assert again.hidden.tobytes() == first.hidden.tobytes() and again.position.tolist() == first.position.tolist()
+    assert again.timing is None and len(rig.engine.batches) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"hidden": np.array([[9.0, 9.0]])}, id="hidden"),
+        pytest.param({"output": OutputRows.NONE}, id="output"),
+        pytest.param({"position": np.array([7])}, id="position"),
+        pytest.param({"kind": np.array([PREFILL], dtype=np.uint8)}, id="kind"),
+        pytest.param({"accepted": np.array([0], dtype=np.int32)}, id="accepted"),
+    ],
+)
+async def test_a_step_sent_again_with_other_content_is_a_conflict(change: dict[str, Any]) -> None:
+    rig = Rig()
+    (a,) = rig.open()
+    await rig.step((a, DECODE, 1, 0, -1, [4]))
+    result = await rig.step((a, DECODE, 1, 0, -1, [4]), **change)
+    assert reason(result) is Reason.STEP_CONFLICT
+    assert result.refusals[0].metadata == {"step": "1", "position": "1", "pending_tokens": "0"}
+
+
+async def test_large_requests_are_recognised_by_checksum() -> None:
+    rig = Rig()
+    (a,) = rig.open()
+    tokens = [float(i % 7) for i in range(1500)]
+    first = await rig.step((a, PREFILL, 1, 0, -1, tokens))
+    again = await rig.step((a, PREFILL, 1, 0, -1, tokens))
+    other = await rig.step((a, PREFILL, 1, 0, -1, [*tokens[:-1], 8.0]))
+    assert again.hidden.tobytes() == first.hidden.tobytes()
+    assert reason(other) is Reason.STEP_CONFLICT
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        pytest.param((DECODE, 1, 1, -1, [1.0]), Reason.STEP_STALE, id="stale"),
+        pytest.param((DECODE, 0, 1, -1, [1.0]), Reason.STEP_STALE, id="step-zero"),
+        pytest.param((DECODE, 4, 2, -1, [1.0]), Reason.STEP_GAP, id="gap"),
+        pytest.param((DECODE, 3, 3, -1, [1.0]), Reason.POSITION_MISMATCH, id="position-ahead"),
+        pytest.param((DECODE, 3, 1, -1, [1.0]), Reason.POSITION_MISMATCH, id="position-behind"),
+        pytest.param((DECODE, 3, 2, 0, [1.0]), Reason.NOTHING_TO_COMMIT, id="nothing-to-commit"),
+        pytest.param((DECODE, 3, 2, -2, [1.0]), Reason.ACCEPTED_OUT_OF_RANGE, id="accepted-negative"),
+        pytest.param((DECODE, 3, 2, -1, [np.nan]), Reason.NON_FINITE_INPUT, id="nan"),
+    ],
+)
+async def test_a_wrong_row_is_refused_and_its_neighbour_runs(row: tuple[Any, ...], expected: Reason) -> None:
+    rig = Rig()
+    a, b = rig.open(2)
+    await rig.step((a, DECODE, 1, 0, -1, [5]))
+    await rig.step((a, DECODE, 2, 1, -1, [6]))
+    result = await rig.step((a, *row), (b, DECODE, 1, 0, -1, [7]))
+    assert reason(result, 0) is expected and reason(result, 1) is None
+    assert outputs(result, 0) == [] and outputs(result, 1) == [7]
+    after = await rig.step((a, DECODE, 3, 2, -1, [8]))
+    assert outputs(after) == [5 + 12 + 24]
+
+
+async def test_handles_of_others_are_refused_alike() -> None:
+    rig = Rig()
+    a, b = rig.open(2)
+    rig.table.close(rig.table.server_epoch, np.array([b], dtype=np.uint64))
+    forged = await rig.step((a ^ (1 << 30), DECODE, 1, 0, -1, [1]))
+    closed = await rig.step((b, DECODE, 1, 0, -1, [1]))
+    lost = await rig.step((a, DECODE, 1, 0, -1, [1]), server_epoch=1)
+    out_of_range = await rig.step((2**64 - 1, DECODE, 1, 0, -1, [1]))
+    assert reason(forged) is Reason.SEQUENCE_UNKNOWN and reason(out_of_range) is Reason.SEQUENCE_UNKNOWN
+    assert reason(closed) is Reason.SEQUENCE_CLOSED and reason(lost) is Reason.STATE_LOST
+
+
+async def test_verify_then_any_accepted_count_then_a_plain_step() -> None:
+    for accepted in range(MAX_DRAFT + 1):
+        rig = Rig()
+        (a,) = rig.open()
+        await rig.step((a, DECODE, 1, 0, -1, [1]))
+        verify = await rig.step((a, VERIFY, 2, 1, -1, [2, 3, 4, 5]))
+        assert outputs(verify) == [checksum([1, 2, 3, 4, 5][:n]) for n in range(2, 6)]
+        assert verify.position.tolist() == [1]
+        plain = await rig.step((a, DECODE, 3, 1 + accepted, accepted, [9]))
+        assert outputs(plain) == [checksum([*[1, 2, 3, 4, 5][: 1 + accepted], 9])]
+        assert rig.counts.total["drafts"] == 4 and rig.counts.total.get("accepted", 0) == accepted
+
+
+async def test_commit_rules() -> None:
+    rig = Rig()
+    (a,) = rig.open()
+    table, handles = rig.table, np.array([a], dtype=np.uint64)
+
+    def commit(step: int, accepted: int) -> Reason | None:
+        _, refusals = table.commit(
+            table.server_epoch, 0, handles, np.array([step]), np.array([accepted], dtype=np.int32)
+        )
+        return refusals[0].reason if refusals else None
+
+    assert commit(0, 0) is Reason.NOTHING_TO_COMMIT
+    await rig.step((a, VERIFY, 1, 0, -1, [2, 3]))
+    assert reason(await rig.step((a, DECODE, 2, 0, -1, [9]))) is Reason.VERIFY_PENDING
+    assert reason(await rig.step((a, DECODE, 2, 3, 3, [9]))) is Reason.ACCEPTED_OUT_OF_RANGE
+    assert reason(await rig.step((a, DECODE, 2, 0, 1, [9]))) is Reason.POSITION_MISMATCH
+    assert commit(1, 3) is Reason.ACCEPTED_OUT_OF_RANGE and commit(2, 1) is Reason.NOTHING_TO_COMMIT
+    assert commit(1, 1) is None and commit(1, 1) is None
+    assert commit(1, 2) is Reason.COMMIT_CONFLICT
+    assert reason(await rig.step((a, DECODE, 2, 2, 2, [9]))) is Reason.COMMIT_CONFLICT
+    assert outputs(await rig.step((a, VERIFY, 2, 1, 1, [9]))) == [checksum([2, 9])]
+    assert commit(1, 0) is Reason.COMMIT_CONFLICT and commit(1, 1) is None
+    assert commit(2, 0) is None and commit(2, 1) is Reason.COMMIT_CONFLICT
+    assert outputs(await rig.step((a, VERIFY, 3, 1, -1, [7]))) == [checksum([2, 7])]
+    assert outputs(await rig.step((a, DECODE, 4, 2, 1, [8]))) == [checksum([2, 7, 8])]
+
+
+async def test_a_commit_fixed_on_one_span_binds_the_others() -> None:
+    rig = Rig(spans=2)
+    (a,) = rig.open()
+    for span in (0, 1):
+        await rig.step((a, VERIFY, 1, 0, -1, [2, 3]), span=span)
+    assert reason(await rig.step((a, DECODE, 2, 1, 1, [9]), span=0)) is None
+    assert reason(await rig.step((a, DECODE, 2, 2, 2, [9]), span=1)) is Reason.COMMIT_CONFLICT
+    assert reason(await rig.step((a, DECODE, 2, 1, 1, [9]), span=1)) is None
+    # Nothing accepted: the next verify at the same position is another one.
+    for span in (0, 1):
+        await rig.step((a, VERIFY, 3, 2, -1, [4, 5]), span=span)
+    for span in (0, 1):
+        await rig.step((a, VERIFY, 4, 2, 0, [6, 7]), span=span)
+    assert reason(await rig.step((a, DECODE, 5, 4, 2, [8]), span=1)) is None
+    assert reason(await rig.step((a, DECODE, 5, 2, 0, [8]), span=0)) is Reason.COMMIT_CONFLICT
+    result = await rig.step((a, DECODE, 5, 4, 2, [8]), span=0)
+    assert outputs(result) == [checksum([2, 9, 6, 7, 8])]
+
+
+async def test_a_refused_step_commits_nothing() -> None:
+    rig = Rig(spans=2)
+    (a,) = rig.open()
+    for span in (0, 1):
+        await rig.step((a, VERIFY, 1, 0, -1, [2, 3]), span=span)
+    rig.engine.eager = False
+    blocker = rig.scheduler.submit(rig.request((rig.open()[0], DECODE, 1, 0, -1, [1])))
+    await asyncio.sleep(0)
+    late = rig.scheduler.submit(rig.request((a, DECODE, 2, 2, 2, [9]), deadline_s=rig.now + 1))
+    rig.now += 2
+    rig.engine.eager = True
+    rig.engine.run()
+    await blocker
+    assert reason(await late) is Reason.QUEUE_DEADLINE
+    assert reason(await rig.step((a, DECODE, 2, 1, 1, [9]), span=1)) is None
+    assert outputs(await rig.step((a, DECODE, 2, 1, 1, [9]), span=0)) == [checksum([2, 9])]
+
+
+async def test_steps_in_flight_run_in_order_and_a_refused_one_takes_those_behind_it() -> None:
+    rig = Rig(eager=False)
+    a, b = rig.open(2)
+    blocker = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [1])))
+    await asyncio.sleep(0)
+    first = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    doomed = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [2]), deadline_s=rig.now + 1))
+    behind = rig.scheduler.submit(rig.request((a, DECODE, 3, 2, -1, [3])))
+    rig.now += 2
+    rig.engine.eager = True
+    rig.engine.run()
+    await blocker
+    assert outputs(await first) == [1]
+    assert reason(await doomed) is Reason.QUEUE_DEADLINE
+    assert reason(await behind) is Reason.PREDECESSOR_REFUSED
+    rig.table.check_integrity()
+    assert outputs(await rig.step((a, DECODE, 2, 1, -1, [7]))) == [15]
+
+
+async def test_eight_steps_may_be_in_flight() -> None:
+    rig = Rig(eager=False)
+    (a,) = rig.open()
+    futures = [rig.scheduler.submit(rig.request((a, DECODE, s + 1, s, -1, [1]))) for s in range(9)]
+    assert reason(await futures[8]) is Reason.TOO_MANY_IN_FLIGHT
+    rig.engine.eager = True
+    await asyncio.sleep(0)
+    if rig.engine.waiting:
+        rig.engine.run()
+    assert [outputs(await f) for f in futures[:8]] == [[checksum([1] * n)] for n in range(1, 9)]
+
+
+async def test_a_step_in_flight_is_joined_by_its_retry() -> None:
+    rig = Rig(eager=False)
+    a, b = rig.open(2)
+    row = (a, DECODE, 1, 0, -1, [4.0])
+    first = rig.scheduler.submit(rig.request(row))
+    await asyncio.sleep(0)
+    again = rig.scheduler.submit(rig.request(row, (b, DECODE, 1, 0, -1, [5.0])))
+    conflict = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [6.0])))
+    rig.engine.eager = True
+    rig.engine.run()
+    assert outputs(await first) == outputs(await again, 0) == [4]
+    assert outputs(await again, 1) == [5]
+    assert (await again).outcome.tolist() == [RowOutcome.JOINED, RowOutcome.EXECUTED]
+    assert reason(await conflict) is Reason.STEP_CONFLICT
+    assert rig.counts.total["joined"] == 1
+
+
+async def test_work_goes_on_when_its_caller_is_cancelled() -> None:
+    rig = Rig(eager=False)
+    (a,) = rig.open()
+    row = (a, DECODE, 1, 0, -1, [4.0])
+    task = asyncio.create_task(asyncio.wait_for(asyncio.shield(rig.scheduler.submit(rig.request(row))), 10))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    rig.engine.run()
+    rig.engine.eager = True
+    await rig.scheduler.drained()
+    again = await rig.step(row)
+    assert again.outcome.tolist() == [RowOutcome.REPLAYED] and outputs(again) == [4]
+
+
+async def test_prefills_are_cut_and_decodes_run_between_the_chunks() -> None:
+    rig = Rig(eager=False, chunk_tokens=128)
+    a, b = rig.open(2)
+    tokens = [float(i % 11) for i in range(300)]
+    long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, tokens), output=OutputRows.LAST))
+    await asyncio.sleep(0)
+    decode = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
+    rig.engine.run()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    rig.engine.run()
+    assert outputs(await decode) == [3] and not long.done()
+    rig.engine.eager = True
+    rig.engine.run()
+    assert outputs(await long) == [checksum(tokens)]
+    assert [int(batch.control[0, -1]) for batch in rig.engine.batches] == [128, 129, 44]
+    assert rig.engine.batches[1].num_short == 1
+
+
+async def test_a_cut_row_is_not_dropped_after_its_first_chunk() -> None:
+    rig = Rig(eager=False, chunk_tokens=64)
+    (a,) = rig.open()
+    long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 200), deadline_s=rig.now + 1))
+    await asyncio.sleep(0)
+    rig.now += 100
+    rig.engine.eager = True
+    rig.engine.run()
+    assert outputs(await long) == [checksum([1.0] * n) for n in range(1, 201)]
+
+
+async def test_rows_of_waiting_requests_run_in_one_batch_by_priority() -> None:
+    rig = Rig(eager=False)
+    a, b, c, d = rig.open(4)
+    blocker = rig.scheduler.submit(rig.request((d, DECODE, 1, 0, -1, [1])))
+    await asyncio.sleep(0)
+    waiting = [
+        rig.scheduler.submit(rig.request((handle, DECODE, 1, 0, -1, [token]), priority=priority))
+        for handle, token, priority in ((a, 1, 0), (b, 2, 1), (c, 3, -1))
+    ]
+    rig.engine.eager = True
+    rig.engine.run()
+    await asyncio.gather(blocker, *waiting)
+    assert rig.engine.batches[1].hidden[:, 0].tolist() == [2, 1, 3]
+
+
+@pytest.mark.parametrize("output", list(OutputRows))
+async def test_mixed_rows_get_the_outputs_they_want(output: OutputRows) -> None:
+    rig = Rig()
+    a, b, c = rig.open(3)
+    tokens = [float(i) for i in range(1, 101)]
+    result = await rig.step(
+        (a, PREFILL, 1, 0, -1, tokens), (b, DECODE, 1, 0, -1, [5]), (c, VERIFY, 1, 0, -1, [6, 7]), output=output
+    )
+    full = [[checksum(tokens[:n]) for n in range(1, 101)], [5], [6, 20]]
+    expected = {OutputRows.ALL: full, OutputRows.LAST: [row[-1:] for row in full], OutputRows.NONE: [[], [], []]}[
+        output
+    ]
+    assert [outputs(result, row) for row in range(3)] == expected
+
+
+async def test_the_queue_is_bounded_in_rows_bytes_and_reply_bytes() -> None:
+    rig = Rig(eager=False, queue_rows=2)
+    handles = rig.open(3)
+    rows = [(handle, DECODE, 1, 0, -1, [1.0]) for handle in handles]
+    with pytest.raises(RequestError) as full:
+        rig.scheduler.submit(rig.request(*rows))
+    assert full.value.refusal.reason is Reason.QUEUE_FULL and full.value.refusal.retry_after_s
+    rig = Rig(queue_bytes=64)
+    with pytest.raises(RequestError) as full:
+        rig.scheduler.submit(rig.request((rig.open()[0], PREFILL, 1, 0, -1, [1.0] * 5)))
+    assert full.value.refusal.reason is Reason.QUEUE_FULL
+    rig = Rig(reply_bytes=64)
+    (a,) = rig.open()
+    with pytest.raises(RequestError) as full:
+        rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 3)))
+    assert full.value.refusal.reason is Reason.REPLY_BYTES_EXHAUSTED
+    assert outputs(await rig.step((a, PREFILL, 1, 0, -1, [1.0] * 2))) == [1, 3]
+    assert rig.scheduler.load().reply_bytes == 64 and rig.scheduler.load().queued_rows == 0
+    rig.table.close(rig.table.server_epoch, np.array([a], dtype=np.uint64))
+    assert rig.scheduler.load().reply_bytes == 0
+
+
+async def test_a_failed_batch_poisons_its_rows_for_good() -> None:
+    rig = Rig()
+    a, b = rig.open(2)
+    await rig.step((b, DECODE, 1, 0, -1, [1]))
+    rig.engine.fail_next = True
+    failed = await rig.step((a, DECODE, 1, 0, -1, [1]))
+    assert reason(failed) is Reason.STATE_POISONED
+    assert reason(await rig.step((a, DECODE, 1, 0, -1, [1]))) is Reason.STATE_POISONED
+    assert outputs(await rig.step((b, DECODE, 2, 1, -1, [2]))) == [5]
+    assert rig.table.close(rig.table.server_epoch, np.array([a], dtype=np.uint64)) == [SequenceState.CLOSED]
+    assert rig.lines.num_used == 1
+
+
+async def test_a_row_that_is_not_finite_poisons_itself_and_what_waits_behind_it() -> None:
+    rig = Rig(eager=False)
+    a, b = rig.open(2)
+    rig.engine.poison_token = 13
+    both = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [13]), (b, DECODE, 1, 0, -1, [2])))
+    behind = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [3])))
+    await asyncio.sleep(0)
+    rig.engine.eager = True
+    rig.engine.run()
+    assert reason(await both, 0) is Reason.STATE_POISONED and outputs(await both, 1) == [2]
+    assert reason(await behind) in (Reason.PREDECESSOR_REFUSED, Reason.STATE_POISONED)
+    rig.table.check_integrity()
+
+
+async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
+    rig = Rig(eager=False)
+    (a,) = rig.open()
+    handles = np.array([a], dtype=np.uint64)
+    running = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    await asyncio.sleep(0)
+    assert rig.table.close(rig.table.server_epoch, handles) == [SequenceState.CLOSING]
+    rig.now += 1000
+    rig.table.reap()
+    assert rig.lines.num_used == 1
+    assert reason(await rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [1])))) is Reason.SEQUENCE_CLOSED
+    rig.engine.run()
+    assert outputs(await running) == [1]
+    assert rig.lines.num_used == 0
+    assert rig.table.close(rig.table.server_epoch, handles) == [SequenceState.CLOSED]
+    rig.table.check_integrity()
+
+
+async def test_leases_expire_renew_and_survive_a_stall() -> None:
+    rig = Rig()
+    a, b = rig.open(2)
+    epoch, table = rig.table.server_epoch, rig.table
+    handles = np.array([a, b], dtype=np.uint64)
+
+    def pass_time(seconds: int) -> None:
+        for _ in range(seconds):
+            rig.now += 1.0
+            table.reap()
+
+    pass_time(40)
+    await rig.step((a, DECODE, 1, 0, -1, [1]))
+    pass_time(30)
+    assert table.describe(epoch, handles)[1].state is SequenceState.EXPIRED
+    assert reason(await rig.step((b, DECODE, 1, 0, -1, [1]))) is Reason.SEQUENCE_EXPIRED
+    assert table.renew(epoch, handles, 100.0) == [SequenceState.OPEN, SequenceState.EXPIRED]
+    rig.now += 500.0  # the whole process stood still
+    assert table.reap() == 0
+    assert table.renew(epoch, handles[:1]) == [SequenceState.OPEN]
+    rig.now += 1.0
+    assert table.reap() == 0 and table.num_expired == 1
+    with pytest.raises(RequestError):
+        table.renew(epoch, handles, 1e9)
+
+
+async def test_lines_are_zeroed_when_handed_out_and_capacity_is_told() -> None:
+    rig = Rig(slots=2)
+    a, _ = rig.open(2)
+    with pytest.raises(RequestError) as full:
+        rig.open()
+    assert full.value.refusal.reason is Reason.NO_FREE_LINES and full.value.refusal.retry_after_s
+    rig.table.close(rig.table.server_epoch, np.array([a], dtype=np.uint64))
+    (c,) = rig.open()
+    assert rig.zeroed == [1, 2, 1] and c != a and c % (1 << 24) == a % (1 << 24)
+    await rig.step((c, DECODE, 1, 0, -1, [7]))
+    assert rig.engine.batches[-1].control[1, 0] == 0  # a fresh sequence reads the null line
+    await rig.step((c, DECODE, 2, 1, -1, [7]))
+    assert rig.engine.batches[-1].control[1, 0] == 1
+
+
+async def test_the_same_open_token_returns_the_same_handles() -> None:
+    rig = Rig()
+    first, _ = rig.table.open(2, token=b"0123456789abcdef")
+    again, _ = rig.table.open(2, token=b"0123456789abcdef")
+    assert first.tolist() == again.tolist() and rig.table.num_open == 2
+    with pytest.raises(RequestError):
+        rig.table.open(3, token=b"0123456789abcdef")
+    rig.now += 61
+    assert rig.table.open(2, token=b"0123456789abcdef")[0].tolist() != first.tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_histories_agree_with_the_tokens_committed(seed: int) -> None:
+    """Sequences of random life, random kinds, retries and commits; every output is checked against its own tokens."""
+    rng = np.random.default_rng(seed)
+    rig = Rig(slots=6, chunk_tokens=64)
+    live: dict[int, dict[str, Any]] = {}
+    for _ in range(400):
+        while len(live) < 6:
+            live[rig.open()[0]] = {"tokens": [], "step": 0, "draft": None}
+        chosen = [h for h in live if rng.random() < 0.6] or [next(iter(live))]
+        rows, expected = [], []
+        for handle in chosen:
+            sequence = live[handle]
+            accepted = -1
+            if sequence["draft"] is not None:
+                accepted = int(rng.integers(0, len(sequence["draft"]) + 1))
+                sequence["tokens"] += sequence["draft"][:accepted]
+                sequence["draft"] = None
+            kind = RowKind(int(rng.integers(1, 4)))
+            count = {PREFILL: int(rng.choice([1, 3, 63, 64, 65, 150])), DECODE: 1, VERIFY: int(rng.integers(1, 5))}[
+                kind
+            ]
+            new = [float(x) for x in rng.integers(1, 100, count)]
+            sequence["step"] += 1
+            rows.append((handle, kind, sequence["step"], len(sequence["tokens"]), accepted, new))
+            expected.append([checksum(sequence["tokens"] + new[: n + 1]) for n in range(count)])
+            if kind is VERIFY:
+                sequence["draft"] = new
+            else:
+                sequence["tokens"] += new
+        result = await rig.step(*rows)
+        assert [outputs(result, i) for i in range(len(rows))] == expected, result.refusals
+        if rng.random() < 0.3:
+            again = await rig.step(*rows)
+            assert again.hidden.tobytes() == result.hidden.tobytes()
+        for handle in list(live):
+            if rng.random() < 0.1:
+                rig.table.close(rig.table.server_epoch, np.array([handle], dtype=np.uint64))
+                del live[handle]
+    assert rig.counts.total["replayed"] > 0
+    assert rig.scheduler.load().queued_rows == rig.scheduler.load().queued_bytes == 0
