@@ -1,0 +1,63 @@
+# People and CI run the same targets. The first one that needs it makes .venv and installs everything into it.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# A package index with other builds of torch, for example CPU-only ones; empty for pip's own.
+TORCH_INDEX ?=
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+export PYTHONSAFEPATH = 1
+
+.PHONY: help install demo test test-gpu check proto fmt bench-cpu wheel clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "deltaline needs Python 3.11 or later with venv; say which: make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[server,dev]'
+	@touch $@
+
+install: $(INSTALLED)  ## make .venv with everything in it
+
+demo: $(INSTALLED)  ## start a server with random weights and drive it from a few clients
+	$(BIN)/deltaline demo
+
+test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
+	$(BIN)/pytest
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels/interpreted
+
+test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+check: $(INSTALLED)  ## format, lint, types, imports, contract; changes nothing
+	$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(call generate,$$out) && $(call lint_proto,$$out) && \
+	diff -rq -x '*.proto' -x '__init__.py' -x __pycache__ "$$out/deltaline/v1" proto/deltaline/v1 && \
+	echo "generated code is current"
+
+proto: $(INSTALLED)  ## regenerate the code beside the .proto files
+	$(call generate,proto)
+
+fmt: $(INSTALLED)  ## format and mend what ruff can mend
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+bench-cpu: $(INSTALLED)  ## measure kernels and service on the CPU
+	$(BIN)/python bench/cpu.py
+
+wheel: $(INSTALLED)  ## build dist/deltaline-*.whl
+	$(BIN)/pip wheel --no-deps -w dist .
+
+clean:  ## remove what these targets made
+	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+protoc = PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --fatal_warnings -I proto \
+	-I "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+generate = $(protoc) --python_out=$(1) --mypy_out=quiet:$(1) proto/deltaline/v1/*.proto && \
+	$(protoc) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) proto/deltaline/v1/*_service.proto
+# buf, where it is installed, holds the contract to its STANDARD rules; protoc alone has already refused every warning.
+lint_proto = if command -v buf >/dev/null; then \
+	$(protoc) --include_imports --include_source_info -o $(1)/image.binpb proto/deltaline/v1/*.proto && \
+	buf lint $(1)/image.binpb --config proto/buf.yaml; fi

@@ -1,0 +1,125 @@
+"""The client for asyncio: runs the same flows over a grpc.aio channel."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from deltaline_client import _calls, _commit, _sequences, _step
+from deltaline_client._channel import OPTIONS, bind, error_of
+from deltaline_client._exceptions import DeltalineError
+from deltaline_client._flow import Flow, Sleep, awaited
+from deltaline_client._retry import Retry
+from deltaline_client._sequence import SequenceRecord
+from deltaline_client._state import ClientState, info
+
+T = TypeVar("T")
+
+
+class AsyncClient(ClientState):
+    """A connection to one deltaline server, for asyncio.
+
+        async with AsyncClient("localhost:50051") as client, await client.open() as sequence:
+            outputs = await sequence.prefill(hidden)
+            output = await sequence.decode(outputs[-1])
+
+    Methods and arguments are those of Client. It belongs to the event loop in which it is first used. A cancelled step
+    has an unknown outcome: the sequence remembers it, see AsyncSequence.resume.
+    """
+
+    def __init__(self, address: str, *, timeout: float = 120.0, retry: Retry | None = None) -> None:
+        super().__init__(timeout, retry or Retry())
+        self._address = address
+        self._channel: grpc.aio.Channel | None = None
+        self._methods: dict[str, Any] = {}
+
+    async def _run(self, flow: Flow[T]) -> T:
+        """Drive a flow to its end, making its calls and waits."""
+        if self._channel is None:  # a grpc.aio channel must be made inside its event loop
+            self._channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
+            self._methods = bind(self._channel)
+        try:
+            command = next(flow)
+            while True:
+                if isinstance(command, Sleep):
+                    await asyncio.sleep(command.seconds)
+                    command = flow.send(None)
+                    continue
+                try:
+                    response = await self._methods[command.method.path](command.request, timeout=command.timeout_s)
+                except grpc.RpcError as failure:
+                    command = flow.throw(error_of(failure))
+                else:
+                    command = flow.send(response)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            flow.close()
+
+    async def open(self, *, lease_s: float | None = None) -> AsyncSequence:
+        """Open a sequence with zero state. lease_s: how long it lives without a step; default the server's."""
+        return (await self.open_many(1, lease_s=lease_s))[0]
+
+    async def open_many(self, count: int, *, lease_s: float | None = None) -> list[AsyncSequence]:
+        """Open `count` sequences, all or none. Raises NoFreeLines when so many do not become free in time."""
+        return await self._run(_sequences.open_sequences(self, self._sequence, count, lease_s))
+
+    def _sequence(self, handle: int, server_epoch: int) -> AsyncSequence:
+        return AsyncSequence(self, handle, server_epoch)
+
+    step = awaited(_step.step)
+    resume = awaited(_step.resume)
+    prefill = awaited(_calls.prefill)
+    decode = awaited(_calls.decode)
+    verify = awaited(_calls.verify)
+    commit = awaited(_commit.commit)
+    close = awaited(_sequences.close)
+    describe = awaited(_sequences.describe)
+    renew = awaited(_sequences.renew)
+    info = awaited(info)
+    load = awaited(_sequences.load)
+    drain = awaited(_sequences.drain)
+
+    async def disconnect(self) -> None:
+        """Close the channel. Sequences stay open on the server."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.disconnect()
+
+
+class AsyncSequence(SequenceRecord):
+    """One token stream whose state the server holds. Made by AsyncClient.open; `async with` closes it."""
+
+    _client: AsyncClient
+
+    async def _run(self, flow: Flow[T]) -> T:
+        return await self._client._run(flow)
+
+    prefill = awaited(_calls.prefill_one)
+    decode = awaited(_calls.decode_one)
+    verify = awaited(_calls.verify_one)
+    resume = awaited(_calls.resume_one)
+    commit = awaited(_calls.commit_one)
+    close = awaited(_calls.close_one)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exception: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.close()
+        except DeltalineError:
+            if exception is None:  # else the body's error matters more; the lease frees the state
+                raise

@@ -1,0 +1,123 @@
+"""The convenient forms of a step: one kind for many sequences, or one sequence. Flows; they know no channel.
+
+Batch forms raise StepError when rows fail. The forms on one sequence raise the row's own error, from the StepError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+
+from deltaline_client._arrays import Array, as_numpy
+from deltaline_client._commit import commit as commit_batch
+from deltaline_client._flow import Flow
+from deltaline_client._rows import Row, StepError, StepResult
+from deltaline_client._sequence import SequenceRecord
+from deltaline_client._sequences import close as close_batch
+from deltaline_client._state import ClientState
+from deltaline_client._step import resume as resume_batch
+from deltaline_client._step import step
+from deltaline_client._types import Output, StepOptions
+
+# On a client: one row for each of several sequences.
+
+
+def prefill(
+    client: ClientState,
+    sequences: Sequence[SequenceRecord],
+    hidden: Sequence[Any],
+    *,
+    output: Output = "all",
+    **options: Unpack[StepOptions],
+) -> Flow[list[Array]]:
+    """Add tokens to sequences: hidden[i] is [n_i, hidden_size]. Returns the wanted output rows of each."""
+    rows = _rows(Row.prefill, sequences, hidden)
+    return (yield from step(client, rows, output=output, **options)).outputs
+
+
+def decode(
+    client: ClientState, sequences: Sequence[SequenceRecord], hidden: Any, **options: Unpack[StepOptions]
+) -> Flow[Array]:
+    """Add one token to each sequence: hidden [N, hidden_size]. Returns the outputs [N, hidden_size]."""
+    rows = _rows(Row.decode, sequences, as_numpy(hidden))
+    return np.concatenate((yield from step(client, rows, **options)).outputs)
+
+
+def verify(
+    client: ClientState, sequences: Sequence[SequenceRecord], hidden: Sequence[Any], **options: Unpack[StepOptions]
+) -> Flow[list[Array]]:
+    """Compute draft tokens without committing them: hidden[i] is [n_i, hidden_size]. Returns the outputs of each.
+
+    Commit how many of them join before the next step.
+    """
+    rows = _rows(Row.verify, sequences, hidden)
+    return (yield from step(client, rows, **options)).outputs
+
+
+def _rows(
+    make: Callable[[SequenceRecord, object], Row], sequences: Sequence[SequenceRecord], hidden: Sequence[Any] | Array
+) -> list[Row]:
+    if len(hidden) != len(sequences):
+        raise ValueError(f"hidden: expected {len(sequences)} rows, one per sequence, got {len(hidden)}")
+    if not sequences:
+        raise ValueError("sequences: expected at least one")
+    return [make(sequence, row) for sequence, row in zip(sequences, hidden, strict=True)]
+
+
+# On a sequence.
+
+
+def prefill_one(
+    sequence: SequenceRecord, hidden: Any, *, output: Output = "all", **options: Unpack[StepOptions]
+) -> Flow[Array]:
+    """Add tokens: hidden [n, hidden_size]. Returns the wanted output rows: [n, .], [1, .] or [0, hidden_size].
+
+    More tokens than one request may carry are sent as several steps, one after the other.
+    """
+    return (yield from _only(step(sequence._client, [Row.prefill(sequence, hidden)], output=output, **options)))
+
+
+def decode_one(sequence: SequenceRecord, hidden: Any, **options: Unpack[StepOptions]) -> Flow[Array]:
+    """Add one token: hidden [hidden_size] or [1, hidden_size]. Returns the output, of the same rank."""
+    output = yield from _only(step(sequence._client, [Row.decode(sequence, hidden)], **options))
+    return output[0] if np.ndim(hidden) == 1 else output
+
+
+def verify_one(sequence: SequenceRecord, hidden: Any, **options: Unpack[StepOptions]) -> Flow[Array]:
+    """Compute draft tokens without committing them: hidden [n, hidden_size]. Returns the outputs [n, hidden_size].
+
+    Commit how many of them join before the next step.
+    """
+    return (yield from _only(step(sequence._client, [Row.verify(sequence, hidden)], **options)))
+
+
+def resume_one(sequence: SequenceRecord, **options: Unpack[StepOptions]) -> Flow[Array]:
+    """Send the unfinished step again, and finish its row; returns what the first call would have returned.
+
+    A step whose call ended without an answer may have been applied or not. The sequence remembers it, and until it is
+    resumed takes no other step; this sends the same step, so that it is applied once either way. Making the identical
+    call again does the same. Raises ValueError when no step on the span is unfinished.
+    """
+    return (yield from _only(resume_batch(sequence._client, [sequence], **options)))
+
+
+def commit_one(sequence: SequenceRecord, accepted: int, *, now: bool = False, span: int = 0) -> Flow[None]:
+    """Fix how many tokens of the pending verify join the sequence: 0 .. n, its first token included.
+
+    By default the count is remembered and rides on the next step. now=True sends it at once.
+    """
+    yield from commit_batch(sequence._client, [sequence], [accepted], now=now, span=span)
+
+
+def close_one(sequence: SequenceRecord) -> Flow[None]:
+    """End the sequence and free its state on the server. Idempotent."""
+    yield from close_batch(sequence._client, [sequence])
+
+
+def _only(flow: Flow[StepResult]) -> Flow[Array]:
+    try:
+        return (yield from flow).outputs[0]
+    except StepError as error:
+        raise error.errors[0] from error

@@ -1,0 +1,121 @@
+"""The client for threads: runs flows over a grpc channel."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc
+
+from deltaline_client import _calls, _commit, _sequences, _step
+from deltaline_client._channel import OPTIONS, bind, error_of
+from deltaline_client._exceptions import DeltalineError
+from deltaline_client._flow import Flow, Sleep, blocking
+from deltaline_client._retry import Retry
+from deltaline_client._sequence import SequenceRecord
+from deltaline_client._state import ClientState, info
+
+T = TypeVar("T")
+
+
+class Client(ClientState):
+    """A connection to one deltaline server.
+
+        with Client("localhost:50051") as client, client.open() as sequence:
+            outputs = sequence.prefill(hidden)      # [n, hidden_size] in, [n, hidden_size] out
+            output = sequence.decode(outputs[-1])
+
+    Leaving the `with` block closes the channel, not the sequences: they live until they are closed or their lease ends.
+    Threads may share a client; two calls at once on the same span of the same sequence raise SequenceBusy.
+
+    Args: address, "host:port" or "unix:/path"; timeout, seconds for a call with all its retries; retry, see Retry.
+    """
+
+    def __init__(self, address: str, *, timeout: float = 120.0, retry: Retry | None = None) -> None:
+        super().__init__(timeout, retry or Retry())
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._methods = bind(self._channel)
+
+    def _run(self, flow: Flow[T]) -> T:
+        """Drive a flow to its end, making its calls and waits."""
+        try:
+            command = next(flow)
+            while True:
+                if isinstance(command, Sleep):
+                    time.sleep(command.seconds)
+                    command = flow.send(None)
+                    continue
+                try:
+                    response = self._methods[command.method.path](command.request, timeout=command.timeout_s)
+                except grpc.RpcError as failure:
+                    command = flow.throw(error_of(failure))
+                else:
+                    command = flow.send(response)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            flow.close()
+
+    def open(self, *, lease_s: float | None = None) -> Sequence:
+        """Open a sequence with zero state. lease_s: how long it lives without a step; default the server's."""
+        return self.open_many(1, lease_s=lease_s)[0]
+
+    def open_many(self, count: int, *, lease_s: float | None = None) -> list[Sequence]:
+        """Open `count` sequences, all or none. Raises NoFreeLines when so many do not become free in time."""
+        return self._run(_sequences.open_sequences(self, self._sequence, count, lease_s))
+
+    def _sequence(self, handle: int, server_epoch: int) -> Sequence:
+        return Sequence(self, handle, server_epoch)
+
+    step = blocking(_step.step)
+    resume = blocking(_step.resume)
+    prefill = blocking(_calls.prefill)
+    decode = blocking(_calls.decode)
+    verify = blocking(_calls.verify)
+    commit = blocking(_commit.commit)
+    close = blocking(_sequences.close)
+    describe = blocking(_sequences.describe)
+    renew = blocking(_sequences.renew)
+    info = blocking(info)
+    load = blocking(_sequences.load)
+    drain = blocking(_sequences.drain)
+
+    def disconnect(self) -> None:
+        """Close the channel. Sequences stay open on the server."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.disconnect()
+
+
+class Sequence(SequenceRecord):
+    """One token stream whose state the server holds. Made by Client.open; as a context manager it closes itself."""
+
+    _client: Client
+
+    def _run(self, flow: Flow[T]) -> T:
+        return self._client._run(flow)
+
+    prefill = blocking(_calls.prefill_one)
+    decode = blocking(_calls.decode_one)
+    verify = blocking(_calls.verify_one)
+    resume = blocking(_calls.resume_one)
+    commit = blocking(_calls.commit_one)
+    close = blocking(_calls.close_one)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exception: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except DeltalineError:
+            if exception is None:  # else the body's error matters more; the lease frees the state
+                raise

@@ -1,0 +1,98 @@
+"""Flows: what the client does, written once as generators that know no I/O.
+
+A flow yields a Call or a Sleep, is sent the response (or is thrown an exception), and returns its result. The two
+drivers are `Client` (threads, grpc) and `AsyncClient` (asyncio, grpc.aio); `blocking` and `awaited` turn a flow into
+their methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+
+from google.protobuf.message import Message
+
+P = ParamSpec("P")
+T = TypeVar("T")
+H = TypeVar("H")
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+
+
+@dataclass(frozen=True)
+class Method(Generic[Request, Response]):
+    """A unary method of the service: its full name, and the types of its request and response."""
+
+    path: str
+    request_type: type[Request]
+    response_type: type[Response]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Make one attempt at a method. Resumed with the response, or thrown a DeltalineError.
+
+    request: the message, or its serialised bytes.
+    """
+
+    method: Method[Any, Any]
+    request: Message | bytes
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Wait. Resumed with None."""
+
+    seconds: float
+
+
+Flow: TypeAlias = Generator[Call | Sleep, Any, T]
+
+
+def call(method: Method[Request, Response], request: Request | bytes, timeout_s: float) -> Flow[Response]:
+    """Make one attempt at a method and return its response. Raises DeltalineError."""
+    return cast(Response, (yield Call(method, request, timeout_s)))
+
+
+class _Blocks(Protocol):
+    def _run(self, flow: Flow[T]) -> T: ...
+
+
+class _Awaits(Protocol):
+    def _run(self, flow: Flow[T]) -> Coroutine[Any, Any, T]: ...
+
+
+def blocking(flow: Callable[Concatenate[H, P], Flow[T]]) -> Callable[Concatenate[H, P], T]:
+    """Make the method that runs a flow on its object and returns the result."""
+
+    @functools.wraps(flow)
+    def method(self: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return cast(_Blocks, self)._run(flow(self, *args, **kwargs))
+
+    return _described(method, flow)
+
+
+def awaited(flow: Callable[Concatenate[H, P], Flow[T]]) -> Callable[Concatenate[H, P], Coroutine[Any, Any, T]]:
+    """Make the coroutine method that runs a flow on its object and returns the result."""
+
+    @functools.wraps(flow)
+    async def method(self: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await cast(_Awaits, self)._run(flow(self, *args, **kwargs))
+
+    return _described(method, flow)
+
+
+def _described(method: Callable[P, T], flow: Callable[..., Any]) -> Callable[P, T]:
+    """Give a method the signature that help() should show: `self` first, and the flow's result as what is returned."""
+    signature = inspect.signature(flow)
+    first, *others = signature.parameters.values()
+    returned = str(signature.return_annotation).removeprefix("Flow[").removesuffix("]")
+    shown = signature.replace(
+        parameters=[first.replace(name="self", annotation=inspect.Parameter.empty), *others], return_annotation=returned
+    )
+    setattr(method, "__signature__", shown)  # noqa: B010 - a callable's type has no such attribute
+    return method

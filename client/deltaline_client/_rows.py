@@ -1,0 +1,110 @@
+"""Rows of a step, and what became of them. Knows arrays and errors; sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltaline.v1 import layer_service_pb2
+from deltaline_client._arrays import Array, as_hidden
+from deltaline_client._exceptions import DeltalineError
+from deltaline_client._sequence import Job, SequenceRecord
+from deltaline_client._types import Output, RowOutcome, ServerInfo, StepTiming
+
+_OUTPUTS = ("all", "last", "none")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's part of a step: make it with Row.prefill, Row.decode or Row.verify."""
+
+    sequence: SequenceRecord
+    kind: layer_service_pb2.RowKind.ValueType
+    hidden: object
+
+    @classmethod
+    def prefill(cls, sequence: SequenceRecord, hidden: object) -> Row:
+        """Tokens that join the sequence: hidden [n, hidden_size], n >= 1. May be cut into several steps."""
+        return cls(sequence, layer_service_pb2.ROW_KIND_PREFILL, hidden)
+
+    @classmethod
+    def decode(cls, sequence: SequenceRecord, hidden: object) -> Row:
+        """One token that joins the sequence: hidden [hidden_size] or [1, hidden_size]."""
+        return cls(sequence, layer_service_pb2.ROW_KIND_DECODE, hidden)
+
+    @classmethod
+    def verify(cls, sequence: SequenceRecord, hidden: object) -> Row:
+        """Tokens that stay pending until a commit: hidden [n, hidden_size], 1 <= n <= ServerInfo.max_draft_tokens."""
+        return cls(sequence, layer_service_pb2.ROW_KIND_VERIFY, hidden)
+
+    def to_job(self, name: str, info: ServerInfo, span: int, output: Output) -> Job:
+        """Check the row and make the job that carries it. Raises ValueError or TypeError naming `name`."""
+        if output not in _OUTPUTS:
+            raise ValueError(f"output: expected one of {', '.join(_OUTPUTS)}, got {output!r}")
+        hidden = as_hidden(self.hidden, name, info.hidden_size, info.dtype)
+        if hidden.ndim == 1:
+            hidden = hidden[np.newaxis]
+        if hidden.ndim != 2 or len(hidden) == 0:
+            raise ValueError(f"{name}: expected shape [tokens, {info.hidden_size}] with a token, got {hidden.shape}")
+        if self.kind == layer_service_pb2.ROW_KIND_DECODE and len(hidden) != 1:
+            raise ValueError(f"{name}: expected one token in a decode row, got {len(hidden)}")
+        if self.kind == layer_service_pb2.ROW_KIND_VERIFY and len(hidden) > info.max_draft_tokens:
+            raise ValueError(f"{name}: expected at most {info.max_draft_tokens} tokens to verify, got {len(hidden)}")
+        return Job(self.sequence, self.sequence.progress(span), self.kind, hidden, output)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What became of one row.
+
+    output: [rows, hidden_size] in the server's type, of the tokens that were applied. tokens: how many of the row's
+    tokens were applied, fewer than it had when `error` ended it between two pieces of a long prefill. position:
+    committed tokens now. outcome: that of its last step.
+    """
+
+    sequence: SequenceRecord
+    outcome: RowOutcome
+    output: Array
+    tokens: int
+    position: int
+    error: DeltalineError | None
+
+    @classmethod
+    def from_job(cls, job: Job) -> RowResult:
+        """Read what a job that is over has gathered."""
+        if len(job.outputs) == 1:
+            output = job.outputs[0]
+        else:
+            output = np.concatenate([np.empty((0, job.hidden.shape[1]), job.hidden.dtype), *job.outputs])
+        return cls(job.sequence, job.outcome, output, job.tokens_done, job.progress.position, job.error)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of a step: one RowResult per row, in order, and where the server's time went."""
+
+    rows: tuple[RowResult, ...]
+    timing: StepTiming
+
+    @property
+    def outputs(self) -> list[Array]:
+        """The rows' outputs, in order."""
+        return [row.output for row in self.rows]
+
+
+class StepError(DeltalineError):
+    """Some rows of a batch failed. Rows without an error did run, and their sequences have advanced.
+
+    results: one RowResult per row of the call, in its order. errors: row index to what became of that row.
+    """
+
+    def __init__(self, results: Sequence[RowResult]) -> None:
+        self.results = tuple(results)
+        self.errors = {index: row.error for index, row in enumerate(self.results) if row.error is not None}
+        first = min(self.errors)
+        super().__init__(
+            f"{len(self.errors)} of {len(self.results)} rows failed; row {first}: "
+            f"{type(self.errors[first]).__name__}: {self.errors[first]}"
+        )

@@ -1,0 +1,69 @@
+"""What a client keeps between calls, and the methods of the service. Opens no channel, knows no sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from deltaline.v1 import admin_service_pb2 as admin
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline_client._exceptions import DeltalineError
+from deltaline_client._flow import Flow, Method, Request, Response, Sleep, call
+from deltaline_client._retry import Attempts, Retry, is_retryable
+from deltaline_client._types import ServerInfo
+
+_LAYERS = "/deltaline.v1.LayerService/"
+_ADMIN = "/deltaline.v1.AdminService/"
+
+OPEN = Method(_LAYERS + "OpenSequences", layers.OpenSequencesRequest, layers.OpenSequencesResponse)
+CLOSE = Method(_LAYERS + "CloseSequences", layers.CloseSequencesRequest, layers.CloseSequencesResponse)
+DESCRIBE = Method(_LAYERS + "DescribeSequences", layers.DescribeSequencesRequest, layers.DescribeSequencesResponse)
+RENEW = Method(_LAYERS + "RenewLeases", layers.RenewLeasesRequest, layers.RenewLeasesResponse)
+STEP = Method(_LAYERS + "Step", layers.StepRequest, layers.StepResponse)
+COMMIT = Method(_LAYERS + "CommitSequences", layers.CommitSequencesRequest, layers.CommitSequencesResponse)
+INFO = Method(_ADMIN + "GetServerInfo", admin.GetServerInfoRequest, admin.GetServerInfoResponse)
+LOAD = Method(_ADMIN + "GetLoad", admin.GetLoadRequest, admin.GetLoadResponse)
+DRAIN = Method(_ADMIN + "Drain", admin.DrainRequest, admin.DrainResponse)
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Most bytes of a message on the channel: far above any inline limit, which is not known before it is asked."""
+
+METHODS = (OPEN, CLOSE, DESCRIBE, RENEW, STEP, COMMIT, INFO, LOAD, DRAIN)
+
+
+class ClientState:
+    """A client's settings, and what it has learned of the server."""
+
+    def __init__(self, timeout_s: float, retry: Retry) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"timeout: expected a positive number of seconds, got {timeout_s}")
+        self._timeout_s = timeout_s
+        self._retry = retry
+        self._info: ServerInfo | None = None
+
+    def _attempts(self, timeout_s: float | None = None) -> Attempts:
+        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+
+
+def retried(
+    client: ClientState,
+    method: Method[Request, Response],
+    request: Request,
+    may_retry: Callable[[DeltalineError], bool] = is_retryable,
+) -> Flow[Response]:
+    """Call a method whose request is refused or taken as a whole, until it is answered. Raises DeltalineError."""
+    attempts = client._attempts()
+    while True:
+        try:
+            return (yield from call(method, request, attempts.next_timeout_s()))
+        except DeltalineError as error:
+            delay_s = attempts.delay_s(error.retry_after_s) if may_retry(error) else None
+            if delay_s is None:
+                raise
+        yield Sleep(delay_s)
+
+
+def info(client: ClientState, *, refresh: bool = False) -> Flow[ServerInfo]:
+    """What the server serves, and its limits. Asked for once and remembered; refresh=True asks again."""
+    if client._info is None or refresh:
+        client._info = ServerInfo.from_proto((yield from retried(client, INFO, admin.GetServerInfoRequest())))
+    return client._info

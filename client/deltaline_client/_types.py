@@ -1,0 +1,194 @@
+"""What the client returns about servers, sequences and time. Plain frozen values: no protobuf, no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from deltaline import wire
+from deltaline.v1 import admin_service_pb2, layer_service_pb2
+from deltaline_client._exceptions import ProtocolError
+
+Output = Literal["all", "last", "none"]
+"""Which output rows a step returns: one per token, that of the last token, or none."""
+
+
+class StepOptions(TypedDict, total=False):
+    """Keywords that every stepping method takes.
+
+    span: index into ServerInfo.spans, default 0. priority: -8 .. 7, higher goes first, default 0. queue_timeout_s: how
+    long the rows may wait for the device, default for ever. timeout_s: for the whole call with its retries, default the
+    client's.
+    """
+
+    span: int
+    priority: int
+    queue_timeout_s: float | None
+    timeout_s: float | None
+
+
+class RowOutcome(IntEnum):
+    """What became of a row: computed now, answered from the kept reply, joined to one in flight, or not applied."""
+
+    EXECUTED = layer_service_pb2.ROW_OUTCOME_EXECUTED
+    REPLAYED = layer_service_pb2.ROW_OUTCOME_REPLAYED
+    JOINED = layer_service_pb2.ROW_OUTCOME_JOINED
+    REFUSED = layer_service_pb2.ROW_OUTCOME_REFUSED
+
+
+class SequenceState(IntEnum):
+    """How it stands with a sequence on the server."""
+
+    OPEN = layer_service_pb2.SEQUENCE_STATE_OPEN
+    CLOSING = layer_service_pb2.SEQUENCE_STATE_CLOSING
+    POISONED = layer_service_pb2.SEQUENCE_STATE_POISONED
+    CLOSED = layer_service_pb2.SEQUENCE_STATE_CLOSED
+    EXPIRED = layer_service_pb2.SEQUENCE_STATE_EXPIRED
+    LOST = layer_service_pb2.SEQUENCE_STATE_LOST
+    UNKNOWN = layer_service_pb2.SEQUENCE_STATE_UNKNOWN
+
+
+@dataclass(frozen=True)
+class LayerSpan:
+    """Contiguous layers that one step addresses: the first, and how many."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What is served, and the limits. Field meanings are those of deltaline.v1.GetServerInfoResponse."""
+
+    server_epoch: int
+    version: str
+    model_type: str
+    spans: tuple[LayerSpan, ...]
+    scope: Literal["mixer", "block"]
+    hidden_size: int
+    dtype: np.dtype[Any]
+    state_dtype: np.dtype[Any]
+    max_sequences: int
+    max_draft_tokens: int
+    max_steps_in_flight: int
+    inline_limit_bytes: int
+    default_lease_s: float
+    max_lease_s: float
+    device: str
+    sequence_state_bytes: int
+    versions: Mapping[str, str]
+
+    @classmethod
+    def from_proto(cls, message: admin_service_pb2.GetServerInfoResponse) -> ServerInfo:
+        """Read the server's answer. Raises ProtocolError for a type or scope that this version does not know."""
+        try:
+            dtype, state_dtype = wire.numpy_dtype(message.dtype), wire.numpy_dtype(message.state_dtype)
+        except wire.WireError as error:
+            raise ProtocolError(f"GetServerInfo: {error}") from error
+        scopes: Mapping[int, Literal["mixer", "block"]] = {
+            admin_service_pb2.SCOPE_MIXER: "mixer",
+            admin_service_pb2.SCOPE_BLOCK: "block",
+        }
+        if message.scope not in scopes:
+            raise ProtocolError("the server's scope is not known to this client")
+        return cls(
+            server_epoch=message.server_epoch,
+            version=message.version,
+            model_type=message.model_type,
+            spans=tuple(LayerSpan(span.first, span.count) for span in message.spans),
+            scope=scopes[message.scope],
+            hidden_size=message.hidden_size,
+            dtype=dtype,
+            state_dtype=state_dtype,
+            max_sequences=message.max_sequences,
+            max_draft_tokens=message.max_draft_tokens,
+            max_steps_in_flight=message.max_steps_in_flight,
+            inline_limit_bytes=message.inline_limit_bytes,
+            default_lease_s=message.default_lease_ms / 1000,
+            max_lease_s=message.max_lease_ms / 1000,
+            device=message.device,
+            sequence_state_bytes=message.sequence_state_bytes,
+            versions=dict(message.versions),
+        )
+
+
+@dataclass(frozen=True)
+class ServerLoad:
+    """How full the server is now. Field meanings are those of deltaline.v1.GetLoadResponse."""
+
+    sequences_open: int
+    lines_used: int
+    lines_total: int
+    queued_rows: int
+    queued_rows_limit: int
+    queued_bytes: int
+    queued_bytes_limit: int
+    reply_bytes: int
+    reply_bytes_limit: int
+    draining: bool
+
+    @classmethod
+    def from_proto(cls, message: admin_service_pb2.GetLoadResponse) -> ServerLoad:
+        """Read the server's answer."""
+        return cls(**{name: getattr(message, name) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class SpanProgress:
+    """How far the server is with a sequence on one span."""
+
+    step: int
+    position: int
+    steps_in_flight: int
+    pending_tokens: int
+
+
+@dataclass(frozen=True)
+class SequenceDescription:
+    """What the server holds of a sequence. spans is empty where it holds nothing."""
+
+    state: SequenceState
+    lease_remaining_s: float
+    spans: tuple[SpanProgress, ...]
+
+    @classmethod
+    def from_proto(cls, message: layer_service_pb2.SequenceDescription) -> SequenceDescription:
+        """Read the server's answer."""
+        return cls(
+            state=SequenceState(message.state),
+            lease_remaining_s=message.lease_remaining_ms / 1000,
+            spans=tuple(
+                SpanProgress(span.step, span.position, span.steps_in_flight, span.pending_tokens)
+                for span in message.spans
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Where the server's time went, seconds; sums when the client made several requests of one call.
+
+    batch_rows and batch_tokens: size of the last batch on the device that carried a row of the call.
+    """
+
+    queue_s: float = 0.0
+    copy_in_s: float = 0.0
+    compute_s: float = 0.0
+    copy_out_s: float = 0.0
+    batch_rows: int = 0
+    batch_tokens: int = 0
+
+    def plus(self, message: layer_service_pb2.StepTiming) -> StepTiming:
+        """Return this and the time of one more request."""
+        return StepTiming(
+            self.queue_s + message.queue_ns / 1e9,
+            self.copy_in_s + message.copy_in_ns / 1e9,
+            self.compute_s + message.compute_ns / 1e9,
+            self.copy_out_s + message.copy_out_ns / 1e9,
+            message.batch_rows,
+            message.batch_tokens,
+        )

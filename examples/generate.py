@@ -1,0 +1,250 @@
+"""A complete small orchestrator: greedy generation for several prompts at once over a deltaline server.
+
+    deltaline-server --model DIR &
+    python examples/generate.py DIR --server 127.0.0.1:50051 --drafts 4 --compare
+
+It keeps what is stateless (embedding, final norm, head); the server holds the decoder layers and their state. What each
+stream needs next becomes a row, all rows go in one step, and a stream that ends makes room for the next prompt. With
+--drafts K a step verifies up to K tokens, looked up in the stream itself: the right ones cost no step of their own.
+
+DIR is a checkpoint as transformers writes it, with linear attention in all layers (make_checkpoint.py writes one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from deltaline_client import Client, Row, StepTiming
+from deltaline_client import Sequence as ServerSequence
+
+# Below this gap between the two best logits, the order of sums decides which token is greedy.
+NEAR_TIE = 1e-3
+
+
+class Ends:
+    """What comes before and after the decoder layers: token ids to hidden states, hidden states to the greedy token."""
+
+    def __init__(self, directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        config = config.get("text_config", config)
+        if set(config["layer_types"]) != {"linear_attention"}:
+            raise ValueError(
+                f"{directory}: every layer must be linear attention for the server to hold the whole stack"
+            )
+        tensors: dict[str, NDArray[Any]] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with safe_open(path, "np") as file:
+                names = [name for name in file.keys() if ".layers." not in name]  # noqa: SIM118 - not a dict
+                tensors |= {name: file.get_tensor(name).astype(np.float32) for name in names}
+        stem = next(name for name in tensors if name.endswith("embed_tokens.weight")).removesuffix(
+            "embed_tokens.weight"
+        )
+        self.embedding = tensors[stem + "embed_tokens.weight"]  # [vocabulary, hidden]
+        self.norm = 1.0 + tensors[stem + "norm.weight"]  # [hidden]; the checkpoint stores the distance from 1
+        self.head = tensors.get("lm_head.weight", self.embedding)  # [vocabulary, hidden]; absent when tied
+        self.epsilon: float = config["rms_norm_eps"]
+        eos = config.get("eos_token_id")
+        self.end_tokens = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[Any]:
+        """Return the hidden states [n, hidden] of n tokens."""
+        hidden: NDArray[Any] = self.embedding[np.asarray(tokens)]
+        return hidden
+
+    def greedy(self, hidden: NDArray[Any]) -> list[int]:
+        """Return the likeliest next token after each of the hidden states [n, hidden]."""
+        hidden = hidden.astype(np.float32)
+        normed = hidden / np.sqrt(np.mean(hidden**2, axis=-1, keepdims=True) + self.epsilon) * self.norm
+        return [int(token) for token in np.argmax(normed @ self.head.T, axis=-1)]
+
+
+@dataclass
+class Prompt:
+    """Token ids to continue, and by how many tokens at most."""
+
+    tokens: list[int]
+    max_new_tokens: int
+
+
+@dataclass
+class Stream:
+    """One prompt on its way: its new tokens, the last of which the server has not seen, and drafts being verified."""
+
+    prompt: Prompt
+    sequence: ServerSequence
+    new_tokens: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+
+    def next_row(self, ends: Ends, num_drafts: int) -> Row:
+        """Make the row that this stream needs next."""
+        if not self.new_tokens:
+            return Row.prefill(self.sequence, ends.embed(self.prompt.tokens))
+        left = self.prompt.max_new_tokens - len(self.new_tokens)
+        self.drafts = look_up(self.prompt.tokens + self.new_tokens, min(num_drafts, left - 1))
+        hidden = ends.embed([self.new_tokens[-1], *self.drafts])
+        return Row.verify(self.sequence, hidden) if self.drafts else Row.decode(self.sequence, hidden)
+
+    def take(self, predicted: list[int], end_tokens: set[int]) -> int:
+        """Take in what the model says after each token of the row; return how many drafts were right."""
+        if not self.new_tokens:
+            predicted = predicted[-1:]  # a prefill: only what follows the whole prompt is new
+        right = next((i for i, draft in enumerate(self.drafts) if draft != predicted[i]), len(self.drafts))
+        if self.drafts:
+            self.sequence.commit(1 + right)  # rides on the stream's next step
+        for token in predicted[: right + 1]:
+            if not self.is_done(end_tokens):
+                self.new_tokens.append(token)
+        return right
+
+    def is_done(self, end_tokens: set[int]) -> bool:
+        """Tell whether the stream has all its tokens."""
+        ended = bool(self.new_tokens) and self.new_tokens[-1] in end_tokens
+        return ended or len(self.new_tokens) == self.prompt.max_new_tokens
+
+
+def look_up(tokens: list[int], count: int, longest: int = 3) -> list[int]:
+    """Guess the next tokens: those after the latest earlier occurrence of the last few tokens; [] for no idea."""
+    for length in range(min(longest, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if count > 0 and tokens[start : start + length] == tokens[-length:]:
+                return tokens[start + length : start + length + count]
+    return []
+
+
+@dataclass
+class Report:
+    """What a run made, and where its time went. tokens: the new tokens per prompt. timings: of each step."""
+
+    tokens: list[list[int]]
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    total_s: float = 0.0
+    timings: list[StepTiming] = field(default_factory=list)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the guessed tokens that were right; 0 when none was guessed."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+def generate(client: Client, ends: Ends, prompts: Sequence[Prompt], num_drafts: int, concurrency: int) -> Report:
+    """Continue all prompts greedily, `concurrency` of them at a time, with up to `num_drafts` guesses per step."""
+    num_drafts = min(num_drafts, client.info().max_draft_tokens - 1)
+    report = Report(tokens=[[] for _ in prompts])
+    waiting, streams = deque(enumerate(prompts)), dict[int, Stream]()
+    begin_s = time.perf_counter()
+    while waiting or streams:
+        # At most one new prompt per step: prefills then share batches with the others' decodes.
+        if waiting and len(streams) < concurrency:
+            index, prompt = waiting.popleft()
+            streams[index] = Stream(prompt, client.open())
+        result = client.step([stream.next_row(ends, num_drafts) for stream in streams.values()])
+        report.steps += 1
+        report.timings.append(result.timing)
+        for (index, stream), output in zip(list(streams.items()), result.outputs, strict=True):
+            report.drafted += len(stream.drafts)
+            report.accepted += stream.take(ends.greedy(output), ends.end_tokens)
+            if stream.is_done(ends.end_tokens):
+                report.tokens[index] = stream.new_tokens
+                client.close([streams.pop(index).sequence])
+    report.total_s = time.perf_counter() - begin_s
+    return report
+
+
+def random_prompts(vocab_size: int, count: int, max_new_tokens: int, seed: int) -> list[Prompt]:
+    """Make prompts of 12 random tokens, to be continued by different numbers of tokens."""
+    rng = np.random.default_rng(seed)
+    wanted = rng.integers(max_new_tokens * 5 // 8, max_new_tokens + 1, count)
+    return [Prompt(rng.integers(0, vocab_size, 12).tolist(), int(new)) for new in wanted]
+
+
+def expected_tokens(directory: Path, prompts: Sequence[Prompt], end_tokens: set[int]) -> list[list[int]]:
+    """Generate greedily with transformers, without a cache; prompts of one length go in one batch.
+
+    The tokens of a prompt end before the first near tie: from there on either of two tokens could be greedy.
+    """
+    import torch  # only the comparison needs them
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    expected: dict[int, list[int]] = {}
+    for length in sorted({len(prompt.tokens) for prompt in prompts}):
+        group = [index for index, prompt in enumerate(prompts) if len(prompt.tokens) == length]
+        answer = model.generate(
+            torch.tensor([prompts[index].tokens for index in group]),
+            max_new_tokens=max(prompts[index].max_new_tokens for index in group),
+            do_sample=False,
+            use_cache=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best = torch.stack(answer.logits).topk(2).values  # [new tokens, prompts, 2]
+        near_tie = (best[..., 0] - best[..., 1] < NEAR_TIE).T.tolist()  # [prompts, new tokens]
+        for row, index in enumerate(group):
+            expected[index] = []
+            tokens = answer.sequences[row, length : length + prompts[index].max_new_tokens].tolist()
+            for token, is_near_tie in zip(tokens, near_tie[row], strict=False):
+                if is_near_tie or expected[index][-1:] in [[end] for end in end_tokens]:
+                    break
+                expected[index].append(token)
+    return [expected[index] for index in range(len(prompts))]
+
+
+def print_table(reports: dict[str, Report]) -> None:
+    """Print one line per run: its speed, how good the guesses were, and the server's time per step by stage."""
+    stages = ("queue", "copy_in", "compute", "copy_out")
+    heads = ("tokens", "steps", "tokens/s", "accepted", *(f"{stage} ms" for stage in stages))
+    print(" " * 12 + "".join(f"{head:>12}" for head in heads))
+    for name, report in reports.items():
+        num_tokens = sum(map(len, report.tokens))
+        accepted = f"{report.acceptance:.0%}" if report.drafted else "-"
+        means_s = [sum(getattr(timing, f"{stage}_s") for timing in report.timings) / report.steps for stage in stages]
+        print(f"{name:12}{num_tokens:12}{report.steps:12}{num_tokens / report.total_s:12.1f}{accepted:>12}", end="")
+        print("".join(f"{mean_s * 1e3:12.3f}" for mean_s in means_s))
+
+
+def main() -> int:
+    """Run plain and speculative generation and print what came of it; 1 if the results are not what they should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="checkpoint that the server serves")
+    parser.add_argument("--server", default="127.0.0.1:50051", help="address of the server [%(default)s]")
+    parser.add_argument("--prompt", action="append", help="token ids with spaces between; may be repeated")
+    parser.add_argument("--prompts", type=int, default=8, help="random prompts when none is given [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="of the random prompts [%(default)s]")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="per prompt [%(default)s]")
+    parser.add_argument("--drafts", type=int, default=4, help="most guessed tokens per step; 0 for none [%(default)s]")
+    parser.add_argument("--concurrency", type=int, default=6, help="streams at a time [%(default)s]")
+    parser.add_argument("--compare", action="store_true", help="check the tokens against transformers")
+    options = parser.parse_args()
+    ends = Ends(options.directory)
+    given = [[int(token) for token in text.split()] for text in options.prompt or []]
+    prompts = [Prompt(tokens, options.max_new_tokens) for tokens in given]
+    prompts = prompts or random_prompts(len(ends.embedding), options.prompts, options.max_new_tokens, options.seed)
+    runs = {"plain": 0} | ({"speculative": options.drafts} if options.drafts else {})
+    with Client(options.server) as client:
+        reports = {name: generate(client, ends, prompts, runs[name], options.concurrency) for name in runs}
+    print_table(reports)
+    if not options.compare:
+        return 0
+    failed, expected = False, expected_tokens(options.directory, prompts, ends.end_tokens)
+    for name, report in reports.items():
+        wrong = [i for i, tokens in enumerate(report.tokens) if tokens[: len(expected[i])] != expected[i]]
+        print(f"{name}: {sum(map(len, expected))} tokens", f"differ in prompts {wrong}" if wrong else "as transformers")
+        failed |= bool(wrong)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,41 @@
+"""Writes a small checkpoint with random weights, as transformers writes it: python examples/make_checkpoint.py DIR
+
+All layers are Gated DeltaNet blocks, so a deltaline server can serve the whole stack. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+
+def make_checkpoint(directory: Path, *, seed: int = 0, num_layers: int = 4, vocab_size: int = 256) -> None:
+    """Write config.json and model.safetensors (fp32) to `directory`; the same seed writes the same weights."""
+    torch.manual_seed(seed)
+    config = Qwen3NextConfig(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=num_layers,
+        layer_types=["linear_attention"] * num_layers,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=0,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    Qwen3NextForCausalLM(config).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    make_checkpoint(options.directory, seed=options.seed)

@@ -1,0 +1,78 @@
+"""Argument validation used by the launchers.
+
+Every failure is a TypeError or a ValueError that names the argument, what was expected and what was got.
+Knows tensors, shapes and strides; knows nothing of what an operation computes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+STATES = (torch.float32, torch.bfloat16)
+MAX_HEAD_DIM = 256
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    *,
+    row_stride: bool = False,
+) -> None:
+    """Check one tensor argument.
+
+    Args:
+        shape: expected sizes, None for any.
+        dtypes: accepted dtypes.
+        row_stride: accept any stride of the first dimension; the others must be packed. Otherwise contiguous.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not accepted.
+        ValueError: device, shape or strides differ.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {_any_of(dtypes)}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+    sizes = tensor.shape
+    if len(sizes) != len(shape) or any(
+        want is not None and want != got for want, got in zip(shape, sizes, strict=True)
+    ):
+        raise ValueError(f"{name}: expected shape {_shape(shape)}, got {_shape(sizes)}")
+    if row_stride:
+        _check_packed_rows(name, tensor)
+    elif not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raise TypeError or ValueError unless `value` is an integer of at least 1."""
+    if not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+def _check_packed_rows(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless every dimension but the first is packed and rows do not overlap."""
+    packed = 1
+    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+        if size > 1 and stride != packed:
+            raise ValueError(f"{name}: expected packed rows, got strides {tensor.stride()}")
+        packed *= size
+    if tensor.shape[0] > 1 and tensor.stride(0) < packed:
+        raise ValueError(f"{name}: expected a row stride of at least {packed}, got {tensor.stride(0)}")
+
+
+def _any_of(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype) for dtype in dtypes)
+
+
+def _shape(sizes: Sequence[int | None]) -> str:
+    return "[" + ", ".join("*" if size is None else str(size) for size in sizes) + "]"

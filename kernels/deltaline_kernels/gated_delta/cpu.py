@@ -1,0 +1,195 @@
+"""The gated delta rule over packed rows on the CPU: vectorised PyTorch, one step for one token, else chunks of 32.
+
+Within a chunk, with S_ij = g_{j+1} + .. + g_i, G_i = g_1 + .. + g_i and h the state before it:
+
+    T = (I + tril(beta_i exp(S_ij) k_i.k_j, -1))^-1
+    U = T beta V - (T beta exp(G) K) h^T
+    o = exp(G) Q h^T + tril(exp(S_ij) q_i.k_j) U
+    h = exp(G_C) h + U^T (exp(S_Cj) k_j)
+
+What does not depend on h is computed for a block of chunks at once.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltaline_kernels.cohorts import Cohort, group_rows, is_run, put, take
+from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.rows import Rows
+
+CHUNK = 32
+# Chunks per block: the fastest of 2, 4, 8 and 16 for 16 heads of 64 (2 cores, 1 MiB of L2 each).
+BLOCK_CHUNKS = 4
+# Decays below exp(-69), about 1e-30, count as zero: what they would leave behind are slow denormal numbers.
+LOG_TINY, TINY = -69.1, 1e-30
+
+
+def gated_delta_cpu(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    drafts: Tensor,
+    rows: Rows,
+    o: Tensor,
+    heads: Heads,
+) -> None:
+    """Write the rows' outputs to o `[T, HV, V]`; mutates `state` and `drafts`."""
+    g = F.softplus(a.float() + dt_bias.float()).mul_(A_log.float().exp().neg_())
+    beta = b.float().sigmoid_() if b.dtype != torch.float32 else b.sigmoid()
+    cohorts, skipped = group_rows(rows)
+    for begin, end in skipped:
+        o[begin:end] = 0
+    for cohort in cohorts:
+        _run_cohort(cohort, qkv, g, beta, state, drafts, o, heads)
+
+
+def _run_cohort(
+    cohort: Cohort, qkv: Tensor, g: Tensor, beta: Tensor, state: Tensor, drafts: Tensor, o: Tensor, heads: Heads
+) -> None:
+    n, c, r = cohort.length, cohort.committed, cohort.replayed
+    mutates = r > 0 or c > 0
+    shared = state.dtype == torch.float32 and (cohort.in_place or not mutates)
+    h = _load_state(state, cohort, shared)  # (B, HV, V, K) fp32
+    flat = h.view(-1, heads.value_dim, heads.key_dim)
+    if r > 0:
+        _replay(flat, cohort, drafts, heads)
+        moved = not shared
+    else:
+        moved = cohort.read_lines != cohort.write_lines
+    if c == 0 and cohort.writes and moved:
+        put(state, cohort.write_lines, h)
+    if n > 0:
+        tokens, gates, strengths = cohort.tokens(qkv), cohort.tokens(g), cohort.tokens(beta)
+        in_place = cohort.packed and o.dtype == torch.float32
+        out = cohort.tokens(o) if in_place else torch.empty(tokens.shape[:2] + o.shape[1:])
+        if n == 1 and c == 1:
+            _step(flat, tokens[:, 0], gates[:, 0], strengths[:, 0], out[:, 0], heads)
+        else:
+            _run_chunks(flat, tokens, gates, strengths, out, heads, commit=c > 0)
+        if not in_place:
+            cohort.put_tokens(o, out)
+        if c == 0 and cohort.writes:
+            _record(drafts, cohort, tokens, gates, strengths, heads)
+    if c > 0 and cohort.writes and not shared:
+        put(state, cohort.write_lines, h)
+
+
+def _load_state(state: Tensor, cohort: Cohort, shared: bool) -> Tensor:
+    """Return the rows' states in fp32; a view of `state` only where that is `shared` and they follow each other."""
+    if not cohort.reads:
+        return torch.zeros((cohort.num_rows, *state.shape[1:]), dtype=torch.float32)
+    taken = take(state, cohort.read_lines)
+    if shared or taken.dtype != torch.float32:
+        return taken.float()
+    return taken.clone() if is_run(cohort.read_lines) else taken
+
+
+def _replay(h: Tensor, cohort: Cohort, drafts: Tensor, heads: Heads) -> None:
+    """Fold the accepted drafts into h `[B*HV, V, K]`, in place."""
+    halves = [2 * line + half for line, half in zip(cohort.read_lines, cohort.halves, strict=True)]
+    records = drafts.flatten(0, 1)[torch.tensor(halves), : cohort.replayed].float()  # (B, r, record)
+    k, v, g, beta = records.split((heads.keys, heads.values, heads.num_value_heads, heads.num_value_heads), dim=-1)
+    k = k.unflatten(-1, (heads.num_key_heads, heads.key_dim)).transpose(1, 2)
+    k = k.repeat_interleave(heads.group, dim=1).flatten(0, 1)
+    v = v.unflatten(-1, (heads.num_value_heads, heads.value_dim)).transpose(1, 2).flatten(0, 1)
+    g, beta = (x.transpose(1, 2).flatten(0, 1) for x in (g, beta))
+    # The outputs are not wanted: the keys stand in for the queries.
+    _run_block(h, torch.stack((k, k), dim=1)[None], v[None], g[None], beta[None], commit=True)
+
+
+def _record(drafts: Tensor, cohort: Cohort, tokens: Tensor, g: Tensor, beta: Tensor, heads: Heads) -> None:
+    """Write (k, v, g, beta) of the VERIFY rows' tokens to the other half of their write lines."""
+    _, k, v = tokens.float().split((heads.keys, heads.keys, heads.values), dim=-1)
+    k = k.unflatten(-1, (heads.num_key_heads, heads.key_dim))
+    k = (k * _inverse_norm(k, heads.eps)).flatten(-2)
+    halves = [2 * line + 1 - half for line, half in zip(cohort.write_lines, cohort.halves, strict=True)]
+    drafts.flatten(0, 1)[torch.tensor(halves), : cohort.length] = torch.cat((k, v, g, beta), dim=-1)
+
+
+def _inverse_norm(x: Tensor, eps: float) -> Tensor:
+    return (x * x).sum(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads: Heads) -> None:
+    """Advance h `[B*HV, V, K]` by one token per row, in place; write out `[B, HV, V]` fp32."""
+    num_rows = tokens.shape[0]
+    qk = tokens[:, : 2 * heads.keys].float().unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
+    inverse = _inverse_norm(qk, heads.eps)
+    inverse[:, 0] *= heads.scale
+    kq = torch.empty(num_rows, heads.num_key_heads, 2, heads.key_dim)
+    torch.mul(qk, inverse, out=kq.transpose(1, 2))
+    if heads.group > 1:
+        kq = kq.repeat_interleave(heads.group, dim=1)
+    kq = kq.flatten(0, 1)  # (B*HV, 2, K): q, k
+    decay = g.flatten().exp()[:, None]  # (B*HV, 1)
+    v = tokens[:, 2 * heads.keys :].reshape(-1, heads.value_dim)
+    # One pass over h serves h q and h k; the decay is applied to the products.
+    products = torch.bmm(kq, h.transpose(1, 2)) * decay[..., None]  # (B*HV, 2, V)
+    u = torch.sub(v, products[:, 1]).mul_(beta.reshape(-1, 1))  # (B*HV, V)
+    scores = (kq[:, 0] * kq[:, 1]).sum(-1, keepdim=True)
+    torch.addcmul(products[:, 0], u, scores, out=out.view(u.shape))
+    h.mul_(decay[..., None]).addcmul_(u[..., None], kq[:, 1:])
+
+
+def _run_chunks(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads: Heads, *, commit: bool) -> None:
+    """Run rows of n tokens into out `[B, n, HV, V]` fp32. Advances h `[B*HV, V, K]` in place if `commit`."""
+    n = tokens.shape[1]
+    whole = n - n % CHUNK
+    begins = [*range(0, whole, CHUNK * BLOCK_CHUNKS), whole]
+    for begin, end in zip(begins, [*begins[1:], n], strict=True):
+        if begin == end:
+            continue
+        split = (-1, min(CHUNK, end - begin))
+        part, chunk_g, chunk_beta, dest = (x[:, begin:end].unflatten(1, split) for x in (tokens, g, beta, out))
+        # (B, chunks, C, ...) becomes (chunks, B, heads, C, ...)
+        qk = part[..., : 2 * heads.keys].unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
+        qk = qk.permute(1, 0, 4, 3, 2, 5).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(heads.eps).rsqrt_()
+        norms[:, :, :, 0] *= heads.scale
+        qk = qk.mul_(norms) if heads.group == 1 else (qk * norms).repeat_interleave(heads.group, dim=2)
+        v = part[..., 2 * heads.keys :].unflatten(-1, (heads.num_value_heads, heads.value_dim))
+        v = v.permute(1, 0, 3, 2, 4).float().contiguous()
+        chunk_g, chunk_beta = (x.permute(1, 0, 3, 2).flatten(1, 2) for x in (chunk_g, chunk_beta))
+        o = _run_block(h, qk.flatten(1, 2), v.flatten(1, 2), chunk_g, chunk_beta, commit=commit)
+        dest.copy_(o.unflatten(1, (tokens.shape[0], -1)).permute(1, 0, 3, 2, 4))
+
+
+def _run_block(h: Tensor, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, commit: bool) -> Tensor:
+    """Run chunks in order for X = B*HV heads; return o `[chunks, X, C, V]`.
+
+    h `[X, V, K]` (advanced in place if `commit`), qk `[chunks, X, 2, C, K]`, v `[chunks, X, C, V]`, g and beta
+    `[chunks, X, C]`.
+    """
+    chunks, heads, _, size, _ = qk.shape
+    g, beta = g.flatten(0, 1), beta.flatten(0, 1)  # (chunks*X, C)
+    # Sums of the gates between two tokens are added up one by one: differences of prefix sums would cancel.
+    # Above the diagonal the sums are empty and exp(S) is 1; the solver does not read there, the scores are cut.
+    decay = _exp_(g[:, :, None].expand(-1, -1, size).tril(-1).cumsum_(1))  # exp(S), (chunks*X, C, C)
+    total = _exp_(g.cumsum(1))  # exp(G), (chunks*X, C)
+    k = qk[:, :, 1]
+    flat_k = k.flatten(0, 1)
+    products = torch.bmm(qk.flatten(2, 3).flatten(0, 1), flat_k.transpose(1, 2)).unflatten(1, (2, size))
+    products.mul_(decay[:, None])
+    scores, system = products[:, 0].tril_(), products[:, 1].mul_(beta[..., None])
+    identity = torch.eye(size).expand_as(system)
+    solved = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True).mul_(beta[:, None])
+    u = torch.bmm(solved, v.flatten(0, 1)).unflatten(0, (chunks, heads))
+    seen = torch.bmm(solved.mul_(total[:, None]), flat_k).unflatten(0, (chunks, heads))
+    rest, last = (x.unflatten(0, (chunks, heads))[..., None] for x in (decay[:, -1], total[:, -1:]))
+    o = torch.empty_like(v)
+    for i in range(chunks):
+        u[i].baddbmm_(seen[i], h.transpose(1, 2), alpha=-1)
+        torch.bmm(qk[i, :, 0], h.transpose(1, 2), out=o[i])
+        if commit:
+            h.mul_(last[i]).baddbmm_((u[i] * rest[i]).transpose(1, 2), k[i])
+    o.flatten(0, 1).mul_(total[..., None]).baddbmm_(scores, u.flatten(0, 1))
+    return o
+
+
+def _exp_(decay: Tensor) -> Tensor:
+    """Replace log decays by decays, in place."""
+    return F.threshold(decay.clamp_min_(LOG_TINY).exp_(), TINY, 0.0, inplace=True)

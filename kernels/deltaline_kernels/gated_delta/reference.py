@@ -1,0 +1,78 @@
+"""The gated delta rule over packed rows, token by token: the truth that the other paths are tested against.
+
+    h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
+
+Written for reading. Computes in fp32 (fp64 when given fp64), on any device, without speed.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltaline_kernels.rows import Rows
+
+
+def gated_delta_reference(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    drafts: Tensor,
+    rows: Rows,
+    *,
+    num_key_heads: int,
+    scale: float | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return o `[T, HV, V]` in qkv.dtype; mutates `state` and `drafts` as `gated_delta` does."""
+    compute = torch.promote_types(qkv.dtype, torch.float32)
+    num_value_heads, value_dim, key_dim = state.shape[1:]
+    group = num_value_heads // num_key_heads
+    keys, values = num_key_heads * key_dim, num_value_heads * value_dim
+    scale = key_dim**-0.5 if scale is None else scale
+
+    q, k, v = qkv.to(compute).split((keys, keys, values), dim=-1)
+    q = _normalise(q.unflatten(-1, (num_key_heads, key_dim)), eps) * scale  # (T, H, K)
+    k = _normalise(k.unflatten(-1, (num_key_heads, key_dim)), eps)  # (T, H, K)
+    v = v.unflatten(-1, (num_value_heads, value_dim))  # (T, HV, V)
+    g = -A_log.to(compute).exp() * F.softplus(a.to(compute) + dt_bias.to(compute))  # (T, HV)
+    beta = b.to(compute).sigmoid()  # (T, HV)
+
+    o = torch.zeros(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
+    starts, reads, writes, committed, replayed, halves = rows.control.tolist()
+    for i in range(rows.num_rows):
+        begin, end = starts[i], starts[i + 1]
+        read, write, c, r = reads[i], writes[i], committed[i], replayed[i]
+        if read == -1 and write == -1:
+            continue
+        h = state[read].to(compute) if read > 0 else torch.zeros_like(state[0], dtype=compute)  # (HV, V, K)
+        for draft in drafts[read, halves[i], :r].to(compute) if read > 0 else ():
+            kd, vd, gd, bd = draft.split((keys, values, num_value_heads, num_value_heads))
+            kd = kd.unflatten(0, (num_key_heads, key_dim)).repeat_interleave(group, dim=0)
+            h = _advance(h, kd, vd.unflatten(0, (num_value_heads, value_dim)), gd, bd)
+        if c == 0 and write > 0 and (r > 0 or write != read):
+            state[write] = h.to(state.dtype)
+        for t in range(begin, end):
+            h = _advance(h, k[t].repeat_interleave(group, dim=0), v[t], g[t], beta[t])
+            o[t] = (h @ q[t].repeat_interleave(group, dim=0)[..., None])[..., 0]
+        if write <= 0:
+            continue
+        if c > 0:
+            state[write] = h.to(state.dtype)
+        else:
+            record = torch.cat((k[begin:end].flatten(1), v[begin:end].flatten(1), g[begin:end], beta[begin:end]), dim=1)
+            drafts[write, 1 - halves[i], : end - begin] = record.to(drafts.dtype)
+    return o
+
+
+def _normalise(x: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def _advance(h: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Fold one token into h `[HV, V, K]`."""
+    h = g.exp()[:, None, None] * h
+    u = beta[:, None] * (v - (h @ k[..., None])[..., 0])
+    return h + u[..., None] * k[:, None, :]

@@ -1,0 +1,38 @@
+"""Gated RMS norm of a layer's heads. Validates and picks the path by device."""
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.checks import ACTIVATIONS, check_tensor
+from deltaline_kernels.norm.cpu import gated_rms_norm_cpu
+from deltaline_kernels.norm.reference import gated_rms_norm_reference
+
+__all__ = ["gated_rms_norm", "gated_rms_norm_reference"]
+
+
+def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise each head of o, scale it by `weight` and gate it by silu(z).
+
+    Args:
+        o: `[T, HV, V]` fp32, bf16 or fp16; z: the same shape and dtype; a row stride is fine for both.
+        weight: `[V]` (plain, not 1 + w), fp32 or o.dtype.
+        eps: added to the mean square.
+
+    Returns:
+        `[T, HV*V]` in o.dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    check_tensor("o", o, (None, None, None), ACTIVATIONS, o.device, row_stride=True)
+    check_tensor("z", z, o.shape, (o.dtype,), o.device, row_stride=True)
+    check_tensor("weight", weight, (o.shape[2],), (torch.float32, o.dtype), o.device)
+    y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype, device=o.device)
+    if o.device.type == "cpu":
+        gated_rms_norm_cpu(o, z, weight, eps, y)
+    else:
+        # Imported here because triton is absent on machines without a GPU.
+        from deltaline_kernels.norm.kernel import gated_rms_norm_triton
+
+        gated_rms_norm_triton(o, z, weight, eps, y)
+    return y

@@ -1,0 +1,148 @@
+"""Tensors between numpy and the wire: `deltaline.v1.Tensor` messages and their serialised bytes.
+
+Knows element types, sizes and limits. Does not know what a tensor means, nor gRPC, nor how an error is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from deltaline.v1 import tensor_pb2
+
+MAX_RANK = 4
+MAX_DIM = 2**31 - 1
+
+# Elements on the wire are little-endian.
+_DTYPES: dict[int, np.dtype[Any]] = {
+    tensor_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
+    tensor_pb2.DATA_TYPE_BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    tensor_pb2.DATA_TYPE_FLOAT16: np.dtype("<f2"),
+}
+_DATA_TYPES: dict[np.dtype[Any], tensor_pb2.DataType.ValueType] = {
+    np.dtype("<f4"): tensor_pb2.DATA_TYPE_FLOAT32,
+    np.dtype(ml_dtypes.bfloat16): tensor_pb2.DATA_TYPE_BFLOAT16,
+    np.dtype("<f2"): tensor_pb2.DATA_TYPE_FLOAT16,
+}
+
+Piece = bytes | memoryview
+
+
+class WireError(ValueError):
+    """A tensor does not fit the contract. `field`, `expected` and `got` are texts without any element of it."""
+
+    def __init__(self, field: str, expected: str, got: str) -> None:
+        super().__init__(f"{field}: expected {expected}, got {got}")
+        self.field = field
+        self.expected = expected
+        self.got = got
+
+
+class TensorTooLargeError(WireError):
+    """A tensor has, or claims, more bytes than the limit."""
+
+
+def data_type(dtype: DTypeLike) -> tensor_pb2.DataType.ValueType:
+    """Return the wire's name of a numpy dtype: float32, bfloat16 (ml_dtypes) or float16, little-endian.
+
+    Raises: WireError for any other dtype.
+    """
+    value = _DATA_TYPES.get(np.dtype(dtype))
+    if value is None:
+        raise WireError("dtype", "float32, bfloat16 or float16 (little-endian)", np.dtype(dtype).name)
+    return value
+
+
+def numpy_dtype(value: int) -> np.dtype[Any]:
+    """Return the numpy dtype of a DataType value.
+
+    Raises: WireError for 0 and for values that this version does not know.
+    """
+    dtype = _DTYPES.get(value)
+    if dtype is None:
+        raise WireError("dtype", "DATA_TYPE_FLOAT32, DATA_TYPE_BFLOAT16 or DATA_TYPE_FLOAT16", str(value))
+    return dtype
+
+
+def encode(array: NDArray[Any]) -> tensor_pb2.Tensor:
+    """Copy an array of rank 1 to 4 into a Tensor message. Large tensors travel faster by `tensor_pieces`.
+
+    Raises: WireError for a dtype or rank that the wire does not have.
+    """
+    header, payload = _split(array)
+    header.inline = bytes(payload)
+    return header
+
+
+def decode(
+    tensor: tensor_pb2.Tensor, *, limit_bytes: int, field: str = "tensor", allow_empty: bool = False
+) -> NDArray[Any]:
+    """Return the tensor as a read-only array over the message's bytes; nothing is allocated but those bytes.
+
+    Args: limit_bytes, most bytes of the elements; field, its name in errors; allow_empty, whether a dimension may be 0.
+    Raises: TensorTooLargeError above the limit; WireError for an unknown dtype, a wrong rank, a dimension out of range,
+        an absent payload or a payload whose length differs from the shape's.
+    """
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise WireError(f"{field}.dtype", "FLOAT32, BFLOAT16 or FLOAT16", str(tensor.dtype))
+    rank = len(tensor.shape)
+    if not 1 <= rank <= MAX_RANK:
+        raise WireError(f"{field}.shape", f"1 to {MAX_RANK} dimensions", str(rank))
+    shape = tuple(tensor.shape)
+    smallest = 0 if allow_empty else 1
+    num_bytes = dtype.itemsize
+    for dim in shape:  # at most MAX_RANK of them, in Python integers: the product can't wrap
+        if not smallest <= dim <= MAX_DIM:
+            raise WireError(f"{field}.shape", f"dimensions in {smallest} .. {MAX_DIM}", str(dim))
+        num_bytes *= dim
+    if tensor.WhichOneof("payload") != "inline":
+        raise WireError(f"{field}.inline", "the elements", "no payload")
+    if num_bytes > limit_bytes:
+        raise TensorTooLargeError(f"{field}.inline", f"at most {limit_bytes} bytes", str(num_bytes))
+    payload = tensor.inline  # each access of a bytes field makes a new copy
+    if len(payload) != num_bytes:
+        raise WireError(f"{field}.inline", f"{num_bytes} bytes for the shape", str(len(payload)))
+    return np.frombuffer(payload, dtype).reshape(shape)
+
+
+def tensor_pieces(array: NDArray[Any]) -> list[Piece]:
+    """Return the serialised Tensor of an array as pieces that concatenate to it; the elements are not copied.
+
+    The last piece is a view of `array` (of a copy, if it is not contiguous). Raises: as `encode`.
+    """
+    header, payload = _split(array)
+    pieces = field_pieces(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, [payload])
+    return [header.SerializeToString(), *pieces]
+
+
+def field_pieces(number: int, pieces: Sequence[Piece]) -> list[Piece]:
+    """Return a length-delimited field (a message or bytes) that holds the concatenated pieces, as pieces.
+
+    Appended to a serialised message without that field, it sets it. protobuf's own serialiser copies a large bytes
+    field several times (64 x 1024 float32: 495 us against 6 us for this, 2026-11-21, 2 cores).
+    """
+    num_bytes = sum(map(len, pieces))
+    return [_varint(number << 3 | 2) + _varint(num_bytes), *pieces]
+
+
+def _split(array: NDArray[Any]) -> tuple[tensor_pb2.Tensor, memoryview]:
+    """The Tensor without its payload, and the payload as bytes."""
+    if not 1 <= array.ndim <= MAX_RANK:
+        raise WireError("shape", f"1 to {MAX_RANK} dimensions", str(array.ndim))
+    header = tensor_pb2.Tensor(dtype=data_type(array.dtype), shape=array.shape)
+    return header, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _varint(value: int) -> bytes:
+    """A protobuf varint of a value >= 0."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

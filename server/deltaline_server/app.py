@@ -1,0 +1,274 @@
+"""The server as a whole: wiring, start, leases, drain and stop.
+
+Knows the order of things. Does not know what a step is. Life: start (load, listen, ready) -> serve -> drain -> stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import grpc
+from google.protobuf.internal import api_implementation
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from deltaline.v1 import admin_service_pb2, layer_service_pb2
+from deltaline_server import admin, health, service
+from deltaline_server.admin import AdminService
+from deltaline_server.config import Config
+from deltaline_server.health import Health
+from deltaline_server.interceptor import Interceptor
+from deltaline_server.log import event
+from deltaline_server.metrics import Metrics
+from deltaline_server.runtime import Runtime
+from deltaline_server.service import LayerService
+
+_log = logging.getLogger(__name__)
+
+# What a message has besides its tensor.
+MESSAGE_SLACK_BYTES = 1 << 20
+MAX_METADATA_BYTES = 16 << 10
+# Time for replies that are ready to leave when the server stops.
+STOP_GRACE_S = 2.0
+# A device thread that has not taken a turn for so long is stuck. Compiling kernels on first use takes less.
+STUCK_S = 120.0
+WATCH_TICK_S = 0.05
+
+
+class StartError(RuntimeError):
+    """The server can't start; the message is one line for the operator."""
+
+
+class Server:
+    """One server: `async with Server(config) as server` starts it, and stops it at the end of the block.
+
+    Attributes once started: port and metrics_port (0 when there is none) as bound, address of gRPC, runtime,
+    metrics.
+    """
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.port = self.metrics_port = 0
+        self.address = ""
+        self._clock = clock
+        self.metrics = Metrics(
+            [
+                layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"],
+                admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
+                health_pb2.DESCRIPTOR.services_by_name["Health"],
+                reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+            ]
+        )
+        self._is_ready = self._is_draining = self._has_failed = False
+        self._drain_until_s = 0.0
+        self._over = asyncio.Event()
+        self._grace_s = STOP_GRACE_S
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen, load, serve. Returns once the server is ready.
+
+        Raises: StartError, ModelError; then nothing is left behind.
+        """
+        if api_implementation.Type() != "upb":
+            raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
+        self._server = grpc.aio.server(interceptors=[Interceptor(self.metrics)], options=_options(self.config))
+        runtime: Runtime | None = None
+        try:
+            self._listen()
+            self.runtime = runtime = await self._load()
+            runtime.engine.start()
+            await runtime.warm_up()
+            self._register(runtime)
+            await self._server.start()
+        except BaseException:
+            await self._server.stop(None)
+            if runtime is not None:
+                runtime.engine.close()
+            self.metrics.close()
+            raise
+        self._is_ready = True
+        self._tasks = [
+            asyncio.create_task(self._every(self.config.lease_tick_s, runtime.table.reap), name="leases"),
+            asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
+        ]
+        event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=self.config.uds or "none")
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Begin the drain: not ready, no new sequences; over when none is open or the time is. Idempotent."""
+        if not self._is_draining:
+            self._is_draining = True
+            timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
+            self._drain_until_s = self._clock() + timeout_s
+            event(_log, "drain began", timeout_s=timeout_s, sequences_open=self.runtime.table.num_open)
+
+    def interrupt(self) -> None:
+        """What a signal does: the first drains, the second stops at once."""
+        if self._is_draining:
+            event(_log, "stopping at once")
+            self._grace_s = 0.0
+            self._over.set()
+        self.drain()
+
+    async def wait(self) -> int:
+        """Wait for the end of a drain or the loss of the device; return the exit code, 0 after a drain."""
+        await self._over.wait()
+        return int(self._has_failed)
+
+    async def stop(self) -> None:
+        """Refuse new calls, let replies leave, finish what the device has, and free everything. Idempotent."""
+        self._is_ready = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        self._health.close()
+        await self._server.stop(self._grace_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
+        await asyncio.to_thread(self.runtime.engine.close)
+        await asyncio.to_thread(self.metrics.close)
+        event(_log, "stopped")
+
+    def _listen(self) -> None:
+        """Bind the ports before the long load, so that one in use is told at once; calls wait for the start."""
+        config = self.config
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{config.port}")
+        except RuntimeError as error:
+            raise StartError(f"--host, --port: can't listen on {host}:{config.port}") from error
+        self.address = f"{host}:{self.port}"
+        if config.uds is not None:
+            try:
+                self._server.add_insecure_port(f"unix:{config.uds}")
+            except RuntimeError as error:
+                raise StartError(f"--uds: can't listen on {config.uds}") from error
+        if config.metrics_port >= 0:
+            try:
+                self.metrics_port = self.metrics.serve(config.host, config.metrics_port)
+            except OSError as error:
+                raise StartError(f"--metrics-port: can't listen on {host}:{config.metrics_port}") from error
+
+    async def _load(self) -> Runtime:
+        """Build the runtime in a thread, and say what is going on."""
+        config, begin_s = self.config, self._clock()
+        event(
+            _log, "loading", model=config.model or config.random_init, layers=config.layers or "all", scope=config.scope
+        )
+        loading = asyncio.create_task(asyncio.to_thread(Runtime.build, config, self.metrics, self._clock))
+        while not (await asyncio.wait([loading], timeout=5.0))[0]:
+            event(_log, "still loading", seconds=round(self._clock() - begin_s))
+        runtime = loading.result()
+        model, pool = runtime.model, runtime.pool
+        event(
+            _log,
+            "loaded",
+            seconds=self._clock() - begin_s,
+            model_type=model.config.model_type,
+            spans=",".join(f"{span.start}:{span.stop}" for span in model.spans),
+            device=runtime.device_name,
+            dtype=model.numpy_dtype.name,
+            max_sequences=config.max_sequences,
+            state_bytes=pool.total_bytes,
+            sequence_state_bytes=pool.bytes_per_sequence,
+        )
+        return runtime
+
+    def _register(self, runtime: Runtime) -> None:
+        """Hand the services and gauges to gRPC and to the metrics."""
+        table, scheduler = runtime.table, runtime.scheduler
+        layer_service = LayerService(
+            table=table,
+            scheduler=scheduler,
+            limits=runtime.request_limits(),
+            observer=self.metrics,
+            is_draining=lambda: self._is_draining,
+            clock=self._clock,
+        )
+        admin_service = AdminService(
+            info=runtime.info(),
+            table=table,
+            scheduler=scheduler,
+            is_draining=lambda: self._is_draining,
+            drain=self.drain,
+        )
+        self._health = Health({"": self._is_live, service.NAME: self._takes_work})
+        handlers = (layer_service.handlers(), admin_service.handlers(), self._health.handlers())
+        self._server.add_generic_rpc_handlers(handlers)
+        names = (service.NAME, admin.NAME, health.NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        gauge = self.metrics.gauge
+        gauge("deltaline_lines_used", "State lines in use.", lambda: table.num_lines_used)
+        gauge("deltaline_lines_total", "State lines in all, the null line not counted.", lambda: table.num_lines)
+        gauge("deltaline_sequences_open", "Sequences open.", lambda: table.num_open)
+        gauge("deltaline_queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows)
+        gauge("deltaline_queue_bytes", "Bytes of hidden states that wait.", lambda: scheduler.load().queued_bytes)
+        gauge("deltaline_reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes)
+        self.metrics.total("deltaline_sequences_expired", "Leases that ran out.", lambda: table.num_expired)
+
+    def _is_live(self) -> bool:
+        """Whether the device thread takes its turns."""
+        return not self.runtime.engine.failed() and self.runtime.engine.heartbeat_s() < STUCK_S
+
+    def _takes_work(self) -> bool:
+        return self._is_ready and not self._is_draining and self._is_live()
+
+    def _watch(self) -> None:
+        """End the server when its device is lost, since no later batch can be right, and when its drain is over."""
+        if self._over.is_set():
+            return
+        sequences_open = self.runtime.table.num_open
+        if self.runtime.engine.failed():
+            event(_log, "the device is lost", level=logging.ERROR)
+            self._has_failed = True
+            self._over.set()
+        elif self._is_draining:
+            is_idle = sequences_open == 0 and self.runtime.scheduler.load().queued_rows == 0
+            if is_idle or self._clock() >= self._drain_until_s:
+                event(_log, "drain over", sequences_open=sequences_open)
+                self._over.set()
+
+    async def _every(self, seconds: float, action: Callable[[], object]) -> None:
+        """Call an action again and again; its failure is logged and ends the server."""
+        try:
+            while True:
+                await asyncio.sleep(seconds)
+                action()
+        except Exception:
+            _log.exception("a periodic task failed")
+            self._has_failed = True
+            self._over.set()
+
+
+def _options(config: Config) -> list[tuple[str, int]]:
+    """gRPC's options: every limit is explicit, and clients may keep idle connections alive."""
+    message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
+    return [
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        # Two servers on one port would each hold half of the sequences.
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Identity only: a small compressed message could unfold to any size.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+    ]

@@ -1,0 +1,133 @@
+"""What surrounds every RPC: parsing, errors, and the standard gRPC metrics.
+
+Knows calls, not what they do. A handler behind it gets parsed messages; it may raise `RequestError`, and whatever else
+it raises reaches the client as INTERNAL with an id that the log has beside the traceback, and nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeAlias, cast
+
+import grpc
+from grpc.aio import ServicerContext
+
+from deltaline_server import reply
+from deltaline_server.errors import Reason, Refusal, RequestError
+from deltaline_server.metrics import Metrics, RpcMetrics
+from deltaline_server.request import parse
+
+_log = logging.getLogger(__name__)
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+# Subscripted in the type stubs only.
+Context: TypeAlias = "ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+def bug(error: BaseException) -> Refusal:
+    """Log an unexpected exception with its traceback and return what the client may know of it: an opaque id."""
+    error_id = secrets.token_hex(8)
+    _log.error("internal error %s", error_id, exc_info=error)
+    return Refusal(Reason.BUG, f"internal error {error_id}", {"id": error_id})
+
+
+async def abort(context: Context, refusal: Refusal) -> None:
+    """End the RPC with the status of a refusal: code, message, details, and the pushback that gRPC's retries obey."""
+    made = reply.status(refusal)
+    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", made.SerializeToString())]
+    if refusal.retry_after_s is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(round(refusal.retry_after_s * 1000))))
+    await context.abort(_CODES[made.code], made.message, tuple(metadata))
+
+
+class Interceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of all services of a server, the library's (reflection) included."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._wrapped: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Return the wrapped handler of a method; None for an unknown one, which gRPC answers with UNIMPLEMENTED."""
+        method = handler_call_details.method
+        if method not in self._wrapped:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._wrapped[method] = self._wrap(handler, method)
+        return self._wrapped[method]
+
+    def _wrap(self, handler: Any, method: str) -> Handler:
+        """The same handler with everything that this module adds, taking and giving bytes."""
+        rpc = self._metrics.rpcs[method]
+        deserialize = handler.request_deserializer or bytes
+        serialize = handler.response_serializer or bytes
+
+        async def unary(body: bytes, context: Context) -> bytes:
+            async with self._call(rpc, context):
+                rpc.received.inc()
+                response = serialize(await handler.unary_unary(parse(deserialize, body), context))
+                rpc.sent.inc()
+                return response
+            raise AssertionError("abort() raises")
+
+        async def unary_stream(body: bytes, context: Context) -> AsyncIterator[bytes]:
+            async with self._call(rpc, context):
+                rpc.received.inc()
+                async with aclosing(handler.unary_stream(parse(deserialize, body), context)) as responses:
+                    async for response in responses:
+                        rpc.sent.inc()
+                        yield serialize(response)
+
+        async def stream_stream(bodies: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+            async def requests() -> AsyncIterator[Any]:
+                async for body in bodies:
+                    rpc.received.inc()
+                    yield parse(deserialize, body)
+
+            async with self._call(rpc, context), aclosing(handler.stream_stream(requests(), context)) as responses:
+                async for response in responses:
+                    rpc.sent.inc()
+                    yield serialize(response)
+
+        if handler.response_streaming:
+            if handler.request_streaming:
+                return grpc.stream_stream_rpc_method_handler(stream_stream)
+            return grpc.unary_stream_rpc_method_handler(unary_stream)
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+    @asynccontextmanager
+    async def _call(self, rpc: RpcMetrics, context: Context) -> AsyncIterator[None]:
+        """Count a call; turn what it raises into its status."""
+        begin_s = time.perf_counter()
+        rpc.started.inc()
+        code = grpc.StatusCode.OK
+        try:
+            yield
+        except RequestError as error:
+            self._metrics.refused(error.refusal.reason, 1)
+            code = _CODES[error.refusal.reason.code]
+            await abort(context, error.refusal)
+        except (asyncio.CancelledError, GeneratorExit):
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except grpc.aio.AbortError:  # a handler set its own status
+            code = _CODES.get(cast("int", context.code()), grpc.StatusCode.UNKNOWN)
+            raise
+        except Exception as error:
+            code = grpc.StatusCode.INTERNAL
+            self._metrics.refused(Reason.BUG, 1)
+            await abort(context, bug(error))
+        finally:
+            rpc.handled[code].inc()
+            rpc.seconds.observe(time.perf_counter() - begin_s)

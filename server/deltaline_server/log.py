@@ -1,0 +1,63 @@
+"""Log lines: one event per line, as text for people or JSON for collectors.
+
+Knows formats. Does not know events; nobody hands it tensors, handles or request bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+_FIELDS = "fields"
+
+
+def event(logger: logging.Logger, message: str, /, level: int = logging.INFO, **fields: object) -> None:
+    """Log one event with named values, for example event(log, "drain began", timeout_s=30)."""
+    logger.log(level, message, extra={_FIELDS: fields})
+
+
+def configure(level: str, format: str) -> None:
+    """Send the logs of the process to standard error, in one of FORMATS, from one of LEVELS up."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.123Z INFO message  name=value ...`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {name}={_text(value)}" for name, value in getattr(record, _FIELDS, {}).items())
+        line = f"{_time(record)} {record.levelname} {record.getMessage()}{fields and ' ' + fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, the event's values, and the traceback of an error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, _FIELDS, {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _time(record: logging.LogRecord) -> str:
+    """UTC, to the millisecond."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+
+
+def _text(value: object) -> str:
+    """A value without line breaks, quoted where it has spaces."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return json.dumps(text) if text == "" or any(c.isspace() or c in '"=' for c in text) else text

@@ -1,0 +1,213 @@
+"""Prometheus metrics: their names, labels and buckets, and the port that serves them.
+
+Knows what is counted, not why. Everything but the gauges is updated on the event loop; the gauges are read when
+scraped. No label names a sequence or a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from wsgiref.simple_server import WSGIServer
+
+import grpc
+import numpy as np
+import prometheus_client
+from google.protobuf.descriptor import ServiceDescriptor
+from numpy.typing import ArrayLike, NDArray
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from deltaline_server.errors import Reason
+from deltaline_server.observer import BatchTiming
+from deltaline_server.step import RowKind
+
+# A decode step takes well under a millisecond on a GPU: prometheus' own buckets begin at 5 ms.
+SECONDS_BUCKETS = (
+    50e-6,
+    100e-6,
+    200e-6,
+    500e-6,
+    1e-3,
+    2e-3,
+    5e-3,
+    1e-2,
+    2e-2,
+    5e-2,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+)
+ROWS_BUCKETS = tuple(float(2**i) for i in range(11))
+TOKENS_BUCKETS = tuple(float(2**i) for i in range(15))
+STAGES = ("queue", "copy_in", "compute", "copy_out")
+OUTCOMES = ("executed", "replayed", "joined")
+
+
+class RpcMetrics:
+    """The metrics of one method, with the names and label values of go-grpc-prometheus."""
+
+    def __init__(self, families: RpcFamilies, labels: tuple[str, str, str]) -> None:
+        self.started = families.started.labels(*labels)
+        self.received = families.received.labels(*labels)
+        self.sent = families.sent.labels(*labels)
+        self.seconds = families.seconds.labels(*labels)
+        self.handled = {code: families.handled.labels(*labels, _code_name(code)) for code in grpc.StatusCode}
+
+
+class RpcFamilies:
+    """The metric families that all methods share."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ("grpc_type", "grpc_service", "grpc_method")
+        self.started = Counter("grpc_server_started", "RPCs started.", labels, registry=registry)
+        self.handled = Counter("grpc_server_handled", "RPCs completed.", (*labels, "grpc_code"), registry=registry)
+        self.received = Counter("grpc_server_msg_received", "Messages received.", labels, registry=registry)
+        self.sent = Counter("grpc_server_msg_sent", "Messages sent.", labels, registry=registry)
+        self.seconds = Histogram(
+            "grpc_server_handling_seconds",
+            "Time to complete an RPC.",
+            labels,
+            registry=registry,
+            buckets=SECONDS_BUCKETS,
+        )
+
+
+class StageSeconds(Collector):
+    """A histogram by stage and row kind that takes whole arrays: a batch of 64 rows costs as much as one of 1."""
+
+    def __init__(self) -> None:
+        shape = (len(STAGES), len(RowKind))
+        self._counts = np.zeros((*shape, len(SECONDS_BUCKETS) + 1), np.int64)
+        self._sums = np.zeros(shape, np.float64)
+
+    def observe(self, stage: str, kind: RowKind, seconds: ArrayLike) -> None:
+        """Add one observation per element."""
+        values = np.atleast_1d(np.asarray(seconds, np.float64))
+        cell = STAGES.index(stage), kind - 1
+        buckets = np.searchsorted(SECONDS_BUCKETS, values, side="left")
+        self._counts[cell] += np.bincount(buckets, minlength=len(SECONDS_BUCKETS) + 1)
+        self._sums[cell] += values.sum()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the family; called by the registry."""
+        family = HistogramMetricFamily(
+            "deltaline_stage_seconds",
+            "Time of rows in the queue, and of the batches that hold rows of a kind in each later stage.",
+            labels=("stage", "kind"),
+        )
+        bounds = [*map(str, SECONDS_BUCKETS), "+Inf"]
+        for i, stage in enumerate(STAGES):
+            for kind in RowKind:
+                counts = np.cumsum(self._counts[i, kind - 1]).tolist()
+                total = float(self._sums[i, kind - 1])
+                family.add_metric((stage, kind.name.lower()), list(zip(bounds, counts, strict=True)), total)
+        yield family
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own. Implements the scheduler's Observer."""
+
+    def __init__(self, services: Sequence[ServiceDescriptor]) -> None:
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        families = RpcFamilies(self.registry)
+        self.rpcs = {
+            f"/{service.full_name}/{method.name}": RpcMetrics(
+                families, (_call_type(method.client_streaming, method.server_streaming), service.full_name, method.name)
+            )
+            for service in services
+            for method in service.methods
+        }
+        self._stages = StageSeconds()
+        self.registry.register(self._stages)
+        self._batch_rows = self._histogram("deltaline_batch_rows", "Rows of a batch.", ROWS_BUCKETS)
+        self._batch_tokens = self._histogram("deltaline_batch_tokens", "Tokens of a batch.", TOKENS_BUCKETS)
+        steps = Counter("deltaline_steps", "Rows answered.", ("outcome",), registry=self.registry)
+        self._steps = {outcome: steps.labels(outcome) for outcome in OUTCOMES}
+        refused = Counter("deltaline_refused", "Rows and requests refused.", ("reason",), registry=self.registry)
+        self._refused = {reason: refused.labels(reason.name) for reason in Reason}
+        self._drafts = Counter("deltaline_drafts", "Tokens of VERIFY rows.", registry=self.registry)
+        self._accepted = Counter(
+            "deltaline_drafts_accepted", "Tokens of VERIFY rows committed.", registry=self.registry
+        )
+        self._server: WSGIServer | None = None
+
+    def batch_done(self, kinds: NDArray[np.uint8], tokens: int, timing: BatchTiming) -> None:
+        """Count a batch. The stages after the queue count once for each kind that the batch holds."""
+        self._batch_rows.observe(len(kinds))
+        self._batch_tokens.observe(tokens)
+        for kind in RowKind:
+            rows = kinds == kind
+            if rows.any():
+                waited_s = timing.queue_s[rows]
+                self._stages.observe("queue", kind, waited_s[~np.isnan(waited_s)])
+                self._stages.observe("copy_in", kind, timing.copy_in_s)
+                self._stages.observe("compute", kind, timing.compute_s)
+                self._stages.observe("copy_out", kind, timing.copy_out_s)
+
+    def steps(self, outcome: str, count: int) -> None:
+        """Count rows answered: "executed", "replayed" or "joined"."""
+        self._steps[outcome].inc(count)
+
+    def refused(self, reason: Reason, count: int) -> None:
+        """Count rows, or whole requests, that were refused."""
+        self._refused[reason].inc(count)
+
+    def drafts(self, sent: int) -> None:
+        """Count tokens of VERIFY rows."""
+        self._drafts.inc(sent)
+
+    def accepted(self, count: int) -> None:
+        """Count tokens of VERIFY rows that joined their sequences."""
+        self._accepted.inc(count)
+
+    def gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        """Add a gauge that is read at each scrape, on the scraper's thread."""
+        Gauge(name, documentation, registry=self.registry).set_function(read)
+
+    def total(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        """Add a counter that something else keeps; read at each scrape, on the scraper's thread."""
+        self.registry.register(_Total(name, documentation, read))
+
+    def serve(self, host: str, port: int) -> int:
+        """Serve the metrics over HTTP from a thread; return the port (0 asks for any). Raises: OSError."""
+        self._server, _ = start_http_server(port, addr=host, registry=self.registry)
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, documentation, registry=self.registry, buckets=buckets)
+
+
+class _Total(Collector):
+    """A counter whose value is read when scraped."""
+
+    def __init__(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        self._name, self._documentation, self._read = name, documentation, read
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._documentation, value=self._read())
+
+
+def _code_name(code: grpc.StatusCode) -> str:
+    """The name of a code as Go writes it, for example "InvalidArgument"."""
+    if code is grpc.StatusCode.OK:
+        return "OK"
+    return "Canceled" if code is grpc.StatusCode.CANCELLED else code.name.title().replace("_", "")
+
+
+def _call_type(client_streaming: bool, server_streaming: bool) -> str:
+    """The kind of call as go-grpc-prometheus writes it."""
+    names = {(False, False): "unary", (True, False): "client_stream", (False, True): "server_stream"}
+    return names.get((client_streaming, server_streaming), "bidi_stream")

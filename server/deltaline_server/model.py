@@ -1,0 +1,189 @@
+"""The served model: layers in spans, loaded at start.
+
+Knows which layers are served and runs a span of them. Knows no batch queue, no sequence and no RPC.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltaline_kernels import Rows
+from deltaline_server.checkpoint import Checkpoint
+from deltaline_server.layers import Block, GatedDeltaNet, Layer
+from deltaline_server.model_config import GatedDeltaNetShape, ModelConfig, ModelError, Scope
+from deltaline_server.state_pool import StateOptions, StatePool
+from deltaline_server.weights import LayerLoader, Placement, random_init
+
+NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.float16: np.dtype(np.float16),
+}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What to serve and where.
+
+    model: a model directory; or random_init: a config.json whose weights are drawn from `seed`. Exactly one of them.
+    layers: the layers that may be served, None for all of the checkpoint's.
+    spans: what a step may address; None for one span of all `layers` in block scope, one for each in mixer scope.
+        Layers of no span are not loaded.
+    dtype: None for the checkpoint's, float32 where it names none.
+    """
+
+    device: torch.device
+    model: Path | None = None
+    random_init: Path | None = None
+    seed: int = 0
+    layers: range | None = None
+    spans: Sequence[range] | None = None
+    scope: Scope = Scope.BLOCK
+    dtype: torch.dtype | None = None
+    rank: int = 0
+    world_size: int = 1
+
+
+class Model:
+    """Layers in spans.
+
+    Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); hidden_size; dtype and numpy_dtype
+    of hidden states; device; shape (of the mixers on this rank).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        scope: Scope,
+        spans: Sequence[range],
+        layers: dict[int, Layer],
+        shape: GatedDeltaNetShape,
+        placement: Placement,
+    ) -> None:
+        self.config = config
+        self.scope = scope
+        self.spans = tuple(spans)
+        self.hidden_size = config.hidden_size
+        self.dtype = placement.dtype
+        self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
+        self.device = placement.device
+        self.shape = shape
+        self._layers = layers
+        # The place of each layer in a StatePool of this model.
+        self._places = {layer: place for place, layer in enumerate(layers)}
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are loaded: those of the spans."""
+        return len(self._layers)
+
+    def make_pool(self, options: StateOptions) -> StatePool:
+        """Allocate the state of this model's layers. Raises ModelError as StatePool does."""
+        return StatePool([self.shape] * self.num_layers, options, dtype=self.dtype, device=self.device)
+
+    def forward(self, span: int, hidden: Tensor, rows: Rows, pool: StatePool) -> Tensor:
+        """Run the layers of a span over hidden `[T, hidden]`, not mutated; mutates the write lines of `pool`."""
+        for layer in self.spans[span]:
+            hidden = self._layers[layer].forward(hidden, rows, pool.layers[self._places[layer]])
+        return hidden
+
+
+def load_model(options: ModelOptions) -> Model:
+    """Load what `options` ask for.
+
+    Raises ModelError: the config, a span, a layer or a tensor is not as expected; the message names it.
+    """
+    with _plan(options) as plan:
+        eps = plan.config.rms_norm_eps
+        layers: dict[int, Layer] = {}
+        for number in plan.layers:
+            mixer = GatedDeltaNet(plan.loader.shape, plan.loader.mixer(number), eps)
+            in_block = options.scope is Scope.BLOCK
+            layers[number] = Block(mixer, plan.loader.block(number), eps) if in_block else mixer
+        return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shape, plan.placement)
+
+
+def check_model(options: ModelOptions) -> None:
+    """Check all that `load_model` checks, on no device: names and shapes of weights are read, their values are not.
+
+    Raises ModelError as `load_model` does.
+    """
+    with _plan(replace(options, device=torch.device("cpu"))):
+        return
+
+
+def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> tuple[range, ...]:
+    """Return the spans to serve. Raises ModelError unless they are disjoint, inside `layers` and fit the scope."""
+    if spans is None:
+        return (layers,) if scope is Scope.BLOCK else tuple(range(i, i + 1) for i in layers)
+    if not spans:
+        raise ModelError("spans: expected at least one, got none")
+    for span in spans:
+        if span.step != 1 or not layers.start <= span.start < span.stop <= layers.stop:
+            raise ModelError(f"spans: expected layers inside {_text(layers)}, got {_text(span)}")
+        if scope is Scope.MIXER and len(span) > 1:
+            raise ModelError(f"spans: expected one layer each in mixer scope, got {_text(span)}")
+    ordered = sorted(spans, key=lambda span: span.start)
+    for before, after in itertools.pairwise(ordered):
+        if after.start < before.stop:
+            raise ModelError(f"spans: expected disjoint spans, got {_text(before)} and {_text(after)}")
+    return tuple(spans)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order."""
+
+    config: ModelConfig
+    spans: tuple[range, ...]
+    layers: list[int]
+    placement: Placement
+    loader: LayerLoader
+
+
+@contextmanager
+def _plan(options: ModelOptions) -> Iterator[_Plan]:
+    """Plan what `options` ask for; the checkpoint is open inside the context. Raises ModelError."""
+    with ExitStack() as stack:
+        checkpoint: Checkpoint | None = None
+        if options.model is not None and options.random_init is None:
+            config = ModelConfig.from_directory(options.model)
+            checkpoint = stack.enter_context(Checkpoint(options.model))
+        elif options.random_init is not None and options.model is None:
+            config = ModelConfig.from_file(options.random_init)
+        else:
+            raise ModelError("model: expected either a model directory or a config for random weights")
+        count = len(config.layers)
+        served = options.layers if options.layers is not None else range(count)
+        if served.step != 1 or not 0 <= served.start < served.stop <= count:
+            raise ModelError(f"layers: expected a range inside {_text(range(count))}, got {_text(served)}")
+        spans = check_spans(options.spans, served, options.scope)
+        layers = sorted(layer for span in spans for layer in span)
+        dtype = options.dtype or getattr(torch, config.dtype or "float32")
+        placement = Placement(_with_index(options.device), dtype, options.rank, options.world_size)
+        source = checkpoint or random_init(config, layers, options.scope, options.seed)
+        loader = LayerLoader(source, config, layers, options.scope, placement)
+        yield _Plan(config, spans, layers, placement, loader)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device with its index, as tensors on it name it. Raises ModelError if torch can't use it."""
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:
+        raise ModelError(f"device: expected one that torch finds here, got {device}") from error
+
+
+def _text(layers: range) -> str:
+    """A range as the command line spells it."""
+    return f"{layers.start}:{layers.stop}"

@@ -1,0 +1,224 @@
+"""Requests as they come from the wire, turned into checked arrays.
+
+Knows the protobuf messages and every rule that refuses a whole request. Does not know sequences, steps or positions:
+what is wrong with one row is the scheduler's to say. No Python loop over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+from numpy.typing import NDArray
+
+from deltaline import wire
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.step import OutputRows, RowKind, StepRequest
+
+MIN_PRIORITY, MAX_PRIORITY = -8, 7
+OPEN_TOKEN_BYTES = 16
+# uint64 counters from the wire are cut here, so that sums of them stay in int64; no server counts this far, so a cut
+# value is still refused as a row's step or position.
+MAX_COUNTER = 2**62
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a request may ask of this server; constant while the process lives."""
+
+    num_spans: int
+    hidden_size: int
+    dtype: np.dtype[Any]
+    max_sequences: int
+    max_draft_tokens: int
+    inline_limit_bytes: int
+    max_lease_ms: int
+
+
+@dataclass(frozen=True)
+class CommitRequest:
+    """N accepted counts for one span. handle uint64 [N]; step int64 [N], of the verifies; accepted int32 [N]."""
+
+    server_epoch: int
+    span: int
+    handle: NDArray[np.uint64]
+    step: NDArray[np.int64]
+    accepted: NDArray[np.int32]
+
+
+def parse(parser: Callable[[bytes], M], body: bytes) -> M:
+    """Parse a message. Raises: RequestError INVALID_REQUEST for bytes that are not one."""
+    try:
+        return parser(body)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(Reason.INVALID_REQUEST, "the message can't be parsed") from error
+
+
+def read_count(message: pb.OpenSequencesRequest, limits: RequestLimits) -> int:
+    """Return how many sequences are asked for, 1 .. max_sequences, after checking the token's length."""
+    if not 1 <= message.count <= limits.max_sequences:
+        raise _invalid("count", f"must be in 1 .. {limits.max_sequences}, got {message.count}")
+    if len(message.open_token) not in (0, OPEN_TOKEN_BYTES):
+        raise _invalid("open_token", f"must have {OPEN_TOKEN_BYTES} bytes or none, got {len(message.open_token)}")
+    return message.count
+
+
+def read_lease_s(lease_ms: int, limits: RequestLimits) -> float | None:
+    """Return a lease in seconds, None for the one that applies by default."""
+    if lease_ms > limits.max_lease_ms:
+        raise _invalid("lease_ms", f"must be in 0 .. {limits.max_lease_ms}, got {lease_ms}")
+    return lease_ms / 1000 if lease_ms else None
+
+
+def read_epoch(server_epoch: int) -> int:
+    """Return the epoch, which is never 0."""
+    if server_epoch == 0:
+        raise _invalid("server_epoch", "must be set")
+    return server_epoch
+
+
+def read_handles(sequence: Collection[int], limits: RequestLimits) -> NDArray[np.uint64]:
+    """Return 1 .. max_sequences handles, uint64 [N], without repeats."""
+    if not 1 <= len(sequence) <= limits.max_sequences:
+        raise _batch("sequence", f"must have 1 .. {limits.max_sequences} entries, got {len(sequence)}")
+    handle = np.fromiter(sequence, np.uint64, len(sequence))
+    ordered = np.sort(handle)
+    if (ordered[1:] == ordered[:-1]).any():
+        raise RequestError(Reason.DUPLICATE_SEQUENCE, "a sequence is named twice", field="sequence")
+    return handle
+
+
+def read_commit(message: pb.CommitSequencesRequest, limits: RequestLimits) -> CommitRequest:
+    """Return the arrays of a CommitSequencesRequest. Raises: RequestError."""
+    epoch = read_epoch(message.server_epoch)
+    span = _read_span(message.span, limits)
+    handle = read_handles(message.sequence, limits)
+    step = _read_counters("step", message.step, len(handle))
+    accepted = _read_column("accepted", message.accepted, len(handle), np.int32)
+    return CommitRequest(epoch, span, handle, step, accepted)
+
+
+def read_step(
+    message: pb.StepRequest, limits: RequestLimits, *, now_s: float, remaining_s: float | None
+) -> StepRequest:
+    """Return the arrays of a StepRequest; the hidden states are a read-only view of the message's bytes.
+
+    Args: now_s, the scheduler's clock; remaining_s, time to the RPC's own deadline, None for none.
+    Raises: RequestError with the field at fault.
+    """
+    epoch = read_epoch(message.server_epoch)
+    span = _read_span(message.span, limits)
+    handle = read_handles(message.sequence, limits)
+    num_rows = len(handle)
+    kind = _read_column("kind", message.kind, num_rows, np.int64)
+    if kind.min() < RowKind.PREFILL or kind.max() > RowKind.VERIFY:
+        raise _batch("kind", "must be PREFILL, DECODE or VERIFY")
+    step = _read_counters("step", message.step, num_rows)
+    position = _read_counters("position", message.position, num_rows)
+    if message.accepted:
+        accepted = _read_column("accepted", message.accepted, num_rows, np.int32)
+    else:
+        accepted = np.full(num_rows, -1, np.int32)
+    hidden = _read_hidden(message, limits)
+    query_start_loc = _read_column("query_start_loc", message.query_start_loc, num_rows + 1, np.int64)
+    _check_lengths(query_start_loc, kind, len(hidden), limits.max_draft_tokens)
+    if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
+        raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
+    return StepRequest(
+        server_epoch=epoch,
+        span=span,
+        handle=handle,
+        kind=kind.astype(np.uint8),
+        step=step,
+        position=position,
+        accepted=accepted,
+        query_start_loc=query_start_loc,
+        hidden=hidden,
+        output=_read_output(message.output),
+        priority=message.priority,
+        deadline_s=_read_deadline_s(message.queue_timeout_us, now_s, remaining_s),
+    )
+
+
+def _read_span(span: int, limits: RequestLimits) -> int:
+    """The index of a declared span."""
+    if span >= limits.num_spans:
+        message = f"must be below {limits.num_spans}, the number of spans, got {span}"
+        raise RequestError(Reason.UNKNOWN_SPAN, f"span: {message}", field="span")
+    return span
+
+
+def _read_column(field: str, values: Collection[int], length: int, dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
+    """One entry per row as an array."""
+    if len(values) != length:
+        raise _batch(field, f"must have {length} entries, got {len(values)}")
+    return np.fromiter(values, dtype, length)
+
+
+def _read_counters(field: str, values: Collection[int], length: int) -> NDArray[np.int64]:
+    """One uint64 per row, cut at MAX_COUNTER."""
+    if len(values) != length:
+        raise _batch(field, f"must have {length} entries, got {len(values)}")
+    return np.minimum(np.fromiter(values, np.uint64, length), MAX_COUNTER).astype(np.int64)
+
+
+def _read_hidden(message: pb.StepRequest, limits: RequestLimits) -> NDArray[Any]:
+    """The packed hidden states [T, hidden] in the server's dtype."""
+    try:
+        hidden = wire.decode(message.hidden, limit_bytes=limits.inline_limit_bytes, field="hidden")
+    except wire.TensorTooLargeError as error:
+        raise RequestError(Reason.MESSAGE_TOO_LARGE, str(error), field=error.field) from error
+    except wire.WireError as error:
+        raise RequestError(Reason.INVALID_TENSOR, str(error), field=error.field) from error
+    if hidden.dtype != limits.dtype:
+        raise _tensor("hidden.dtype", f"must be {limits.dtype.name}, got {hidden.dtype.name}")
+    if hidden.ndim != 2 or hidden.shape[1] != limits.hidden_size:
+        raise _tensor("hidden.shape", f"must be [tokens, {limits.hidden_size}], got {list(hidden.shape)}")
+    return hidden
+
+
+def _check_lengths(
+    query_start_loc: NDArray[np.int64], kind: NDArray[np.int64], num_tokens: int, max_draft_tokens: int
+) -> None:
+    """Offsets are sound, and each row has as many tokens as its kind allows."""
+    length = np.diff(query_start_loc)
+    if query_start_loc[0] != 0 or query_start_loc[-1] != num_tokens or length.min() < 1:
+        raise _batch("query_start_loc", f"must start at 0, increase, and end at {num_tokens}, the number of tokens")
+    if ((kind == RowKind.DECODE) & (length != 1)).any():
+        raise _batch("query_start_loc", "a DECODE row has exactly one token")
+    if ((kind == RowKind.VERIFY) & (length > max_draft_tokens)).any():
+        raise _batch("query_start_loc", f"a VERIFY row has at most {max_draft_tokens} tokens")
+
+
+def _read_output(output: int) -> OutputRows:
+    """Which output rows are wanted; unspecified means all."""
+    try:
+        return OutputRows(output) if output else OutputRows.ALL
+    except ValueError as error:
+        raise _invalid("output", f"must be ALL, LAST or NONE, got {output}") from error
+
+
+def _read_deadline_s(queue_timeout_us: int, now_s: float, remaining_s: float | None) -> float | None:
+    """The earlier of the request's own queue limit and the RPC's deadline, on the scheduler's clock."""
+    waits_s = [] if remaining_s is None else [remaining_s]
+    if queue_timeout_us:
+        waits_s.append(queue_timeout_us / 1e6)
+    return now_s + min(waits_s) if waits_s else None
+
+
+def _invalid(field: str, message: str) -> RequestError:
+    return RequestError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field)
+
+
+def _batch(field: str, message: str) -> RequestError:
+    return RequestError(Reason.INVALID_BATCH, f"{field}: {message}", field=field)
+
+
+def _tensor(field: str, message: str) -> RequestError:
+    return RequestError(Reason.INVALID_TENSOR, f"{field}: {message}", field=field)

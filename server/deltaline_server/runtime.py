@@ -1,0 +1,220 @@
+"""The model with everything that keeps and computes its sequences, built from a configuration.
+
+Knows how the parts fit together; starts nothing and serves nothing (app.py). Building reads files and allocates memory
+on the device: it takes from a second to minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deltaline import wire
+from deltaline.v1 import admin_service_pb2 as pb
+from deltaline.v1 import tensor_pb2
+from deltaline_kernels.selftest import run_selftest
+from deltaline_server import __version__
+from deltaline_server.checkpoint import Checkpoint, TensorSource
+from deltaline_server.config import Config
+from deltaline_server.engine import Engine
+from deltaline_server.job_queue import Limits
+from deltaline_server.ledger import StepLedger
+from deltaline_server.lines import LinePool
+from deltaline_server.model import Model, ModelOptions, check_spans, load_model
+from deltaline_server.model_config import ModelConfig, ModelError, Scope
+from deltaline_server.observer import Observer
+from deltaline_server.replies import KeptReplies
+from deltaline_server.request import RequestLimits
+from deltaline_server.scheduler import Scheduler
+from deltaline_server.sequences import SequenceTable
+from deltaline_server.state_pool import StateOptions, StatePool
+from deltaline_server.step import BatchResult, StepBatch
+from deltaline_server.weights import LayerLoader, Placement, random_init
+
+MAX_STEPS_IN_FLIGHT = 8
+# More than one chunk of the prefill kernel.
+WARM_UP_TOKENS = 65
+_VERSIONED = ("torch", "triton", "grpcio", "protobuf", "numpy")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A loaded model, its state, the device thread (not started), the sequences and their scheduler."""
+
+    config: Config
+    model: Model
+    pool: StatePool
+    engine: Engine
+    table: SequenceTable
+    scheduler: Scheduler
+
+    @classmethod
+    def build(cls, config: Config, observer: Observer, clock: Callable[[], float]) -> Runtime:
+        """Load the model, test the kernels on its device and allocate its state. Raises: ModelError."""
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        model = load_model(model_options(config))
+        if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
+            check_kernels(model.device, model.dtype)
+        options = StateOptions(
+            num_lines=config.max_sequences,
+            max_draft=config.max_draft_tokens,
+            state_dtype=getattr(torch, config.state_dtype),
+            limit_bytes=config.state_bytes,
+        )
+        pool = model.make_pool(options)
+        engine = Engine(model, pool)
+        num_spans = len(model.spans)
+        table = SequenceTable(
+            lines=LinePool(config.max_sequences, engine.zero_lines),
+            ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
+            replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
+            num_slots=config.max_sequences,
+            default_lease_s=config.default_lease_ms / 1000,
+            max_lease_s=config.max_lease_ms / 1000,
+            lease_tick_s=config.lease_tick_s,
+            clock=clock,
+        )
+        limits = Limits(
+            queue_rows=config.queue_rows,
+            queue_bytes=config.queue_bytes,
+            chunk_tokens=config.chunk_tokens,
+            max_short=config.max_draft_tokens,
+        )
+        scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
+        return cls(config, model, pool, engine, table, scheduler)
+
+    @property
+    def device_name(self) -> str:
+        """For example "cpu" or "NVIDIA H200"."""
+        device = self.model.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    async def warm_up(self) -> None:
+        """Compute one batch of a decode and a prefill row on every span, so that kernels are compiled; write no line.
+
+        The engine is started. Raises: ModelError when a batch fails.
+        """
+        num_tokens = 1 + WARM_UP_TOKENS
+        # As deltaline_kernels.Rows has it: offsets, read_line, write_line, num_committed, num_replayed, draft_half.
+        control = np.array([[0, 1, num_tokens], [0] * 3, [-1] * 3, [1, WARM_UP_TOKENS, 0], [0] * 3, [0] * 3], np.int32)
+        hidden = np.full((num_tokens, self.model.hidden_size), 0.5, self.model.numpy_dtype)
+        for span in range(len(self.model.spans)):
+            if (await self._compute(StepBatch(span, control, 1, hidden, None))).failed:
+                raise ModelError(f"span {span}: the first batch failed on this device; the log says why")
+
+    async def _compute(self, batch: StepBatch) -> BatchResult:
+        """Compute a batch without a scheduler."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[BatchResult] = loop.create_future()
+
+        def receive(result: BatchResult) -> None:
+            loop.call_soon_threadsafe(done.set_result, result)
+
+        self.engine.submit(batch, receive)
+        return await done
+
+    def request_limits(self) -> RequestLimits:
+        """What a request may ask of this model."""
+        return RequestLimits(
+            num_spans=len(self.model.spans),
+            hidden_size=self.model.hidden_size,
+            dtype=self.model.numpy_dtype,
+            max_sequences=self.config.max_sequences,
+            max_draft_tokens=self.config.max_draft_tokens,
+            inline_limit_bytes=self.config.inline_limit_bytes,
+            max_lease_ms=self.config.max_lease_ms,
+        )
+
+    def info(self) -> pb.GetServerInfoResponse:
+        """What GetServerInfo tells."""
+        config, model = self.config, self.model
+        return pb.GetServerInfoResponse(
+            server_epoch=self.table.server_epoch,
+            version=__version__,
+            model_type=model.config.model_type,
+            spans=[pb.LayerSpan(first=span.start, count=len(span)) for span in model.spans],
+            scope=pb.SCOPE_BLOCK if model.scope is Scope.BLOCK else pb.SCOPE_MIXER,
+            hidden_size=model.hidden_size,
+            dtype=wire.data_type(model.numpy_dtype),
+            state_dtype=_wire_dtype(self.pool.state_dtype),
+            max_sequences=config.max_sequences,
+            max_draft_tokens=config.max_draft_tokens,
+            max_steps_in_flight=MAX_STEPS_IN_FLIGHT,
+            inline_limit_bytes=config.inline_limit_bytes,
+            default_lease_ms=config.default_lease_ms,
+            max_lease_ms=config.max_lease_ms,
+            device=self.device_name,
+            sequence_state_bytes=self.pool.bytes_per_sequence,
+            versions=_versions(),
+        )
+
+
+def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Compare every kernel with its reference on the device. Raises: ModelError naming those that differ."""
+    wrong = [check for check in run_selftest(device, dtype) if not check.ok]
+    if wrong:
+        text = "; ".join(f"{check.name}: error {check.error:.2g}, limit {check.limit:.2g}" for check in wrong)
+        raise ModelError(f"self-test: the kernels compute wrong values on this device: {text}")
+
+
+def model_options(config: Config) -> ModelOptions:
+    """What the model module is asked to load. Raises ModelError when there is no such device."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ModelError("--device: expected a CUDA device, found none")
+    return ModelOptions(
+        device=torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu"),
+        model=None if config.model is None else Path(config.model),
+        random_init=None if config.random_init is None else Path(config.random_init),
+        seed=config.seed,
+        layers=config.layer_range,
+        spans=config.span_ranges,
+        scope=Scope(config.scope),
+        dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+    )
+
+
+def check_model(config: Config) -> None:
+    """Check the model's config and the headers of its files against what is to be served; no weight is read.
+
+    Raises: ModelError.
+    """
+    options = model_options(config)
+    if options.model is not None:
+        with Checkpoint(options.model) as checkpoint:
+            _check_layers(checkpoint, ModelConfig.from_directory(options.model), options)
+    elif options.random_init is not None:
+        _check_layers(None, ModelConfig.from_file(options.random_init), options)
+
+
+def _check_layers(source: TensorSource | None, found: ModelConfig, options: ModelOptions) -> None:
+    """The layers to be served exist and have the tensors that they need."""
+    served = options.layers or range(len(found.layers))
+    if served.stop > len(found.layers):
+        raise ModelError(f"layers: expected at most {len(found.layers)}, got {served.start}:{served.stop}")
+    spans = check_spans(options.spans, served, options.scope)
+    numbers = sorted(layer for span in spans for layer in span)
+    source = source or random_init(found, numbers, options.scope, options.seed)
+    LayerLoader(source, found, numbers, options.scope, Placement(options.device, options.dtype or torch.float32))
+
+
+def _wire_dtype(dtype: torch.dtype) -> tensor_pb2.DataType.ValueType:
+    return tensor_pb2.DATA_TYPE_BFLOAT16 if dtype is torch.bfloat16 else tensor_pb2.DATA_TYPE_FLOAT32
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what computes and serves."""
+    found = {}
+    for name in _VERSIONED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # triton is not installed everywhere
+            continue
+    return found

@@ -1,0 +1,168 @@
+"""LayerService: sequences and their steps over gRPC.
+
+Knows protobuf messages and who answers them. Does not know policy (scheduler.py, sequences.py), the device, nor how
+errors reach the client (interceptor.py). A handler only waits for work: an RPC that is cancelled cancels nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import grpc
+
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline_server import reply, request
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.interceptor import Context, bug
+from deltaline_server.observer import Observer
+from deltaline_server.request import RequestLimits
+from deltaline_server.scheduler import Scheduler
+from deltaline_server.sequences import SequenceTable
+from deltaline_server.step import StepResult
+
+NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
+# Steps of one stream that are taken and whose replies are not sent: it bounds what a slow reader makes the server hold.
+STREAM_STEPS = 64
+DRAINING_RETRY_S = 1.0
+
+
+class LayerService:
+    """The handlers of LayerService. They take parsed messages and return serialised replies."""
+
+    def __init__(
+        self,
+        *,
+        table: SequenceTable,
+        scheduler: Scheduler,
+        limits: RequestLimits,
+        observer: Observer,
+        is_draining: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """`observer` counts what streams refuse; `clock` is the scheduler's: monotonic seconds."""
+        self._table, self._scheduler, self._limits = table, scheduler, limits
+        self._observer, self._is_draining, self._clock = observer, is_draining, clock
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """What a grpc.aio server registers."""
+        unary = grpc.unary_unary_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            NAME,
+            {
+                "OpenSequences": unary(self.open_sequences, pb.OpenSequencesRequest.FromString),
+                "CloseSequences": unary(self.close_sequences, pb.CloseSequencesRequest.FromString),
+                "DescribeSequences": unary(self.describe_sequences, pb.DescribeSequencesRequest.FromString),
+                "RenewLeases": unary(self.renew_leases, pb.RenewLeasesRequest.FromString),
+                "Step": unary(self.step, pb.StepRequest.FromString),
+                "CommitSequences": unary(self.commit_sequences, pb.CommitSequencesRequest.FromString),
+                "StepStream": grpc.stream_stream_rpc_method_handler(self.step_stream, pb.StepStreamRequest.FromString),
+            },
+        )
+
+    async def open_sequences(self, message: pb.OpenSequencesRequest, context: Context) -> bytes:
+        """Open sequences, unless the server drains."""
+        count = request.read_count(message, self._limits)
+        lease_s = request.read_lease_s(message.lease_ms, self._limits)
+        if self._is_draining():
+            raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=DRAINING_RETRY_S)
+        handles, lease_s = self._table.open(count, lease_s, message.open_token)
+        response = pb.OpenSequencesResponse(
+            server_epoch=self._table.server_epoch, sequence=handles.tolist(), lease_ms=round(lease_s * 1000)
+        )
+        return response.SerializeToString()
+
+    async def close_sequences(self, message: pb.CloseSequencesRequest, context: Context) -> bytes:
+        """End sequences."""
+        epoch = request.read_epoch(message.server_epoch)
+        states = self._table.close(epoch, request.read_handles(message.sequence, self._limits))
+        return reply.close_response(states)
+
+    async def describe_sequences(self, message: pb.DescribeSequencesRequest, context: Context) -> bytes:
+        """Tell what is held."""
+        epoch = request.read_epoch(message.server_epoch)
+        handles = request.read_handles(message.sequence, self._limits)
+        return reply.describe_response(handles, self._table.describe(epoch, handles))
+
+    async def renew_leases(self, message: pb.RenewLeasesRequest, context: Context) -> bytes:
+        """Move lease deadlines."""
+        epoch = request.read_epoch(message.server_epoch)
+        handles = request.read_handles(message.sequence, self._limits)
+        states = self._table.renew(epoch, handles, request.read_lease_s(message.lease_ms, self._limits))
+        return reply.renew_response(states)
+
+    async def step(self, message: pb.StepRequest, context: Context) -> bytes:
+        """Apply one step. The work goes on, and its reply is kept, whatever becomes of this RPC."""
+        return reply.step_response(await asyncio.shield(self._submit(message, context)))
+
+    async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
+        """Fix accepted counts."""
+        commit = request.read_commit(message, self._limits)
+        return reply.commit_response(
+            *self._table.commit(commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted)
+        )
+
+    async def step_stream(
+        self, messages: AsyncIterator[pb.StepStreamRequest], context: Context
+    ) -> AsyncIterator[bytes]:
+        """Apply steps as they come and answer each when it is done.
+
+        At most STREAM_STEPS are taken and unanswered; beyond that the stream is not read, and gRPC's flow control holds
+        the client. A message that can't be parsed ends the stream once the steps before it are answered.
+        """
+        answers: asyncio.Queue[tuple[int, StepResult | BaseException] | None] = asyncio.Queue()
+        room = asyncio.Semaphore(STREAM_STEPS)
+        num_taken = 0
+
+        def answer(correlation_id: int, done: asyncio.Future[StepResult]) -> None:
+            answers.put_nowait((correlation_id, done.exception() or done.result()))
+
+        async def take() -> None:
+            nonlocal num_taken
+            try:
+                async for message in messages:
+                    await room.acquire()
+                    num_taken += 1
+                    future = self._submit_safely(message.step, context)
+                    future.add_done_callback(partial(answer, message.correlation_id))
+            finally:
+                answers.put_nowait(None)
+
+        reader = asyncio.create_task(take())
+        num_answered, is_over = 0, False
+        try:
+            while not (is_over and num_answered == num_taken):
+                answered = await answers.get()
+                if answered is None:
+                    is_over = True
+                else:
+                    yield self._stream_response(*answered)
+                    num_answered += 1
+                    room.release()
+            await reader
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    def _submit(self, message: pb.StepRequest, context: Context) -> asyncio.Future[StepResult]:
+        """Check a step and hand it to the scheduler. Raises: RequestError; then nothing was taken."""
+        step = request.read_step(message, self._limits, now_s=self._clock(), remaining_s=context.time_remaining())
+        return self._scheduler.submit(step)
+
+    def _submit_safely(self, message: pb.StepRequest, context: Context) -> asyncio.Future[StepResult]:
+        """As `_submit`, but what it raises is in the future."""
+        try:
+            return self._submit(message, context)
+        except Exception as error:
+            failed: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
+
+    def _stream_response(self, correlation_id: int, answer: StepResult | BaseException) -> bytes:
+        """The message that answers one step of a stream."""
+        if isinstance(answer, StepResult):
+            return reply.stream_response(correlation_id, reply.step_response(answer))
+        refusal = answer.refusal if isinstance(answer, RequestError) else bug(answer)
+        self._observer.refused(refusal.reason, 1)
+        return reply.stream_status(correlation_id, refusal)

@@ -1,0 +1,118 @@
+"""The state of all sequences on the device: for each layer a conv line, a recurrent line and the drafts of a line.
+
+Allocates all of it at start and zeroes lines; nothing else zeroes or allocates state. Knows lines, not who holds them
+(lines.py, sequences.py), nor what a layer makes of them (layers.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltaline_server.model_config import GatedDeltaNetShape, ModelError
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The state of one layer, L lines: all that a mixer mutates.
+
+    conv `[L, W-1+M, D]` in the model's dtype; recurrent `[L, HV, V, K]` fp32 or bf16;
+    drafts `[L, 2, M, H*K + HV*V + 2*HV]` fp32.
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+    drafts: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the layer; the first dimension is the line."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """How much state to hold: lines besides the null line, most tokens of a VERIFY row, the recurrent state's dtype.
+
+    limit_bytes caps the whole pool; 0 for no cap.
+    """
+
+    num_lines: int
+    max_draft: int
+    state_dtype: torch.dtype = torch.float32
+    limit_bytes: int = 0
+
+
+class StatePool:
+    """The state lines of every layer. Line 0 is the null line: zero from the start, never written.
+
+    layers: one LayerState per layer, in the order of `shapes`. bytes_per_sequence: of one line of every layer.
+    total_bytes: of all lines, the null line included.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[GatedDeltaNetShape],
+        options: StateOptions,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate, after the sizes were checked in Python integers.
+
+        Raises ModelError: no line, no draft token, or more bytes than options.limit_bytes.
+        """
+        if options.num_lines < 1:
+            raise ModelError(f"num_lines: expected at least 1, got {options.num_lines}")
+        if options.max_draft < 1:
+            raise ModelError(f"max_draft: expected at least 1, got {options.max_draft}")
+        if options.state_dtype not in (torch.float32, torch.bfloat16):
+            raise ModelError(f"state_dtype: expected float32 or bfloat16, got {options.state_dtype}")
+        self.num_lines = options.num_lines
+        self.max_draft = options.max_draft
+        self.state_dtype = options.state_dtype
+        self.device = device
+        plans = [_line_shapes(shape, options, dtype) for shape in shapes]
+        self.bytes_per_sequence = sum(math.prod(size) * kind.itemsize for plan in plans for size, kind in plan)
+        self.total_bytes = self.bytes_per_sequence * (options.num_lines + 1)
+        if 0 < options.limit_bytes < self.total_bytes:
+            raise ModelError(
+                f"state bytes: expected at least {self.total_bytes} for {options.num_lines} sequences and the null "
+                f"line of {self.bytes_per_sequence} bytes each, got a limit of {options.limit_bytes}"
+            )
+        self.layers = tuple(
+            LayerState(*(torch.zeros(options.num_lines + 1, *size, dtype=kind, device=device) for size, kind in plan))
+            for plan in plans
+        )
+
+    def zero(self, lines: NDArray[np.int64]) -> None:
+        """Zero these lines in every tensor of every layer, in place.
+
+        Raises IndexError if one is not a line, before any is zeroed.
+        """
+        if len(lines) == 0:
+            return
+        if lines.min() < 0 or lines.max() > self.num_lines:
+            raise IndexError(f"lines: expected 0..{self.num_lines}, got {lines.min()}..{lines.max()}")
+        index = torch.tensor(lines, dtype=torch.int64, device=self.device)
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                tensor.index_fill_(0, index, 0)
+
+
+def _line_shapes(
+    shape: GatedDeltaNetShape, options: StateOptions, dtype: torch.dtype
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return shape and dtype of one line of each tensor of a LayerState, in the order of its fields."""
+    drafts = (2, options.max_draft, shape.keys + shape.values + 2 * shape.num_value_heads)
+    return (
+        ((shape.conv_width - 1 + options.max_draft, shape.conv_channels), dtype),
+        ((shape.num_value_heads, shape.value_dim, shape.key_dim), options.state_dtype),
+        (drafts, torch.float32),
+    )

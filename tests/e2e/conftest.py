@@ -1,0 +1,55 @@
+"""Servers for the end-to-end tests: in this process, small, with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltaline_server.app import Server
+from deltaline_server.config import Config
+
+SMALL_MODEL = {
+    "model_type": "qwen3_next",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "intermediate_size": 128,
+    "num_experts": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture
+def make_server(tmp_path: Path, device: str) -> Callable[..., Server]:
+    """A function that makes a server of the small model: `async with make_server(max_sequences=8) as server`."""
+
+    def make(**changes: Any) -> Server:
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(SMALL_MODEL))
+        values: dict[str, Any] = {
+            "random_init": str(config),
+            "seed": 7,
+            "device": device,
+            "dtype": "float32",
+            "port": 0,
+            "metrics_port": -1,
+            "max_sequences": 64,
+            "max_draft_tokens": 4,
+            "chunk_tokens": 64,
+            "log_level": "warning",
+        }
+        return Server(Config(**(values | changes)))
+
+    return make

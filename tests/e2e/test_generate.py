@@ -1,0 +1,108 @@
+"""The example orchestrator, over a server of a checkpoint that transformers wrote, gives transformers' own tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from deltaline_client import Client
+from deltaline_server.app import Server
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NUM_PROMPTS, MAX_NEW_TOKENS, NUM_DRAFTS = 8, 64, 4
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    yield load_example("generate")
+    del sys.modules["example_generate"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    directory = tmp_path_factory.mktemp("checkpoint")
+    load_example("make_checkpoint").make_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def prompts(example: Any) -> Any:
+    return example.random_prompts(256, NUM_PROMPTS, MAX_NEW_TOKENS, seed=0)
+
+
+@pytest.fixture(scope="module")
+def expected(example: Any, checkpoint: Path, prompts: Any) -> Any:
+    """What transformers generates, each prompt up to its first near tie."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # its operations are small: more threads only wait for each other
+    try:
+        return example.expected_tokens(checkpoint, prompts, set())
+    finally:
+        torch.set_num_threads(threads)
+
+
+async def run(make_server: Callable[..., Server], checkpoint: Path, generate: Callable[[Client], Any]) -> Any:
+    """Run the example's loop in a thread against a server of the checkpoint."""
+
+    def with_client(address: str) -> Any:
+        with Client(address) as client:
+            return generate(client), client.load()
+
+    async with make_server(random_init=None, model=str(checkpoint), max_draft_tokens=1 + NUM_DRAFTS) as server:
+        return await asyncio.to_thread(with_client, server.address)
+
+
+async def test_generation_is_that_of_transformers(
+    make_server: Callable[..., Server], example: Any, checkpoint: Path, prompts: Any, expected: Any
+) -> None:
+    ends = example.Ends(checkpoint)
+    (plain, speculative), load = await run(
+        make_server,
+        checkpoint,
+        lambda client: [example.generate(client, ends, prompts, drafts, 6) for drafts in (0, NUM_DRAFTS)],
+    )
+    wanted = [prompt.max_new_tokens for prompt in prompts]
+    assert len(set(wanted)) > 4
+    for report in (plain, speculative):
+        assert [len(tokens) for tokens in report.tokens] == wanted
+        assert [tokens[: len(ours)] for tokens, ours in zip(report.tokens, expected, strict=True)] == expected
+    assert sum(map(len, expected)) > 0.5 * sum(wanted)  # near ties leave most of it to compare
+    assert plain.drafted == 0
+    assert 0.2 < speculative.acceptance < 0.9
+    assert speculative.steps < plain.steps
+    assert load.sequences_open == 0
+
+
+async def test_a_stream_ends_at_an_end_token(
+    make_server: Callable[..., Server], example: Any, checkpoint: Path, prompts: Any
+) -> None:
+    ends = example.Ends(checkpoint)
+
+    def both(client: Client) -> Any:
+        whole = example.generate(client, ends, prompts, 0, 8).tokens
+        ends.end_tokens = {whole[0][20]}
+        return whole, [example.generate(client, ends, prompts, drafts, 8).tokens for drafts in (0, NUM_DRAFTS)]
+
+    (whole, ended), _ = await run(make_server, checkpoint, both)
+    (end,) = ends.end_tokens
+    cut = [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in whole]
+    assert len(cut[0]) <= 21
+    assert ended == [cut, cut]

@@ -1,0 +1,103 @@
+"""Sequences of random life on few lines: each answers as if it were alone, or the test says which was not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from programs import Alone, Program, relative_error, run_together
+
+from deltaline_client import AsyncClient
+from deltaline_server.app import Server
+from deltaline_server.lines import LinePool
+from deltaline_server.sequences import SequenceTable
+
+TOLERANCE = 1e-4
+NUM_CLIENTS = 8
+LINES = 64
+
+
+async def churn(server: Server, num_sequences: int) -> list[float]:
+    """Put sequences through random lives from 8 clients on 64 lines; the error of each against its run alone."""
+    alone = Alone(server.runtime.model, server.config.max_draft_tokens)
+    per_client = num_sequences // NUM_CLIENTS
+    errors: list[float] = []
+
+    async def one_client(number: int) -> None:
+        rng = np.random.default_rng(1000 + number)
+        async with AsyncClient(server.address) as client:
+            left = per_client
+            while left:
+                count = min(left, int(rng.integers(1, LINES // NUM_CLIENTS + 1)))
+                left -= count
+                programs = [
+                    Program.draw(int(rng.integers(2**40)), int(rng.integers(1, 9)), 64, lengths=(1, 3, 17, 40))
+                    for _ in range(count)
+                ]
+                sequences = await client.open_many(count)
+                outputs = await run_together(client, sequences, programs)
+                await client.close(sequences)
+                for program, output in zip(programs, outputs, strict=True):
+                    expected = alone.run(program)
+                    errors.append(max(relative_error(a, e) for a, e in zip(output, expected, strict=True)))
+
+    await asyncio.gather(*(one_client(number) for number in range(NUM_CLIENTS)))
+    return errors
+
+
+@pytest.mark.timeout(300)
+async def test_1600_sequences_on_64_lines_answer_as_if_alone(make_server: Callable[..., Server]) -> None:
+    async with make_server(max_sequences=LINES) as server:
+        errors = await churn(server, 1600)
+        assert len(errors) == 1600 and max(errors) < TOLERANCE
+        server.runtime.table.check_integrity()
+        assert server.runtime.table.num_open == 0
+
+
+def remove_zeroing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are handed out as they are."""
+    init = LinePool.__init__
+
+    def without_zeroing(self: LinePool, num_lines: int, zero: Callable[[NDArray[np.int64]], None]) -> None:
+        init(self, num_lines, lambda lines: None)
+
+    monkeypatch.setattr(LinePool, "__init__", without_zeroing)
+
+
+def remove_fresh_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh sequence reads its own line."""
+    open_sequences = SequenceTable.open
+
+    def without_fresh_flag(
+        self: SequenceTable, count: int, lease_s: float | None = None, token: bytes = b""
+    ) -> tuple[NDArray[np.uint64], float]:
+        handles, lease_s = open_sequences(self, count, lease_s, token)
+        slots, _ = self.lookup(self.server_epoch, handles)
+        self.read_line[:, slots] = self.write_line[slots]
+        return handles, lease_s
+
+    monkeypatch.setattr(SequenceTable, "open", without_fresh_flag)
+
+
+async def test_without_both_guards_sequences_leak(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug that shows that the test above can fail."""
+    remove_zeroing(monkeypatch)
+    remove_fresh_flag(monkeypatch)
+    async with make_server(max_sequences=LINES) as server:
+        assert max(await churn(server, 160)) > TOLERANCE
+
+
+@pytest.mark.parametrize("removed", [remove_zeroing, remove_fresh_flag])
+async def test_either_guard_alone_keeps_sequences_apart(
+    make_server: Callable[..., Server],
+    monkeypatch: pytest.MonkeyPatch,
+    removed: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    removed(monkeypatch)
+    async with make_server(max_sequences=LINES) as server:
+        assert max(await churn(server, 160)) < TOLERANCE

@@ -1,0 +1,37 @@
+"""The paths of these tests: the Triton kernels in Triton's interpreter, on CPU tensors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path as FilePath
+
+import pytest
+import torch
+from kernels.paths import InterpretedPath
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of this folder unless the interpreter is on, which is decided before triton is imported."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    for item in items:
+        if FilePath(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1: it runs Triton kernels on the CPU"))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(InterpretedPath("cpu", torch.float32), id="fp32"),
+        pytest.param(InterpretedPath("cpu", torch.float16), id="fp16"),
+    ]
+)
+def path(request: pytest.FixtureRequest) -> InterpretedPath:
+    """Both dtypes that the interpreter computes dots with."""
+    chosen: InterpretedPath = request.param
+    return chosen
+
+
+@pytest.fixture
+def exact_path() -> InterpretedPath:
+    """fp32, for tests that compare two ways of computing the same."""
+    return InterpretedPath("cpu", torch.float32)

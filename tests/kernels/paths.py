@@ -1,0 +1,79 @@
+"""The ways a kernel runs: on a device through the public functions, or a Triton launcher in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels import Rows, causal_conv1d, gated_delta, gated_rms_norm
+from deltaline_kernels.gated_delta.heads import Heads
+
+
+@dataclass(frozen=True)
+class Path:
+    device: str
+    dtype: torch.dtype
+
+    def conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, activation: str | None = "silu"
+    ) -> Tensor:
+        return causal_conv1d(x, weight, bias, lines, rows, activation=activation)
+
+    def delta(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        drafts: Tensor,
+        rows: Rows,
+        num_key_heads: int,
+    ) -> Tensor:
+        return gated_delta(qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=num_key_heads)
+
+    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return gated_rms_norm(o, z, weight, eps)
+
+
+class InterpretedPath(Path):
+    """Launches the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1."""
+
+    def conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, activation: str | None = "silu"
+    ) -> Tensor:
+        from deltaline_kernels.conv1d.kernel import causal_conv1d_triton
+
+        y = torch.empty(x.shape, dtype=x.dtype)
+        causal_conv1d_triton(x, weight, bias, lines, rows, y, silu=activation == "silu")
+        return y
+
+    def delta(
+        self,
+        qkv: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        drafts: Tensor,
+        rows: Rows,
+        num_key_heads: int,
+    ) -> Tensor:
+        from deltaline_kernels.gated_delta.launch import gated_delta_triton
+
+        _, num_value_heads, value_dim, key_dim = state.shape
+        heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
+        o = torch.empty(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype)
+        gated_delta_triton(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads)
+        return o
+
+    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from deltaline_kernels.norm.kernel import gated_rms_norm_triton
+
+        y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype)
+        gated_rms_norm_triton(o, z, weight, eps, y)
+        return y

@@ -1,0 +1,22 @@
+"""run_selftest: passes on a sound device, and says which family is wrong on another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.paths import Path
+
+from deltaline_kernels import gated_rms_norm, run_selftest, selftest
+
+
+def test_selftest_passes(path: Path) -> None:
+    checks = run_selftest(path.device, path.dtype)
+    assert [check for check in checks if not check.ok] == []
+    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "norm"}
+
+
+@pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])
+def test_selftest_names_the_wrong_family(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    monkeypatch.setattr(selftest, "gated_rms_norm", lambda *inputs: gated_rms_norm(*inputs) + wrong)
+    failed = {check.name.split(",")[0] for check in run_selftest("cpu") if not check.ok}
+    assert failed == {"norm"}

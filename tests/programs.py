@@ -1,0 +1,111 @@
+"""Programs: what a sequence is put through in a test, drawn from a seed, and its run on a server or alone on a
+model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltaline_client import AsyncClient, AsyncSequence, Row
+from deltaline_kernels import Rows
+from deltaline_server.model import Model
+from deltaline_server.state_pool import StateOptions
+
+Array = NDArray[Any]
+Kind = Literal["prefill", "decode", "verify"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its tokens, and for a verify how many of them are accepted afterwards."""
+
+    kind: Kind
+    hidden: Array
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps of one sequence in order."""
+
+    steps: list[Step]
+
+    @classmethod
+    def draw(
+        cls,
+        seed: int,
+        num_steps: int,
+        hidden_size: int,
+        *,
+        max_draft: int = 4,
+        lengths: tuple[int, ...] = (1, 2, 17, 70),
+    ) -> Program:
+        rng = np.random.default_rng(seed)
+        steps = []
+        for _ in range(num_steps):
+            kind: Kind = rng.choice(["prefill", "decode", "decode", "verify", "verify"])
+            length = {"prefill": int(rng.choice(lengths)), "decode": 1, "verify": int(rng.integers(1, max_draft + 1))}[
+                kind
+            ]
+            hidden = rng.standard_normal((length, hidden_size)).astype(np.float32)
+            steps.append(Step(kind, hidden, int(rng.integers(0, length + 1)) if kind == "verify" else 0))
+        return cls(steps)
+
+
+async def run_together(
+    client: AsyncClient, sequences: list[AsyncSequence], programs: list[Program]
+) -> list[list[Array]]:
+    """Run programs side by side, step i of each in one request until it ends; outputs by program and step."""
+    outputs: list[list[Array]] = [[] for _ in programs]
+    for i in range(max(len(program.steps) for program in programs)):
+        live = [p for p, program in enumerate(programs) if i < len(program.steps)]
+        rows = [getattr(Row, programs[p].steps[i].kind)(sequences[p], programs[p].steps[i].hidden) for p in live]
+        results = await client.step(rows)
+        for p, output in zip(live, results.outputs, strict=True):
+            outputs[p].append(output)
+            if programs[p].steps[i].kind == "verify":
+                await sequences[p].commit(programs[p].steps[i].accepted)
+    return outputs
+
+
+class Alone:
+    """Runs programs on a model, each as the only sequence there is: no server, no batch, no line that was used
+    before."""
+
+    def __init__(self, model: Model, max_draft: int) -> None:
+        self._model, self._max_draft = model, max_draft
+
+    def run(self, program: Program) -> list[Array]:
+        """Outputs by step."""
+        pool = self._model.make_pool(StateOptions(num_lines=1, max_draft=self._max_draft))
+        outputs, read_line, replay, half = [], 0, 0, 0
+        with torch.inference_mode():
+            for step in program.steps:
+                length = len(step.hidden)
+                rows = Rows.build(
+                    [length],
+                    [read_line],
+                    [1],
+                    [0 if step.kind == "verify" else length],
+                    [replay],
+                    [half],
+                    max_short=self._max_draft,
+                    device=self._model.device,
+                )
+                hidden = torch.from_numpy(step.hidden).to(self._model.device)
+                outputs.append(self._model.forward(0, hidden, rows, pool).cpu().numpy())
+                read_line, replay = 1, 0
+                if step.kind == "verify":
+                    replay, half = step.accepted, 1 - half
+        return outputs
+
+
+def relative_error(actual: Array, expected: Array) -> float:
+    """Norm of the difference over the norm of what is expected; infinite when a value is not finite."""
+    if not np.isfinite(actual).all():
+        return float("inf")
+    return float(np.linalg.norm(actual - expected) / max(float(np.linalg.norm(expected)), 1e-30))

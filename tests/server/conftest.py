@@ -1,0 +1,61 @@
+"""What the tests of the server share: a small server with random weights on the CPU, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from deltaline_server.app import Server
+from deltaline_server.config import Config
+
+HIDDEN = 32
+SMALL_MODEL = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> str:
+    """The path of a small model's config."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL_MODEL))
+    return str(path)
+
+
+@pytest.fixture
+def make_server(model_file: str) -> Callable[..., Server]:
+    """A function that makes a server; its arguments are options of Config."""
+
+    def make(**changes: Any) -> Server:
+        values: dict[str, Any] = {"random_init": model_file, "device": "cpu", "port": 0, "metrics_port": -1}
+        return Server(Config(**(values | {"max_sequences": 8, "max_draft_tokens": 4} | changes)))
+
+    return make
+
+
+@pytest.fixture
+async def server(make_server: Callable[..., Server]) -> AsyncIterator[Server]:
+    async with make_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def channel(server: Server) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield channel

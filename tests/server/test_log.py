@@ -1,0 +1,60 @@
+"""One event is one line that can be read by people or parsed by machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from deltaline_server import log
+
+LOGGER = logging.getLogger("test")
+
+
+@pytest.fixture(autouse=True)
+def restore_logging() -> Iterator[None]:
+    """`configure` changes the process; leave it as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_text_line_has_the_events_values(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "text")
+    log.event(LOGGER, "loaded", seconds=1.23456789, model="a b", empty="", count=3)
+    line = capsys.readouterr().err
+    assert line.endswith('INFO loaded  seconds=1.23457 model="a b" empty="" count=3\n')
+
+
+def test_json_line_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "json")
+    log.event(LOGGER, "loaded", count=3)
+    line = json.loads(capsys.readouterr().err)
+    assert (line["message"], line["count"], line["level"], line["logger"]) == ("loaded", 3, "info", "test")
+
+
+def test_json_keeps_a_traceback_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "json")
+    try:
+        raise ValueError("planted")
+    except ValueError:
+        LOGGER.exception("failed")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "planted" in json.loads(lines[0])["traceback"]
+
+
+def test_level_hides_what_is_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("warning", "text")
+    log.event(LOGGER, "quiet")
+    log.event(LOGGER, "loud", level=logging.WARNING)
+    assert [line.split(" ")[1:] for line in capsys.readouterr().err.splitlines()] == [["WARNING", "loud"]]
+
+
+def test_text_of_a_value_with_a_line_break_stays_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "text")
+    log.event(LOGGER, "odd", value="a\nb")
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,124 @@
+"""The documents say what the code does, where that can be checked. Reads markdown; judges no prose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from google.rpc import code_pb2
+
+from deltaline.v1 import admin_service_pb2, layer_service_pb2
+from deltaline_server.app import Server
+from deltaline_server.config import Config
+from deltaline_server.errors import Reason
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+MODEL = {
+    "model_type": "qwen3_next",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "layer_types": ["linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def read(url: str) -> str:
+    with urlopen(url, timeout=10) as answer:
+        return str(answer.read(), encoding="utf-8")
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of the table under the heading row whose first cell is `heading`, without that row."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith(f"| {heading} |"))
+    rows = []
+    for line in lines[begin + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def test_every_reason_is_in_the_table_with_its_code() -> None:
+    documented = {row[0]: row[1] for row in table("docs/protocol.md", "reason")}
+    assert documented == {reason.name: code_pb2.Code.Name(reason.code) for reason in Reason}
+
+
+def test_every_call_is_in_the_table() -> None:
+    services = [
+        *layer_service_pb2.DESCRIPTOR.services_by_name.values(),
+        *admin_service_pb2.DESCRIPTOR.services_by_name.values(),
+    ]
+    calls = {f"{service.name}.{method.name}" for service in services for method in service.methods}
+    assert {row[0] for row in table("docs/protocol.md", "call")} == calls
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("proto/deltaline/v1/*.proto")), ids=name_of)
+def test_contract_names_only_reasons_that_exist(path: Path) -> None:
+    comments = " ".join(re.findall(r"//(.*)", path.read_text(encoding="utf-8")))
+    named = set(re.findall(r"reason ([A-Z_]{4,})", comments))
+    assert named <= {reason.name for reason in Reason}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    named = set(re.findall(r"(?:`|^    )make ([a-z][a-z-]*)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    (make \w+)", readme, re.M)
+    assert commands[:2] == ["make demo", "make test"]
+
+
+def test_every_flag_of_the_server_is_in_its_group() -> None:
+    documented = {row[0]: re.findall(r"`--([a-z-]+)`", row[1]) for row in table("docs/operations.md", "group")}
+    flags: dict[str, list[str]] = {}
+    for option in fields(Config):
+        flags.setdefault(option.metadata["group"], []).append(option.name.replace("_", "-"))
+    assert {group: sorted(names) for group, names in documented.items()} == {
+        group: sorted(names) for group, names in flags.items()
+    }
+
+
+async def test_example_of_the_readme_runs_and_every_metric_is_documented(tmp_path: Path) -> None:
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(MODEL), encoding="utf-8")
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    config = Config(random_init=str(model), device="cpu", dtype="float32", max_sequences=2, port=0, metrics_port=0)
+    async with Server(config) as server:
+        names: dict[str, Any] = {}
+        await asyncio.to_thread(exec, example.replace("127.0.0.1:50051", server.address), names)
+        metrics = await asyncio.to_thread(read, f"http://127.0.0.1:{server.metrics_port}/metrics")
+    assert names["y"].shape == (4, MODEL["hidden_size"])
+    assert np.isfinite(names["y"]).all()
+    documented = {name for row in table("docs/operations.md", "metric") for name in re.findall(r"`(\w+)`", row[0])}
+    assert documented == set(re.findall(r"^# TYPE (\w+)", metrics, re.M))

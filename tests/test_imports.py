@@ -1,0 +1,48 @@
+"""The packages import without what they must not need. Knows import names only; import-linter checks the directions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CASES = {
+    "client": (
+        ["deltaline_client"],
+        ["torch", "triton", "transformers", "prometheus_client", "deltaline_kernels", "deltaline_server"],
+    ),
+    "command": (["deltaline_client.__main__"], ["torch", "triton", "deltaline_kernels", "deltaline_server"]),
+    "contract": (
+        ["deltaline.wire", "deltaline.v1.layer_service_pb2_grpc"],
+        ["torch", "deltaline_client", "deltaline_kernels", "deltaline_server"],
+    ),
+    "kernels": (["deltaline_kernels"], ["triton", "grpc", "google", "deltaline", "deltaline_server"]),
+    "sequences": (["deltaline_server.sequences", "deltaline_server.scheduler"], ["torch", "triton", "grpc"]),
+    "engine": (["deltaline_server.engine"], ["triton", "grpc", "deltaline", "deltaline_client"]),
+}
+
+
+def import_without(modules: list[str], blocked: list[str]) -> subprocess.CompletedProcess[str]:
+    """Import `modules` in a new interpreter in which importing any of `blocked` fails."""
+    program = "\n".join(
+        [
+            "import importlib, sys",
+            f"sys.path[:0] = {[str(ROOT / folder) for folder in ('proto', 'kernels', 'server', 'client')]!r}",
+            f"sys.modules.update(dict.fromkeys({blocked!r}))",
+            f"[importlib.import_module(name) for name in {modules!r}]",
+        ]
+    )
+    return subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_package_imports_without(case: str) -> None:
+    done = import_without(*CASES[case])
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_blocked_import_is_noticed() -> None:
+    assert "numpy" in import_without(["deltaline.wire"], ["numpy"]).stderr
