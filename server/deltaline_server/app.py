@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -65,7 +66,7 @@ class Server:
                 reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
             ]
         )
-        self._is_ready = self._is_draining = self._has_failed = False
+        self._is_ready = self._is_draining = self._is_interrupted = self._has_failed = False
         self._drain_until_s = 0.0
         self._over = asyncio.Event()
         self._grace_s = STOP_GRACE_S
@@ -119,10 +120,11 @@ class Server:
 
     def interrupt(self) -> None:
         """What a signal does: the first drains, the second stops at once."""
-        if self._is_draining:
+        if self._is_interrupted:
             event(_log, "stopping at once")
             self._grace_s = 0.0
             self._over.set()
+        self._is_interrupted = True
         self.drain()
 
     async def wait(self) -> int:
@@ -138,6 +140,7 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         self._health.close()
+        self.runtime.scheduler.stop()
         await self._server.stop(self._grace_s)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
@@ -155,6 +158,8 @@ class Server:
             raise StartError(f"--host, --port: can't listen on {host}:{config.port}") from error
         self.address = f"{host}:{self.port}"
         if config.uds is not None:
+            if _answers(config.uds):
+                raise StartError(f"--uds: another process listens on {config.uds}")
             try:
                 self._server.add_insecure_port(f"unix:{config.uds}")
             except RuntimeError as error:
@@ -230,12 +235,14 @@ class Server:
         return self._is_ready and not self._is_draining and self._is_live()
 
     def _watch(self) -> None:
-        """End the server when its device is lost, since no later batch can be right, and when its drain is over."""
+        """End the server when its device is lost or its scheduler broke, since no later batch can be right, and when
+        its drain is over."""
         if self._over.is_set():
             return
         sequences_open = self.runtime.table.num_open
-        if self.runtime.engine.failed():
-            event(_log, "the device is lost", level=logging.ERROR)
+        if self.runtime.engine.failed() or self.runtime.scheduler.has_failed:
+            what = "the device is lost" if self.runtime.engine.failed() else "the scheduler failed"
+            event(_log, what, level=logging.ERROR)
             self._has_failed = True
             self._over.set()
         elif self._is_draining:
@@ -254,6 +261,12 @@ class Server:
             _log.exception("a periodic task failed")
             self._has_failed = True
             self._over.set()
+
+
+def _answers(path: str) -> bool:
+    """Whether a process listens on a Unix socket; gRPC would take the socket of one that does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
 
 
 def _options(config: Config) -> list[tuple[str, int]]:

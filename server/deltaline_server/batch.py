@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.job import Job, RowState, token_range
+from deltaline_server.observer import BatchTiming
 from deltaline_server.sequences import SequenceTable
-from deltaline_server.step import OutputRows, RowKind, StepBatch
+from deltaline_server.step import BatchResult, OutputRows, RowKind, StepBatch
 
 # Prefill chunks end on multiples of this many tokens, the chunk of the kernels, so that cutting moves no boundary of
 # theirs.
@@ -39,6 +40,53 @@ class Piece:
         """Which rows this chunk completes."""
         ends: NDArray[np.bool_] = self.job.cursor[self.index] + self.lengths == self.job.length[self.index]
         return ends
+
+
+@dataclass(frozen=True)
+class Run:
+    """A batch on the device: its pieces in order, and when it began (seconds on the scheduler's clock)."""
+
+    span: int
+    pieces: list[Piece]
+    batch: StepBatch
+    began_s: float
+
+    @property
+    def kinds(self) -> NDArray[np.uint8]:
+        """The kind of each row, uint8 [N]."""
+        return np.concatenate([piece.job.kind[piece.index] for piece in self.pieces])
+
+    def answers_all(self, result: BatchResult) -> bool:
+        """Whether, with this result, every job of the batch has all that it waits for."""
+        return bool(result.finite.all()) and all(
+            len(piece.index) == piece.job.num_unfinished and not piece.job.joins and piece.ends_row.all()
+            for piece in self.pieces
+        )
+
+    def take_outputs(self, result: BatchResult) -> None:
+        """Give each job its outputs and its share of the stages' times; to be called before cursors move."""
+        taken = 0
+        for piece in self.pieces:
+            job, timing = piece.job, piece.job.timing
+            if not timing.batch_rows:
+                timing.queue_s = self.began_s - job.arrival_s
+            timing.copy_in_s += result.copy_in_s
+            timing.compute_s += result.compute_s
+            timing.copy_out_s += result.copy_out_s
+            timing.batch_rows, timing.batch_tokens = len(result.finite), len(self.batch.hidden)
+            if not result.failed:
+                places = job.output_places(piece.index, piece.lengths)
+                count = places.stop - places.start if isinstance(places, slice) else len(places)
+                job.put_outputs(places, result.hidden[taken : taken + count])
+                taken += count
+
+    def timing(self, result: BatchResult) -> BatchTiming:
+        """What the observer is told; to be called before cursors move."""
+        queue_s = [
+            np.where(piece.job.cursor[piece.index] == 0, self.began_s - piece.job.arrival_s, np.nan)
+            for piece in self.pieces
+        ]
+        return BatchTiming(np.concatenate(queue_s), result.copy_in_s, result.compute_s, result.copy_out_s)
 
 
 def runnable(job: Job, table: SequenceTable) -> NDArray[np.int64]:

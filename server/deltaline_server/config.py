@@ -74,7 +74,7 @@ class Config:
     )
 
     max_sequences: int = _option(256, "state", "sequences held at a time, and rows of a request", low=1, high=2**20)
-    max_draft_tokens: int = _option(8, "state", "tokens of a VERIFY row, at most", low=1, high=64)
+    max_draft_tokens: int = _option(8, "state", "tokens of a VERIFY row, at most", low=1, high=32)
     state_dtype: str = _option("float32", "state", "recurrent state", choices=("float32", "bfloat16"))
     state_bytes: int = _option(0, "state", "cap of the state in bytes; more is refused at start; 0 for none", low=0)
     reply_bytes: int = _option(2**28, "state", "bytes of replies kept for retries, at most", low=1)
@@ -82,7 +82,7 @@ class Config:
     max_lease_ms: int = _option(86_400_000, "state", "longest lease, milliseconds", low=1, high=2**53)
     lease_tick_s: float = _option(1.0, "state", "how often leases are looked at, seconds", low=0.01, high=3600)
 
-    chunk_tokens: int = _option(512, "batches", "tokens of long rows per batch (prefill chunk); 0 never cuts", low=0)
+    chunk_tokens: int = _option(512, "batches", "tokens of long rows per batch (prefill chunk)", low=64)
     queue_rows: int = _option(4096, "batches", "rows that may wait", low=1)
     queue_bytes: int = _option(2**28, "batches", "bytes of hidden states that may wait", low=1)
 

@@ -62,6 +62,7 @@ class Job:
         self.cursor = np.zeros(len(rows), dtype=np.int64)
         self.state = np.full(len(rows), RowState.WAITING, dtype=np.uint8)
         self.num_unfinished = len(rows)
+        self.is_finished = False
         self.reserved_bytes = reserved_bytes
         self.outcome = np.full(request.num_rows, RowOutcome.REFUSED, dtype=np.uint8)
         self.outcome[rows] = RowOutcome.EXECUTED
@@ -79,8 +80,9 @@ class Job:
         return -self.request.priority, self.number
 
     @property
-    def is_finished(self) -> bool:
-        return self.num_unfinished == 0 and all(join.source.future.done() for join in self.joins)
+    def can_finish(self) -> bool:
+        """Whether every row is done or refused, here and where it joined."""
+        return self.num_unfinished == 0 and all(join.source.is_finished for join in self.joins)
 
     def lay_out_outputs(self, rows: NDArray[np.int64]) -> None:
         """Give each of these request rows its place in the reply."""
@@ -97,8 +99,10 @@ class Job:
         return self._outputs
 
     def put_outputs(self, places: NDArray[np.int64] | slice, values: NDArray[Any]) -> None:
-        """Put outputs of a batch at their places. A batch that holds them all is taken over without a copy."""
-        if isinstance(places, slice) and self._outputs is None and places == slice(0, int(self.output_start[-1])):
+        """Put outputs of a batch at their places. A batch of nothing but these outputs is taken over without a copy."""
+        is_whole_batch = values.base is None or values.base.nbytes == values.nbytes
+        is_whole_reply = isinstance(places, slice) and places == slice(0, int(self.output_start[-1]))
+        if self._outputs is None and is_whole_batch and is_whole_reply:
             self._outputs = values
         else:
             self.outputs[places] = values
@@ -134,8 +138,19 @@ class Job:
         self.outcome[row], self.position[row] = RowOutcome.REPLAYED, reply.position
         self.output_of(row)[:] = reply.hidden
 
+    def is_waiting(self, index: int) -> bool:
+        """Whether an admitted row waits for its next batch."""
+        return bool(self.state[index] == RowState.WAITING)
+
+    def not_begun(self) -> NDArray[np.int64]:
+        """Admitted rows (positions) that wait for their first chunk."""
+        return np.flatnonzero((self.state == RowState.WAITING) & (self.cursor == 0))
+
     def finish(self) -> None:
-        """Take over the joined rows' outcomes and complete the future."""
+        """Take over the joined rows' outcomes and complete the future, unless its caller has gone. Idempotent."""
+        if self.is_finished:
+            return
+        self.is_finished = True
         for join in self.joins:
             source = join.source
             refusal = source.refusals.get(join.source_row)

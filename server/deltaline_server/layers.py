@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltaline_kernels import Rows, causal_conv1d, gated_delta, gated_rms_norm
 from deltaline_server.model_config import GatedDeltaNetShape
+from deltaline_server.projection import Projection
 from deltaline_server.state_pool import LayerState
 from deltaline_server.weights import BlockWeights, MixerWeights
 
@@ -32,29 +33,30 @@ class GatedDeltaNet:
 
     def __init__(self, shape: GatedDeltaNetShape, weights: MixerWeights, eps: float) -> None:
         self._shape = shape
-        self._weights = weights
-        self._eps = eps
+        self._in_proj, self._out_proj = Projection(weights.in_proj), Projection(weights.out_proj)
+        self._conv, self._A_log, self._dt_bias = weights.conv, weights.A_log, weights.dt_bias
+        self._norm, self._eps = weights.norm, eps
         heads = shape.num_value_heads
         self._sections = (shape.conv_channels, shape.values, heads, heads)
 
     def forward(self, hidden: Tensor, rows: Rows, state: LayerState) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        shape, weights = self._shape, self._weights
-        qkv, z, b, a = F.linear(hidden, weights.in_proj).split(self._sections, dim=-1)
-        qkv = causal_conv1d(qkv, weights.conv, None, state.conv, rows)
+        shape = self._shape
+        qkv, z, b, a = self._in_proj(hidden).split(self._sections, dim=-1)
+        qkv = causal_conv1d(qkv, self._conv, None, state.conv, rows)
         o = gated_delta(
             qkv,
             a,
             b,
-            weights.A_log,
-            weights.dt_bias,
+            self._A_log,
+            self._dt_bias,
             state.recurrent,
             state.drafts,
             rows,
             num_key_heads=shape.num_key_heads,
         )
         z = z.unflatten(-1, (shape.num_value_heads, shape.value_dim))
-        return F.linear(gated_rms_norm(o, z, weights.norm, self._eps), weights.out_proj)
+        return self._out_proj(gated_rms_norm(o, z, self._norm, self._eps))
 
 
 class Block:
@@ -62,15 +64,14 @@ class Block:
 
     def __init__(self, mixer: GatedDeltaNet, weights: BlockWeights, eps: float) -> None:
         self._mixer = mixer
-        self._weights = weights
-        self._eps = eps
+        self._input_norm, self._post_norm, self._eps = weights.input_norm, weights.post_norm, eps
+        self._gate_up, self._down = Projection(weights.gate_up), Projection(weights.down)
 
     def forward(self, hidden: Tensor, rows: Rows, state: LayerState) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        weights = self._weights
-        hidden = hidden + self._mixer.forward(rms_norm(hidden, weights.input_norm, self._eps), rows, state)
-        gate, up = F.linear(rms_norm(hidden, weights.post_norm, self._eps), weights.gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, weights.down)
+        hidden = hidden + self._mixer.forward(rms_norm(hidden, self._input_norm, self._eps), rows, state)
+        gate, up = self._gate_up(rms_norm(hidden, self._post_norm, self._eps)).chunk(2, dim=-1)
+        return hidden + self._down(F.silu(gate) * up)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

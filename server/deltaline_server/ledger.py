@@ -7,7 +7,7 @@ A new step is judged by the tail; when an admitted step is dropped, the tail fal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from deltaline_server.errors import Reason, Refusal
 from deltaline_server.step import RowKind, StepRequest
 
 # Commits that one span may be ahead of another's: each is remembered until every span has passed it.
-MAX_FIXED_COMMITS = 1024
+MAX_FIXED_COMMITS = 16384
 
 NO_COMMIT = -1
 
@@ -24,7 +24,7 @@ Slots = NDArray[np.int64]
 
 
 class Progress:
-    """Where cells stand; int64 arrays [spans, slots].
+    """Where cells stand: one int64 array `values` [5, spans, slots], and a view [spans, slots] of each field.
 
     step: number of the last step. position: committed tokens. pending: tokens of a verify that waits for its commit.
     replay: accepted tokens of a committed verify that the next step folds into the state. zero_commits: verifies in a
@@ -32,15 +32,8 @@ class Progress:
     """
 
     def __init__(self, num_spans: int, num_slots: int) -> None:
-        shape = (num_spans, num_slots)
-        self.step = np.zeros(shape, dtype=np.int64)
-        self.position = np.zeros(shape, dtype=np.int64)
-        self.pending = np.zeros(shape, dtype=np.int64)
-        self.replay = np.zeros(shape, dtype=np.int64)
-        self.zero_commits = np.zeros(shape, dtype=np.int64)
-
-    def arrays(self) -> tuple[NDArray[np.int64], ...]:
-        return self.step, self.position, self.pending, self.replay, self.zero_commits
+        self.values = np.zeros((5, num_spans, num_slots), dtype=np.int64)
+        self.step, self.position, self.pending, self.replay, self.zero_commits = self.values
 
 
 @dataclass(frozen=True)
@@ -78,8 +71,7 @@ class StepLedger:
     def reset(self, slot: int) -> None:
         """A slot begins anew: step 0, position 0, nothing pending, on every span."""
         for progress in (self.done, self.tail):
-            for array in progress.arrays():
-                array[:, slot] = 0
+            progress.values[:, :, slot] = 0
         self._committed_step[:, slot] = 0
         self._committed_accepted[:, slot] = 0
         self._fixed.pop(slot, None)
@@ -99,21 +91,16 @@ class StepLedger:
         rows: the request's rows to judge, their slots and lengths beside them. Returns what could be taken, and the
         refusals of the others by row index.
         """
-        tail, span = self.tail, request.span
+        span = request.span
+        last_step, position, pending, replay, zero_commits = self.tail.values[:, span, slots]
         accepted = request.accepted[rows].astype(np.int64)
-        pending, position = tail.pending[span, slots], tail.position[span, slots]
         has_commit, is_pending = accepted != NO_COMMIT, pending > 0
-        again = (
-            has_commit
-            & ~is_pending
-            & (self._committed_step[span, slots] == tail.step[span, slots])
-            & (tail.step[span, slots] > 0)
-        )
+        again = has_commit & ~is_pending & (self._committed_step[span, slots] == last_step) & (last_step > 0)
         same = again & (accepted == self._committed_accepted[span, slots])
         commits = has_commit & is_pending
         commit = np.where(commits, accepted, NO_COMMIT)
         after_commit = position + np.where(commits, accepted, 0)
-        fixed = self._fixed_elsewhere(slots, position, tail.zero_commits[span, slots], commits)
+        fixed = self._fixed_elsewhere(slots, position, zero_commits, commits)
 
         reason = np.zeros(len(rows), dtype=np.int64)
         faults: list[tuple[NDArray[np.bool_], Reason]] = [
@@ -123,31 +110,31 @@ class StepLedger:
             (again & ~same, Reason.COMMIT_CONFLICT),
             (~has_commit & is_pending, Reason.VERIFY_PENDING),
             ((accepted < NO_COMMIT) | (is_pending & (accepted > pending)), Reason.ACCEPTED_OUT_OF_RANGE),
-            (tail.step[span, slots] - self.done.step[span, slots] >= self.max_in_flight, Reason.TOO_MANY_IN_FLIGHT),
+            (last_step - self.done.step[span, slots] >= self.max_in_flight, Reason.TOO_MANY_IN_FLIGHT),
         ]
         for number, (fault, _) in enumerate(faults, start=1):  # the last one wins: the most basic fault is told
-            reason[fault] = number
+            np.putmask(reason, fault, number)
         refusals = {
             int(rows[i]): self.refusal(faults[reason[i] - 1][1], span, int(slots[i]), accepted=int(accepted[i]))
             for i in np.flatnonzero(reason)
         }
-        taken = reason == 0
         is_verify = request.kind[rows] == RowKind.VERIFY
-        ordinal = np.where(
-            commits, np.where(accepted == 0, tail.zero_commits[span, slots] + 1, 0), tail.zero_commits[span, slots]
-        )
+        ordinal = np.where(commits, np.where(accepted == 0, zero_commits + 1, 0), zero_commits)
         admission = Admission(
-            rows=rows[taken],
-            slots=slots[taken],
-            step=request.step[rows][taken],
-            commit=commit[taken],
-            commit_position=position[taken],
-            commit_ordinal=tail.zero_commits[span, slots][taken],
-            num_replayed=np.where(commits, accepted, tail.replay[span, slots])[taken],
-            position=(after_commit + np.where(is_verify, 0, lengths))[taken],
-            pending=np.where(is_verify, lengths, 0)[taken],
-            zero_commits=np.where(is_verify, ordinal, 0)[taken],
+            rows=rows,
+            slots=slots,
+            step=request.step[rows],
+            commit=commit,
+            commit_position=position,
+            commit_ordinal=zero_commits,
+            num_replayed=np.where(commits, accepted, replay),
+            position=after_commit + np.where(is_verify, 0, lengths),
+            pending=np.where(is_verify, lengths, 0),
+            zero_commits=np.where(is_verify, ordinal, 0),
         )
+        if refusals:
+            taken = reason == 0
+            admission = Admission(**{f.name: getattr(admission, f.name)[taken] for f in fields(Admission)})
         return admission, refusals
 
     def take(self, span: int, admission: Admission, index: NDArray[np.int64] | slice = slice(None)) -> None:
@@ -183,16 +170,17 @@ class StepLedger:
     @staticmethod
     def _set(progress: Progress, span: int, admission: Admission, index: NDArray[np.int64] | slice) -> None:
         slots = admission.slots[index]
-        progress.step[span, slots] = admission.step[index]
-        progress.position[span, slots] = admission.position[index]
-        progress.pending[span, slots] = admission.pending[index]
-        progress.replay[span, slots] = 0
-        progress.zero_commits[span, slots] = admission.zero_commits[index]
+        progress.values[:, span, slots] = (
+            admission.step[index],
+            admission.position[index],
+            admission.pending[index],
+            np.zeros_like(slots),
+            admission.zero_commits[index],
+        )
 
     def fall_back(self, span: int, slot: int) -> None:
         """All admitted steps of the cell that were not done were dropped: the tail is what is done."""
-        for tail, done in zip(self.tail.arrays(), self.done.arrays(), strict=True):
-            tail[span, slot] = done[span, slot]
+        self.tail.values[:, span, slot] = self.done.values[:, span, slot]
 
     # -- commits ---------------------------------------------------------------------------------------------------
 
@@ -240,8 +228,9 @@ class StepLedger:
         if counts.setdefault(key, accepted) != accepted:
             return self.refusal(Reason.COMMIT_CONFLICT, span, slot, accepted=accepted)
         if len(counts) > MAX_FIXED_COMMITS:
-            passed = int(self.done.position[:, slot].min())
-            for old in [k for k in counts if k[0] < passed]:
+            done = self.done
+            passed = min(zip(done.position[:, slot].tolist(), done.zero_commits[:, slot].tolist(), strict=True))
+            for old in [k for k in counts if k < passed]:
                 del counts[old]
             if len(counts) > MAX_FIXED_COMMITS:
                 del counts[key]
@@ -270,6 +259,7 @@ class StepLedger:
             Reason.PREDECESSOR_REFUSED: "a step before this one was refused, so this one was not run",
             Reason.QUEUE_DEADLINE: "the queue deadline passed before the first chunk began",
             Reason.STATE_POISONED: "a computation failed or gave a value that is not finite; start a new sequence",
+            Reason.STOPPING: "the server is stopping",
             Reason.NON_FINITE_INPUT: "hidden: the row has a value that is not finite",
         }
         return Refusal(
@@ -284,7 +274,5 @@ class StepLedger:
         in_flight = self.tail.step - self.done.step
         if (in_flight < 0).any() or (in_flight > self.max_in_flight).any():
             raise ValueError("step ledger: steps in flight out of range")
-        idle = in_flight == 0
-        for tail, done in zip(self.tail.arrays(), self.done.arrays(), strict=True):
-            if (tail != done)[idle].any():
-                raise ValueError("step ledger: an idle cell's tail differs from what is done")
+        if (self.tail.values != self.done.values)[:, in_flight == 0].any():
+            raise ValueError("step ledger: an idle cell's tail differs from what is done")

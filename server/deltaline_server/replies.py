@@ -58,23 +58,63 @@ class KeptReply:
     position: int
 
 
+@dataclass(eq=False)
+class Answers:
+    """A whole request and its outputs, kept as they are while most of their rows are the latest of their cells.
+
+    output_start int64 [N + 1] and position int64 [N] by request row. rows: which row answers a slot. live_bytes: of the
+    rows that are still kept.
+    """
+
+    request: StepRequest
+    outputs: NDArray[Any]
+    output_start: NDArray[np.int64]
+    position: NDArray[np.int64]
+    rows: dict[int, int]
+    live_bytes: int
+
+    def reply(self, slot: int) -> KeptReply:
+        """The reply to the row of a slot; a view."""
+        row = self.rows[slot]
+        outputs = self.outputs[self.output_start[row] : self.output_start[row + 1]]
+        return KeptReply(Fingerprint.of(self.request, row), outputs, int(self.position[row]))
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the arrays take more than twice what is kept of them."""
+        return self.request.hidden.nbytes + self.outputs.nbytes > 2 * self.live_bytes
+
+
 class KeptReplies:
-    """One reply per cell (span, slot), within a budget of bytes."""
+    """One reply per cell (span, slot), within a budget of bytes.
+
+    Nothing is copied while a request's rows are superseded together, as a decode batch's are; rows that stay behind are
+    copied out once less than half of their request is still kept. So memory is at most twice the bytes counted.
+    """
 
     def __init__(self, num_spans: int, num_slots: int, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self._replies: list[list[KeptReply | None]] = [[None] * num_slots for _ in range(num_spans)]
+        self._kept: list[list[Answers | KeptReply | None]] = [[None] * num_slots for _ in range(num_spans)]
         self._bytes = np.zeros((num_spans, num_slots), dtype=np.int64)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Set aside bytes for replies to come. Raises RequestError REPLY_BYTES_EXHAUSTED and sets nothing aside."""
+    def reserve(self, num_bytes: int, span: int, slots: NDArray[np.int64]) -> None:
+        """Set aside bytes for the replies to the next steps of these cells.
+
+        When they do not fit beside the cells' present replies, those are given up: whoever sends the next step has had
+        them. Raises RequestError REPLY_BYTES_EXHAUSTED; then nothing is set aside or given up.
+        """
         if self.used_bytes + num_bytes > self.limit_bytes:
-            raise RequestError(
-                Reason.REPLY_BYTES_EXHAUSTED,
-                f"{num_bytes} bytes of replies asked for, {self.limit_bytes - self.used_bytes} are free",
-                retry_after_s=0.05,
-            )
+            present = int(self._bytes[span, slots].sum())
+            free = self.limit_bytes - self.used_bytes + present
+            if num_bytes > free:
+                raise RequestError(
+                    Reason.REPLY_BYTES_EXHAUSTED,
+                    f"{num_bytes} bytes of replies asked for, {free} are free",
+                    retry_after_s=0.05,
+                )
+            for slot in slots.tolist():
+                self._forget(span, slot)
         self.used_bytes += num_bytes
 
     def cancel(self, num_bytes: int) -> None:
@@ -82,19 +122,51 @@ class KeptReplies:
         self.used_bytes -= num_bytes
 
     def get(self, span: int, slot: int) -> KeptReply | None:
-        return self._replies[span][slot]
+        kept = self._kept[span][slot]
+        return kept.reply(slot) if isinstance(kept, Answers) else kept
 
-    def put(self, span: int, slots: list[int], replies: list[KeptReply], num_bytes: NDArray[np.int64]) -> None:
-        """Keep replies in place of the cells' former ones; `num_bytes` [len(slots)] were reserved for them."""
-        self.used_bytes -= int(self._bytes[span, slots].sum())
+    def put(self, span: int, answers: Answers, num_bytes: NDArray[np.int64]) -> None:
+        """Keep the answers in place of their cells' former replies; num_bytes [rows] were reserved for their rows."""
+        slots = list(answers.rows)
+        self._supersede(span, slots)
+        answers.live_bytes = int(num_bytes.sum())
         self._bytes[span, slots] = num_bytes
-        cells = self._replies[span]
-        for slot, reply in zip(slots, replies, strict=True):
-            cells[slot] = reply
+        cells = self._kept[span]
+        for slot in slots:
+            cells[slot] = answers
+        if answers.is_sparse:
+            self._copy_out(span, answers)
 
     def drop(self, slot: int) -> None:
         """Forget the replies of a slot on every span."""
-        self.used_bytes -= int(self._bytes[:, slot].sum())
-        self._bytes[:, slot] = 0
-        for cells in self._replies:
-            cells[slot] = None
+        for span in range(len(self._kept)):
+            self._forget(span, slot)
+
+    def _forget(self, span: int, slot: int) -> None:
+        self._supersede(span, [slot])
+        self._bytes[span, slot] = 0
+        self._kept[span][slot] = None
+
+    def _supersede(self, span: int, slots: list[int]) -> None:
+        """These cells' replies are over."""
+        num_bytes = self._bytes[span, slots].tolist()
+        self.used_bytes -= sum(num_bytes)
+        thinned: dict[int, Answers] = {}
+        cells = self._kept[span]
+        for slot, size in zip(slots, num_bytes, strict=True):
+            kept = cells[slot]
+            if isinstance(kept, Answers):
+                kept.live_bytes -= size
+                cells[slot] = None
+                thinned[id(kept)] = kept
+        for answers in thinned.values():
+            if answers.live_bytes and answers.is_sparse:
+                self._copy_out(span, answers)
+
+    def _copy_out(self, span: int, answers: Answers) -> None:
+        """Let the cells that still hold these answers hold copies of their own rows instead."""
+        cells = self._kept[span]
+        for slot in answers.rows:
+            if cells[slot] is answers:
+                reply = answers.reply(slot)
+                cells[slot] = KeptReply(reply.fingerprint, reply.hidden.copy(), reply.position)

@@ -8,21 +8,24 @@ the next.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.batch import Piece, choose_pieces, lay_out
-from deltaline_server.errors import Reason
+from deltaline_server.batch import Piece, Run, choose_pieces, lay_out
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.job import Job, RowState
 from deltaline_server.job_queue import JobQueue, Limits, Load
-from deltaline_server.observer import BatchTiming, Observer
-from deltaline_server.replies import Fingerprint, KeptReply
+from deltaline_server.observer import Observer
+from deltaline_server.replies import Answers
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.step import BatchResult, RowKind, StepBatch, StepRequest, StepResult
 from deltaline_server.verdict import judge
+
+_log = logging.getLogger(__name__)
 
 
 class BatchEngine(Protocol):
@@ -48,7 +51,9 @@ class Scheduler:
         self._observer, self._clock = observer, clock
         self._queue = JobQueue(table, limits, observer)
         self._num_jobs = 0
-        self._running = self._pump_is_due = False
+        self._running = self._pump_is_due = self._is_stopped = False
+        self.has_failed = False
+        """Whether the scheduler itself broke: it runs nothing more, and the process should end."""
 
     def load(self) -> Load:
         return self._queue.load()
@@ -57,19 +62,28 @@ class Scheduler:
         """Return once nothing is queued or running."""
         await self._queue.empty()
 
+    def stop(self) -> None:
+        """Refuse what waits and what comes, UNAVAILABLE STOPPING; what runs is finished. Idempotent."""
+        self._is_stopped = True
+        self._queue.refuse_all(Reason.STOPPING)
+        self._queue.finish()
+
     # -- taking requests -------------------------------------------------------------------------------------------
 
     def submit(self, request: StepRequest) -> asyncio.Future[StepResult]:
         """Judge every row, queue those that are new, and return the future of the whole result.
 
-        The future is completed whatever becomes of its caller. Raises RequestError (QUEUE_FULL, REPLY_BYTES_EXHAUSTED)
-        when the request can't be taken; then no row was touched.
+        Cancelling the future cancels nothing else: the work goes on, and its reply is kept. Raises RequestError
+        (QUEUE_FULL, REPLY_BYTES_EXHAUSTED, STOPPING) when the request can't be taken; then no row was touched.
         """
+        if self._is_stopped:
+            raise RequestError(Reason.STOPPING, "the server is stopping")
         verdict = judge(request, self._table, self._queue)
-        reserved_bytes = self._queue.reserve(request, verdict.admission.rows)
-        self._table.ledger.take(request.span, verdict.admission)
+        admission = verdict.admission
+        reserved_bytes = self._queue.reserve(request, admission.rows, admission.slots, len(verdict.joins))
+        self._table.ledger.take(request.span, admission)
         self._table.touch(verdict.live_slots)
-        job = Job(request, verdict.admission, reserved_bytes, self._num_jobs, self._clock())
+        job = Job(request, admission, reserved_bytes, self._num_jobs, self._clock())
         self._num_jobs += 1
         job.lay_out_outputs(verdict.answered_rows)
         job.joins = verdict.joins
@@ -80,7 +94,7 @@ class Scheduler:
             job.replay(row, reply)
         self._observer.steps("replayed", len(verdict.kept))
         self._observer.steps("joined", len(verdict.joins))
-        if job.is_finished:
+        if job.can_finish:
             job.finish()
         else:
             self._queue.add(job)
@@ -93,113 +107,119 @@ class Scheduler:
         """Form a batch after the callbacks that are ready now, so that requests that came together run together."""
         if not self._running and not self._pump_is_due:
             self._pump_is_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._guarded, self._pump)
+
+    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do a part of the scheduler's work; a bug in it ends the scheduler instead of leaving callers to wait."""
+        try:
+            work(*arguments)
+        except Exception:
+            _log.exception("the scheduler failed; it runs nothing more")
+            self.has_failed = True
 
     def _pump(self) -> None:
         self._pump_is_due = False
         if self._running:
             return
+        self._queue.drop_overdue(self._clock())
         for span in self._queue.spans():
-            self._queue.drop_overdue(span, self._clock())
             pieces = self._start(span)
             if pieces:
                 self._run(span, pieces)
                 break
         self._queue.finish()
 
-    def _run(self, span: int, pieces: list[Piece]) -> None:
-        batch = lay_out(pieces, self._table, max_short=self._limits.max_short)
-        loop = asyncio.get_running_loop()
-
-        def bring_over(result: BatchResult) -> None:
-            loop.call_soon_threadsafe(self._complete, span, pieces, batch, result)
-
-        self._running = True
-        self._engine.submit(batch, bring_over)
-
     def _start(self, span: int) -> list[Piece]:
         """Choose rows and mark them running; their commits are fixed from here on."""
-        limits, jobs = self._limits, self._queue.jobs(span)
-        chosen = choose_pieces(jobs, self._table, max_short=limits.max_short, chunk_tokens=limits.chunk_tokens)
-        pieces = []
-        for piece in chosen:
-            job = piece.job
-            first = piece.index[job.cursor[piece.index] == 0]
-            conflicts = self._table.ledger.begin(span, job.admission, first)
-            for i, refusal in conflicts.items():
-                self._queue.refuse(job, i, refusal)
-            if conflicts:
-                runs = ~np.isin(piece.index, list(conflicts))
-                piece = Piece(job, piece.index[runs], piece.lengths[runs])
-            if len(piece.index):
-                job.state[piece.index] = RowState.RUNNING
-                pieces.append(piece)
-                self._observer.accepted(int(job.admission.num_replayed[first].sum()))
-        now = self._clock()
-        for piece in pieces:
-            if not piece.job.timing.batch_rows:
-                piece.job.timing.queue_s = now - piece.job.arrival_s
-        return pieces
+        limits = self._limits
+        while True:
+            jobs = self._queue.jobs(span)
+            chosen = choose_pieces(jobs, self._table, max_short=limits.max_short, chunk_tokens=limits.chunk_tokens)
+            pieces = [piece for piece in map(self._begin, chosen) if len(piece.index)]
+            if pieces or not chosen:
+                return pieces
 
-    def _complete(self, span: int, pieces: list[Piece], batch: StepBatch, result: BatchResult) -> None:
-        """A batch is done: move cursors, keep replies, start the next batch, complete the jobs that are finished."""
+    def _begin(self, piece: Piece) -> Piece:
+        """Fix the commits of the rows that begin with this piece; return it without those that conflict."""
+        job, ledger = piece.job, self._table.ledger
+        first = piece.index[job.cursor[piece.index] == 0]
+        conflicts = ledger.begin(job.request.span, job.admission, first)
+        if conflicts:
+            for index, refusal in conflicts.items():
+                self._queue.refuse(job, index, refusal)
+            runs = ~np.isin(piece.index, list(conflicts))
+            piece, first = Piece(job, piece.index[runs], piece.lengths[runs]), np.setdiff1d(first, list(conflicts))
+        job.state[piece.index] = RowState.RUNNING
+        self._observer.accepted(int(job.admission.num_replayed[first].sum()))
+        return piece
+
+    def _run(self, span: int, pieces: list[Piece]) -> None:
+        batch = lay_out(pieces, self._table, max_short=self._limits.max_short)
+        loop, now_s = asyncio.get_running_loop(), self._clock()
+        run = Run(span, pieces, batch, now_s)
+
+        def bring_over(result: BatchResult) -> None:
+            loop.call_soon_threadsafe(self._guarded, self._complete, run, result)
+
+        self._running = True
+        self._queue.served(span)
+        self._engine.submit(batch, bring_over)
+
+    # -- completing batches ----------------------------------------------------------------------------------------
+
+    def _complete(self, run: Run, result: BatchResult) -> None:
+        """A batch is done: answer, settle the books, and start the next one.
+
+        When nobody else waits, callers are answered first; until the books are settled the rows count as in flight.
+        Else the device comes first.
+        """
+        run.take_outputs(result)
+        if run.answers_all(result) and self._queue.num_jobs == len(run.pieces):
+            for piece in run.pieces:
+                piece.job.finish()
+            asyncio.get_running_loop().call_soon(self._guarded, self._settle, run, result)
+        else:
+            self._settle(run, result)
+
+    def _settle(self, run: Run, result: BatchResult) -> None:
+        """Bring cursors, ledger, kept replies and leases up to a batch that is done, and start the next."""
+        timing = run.timing(result)
+        row = 0
+        for piece in run.pieces:
+            self._settle_piece(run.span, piece, result.finite[row : row + len(piece.index)])
+            row += len(piece.index)
         self._running = False
-        num_rows, num_tokens = len(result.finite), len(batch.hidden)
-        self._observe(pieces, num_tokens, result)
-        row = output = 0
-        for piece in pieces:
-            job, index = piece.job, piece.index
-            timing = job.timing
-            timing.copy_in_s += result.copy_in_s
-            timing.compute_s += result.compute_s
-            timing.copy_out_s += result.copy_out_s
-            timing.batch_rows, timing.batch_tokens = num_rows, num_tokens
-            if not result.failed:
-                places = job.output_places(index, piece.lengths)
-                count = places.stop - places.start if isinstance(places, slice) else len(places)
-                job.put_outputs(places, result.hidden[output : output + count])
-                output += count
-            self._settle_piece(span, piece, result.finite[row : row + len(index)])
-            row += len(index)
         self._pump()
+        self._observer.batch_done(run.kinds, len(run.batch.hidden), timing)
 
     def _settle_piece(self, span: int, piece: Piece, sound: NDArray[np.bool_]) -> None:
         table, job = self._table, piece.job
         job.state[piece.index] = RowState.WAITING
-        ends = piece.ends_row & sound
-        ran, finished = piece.index[sound], piece.index[ends]
+        ran, finished = piece.index[sound], piece.index[piece.ends_row & sound]
         job.cursor[piece.index] += piece.lengths
-        table.read_line[span, job.admission.slots[ran]] = table.write_line[job.admission.slots[ran]]
+        ran_slots = job.admission.slots[ran]
+        table.read_line[span, ran_slots] = table.write_line[ran_slots]
         if len(finished):
             slots = job.admission.slots[finished]
+            is_verify = job.kind[finished] == RowKind.VERIFY
             table.ledger.finish(span, job.admission, finished)
-            verified = slots[job.kind[finished] == RowKind.VERIFY]
-            table.draft_half[span, verified] ^= 1
+            table.draft_half[span, slots[is_verify]] ^= 1
             self._keep_replies(span, job, finished)
             job.state[finished] = RowState.DONE
             job.num_unfinished -= len(finished)
-            self._queue.leave(job, len(finished))
-            self._observer.steps("executed", len(finished))
-            self._observer.drafts(int(job.length[finished][job.kind[finished] == RowKind.VERIFY].sum()))
+            self._queue.done(job, finished)
+            table.touch(slots)
             table.settle(slots)
-        for i in piece.index[~sound].tolist():
-            slot = int(job.admission.slots[i])
+            self._observer.steps("executed", len(finished))
+            self._observer.drafts(int(job.length[finished][is_verify].sum()))
+        for index in piece.index[~sound].tolist():
+            slot = int(job.admission.slots[index])
             table.poison(slot)
-            self._queue.refuse(job, i, table.ledger.refusal(Reason.STATE_POISONED, span, slot))
-            self._queue.refuse_waiting(slot, Reason.STATE_POISONED)
+            self._queue.refuse(job, index, table.ledger.refusal(Reason.STATE_POISONED, span, slot))
+            self._queue.refuse_slot(slot, Reason.STATE_POISONED)
 
     def _keep_replies(self, span: int, job: Job, finished: NDArray[np.int64]) -> None:
-        rows = job.admission.rows[finished].tolist()
-        replies = [
-            KeptReply(Fingerprint.of(job.request, row), job.output_of(row).copy(), int(job.position[row]))
-            for row in rows
-        ]
-        self._table.replies.put(span, job.admission.slots[finished].tolist(), replies, job.reserved_bytes[finished])
-
-    def _observe(self, pieces: list[Piece], num_tokens: int, result: BatchResult) -> None:
-        kinds = np.concatenate([piece.job.kind[piece.index] for piece in pieces])
-        queue_s = np.concatenate(
-            [np.where(piece.job.cursor[piece.index] == 0, piece.job.timing.queue_s, np.nan) for piece in pieces]
-        )
-        timing = BatchTiming(queue_s, result.copy_in_s, result.compute_s, result.copy_out_s)
-        self._observer.batch_done(kinds, num_tokens, timing)
+        slots, rows = job.admission.slots[finished].tolist(), job.admission.rows[finished].tolist()
+        rows_by_slot = dict(zip(slots, rows, strict=True))
+        answers = Answers(job.request, job.outputs, job.output_start, job.position, rows_by_slot, 0)
+        self._table.replies.put(span, answers, job.reserved_bytes[finished])

@@ -119,8 +119,11 @@ class SequenceTable:
         for slot in slots.tolist():
             self.ledger.reset(slot)
         if token:
-            if len(self._opened) >= self.num_slots:
-                self._opened.popitem(last=False)
+            if len(self._opened) >= self.num_slots:  # those with open sequences are fewer than slots
+                for old in [
+                    t for t, o in self._opened.items() if not (self._handle[slots_of(o.handles)] == o.handles).any()
+                ]:
+                    del self._opened[old]
             self._opened[token] = _Opened(handles, lease_s, now + OPEN_TOKEN_LIFE_S)
         return handles, lease_s
 
@@ -137,14 +140,12 @@ class SequenceTable:
             self._checked_lease(lease_s)
         slots, states = self.lookup(epoch, handles)
         held = slots[(states == SequenceState.OPEN) | (states == SequenceState.POISONED)]
-        if lease_s is not None:
-            self._lease_s[held] = lease_s
-        self.touch(held)
+        self._deadline_s[held] = self._clock() + (self._lease_s[held] if lease_s is None else lease_s)
         return [SequenceState(state) for state in states.tolist()]
 
     def touch(self, slots: Slots) -> None:
-        """Renew the leases of slots whose steps were taken."""
-        self._deadline_s[slots] = self._clock() + self._lease_s[slots]
+        """Renew the leases of slots whose steps were taken or are done; a later deadline stays."""
+        self._deadline_s[slots] = np.maximum(self._deadline_s[slots], self._clock() + self._lease_s[slots])
 
     def reap(self) -> int:
         """End sequences whose lease is over and that have no step in flight; returns how many.
@@ -208,7 +209,7 @@ class SequenceTable:
     def lookup(self, epoch: int, handles: NDArray[np.uint64]) -> tuple[Slots, NDArray[np.uint8]]:
         """Slots int64 [N] and states uint8 [N] (SequenceState) of handles. A slot means nothing when its sequence is
         gone."""
-        slots = (handles & np.uint64((1 << SLOT_BITS) - 1)).astype(np.int64)
+        slots = slots_of(handles)
         if epoch != self.server_epoch:
             return slots, np.full(len(handles), SequenceState.LOST, dtype=np.uint8)
         in_range = slots < self.num_slots
@@ -264,7 +265,7 @@ class SequenceTable:
         for i, (slot, state) in enumerate(zip(slots.tolist(), states.tolist(), strict=True)):
             if state == SequenceState.OPEN:
                 refusal = self.ledger.commit(span, slot, int(steps[i]), int(accepted[i]))
-                self._deadline_s[slot] = self._clock() + self._lease_s[slot]
+                self.touch(np.array([slot]))
             else:
                 refusal = self.refusal(state, slot, span)
             if state in (SequenceState.OPEN, SequenceState.CLOSING, SequenceState.POISONED):
@@ -289,3 +290,8 @@ class SequenceTable:
             raise ValueError("sequence table: a line belongs to two slots")
         if ((self.read_line != NULL_LINE) & (self.read_line != self.write_line)).any():
             raise ValueError("sequence table: a slot reads a line that is not its own")
+
+
+def slots_of(handles: NDArray[np.uint64]) -> Slots:
+    """The slots that handles name, int64 [N], in range or not."""
+    return (handles & np.uint64((1 << SLOT_BITS) - 1)).astype(np.int64)

@@ -94,7 +94,7 @@ class LayerService:
 
     async def step(self, message: pb.StepRequest, context: Context) -> bytes:
         """Apply one step. The work goes on, and its reply is kept, whatever becomes of this RPC."""
-        return reply.step_response(await asyncio.shield(self._submit(message, context)))
+        return reply.step_response(await self._submit(message, context))
 
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""

@@ -78,10 +78,10 @@ class StepRequest:
 
     def finite_rows(self) -> NDArray[np.bool_]:
         """Which rows have finite values only, bool [N]."""
-        finite = np.isfinite(self.hidden)
-        if finite.all():
-            return np.ones(self.num_rows, dtype=np.bool_)
-        return np.logical_and.reduceat(finite.all(axis=1), self.query_start_loc[:-1])
+        if self.hidden.dtype == np.float32 and np.isfinite(np.add.reduce(self.hidden, axis=None)):
+            return np.ones(self.num_rows, dtype=np.bool_)  # a sum is finite only if all its terms are
+        finite = np.isfinite(self.hidden).all(axis=1)
+        return np.logical_and.reduceat(finite, self.query_start_loc[:-1])
 
     def output_counts(self) -> NDArray[np.int64]:
         """Output rows that the reply carries for each row that runs, int64 [N]."""

@@ -30,6 +30,7 @@ CASES = {
     ),
     "empty-long": (PLAIN, [Row(5), Row(0, to="other"), Row(0, replayed=3), Row(0)]),
     "verify-every-replayed-count": (PLAIN, [Row(4, verify=True, replayed=r, half=r % 2) for r in range(5)]),
+    "verify-longer-than-a-chunk": (Layer(M=70), [Row(70, verify=True, replayed=37), Row(33, verify=True)]),
     "verify-of-other-lengths": (PLAIN, [Row(n, verify=True, replayed=1, to="other") for n in range(1, 5)]),
     "verify-that-writes-nothing": (PLAIN, [Row(4, verify=True, replayed=2, to="nowhere"), Row(2, verify=True)]),
     "long-replays": (

@@ -181,6 +181,7 @@ class Rig:
 
     async def step(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepResult:
         result = await self.scheduler.submit(self.request(*rows, **changes))
+        await asyncio.sleep(0)  # the books are settled right behind the answer
         self.table.check_integrity()
         return result
 
@@ -545,6 +546,7 @@ async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
     assert reason(await rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [1])))) is Reason.SEQUENCE_CLOSED
     rig.engine.run()
     assert outputs(await running) == [1]
+    await rig.scheduler.drained()
     assert rig.lines.num_used == 0
     assert rig.table.close(rig.table.server_epoch, handles) == [SequenceState.CLOSED]
     rig.table.check_integrity()
@@ -643,3 +645,150 @@ async def test_random_histories_agree_with_the_tokens_committed(seed: int) -> No
                 del live[handle]
     assert rig.counts.total["replayed"] > 0
     assert rig.scheduler.load().queued_rows == rig.scheduler.load().queued_bytes == 0
+
+
+async def test_new_replayed_and_joined_rows_in_any_order_share_a_reply() -> None:
+    rig = Rig()
+    a, b, c = rig.open(3)
+    await rig.step((b, DECODE, 1, 0, -1, [5]))
+    result = await rig.step((a, DECODE, 1, 0, -1, [4]), (b, DECODE, 1, 0, -1, [5]), (c, DECODE, 1, 0, -1, [6]))
+    assert [outputs(result, row) for row in range(3)] == [[4], [5], [6]]
+    assert result.outcome.tolist() == [RowOutcome.EXECUTED, RowOutcome.REPLAYED, RowOutcome.EXECUTED]
+
+
+async def test_rows_that_lose_their_commit_to_another_span_do_not_stall_the_others() -> None:
+    rig = Rig(spans=2, eager=False, chunk_tokens=64)
+    a, b = rig.open(2)
+    rig.engine.eager = True
+    for span in (0, 1):
+        await rig.step((a, VERIFY, 1, 0, -1, [2, 3]), span=span)
+    rig.engine.eager = False
+    blocker = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [1]), span=1))
+    await asyncio.sleep(0)
+    winner = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, 1, [9]), span=0))
+    loser = rig.scheduler.submit(rig.request((a, PREFILL, 2, 2, 2, [9.0] * 64), span=1))
+    behind = rig.scheduler.submit(rig.request((b, PREFILL, 2, 1, -1, [1.0] * 64), span=1))
+    rig.engine.eager = True
+    rig.engine.run()
+    await asyncio.wait_for(asyncio.gather(blocker, winner, loser, behind), 5)
+    assert outputs(await winner) == [checksum([2, 9])]
+    assert reason(await loser) is Reason.COMMIT_CONFLICT
+    assert reason(await behind) is None
+
+
+async def test_spans_take_turns() -> None:
+    rig = Rig(spans=2, eager=False, chunk_tokens=64)
+    a, b = rig.open(2)
+    long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 640), span=0))
+    await asyncio.sleep(0)
+    decode = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3]), span=1))
+    for _ in range(2):
+        rig.engine.run()
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert decode.done() and not long.done()
+    rig.engine.eager = True
+    rig.engine.run()
+    await long
+
+
+async def test_a_sequence_whose_kept_reply_fills_the_budget_can_still_step() -> None:
+    rig = Rig(reply_bytes=2 * 64)  # of one row of two tokens, its request and its outputs
+    (a,) = rig.open()
+    await rig.step((a, PREFILL, 1, 0, -1, [1, 2]))
+    assert outputs(await rig.step((a, PREFILL, 2, 2, -1, [3, 4]))) == [14, 30]
+    assert outputs(await rig.step((a, PREFILL, 3, 4, -1, [5, 6]))) == [55, 91]
+    assert rig.scheduler.load().reply_bytes <= 128
+
+
+async def test_retries_in_flight_count_against_the_queue() -> None:
+    rig = Rig(eager=False, queue_rows=3)
+    (a,) = rig.open()
+    row = (a, DECODE, 1, 0, -1, [4.0])
+    futures = [rig.scheduler.submit(rig.request(row)) for _ in range(3)]
+    with pytest.raises(RequestError) as full:
+        rig.scheduler.submit(rig.request(row))
+    assert full.value.refusal.reason is Reason.QUEUE_FULL
+    rig.engine.eager = True
+    await asyncio.sleep(0)
+    if rig.engine.waiting:
+        rig.engine.run()
+    assert [outputs(await future) for future in futures] == [[4]] * 3
+    await asyncio.sleep(0)
+    assert rig.scheduler.load().queued_rows == rig.scheduler.load().queued_bytes == 0
+
+
+async def test_a_thousand_verifies_of_which_nothing_is_accepted() -> None:
+    rig = Rig(spans=2)
+    (a,) = rig.open()
+    for step in range(1, 1200):
+        for span in (0, 1):
+            result = await rig.step((a, VERIFY, step, 0, -1 if step == 1 else 0, [2]), span=span)
+            assert reason(result) is None
+
+
+async def test_many_overdue_rows_are_refused_in_little_time() -> None:
+    rig = Rig(slots=2049, eager=False, queue_rows=4096, queue_bytes=1 << 24, reply_bytes=1 << 24)
+    first, *others = rig.open(2049)
+    blocker = rig.scheduler.submit(rig.request((first, DECODE, 1, 0, -1, [1])))
+    await asyncio.sleep(0)
+    late = [rig.scheduler.submit(rig.request((h, DECODE, 1, 0, -1, [1]), deadline_s=rig.now + 1)) for h in others]
+    rig.now += 2
+    rig.engine.eager = True
+    begin = asyncio.get_running_loop().time()
+    rig.engine.run()
+    await asyncio.gather(blocker, *late)
+    assert {reason(future.result()) for future in late} == {Reason.QUEUE_DEADLINE}
+    assert asyncio.get_running_loop().time() - begin < 2.0
+
+
+async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
+    rig = Rig(eager=False)
+    (a,) = rig.open()
+    handles, epoch = np.array([a], dtype=np.uint64), rig.table.server_epoch
+
+    def left() -> float:
+        return rig.table.describe(epoch, handles)[0].lease_remaining_s
+
+    rig.table.renew(epoch, handles, 5.0)
+    assert left() == 5.0
+    rig.table.renew(epoch, handles)
+    assert left() == 60.0
+    rig.table.renew(epoch, handles, 600.0)
+    running = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    assert left() == 600.0
+    await asyncio.sleep(0)
+    rig.now += 590.0
+    rig.engine.run()
+    await running
+    await asyncio.sleep(0)
+    assert left() == 60.0
+
+
+async def test_stop_refuses_what_waits_and_finishes_what_runs() -> None:
+    rig = Rig(eager=False)
+    a, b = rig.open(2)
+    running = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    await asyncio.sleep(0)
+    behind = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [2])))
+    waiting = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
+    rig.scheduler.stop()
+    assert reason(await behind) is Reason.STOPPING and reason(await waiting) is Reason.STOPPING
+    with pytest.raises(RequestError) as stopping:
+        rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
+    assert stopping.value.refusal.reason is Reason.STOPPING
+    rig.engine.run()
+    assert outputs(await running) == [1]
+    await rig.scheduler.drained()
+    rig.table.check_integrity()
+
+
+async def test_a_bug_while_a_batch_completes_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(eager=False)
+    (a,) = rig.open()
+    rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(rig.table.ledger, "finish", None)
+    rig.engine.run()
+    await asyncio.sleep(0.01)
+    assert rig.scheduler.has_failed

@@ -138,6 +138,8 @@ def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads
 def _run_chunks(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads: Heads, *, commit: bool) -> None:
     """Run rows of n tokens into out `[B, n, HV, V]` fp32. Advances h `[B*HV, V, K]` in place if `commit`."""
     n = tokens.shape[1]
+    if not commit and n > CHUNK:  # a later chunk reads the state that an earlier one leaves
+        h, commit = h.clone(), True
     whole = n - n % CHUNK
     begins = [*range(0, whole, CHUNK * BLOCK_CHUNKS), whole]
     for begin, end in zip(begins, [*begins[1:], n], strict=True):
