@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 install: $(INSTALLED)  ## make .venv with everything in it
 
-demo: $(INSTALLED)  ## start a server with random weights and drive it from a few clients
+demo: $(INSTALLED)  ## write a small checkpoint, serve it to a few clients, generate, compare with transformers
 	$(BIN)/deltaline demo
 
 test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
@@ -44,8 +44,8 @@ proto: $(INSTALLED)  ## regenerate the code beside the .proto files
 fmt: $(INSTALLED)  ## format and mend what ruff can mend
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-bench-cpu: $(INSTALLED)  ## measure kernels and service on the CPU
-	$(BIN)/python bench/cpu.py
+bench-cpu: $(INSTALLED)  ## measure on the CPU: the mixer beside transformers, the service beside a bare echo
+	$(BIN)/python bench/mixer.py; mixer=$$?; $(BIN)/python bench/overhead.py && exit $$mixer
 
 wheel: $(INSTALLED)  ## build dist/deltaline-*.whl
 	$(BIN)/pip wheel --no-deps -w dist .

@@ -124,9 +124,13 @@ def look_up(tokens: list[int], count: int, longest: int = 3) -> list[int]:
 
 @dataclass
 class Report:
-    """What a run made, and where its time went. tokens: the new tokens per prompt. timings: of each step."""
+    """What a run made, and where its time went.
+
+    tokens: the new tokens per prompt. ended_at: the step, counted from 1, that ended it. timings: of each step.
+    """
 
     tokens: list[list[int]]
+    ended_at: list[int]
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -142,7 +146,7 @@ class Report:
 def generate(client: Client, ends: Ends, prompts: Sequence[Prompt], num_drafts: int, concurrency: int) -> Report:
     """Continue all prompts greedily, `concurrency` of them at a time, with up to `num_drafts` guesses per step."""
     num_drafts = min(num_drafts, client.info().max_draft_tokens - 1)
-    report = Report(tokens=[[] for _ in prompts])
+    report = Report(tokens=[[] for _ in prompts], ended_at=[0] * len(prompts))
     waiting, streams = deque(enumerate(prompts)), dict[int, Stream]()
     begin_s = time.perf_counter()
     while waiting or streams:
@@ -157,17 +161,16 @@ def generate(client: Client, ends: Ends, prompts: Sequence[Prompt], num_drafts: 
             report.drafted += len(stream.drafts)
             report.accepted += stream.take(ends.greedy(output), ends.end_tokens)
             if stream.is_done(ends.end_tokens):
-                report.tokens[index] = stream.new_tokens
+                report.tokens[index], report.ended_at[index] = stream.new_tokens, report.steps
                 client.close([streams.pop(index).sequence])
     report.total_s = time.perf_counter() - begin_s
     return report
 
 
 def random_prompts(vocab_size: int, count: int, max_new_tokens: int, seed: int) -> list[Prompt]:
-    """Make prompts of 12 random tokens, to be continued by different numbers of tokens."""
+    """Make prompts of 12 random tokens."""
     rng = np.random.default_rng(seed)
-    wanted = rng.integers(max_new_tokens * 5 // 8, max_new_tokens + 1, count)
-    return [Prompt(rng.integers(0, vocab_size, 12).tolist(), int(new)) for new in wanted]
+    return [Prompt(rng.integers(0, vocab_size, 12).tolist(), max_new_tokens) for _ in range(count)]
 
 
 def expected_tokens(directory: Path, prompts: Sequence[Prompt], end_tokens: set[int]) -> list[list[int]]:

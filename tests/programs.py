@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from deltaline_client import AsyncClient, AsyncSequence, Row
 from deltaline_kernels import Rows
+from deltaline_server.app import Server
 from deltaline_server.model import Model
-from deltaline_server.state_pool import StateOptions
+from deltaline_server.state_pool import StateOptions, StatePool
 
 Array = NDArray[Any]
 Kind = Literal["prefill", "decode", "verify"]
@@ -74,10 +75,11 @@ async def run_together(
 
 class Alone:
     """Runs programs on a model, each as the only sequence there is: no server, no batch, no line that was used
-    before."""
+    before. state: the recurrent state by layer after the latest run."""
 
     def __init__(self, model: Model, max_draft: int) -> None:
         self._model, self._max_draft = model, max_draft
+        self.state: list[Array] = []
 
     def run(self, program: Program) -> list[Array]:
         """Outputs by step."""
@@ -101,7 +103,24 @@ class Alone:
                 read_line, replay = 1, 0
                 if step.kind == "verify":
                     replay, half = step.accepted, 1 - half
+        self.state = _state_in_line(pool, 1)
         return outputs
+
+
+def state_of(server: Server, sequence: AsyncSequence) -> list[Array]:
+    """The recurrent state of a sequence by layer; what a committed verify adds to it is there after the next step."""
+    table = server.runtime.table
+    slots, _ = table.lookup(table.server_epoch, np.array([sequence.handle], dtype=np.uint64))
+    return _state_in_line(server.runtime.pool, int(table.write_line[slots[0]]))
+
+
+def _state_in_line(pool: StatePool, line: int) -> list[Array]:
+    return [layer.recurrent[line].float().cpu().numpy() for layer in pool.layers]
+
+
+def states_differ_by(actual: list[Array], expected: list[Array]) -> float:
+    """The largest relative error of a layer's state."""
+    return max(relative_error(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
 
 
 def relative_error(actual: Array, expected: Array) -> float:

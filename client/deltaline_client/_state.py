@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import DeltalineError
@@ -44,19 +42,14 @@ class ClientState:
         return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
 
 
-def retried(
-    client: ClientState,
-    method: Method[Request, Response],
-    request: Request,
-    may_retry: Callable[[DeltalineError], bool] = is_retryable,
-) -> Flow[Response]:
+def retried(client: ClientState, method: Method[Request, Response], request: Request) -> Flow[Response]:
     """Call a method whose request is refused or taken as a whole, until it is answered. Raises DeltalineError."""
     attempts = client._attempts()
     while True:
         try:
             return (yield from call(method, request, attempts.next_timeout_s()))
         except DeltalineError as error:
-            delay_s = attempts.delay_s(error.retry_after_s) if may_retry(error) else None
+            delay_s = attempts.delay_s(error.retry_after_s) if is_retryable(error) else None
             if delay_s is None:
                 raise
         yield Sleep(delay_s)

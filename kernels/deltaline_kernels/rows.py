@@ -58,10 +58,6 @@ class Rows:
         return self.control.shape[1] - 1
 
     @property
-    def num_long(self) -> int:
-        return self.num_rows - self.num_short
-
-    @property
     def query_start_loc(self) -> Tensor:
         return self.control[0]
 

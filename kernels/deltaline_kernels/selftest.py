@@ -11,15 +11,12 @@ from torch import Tensor
 
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
+from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 
 # Largest difference, relative to the largest value of the reference (at least 1).
 LIMITS = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}
-
-KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, MAX_DRAFT = 2, 4, 64, 64, 4, 4
-CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-RECORD = KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
 
 
 @dataclass(frozen=True)
@@ -35,16 +32,30 @@ class Check:
         return self.error <= self.limit
 
 
-def run_selftest(device: torch.device | str, dtype: torch.dtype = torch.float32) -> list[Check]:
+def run_selftest(
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_key_heads: int = 2,
+    num_value_heads: int = 4,
+    key_dim: int = 64,
+    value_dim: int = 64,
+    conv_width: int = 4,
+    max_draft: int = 4,
+    state_dtype: torch.dtype = torch.float32,
+) -> list[Check]:
     """Run every family on `device` with inputs of `dtype`; wait for the device.
+
+    The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
 
     Raises:
-        KeyError: `dtype` is not fp32, bf16 or fp16.
+        KeyError: `dtype` is not fp32, bf16 or fp16. TypeError, ValueError: sizes that the kernels don't take.
     """
-    limit = LIMITS[dtype]
+    heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
+    limit = max(LIMITS[dtype], LIMITS[state_dtype])
     generator = torch.Generator().manual_seed(0)
     fills: dict[str, Callable[..., Tensor]] = {
         "random": lambda *shape: torch.randn(*shape, generator=generator),
@@ -53,47 +64,59 @@ def run_selftest(device: torch.device | str, dtype: torch.dtype = torch.float32)
     }
     checks = []
     for kind, fill in fills.items():
-        for batch, rows in _batches(device).items():
-            for name, got, want in _compare(fill, rows, torch.device(device), dtype):
+        for batch, rows in _batches(max_draft, device).items():
+            for name, got, want in _compare(fill, rows, heads, conv_width, max_draft, dtype, state_dtype):
                 checks.append(Check(f"{name}, {batch}, {kind}", _error(got, want), limit))
     return checks
 
 
-def _batches(device: torch.device | str) -> dict[str, Rows]:
+def _batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
     """Rows of every kind; the long one has more than 128 tokens."""
-    ones, zeros = [1, 1, 1], [0, 0, 0]
-    return {
-        "decode": Rows.build(ones, [1, 2, 0], [1, 2, 3], ones, zeros, zeros, max_short=MAX_DRAFT, device=device),
-        "verify": Rows.build([4, 3], [1, 2], [1, 3], [0, 0], [2, 4], [0, 1], max_short=MAX_DRAFT, device=device),
-        "prefill": Rows.build([130, 37], [0, 1], [2, 3], [130, 37], [0, 3], [0, 0], max_short=MAX_DRAFT, device=device),
+    n = max_draft
+    control = {
+        "decode": ([1, 1, 1], [1, 2, 0], [1, 2, 3], [1, 1, 1], [0, 0, 0], [0, 0, 0]),
+        "verify": ([n, (n + 1) // 2], [1, 2], [1, 3], [0, 0], [n // 2, n], [0, 1]),
+        "prefill": ([130, 37], [0, 1], [2, 3], [130, 37], [0, n], [0, 0]),
     }
+    return {kind: Rows.build(*fields, max_short=max_draft, device=device) for kind, fields in control.items()}
 
 
 def _compare(
-    fill: Callable[..., Tensor], rows: Rows, device: torch.device, dtype: torch.dtype
+    fill: Callable[..., Tensor],
+    rows: Rows,
+    heads: Heads,
+    width: int,
+    max_draft: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
 ) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
     """Yield the name of each family, what it computed and what its reference computed."""
-    num_tokens = int(rows.query_start_loc[-1])
-    x = fill(num_tokens, CHANNELS).to(device, dtype)
-    weight, bias = fill(WIDTH, CHANNELS).to(device), fill(CHANNELS).to(device)
-    lines = fill(4, WIDTH - 1 + MAX_DRAFT, CHANNELS).to(device, dtype)
+    device, num_tokens = rows.control.device, int(rows.query_start_loc[-1])
+    channels, num_heads = 2 * heads.keys + heads.values, heads.num_value_heads
+    # Slices of one tensor, as the projection of a layer leaves them.
+    x = fill(num_tokens, channels + heads.values + 2 * num_heads).to(device, dtype)
+    x, z, b, a = x.split((channels, heads.values, num_heads, num_heads), dim=-1)
+    weight = fill(width, channels).to(device, dtype)
+    lines = fill(4, width - 1 + max_draft, channels).to(device, dtype)
     want_lines = lines.clone()
-    y = causal_conv1d(x, weight, bias, lines, rows)
-    yield "conv1d", [y, lines], [causal_conv1d_reference(x, weight, bias, want_lines, rows), want_lines]
+    y = causal_conv1d(x, weight, None, lines, rows)
+    qkv = causal_conv1d_reference(x, weight, None, want_lines, rows)
+    yield "conv1d", [y, lines], [qkv, want_lines]
 
-    a, b = fill(num_tokens, VALUE_HEADS).to(device, dtype), fill(num_tokens, VALUE_HEADS).to(device, dtype)
-    A_log, dt_bias = fill(VALUE_HEADS).to(device), fill(VALUE_HEADS).to(device)
-    state = fill(4, VALUE_HEADS, VALUE_DIM, KEY_DIM).to(device)
+    A_log, dt_bias = fill(num_heads).to(device), fill(num_heads).to(device)
+    state = fill(4, num_heads, heads.value_dim, heads.key_dim).to(device, state_dtype)
     # Drafts as a VERIFY writes them: unit keys, gates below 0, strengths in 0..1.
-    drafts = fill(4, 2, MAX_DRAFT, RECORD).mul_(KEY_DIM**-0.5).to(device)
-    drafts[..., -2 * VALUE_HEADS :].abs_()
-    drafts[..., -2 * VALUE_HEADS : -VALUE_HEADS].neg_()
+    drafts = fill(4, 2, max_draft, heads.record).mul_(heads.scale).to(device)
+    drafts[..., -2 * num_heads :].abs_()
+    drafts[..., -2 * num_heads : -num_heads].neg_()
     want_state, want_drafts = state.clone(), drafts.clone()
-    o = gated_delta(x, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=KEY_HEADS)
-    want = gated_delta_reference(x, a, b, A_log, dt_bias, want_state, want_drafts, rows, num_key_heads=KEY_HEADS)
+    o = gated_delta(qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=heads.num_key_heads)
+    want = gated_delta_reference(
+        qkv, a, b, A_log, dt_bias, want_state, want_drafts, rows, num_key_heads=heads.num_key_heads
+    )
     yield "gated_delta", [o, state, drafts], [want, want_state, want_drafts]
 
-    z, scale = fill(num_tokens, VALUE_HEADS, VALUE_DIM).to(device, dtype), fill(VALUE_DIM).to(device)
+    z, scale = z.unflatten(-1, (num_heads, heads.value_dim)), fill(heads.value_dim).to(device)
     yield "norm", [gated_rms_norm(want, z, scale, 1e-6)], [gated_rms_norm_reference(want, z, scale, 1e-6)]
 
 

@@ -78,12 +78,10 @@ def encode(array: NDArray[Any]) -> tensor_pb2.Tensor:
     return header
 
 
-def decode(
-    tensor: tensor_pb2.Tensor, *, limit_bytes: int, field: str = "tensor", allow_empty: bool = False
-) -> NDArray[Any]:
+def decode(tensor: tensor_pb2.Tensor, *, limit_bytes: int, field: str = "tensor") -> NDArray[Any]:
     """Return the tensor as a read-only array over the message's bytes; nothing is allocated but those bytes.
 
-    Args: limit_bytes, most bytes of the elements; field, its name in errors; allow_empty, whether a dimension may be 0.
+    Args: limit_bytes, most bytes of the elements; field, its name in errors.
     Raises: TensorTooLargeError above the limit; WireError for an unknown dtype, a wrong rank, a dimension out of range,
         an absent payload or a payload whose length differs from the shape's.
     """
@@ -94,11 +92,10 @@ def decode(
     if not 1 <= rank <= MAX_RANK:
         raise WireError(f"{field}.shape", f"1 to {MAX_RANK} dimensions", str(rank))
     shape = tuple(tensor.shape)
-    smallest = 0 if allow_empty else 1
     num_bytes = dtype.itemsize
     for dim in shape:  # at most MAX_RANK of them, in Python integers: the product can't wrap
-        if not smallest <= dim <= MAX_DIM:
-            raise WireError(f"{field}.shape", f"dimensions in {smallest} .. {MAX_DIM}", str(dim))
+        if not 1 <= dim <= MAX_DIM:
+            raise WireError(f"{field}.shape", f"dimensions in 1 .. {MAX_DIM}", str(dim))
         num_bytes *= dim
     if tensor.WhichOneof("payload") != "inline":
         raise WireError(f"{field}.inline", "the elements", "no payload")

@@ -10,8 +10,9 @@ import sys
 from deltaline_server import log
 from deltaline_server.app import Server, StartError
 from deltaline_server.config import Config, ConfigError
+from deltaline_server.model import check_model
 from deltaline_server.model_config import ModelError
-from deltaline_server.runtime import check_model
+from deltaline_server.runtime import model_options
 
 
 def main() -> int:
@@ -20,7 +21,7 @@ def main() -> int:
         config = Config.parse(sys.argv[1:], os.environ)
         log.configure(config.log_level, config.log_format)
         if config.check:
-            check_model(config)
+            check_model(model_options(config))
             print("deltaline-server: the options and the model's files are sound")
             return 0
         return asyncio.run(serve(config))

@@ -28,13 +28,11 @@ class AdminService:
         info: pb.GetServerInfoResponse,
         table: SequenceTable,
         scheduler: Scheduler,
-        is_draining: Callable[[], bool],
         drain: Callable[[float | None], None],
     ) -> None:
         """`drain` begins the drain, its argument the seconds that it may take, None for the configured ones."""
         self._info = info.SerializeToString()
-        self._table, self._scheduler = table, scheduler
-        self._is_draining, self._drain = is_draining, drain
+        self._table, self._scheduler, self._drain = table, scheduler, drain
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -65,7 +63,7 @@ class AdminService:
             queued_bytes_limit=load.queued_bytes_limit,
             reply_bytes=load.reply_bytes,
             reply_bytes_limit=load.reply_bytes_limit,
-            draining=self._is_draining(),
+            draining=self._table.is_draining,
         ).SerializeToString()
 
     async def drain(self, message: pb.DrainRequest, context: Context) -> bytes:

@@ -66,7 +66,7 @@ class Server:
                 reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
             ]
         )
-        self._is_ready = self._is_draining = self._is_interrupted = self._has_failed = False
+        self._is_ready = self._is_interrupted = self._has_failed = False
         self._drain_until_s = 0.0
         self._over = asyncio.Event()
         self._grace_s = STOP_GRACE_S
@@ -88,7 +88,7 @@ class Server:
         """
         if api_implementation.Type() != "upb":
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
-        self._server = grpc.aio.server(interceptors=[Interceptor(self.metrics)], options=_options(self.config))
+        self._server = grpc.aio.server(interceptors=[Interceptor(self.metrics)], options=grpc_options(self.config))
         runtime: Runtime | None = None
         try:
             self._listen()
@@ -112,11 +112,12 @@ class Server:
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Begin the drain: not ready, no new sequences; over when none is open or the time is. Idempotent."""
-        if not self._is_draining:
-            self._is_draining = True
+        table = self.runtime.table
+        if not table.is_draining:
+            table.is_draining = True
             timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
             self._drain_until_s = self._clock() + timeout_s
-            event(_log, "drain began", timeout_s=timeout_s, sequences_open=self.runtime.table.num_open)
+            event(_log, "drain began", timeout_s=timeout_s, sequences_open=table.num_open)
 
     def interrupt(self) -> None:
         """What a signal does: the first drains, the second stops at once."""
@@ -203,16 +204,9 @@ class Server:
             scheduler=scheduler,
             limits=runtime.request_limits(),
             observer=self.metrics,
-            is_draining=lambda: self._is_draining,
             clock=self._clock,
         )
-        admin_service = AdminService(
-            info=runtime.info(),
-            table=table,
-            scheduler=scheduler,
-            is_draining=lambda: self._is_draining,
-            drain=self.drain,
-        )
+        admin_service = AdminService(info=runtime.info(), table=table, scheduler=scheduler, drain=self.drain)
         self._health = Health({"": self._is_live, service.NAME: self._takes_work})
         handlers = (layer_service.handlers(), admin_service.handlers(), self._health.handlers())
         self._server.add_generic_rpc_handlers(handlers)
@@ -223,7 +217,7 @@ class Server:
         gauge("deltaline_lines_total", "State lines in all, the null line not counted.", lambda: table.num_lines)
         gauge("deltaline_sequences_open", "Sequences open.", lambda: table.num_open)
         gauge("deltaline_queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows)
-        gauge("deltaline_queue_bytes", "Bytes of hidden states that wait.", lambda: scheduler.load().queued_bytes)
+        gauge("deltaline_queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes)
         gauge("deltaline_reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes)
         self.metrics.total("deltaline_sequences_expired", "Leases that ran out.", lambda: table.num_expired)
 
@@ -232,23 +226,23 @@ class Server:
         return not self.runtime.engine.failed() and self.runtime.engine.heartbeat_s() < STUCK_S
 
     def _takes_work(self) -> bool:
-        return self._is_ready and not self._is_draining and self._is_live()
+        return self._is_ready and not self.runtime.table.is_draining and self._is_live()
 
     def _watch(self) -> None:
         """End the server when its device is lost or its scheduler broke, since no later batch can be right, and when
         its drain is over."""
         if self._over.is_set():
             return
-        sequences_open = self.runtime.table.num_open
+        table = self.runtime.table
         if self.runtime.engine.failed() or self.runtime.scheduler.has_failed:
             what = "the device is lost" if self.runtime.engine.failed() else "the scheduler failed"
             event(_log, what, level=logging.ERROR)
             self._has_failed = True
             self._over.set()
-        elif self._is_draining:
-            is_idle = sequences_open == 0 and self.runtime.scheduler.load().queued_rows == 0
+        elif table.is_draining:
+            is_idle = table.num_open == 0 and self.runtime.scheduler.load().queued_rows == 0
             if is_idle or self._clock() >= self._drain_until_s:
-                event(_log, "drain over", sequences_open=sequences_open)
+                event(_log, "drain over", sequences_open=table.num_open)
                 self._over.set()
 
     async def _every(self, seconds: float, action: Callable[[], object]) -> None:
@@ -269,7 +263,7 @@ def _answers(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def _options(config: Config) -> list[tuple[str, int]]:
+def grpc_options(config: Config) -> list[tuple[str, int]]:
     """gRPC's options: every limit is explicit, and clients may keep idle connections alive."""
     message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
     return [

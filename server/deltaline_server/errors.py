@@ -1,6 +1,6 @@
 """The errors of the service: each reason has one gRPC code, here and nowhere else.
 
-Knows codes, reasons and messages; not how they travel (service.py) nor who raises them. A `Refusal` is a value: one
+Knows codes, reasons and messages; not how they travel (reply.py) nor who raises them. A `Refusal` is a value: one
 row's or one sequence's fault under an OK RPC. A `RequestError` is raised: no row of the request ran.
 """
 
@@ -75,7 +75,7 @@ class Refusal:
 class RequestError(Exception):
     """A whole request is refused: no row of it ran.
 
-    Raised by parsing, validation, admission and capacity; service.py turns it into a google.rpc.Status.
+    Raised by parsing, validation, admission and capacity; reply.py turns it into a google.rpc.Status.
     """
 
     def __init__(

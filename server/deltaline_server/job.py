@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +18,13 @@ from deltaline_server.replies import KeptReply
 from deltaline_server.step import OutputRows, RowOutcome, StepRequest, StepResult, StepTiming
 
 
-class RowState(IntEnum):
-    """Where an admitted row is."""
+class RowState:
+    """Where an admitted row is. Plain integers: enum members are slow to reach, and these are for arrays."""
 
-    WAITING = 0
-    RUNNING = 1
-    DONE = 2
-    REFUSED = 3
+    WAITING: Final = 0
+    RUNNING: Final = 1
+    DONE: Final = 2
+    REFUSED: Final = 3
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Job:
     def lay_out_outputs(self, rows: NDArray[np.int64]) -> None:
         """Give each of these request rows its place in the reply."""
         counts = np.zeros(self.request.num_rows, dtype=np.int64)
-        counts[rows] = self.request.output_counts()[rows]
+        counts[rows] = self.request.output_counts[rows]
         np.cumsum(counts, out=self.output_start[1:])
 
     @property

@@ -137,9 +137,11 @@ class JobQueue:
                 f"{self._num_bytes} of {limits.queue_bytes} bytes wait, {request.hidden.nbytes} more do not fit",
                 retry_after_s=0.02,
             )
-        outputs = request.output_counts()[rows] * request.token_bytes
+        outputs = request.output_counts[rows] * request.token_bytes
         reserved = outputs + fingerprint_bytes(request.lengths[rows] * request.token_bytes)
-        self._table.replies.reserve(int(reserved.sum()), request.span, slots)
+        ledger, span = self._table.ledger, request.span
+        is_idle = ledger.tail.step[span, slots] == ledger.done.step[span, slots]
+        self._table.replies.reserve(int(reserved.sum()), span, slots[is_idle])
         return reserved
 
     def add(self, job: Job) -> None:

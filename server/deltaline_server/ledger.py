@@ -95,23 +95,22 @@ class StepLedger:
         last_step, position, pending, replay, zero_commits = self.tail.values[:, span, slots]
         accepted = request.accepted[rows].astype(np.int64)
         has_commit, is_pending = accepted != NO_COMMIT, pending > 0
-        again = has_commit & ~is_pending & (self._committed_step[span, slots] == last_step) & (last_step > 0)
-        same = again & (accepted == self._committed_accepted[span, slots])
         commits = has_commit & is_pending
         commit = np.where(commits, accepted, NO_COMMIT)
         after_commit = position + np.where(commits, accepted, 0)
-        fixed = self._fixed_elsewhere(slots, position, zero_commits, commits)
-
+        faults = [(request.position[rows] != after_commit, Reason.POSITION_MISMATCH)]
+        if has_commit.any() or is_pending.any():
+            again = has_commit & ~is_pending & (self._committed_step[span, slots] == last_step) & (last_step > 0)
+            fixed = self._fixed_elsewhere(slots, position, zero_commits, commits)
+            fixed = np.where(again, self._committed_accepted[span, slots], fixed)
+            faults += [
+                ((fixed != NO_COMMIT) & (fixed != accepted), Reason.COMMIT_CONFLICT),
+                (has_commit & ~is_pending & ~again, Reason.NOTHING_TO_COMMIT),
+                (~has_commit & is_pending, Reason.VERIFY_PENDING),
+                ((accepted < NO_COMMIT) | (is_pending & (accepted > pending)), Reason.ACCEPTED_OUT_OF_RANGE),
+            ]
+        faults.append((last_step - self.done.step[span, slots] >= self.max_in_flight, Reason.TOO_MANY_IN_FLIGHT))
         reason = np.zeros(len(rows), dtype=np.int64)
-        faults: list[tuple[NDArray[np.bool_], Reason]] = [
-            (request.position[rows] != after_commit, Reason.POSITION_MISMATCH),
-            ((fixed != NO_COMMIT) & (fixed != accepted), Reason.COMMIT_CONFLICT),
-            (has_commit & ~is_pending & ~again, Reason.NOTHING_TO_COMMIT),
-            (again & ~same, Reason.COMMIT_CONFLICT),
-            (~has_commit & is_pending, Reason.VERIFY_PENDING),
-            ((accepted < NO_COMMIT) | (is_pending & (accepted > pending)), Reason.ACCEPTED_OUT_OF_RANGE),
-            (last_step - self.done.step[span, slots] >= self.max_in_flight, Reason.TOO_MANY_IN_FLIGHT),
-        ]
         for number, (fault, _) in enumerate(faults, start=1):  # the last one wins: the most basic fault is told
             np.putmask(reason, fault, number)
         refusals = {
@@ -227,7 +226,8 @@ class StepLedger:
         counts = self._fixed.setdefault(slot, {})
         if counts.setdefault(key, accepted) != accepted:
             return self.refusal(Reason.COMMIT_CONFLICT, span, slot, accepted=accepted)
-        if len(counts) > MAX_FIXED_COMMITS:
+        is_over = len(counts) > MAX_FIXED_COMMITS
+        if is_over or (len(counts) >= 64 and len(counts).bit_count() == 1):  # now and then, yet in good time
             done = self.done
             passed = min(zip(done.position[:, slot].tolist(), done.zero_commits[:, slot].tolist(), strict=True))
             for old in [k for k in counts if k < passed]:

@@ -30,10 +30,6 @@ class LinePool:
         self._references = np.zeros(num_lines + 1, dtype=np.int32)
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
     def num_used(self) -> int:
         return self.num_lines - len(self._free)
 

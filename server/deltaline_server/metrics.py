@@ -133,7 +133,9 @@ class Metrics:
         self._refused = {reason: refused.labels(reason.name) for reason in Reason}
         self._drafts = Counter("deltaline_drafts", "Tokens of VERIFY rows.", registry=self.registry)
         self._accepted = Counter(
-            "deltaline_drafts_accepted", "Tokens of VERIFY rows committed.", registry=self.registry
+            "deltaline_drafts_accepted",
+            "Accepted tokens of VERIFY rows, counted when the step that folds them in begins.",
+            registry=self.registry,
         )
         self._server: WSGIServer | None = None
 
@@ -163,7 +165,7 @@ class Metrics:
         self._drafts.inc(sent)
 
     def accepted(self, count: int) -> None:
-        """Count tokens of VERIFY rows that joined their sequences."""
+        """Count accepted tokens of VERIFY rows that a step begins to fold into their states."""
         self._accepted.inc(count)
 
     def gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:

@@ -1,6 +1,6 @@
 """What a checkpoint's config.json says about its layers: kinds, shapes, constants.
 
-Reads the config of a Hugging Face model directory. Knows no tensor, no torch, and not which layers are served.
+Reads the config of a Hugging Face model directory. Knows no tensor, and not which layers are served.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
+
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 20
-# What the kernels take.
-MAX_HEAD_DIM = 256
-MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 6
 # model_type -> the key that nests the language model's config, "" where it is the config itself.
 MODEL_TYPES = {"qwen3_next": "", "qwen3_5": "text_config", "qwen3_5_text": ""}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -80,11 +79,6 @@ class GatedDeltaNetShape:
     def conv_channels(self) -> int:
         """Channels of the convolution, D = 2 * H * K + HV * V: q | k | v."""
         return 2 * self.keys + self.values
-
-    @property
-    def projected(self) -> int:
-        """Columns of the packed input projection: q | k | v | z | b | a."""
-        return self.conv_channels + self.values + 2 * self.num_value_heads
 
     def shard(self, world_size: int) -> GatedDeltaNetShape:
         """Return one rank's share: whole key heads and their value heads. Raises ModelError if that can't be done."""

@@ -99,10 +99,11 @@ class KeptReplies:
         self._bytes = np.zeros((num_spans, num_slots), dtype=np.int64)
 
     def reserve(self, num_bytes: int, span: int, slots: NDArray[np.int64]) -> None:
-        """Set aside bytes for the replies to the next steps of these cells.
+        """Set aside bytes for replies to come.
 
-        When they do not fit beside the cells' present replies, those are given up: whoever sends the next step has had
-        them. Raises RequestError REPLY_BYTES_EXHAUSTED; then nothing is set aside or given up.
+        slots: those of the steps' cells that have no step in flight. When the bytes do not fit beside their present
+        replies, those are given up: whoever sends the next step, with none in flight, has had the one before. Raises
+        RequestError REPLY_BYTES_EXHAUSTED; then nothing is set aside or given up.
         """
         if self.used_bytes + num_bytes > self.limit_bytes:
             present = int(self._bytes[span, slots].sum())

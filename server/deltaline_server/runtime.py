@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,14 +20,13 @@ from deltaline.v1 import admin_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
 from deltaline_kernels.selftest import run_selftest
 from deltaline_server import __version__
-from deltaline_server.checkpoint import Checkpoint, TensorSource
 from deltaline_server.config import Config
 from deltaline_server.engine import Engine
 from deltaline_server.job_queue import Limits
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import LinePool
-from deltaline_server.model import Model, ModelOptions, check_spans, load_model
-from deltaline_server.model_config import ModelConfig, ModelError, Scope
+from deltaline_server.model import Model, ModelOptions, load_model
+from deltaline_server.model_config import GatedDeltaNetShape, ModelError, Scope
 from deltaline_server.observer import Observer
 from deltaline_server.replies import KeptReplies
 from deltaline_server.request import RequestLimits
@@ -35,7 +34,6 @@ from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.state_pool import StateOptions, StatePool
 from deltaline_server.step import BatchResult, StepBatch
-from deltaline_server.weights import LayerLoader, Placement, random_init
 
 MAX_STEPS_IN_FLIGHT = 8
 # More than one chunk of the prefill kernel.
@@ -60,14 +58,14 @@ class Runtime:
         if config.threads:
             torch.set_num_threads(config.threads)
         model = load_model(model_options(config))
-        if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
-            check_kernels(model.device, model.dtype)
         options = StateOptions(
             num_lines=config.max_sequences,
             max_draft=config.max_draft_tokens,
             state_dtype=getattr(torch, config.state_dtype),
             limit_bytes=config.state_bytes,
         )
+        if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
+            check_kernels(model.device, model.dtype, model.shape, options)
         pool = model.make_pool(options)
         engine = Engine(model, pool)
         num_spans = len(model.spans)
@@ -156,12 +154,25 @@ class Runtime:
         )
 
 
-def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    """Compare every kernel with its reference on the device. Raises: ModelError naming those that differ."""
-    wrong = [check for check in run_selftest(device, dtype) if not check.ok]
+def check_kernels(device: torch.device, dtype: torch.dtype, shape: GatedDeltaNetShape, options: StateOptions) -> None:
+    """Compare every kernel, as it serves such a model, with its reference on the device.
+
+    Raises: ModelError naming those that differ, and on a GPU what compiled them.
+    """
+    checks = run_selftest(device, dtype, **asdict(shape), max_draft=options.max_draft, state_dtype=options.state_dtype)
+    wrong = [check for check in checks if not check.ok]
     if wrong:
         text = "; ".join(f"{check.name}: error {check.error:.2g}, limit {check.limit:.2g}" for check in wrong)
-        raise ModelError(f"self-test: the kernels compute wrong values on this device: {text}")
+        raise ModelError(f"self-test: the kernels compute wrong values on this device{_compiler(device)}: {text}")
+
+
+def _compiler(device: torch.device) -> str:
+    """What compiles kernels for a device, in parentheses; nothing for the CPU."""
+    if device.type != "cuda":
+        return ""
+    from triton import knobs  # installed on Linux alone
+
+    return f" (Triton {version('triton')}, ptxas {knobs.nvidia.ptxas.version})"
 
 
 def model_options(config: Config) -> ModelOptions:
@@ -179,30 +190,6 @@ def model_options(config: Config) -> ModelOptions:
         scope=Scope(config.scope),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
     )
-
-
-def check_model(config: Config) -> None:
-    """Check the model's config and the headers of its files against what is to be served; no weight is read.
-
-    Raises: ModelError.
-    """
-    options = model_options(config)
-    if options.model is not None:
-        with Checkpoint(options.model) as checkpoint:
-            _check_layers(checkpoint, ModelConfig.from_directory(options.model), options)
-    elif options.random_init is not None:
-        _check_layers(None, ModelConfig.from_file(options.random_init), options)
-
-
-def _check_layers(source: TensorSource | None, found: ModelConfig, options: ModelOptions) -> None:
-    """The layers to be served exist and have the tensors that they need."""
-    served = options.layers or range(len(found.layers))
-    if served.stop > len(found.layers):
-        raise ModelError(f"layers: expected at most {len(found.layers)}, got {served.start}:{served.stop}")
-    spans = check_spans(options.spans, served, options.scope)
-    numbers = sorted(layer for span in spans for layer in span)
-    source = source or random_init(found, numbers, options.scope, options.seed)
-    LayerLoader(source, found, numbers, options.scope, Placement(options.device, options.dtype or torch.float32))
 
 
 def _wire_dtype(dtype: torch.dtype) -> tensor_pb2.DataType.ValueType:

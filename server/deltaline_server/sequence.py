@@ -1,6 +1,6 @@
 """One sequence as its owner sees it: its state, and how far it is.
 
-Plain values; the table (sequences.py) makes them, service.py sends them.
+Plain values; the table (sequences.py) makes them, reply.py sends them.
 """
 
 from __future__ import annotations

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import heapq
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +19,11 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.ledger import Slots, StepLedger
 from deltaline_server.lines import NULL_LINE, LinePool
+from deltaline_server.open_tokens import OpenTokens
 from deltaline_server.replies import KeptReplies
 from deltaline_server.sequence import GONE, SequenceDescription, SequenceState, SpanProgress
 
 SLOT_BITS = 24
-OPEN_TOKEN_LIFE_S = 60.0
-
-
-@dataclass(frozen=True)
-class _Opened:
-    handles: NDArray[np.uint64]
-    lease_s: float
-    forgotten_s: float
 
 
 class SequenceTable:
@@ -56,10 +47,12 @@ class SequenceTable:
         self.ledger, self.replies = ledger, replies
         self.default_lease_s, self.max_lease_s = default_lease_s, max_lease_s
         self.num_slots, self.num_expired = num_slots, 0
+        self.is_draining = False
+        """Whether no new sequence is opened any more."""
         self._lines, self._clock, self._lease_tick_s = lines, clock, lease_tick_s
         self._last_reap_s = clock()
         self._free = list(range(num_slots))
-        self._opened: OrderedDict[bytes, _Opened] = OrderedDict()
+        self._tokens = OpenTokens(num_slots, self._is_any_held, clock)
         self._handle = np.zeros(num_slots, dtype=np.uint64)
         self._state = np.zeros(num_slots, dtype=np.uint8)
         self._ends_as = np.zeros(num_slots, dtype=np.uint8)
@@ -90,21 +83,16 @@ class SequenceTable:
     def open(self, count: int, lease_s: float | None = None, token: bytes = b"") -> tuple[NDArray[np.uint64], float]:
         """Open `count` sequences, all or none; returns their handles uint64 [count] and their lease in seconds.
 
-        The same token within a minute returns the same handles. Raises RequestError NO_FREE_LINES or INVALID_REQUEST.
+        The same token within a minute returns the same handles, while any of them is open. Raises RequestError
+        NO_FREE_LINES or INVALID_REQUEST, and DRAINING unless the token is known.
         """
         now = self._clock()
         lease_s = self._checked_lease(lease_s)
-        while self._opened and next(iter(self._opened.values())).forgotten_s <= now:
-            self._opened.popitem(last=False)
-        known = self._opened.get(token) if token else None
+        known = self._tokens.find(token, count)
         if known is not None:
-            if len(known.handles) != count:
-                raise RequestError(
-                    Reason.INVALID_REQUEST,
-                    f"open_token: it was used to open {len(known.handles)} sequences, not {count}",
-                    field="open_token",
-                )
             return known.handles, known.lease_s
+        if self.is_draining:
+            raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
         lines = self._lines.allocate(count)
         slots = np.array([heapq.heappop(self._free) for _ in range(count)], dtype=np.int64)
         random = np.array([secrets.randbits(40) or 1 for _ in range(count)], dtype=np.uint64)
@@ -118,13 +106,7 @@ class SequenceTable:
         self.draft_half[:, slots] = 0
         for slot in slots.tolist():
             self.ledger.reset(slot)
-        if token:
-            if len(self._opened) >= self.num_slots:  # those with open sequences are fewer than slots
-                for old in [
-                    t for t, o in self._opened.items() if not (self._handle[slots_of(o.handles)] == o.handles).any()
-                ]:
-                    del self._opened[old]
-            self._opened[token] = _Opened(handles, lease_s, now + OPEN_TOKEN_LIFE_S)
+        self._tokens.keep(token, handles, lease_s)
         return handles, lease_s
 
     def close(self, epoch: int, handles: NDArray[np.uint64]) -> list[SequenceState]:
@@ -219,6 +201,9 @@ class SequenceTable:
         states = np.where(live, self._state[slots], np.where(former, self._former_state[slots], SequenceState.UNKNOWN))
         return slots, states.astype(np.uint8)
 
+    def _is_any_held(self, handles: NDArray[np.uint64]) -> bool:
+        return bool((self._handle[slots_of(handles)] == handles).any())
+
     def refusal(self, state: int, slot: int, span: int) -> Refusal:
         """Why a sequence in this state takes no step on this span."""
         if state == SequenceState.POISONED:
@@ -265,13 +250,13 @@ class SequenceTable:
         for i, (slot, state) in enumerate(zip(slots.tolist(), states.tolist(), strict=True)):
             if state == SequenceState.OPEN:
                 refusal = self.ledger.commit(span, slot, int(steps[i]), int(accepted[i]))
-                self.touch(np.array([slot]))
             else:
                 refusal = self.refusal(state, slot, span)
             if state in (SequenceState.OPEN, SequenceState.CLOSING, SequenceState.POISONED):
                 positions[i] = self.ledger.done.position[span, slot]
             if refusal is not None:
                 refusals[i] = refusal
+        self.touch(np.delete(slots, list(refusals)))
         return positions, refusals
 
     def check_integrity(self) -> None:

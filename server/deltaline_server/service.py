@@ -14,7 +14,7 @@ import grpc
 
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import reply, request
-from deltaline_server.errors import Reason, RequestError
+from deltaline_server.errors import RequestError
 from deltaline_server.interceptor import Context, bug
 from deltaline_server.observer import Observer
 from deltaline_server.request import RequestLimits
@@ -25,7 +25,6 @@ from deltaline_server.step import StepResult
 NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
 # Steps of one stream that are taken and whose replies are not sent: it bounds what a slow reader makes the server hold.
 STREAM_STEPS = 64
-DRAINING_RETRY_S = 1.0
 
 
 class LayerService:
@@ -38,12 +37,11 @@ class LayerService:
         scheduler: Scheduler,
         limits: RequestLimits,
         observer: Observer,
-        is_draining: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
         """`observer` counts what streams refuse; `clock` is the scheduler's: monotonic seconds."""
         self._table, self._scheduler, self._limits = table, scheduler, limits
-        self._observer, self._is_draining, self._clock = observer, is_draining, clock
+        self._observer, self._clock = observer, clock
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -62,11 +60,9 @@ class LayerService:
         )
 
     async def open_sequences(self, message: pb.OpenSequencesRequest, context: Context) -> bytes:
-        """Open sequences, unless the server drains."""
+        """Open sequences."""
         count = request.read_count(message, self._limits)
         lease_s = request.read_lease_s(message.lease_ms, self._limits)
-        if self._is_draining():
-            raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=DRAINING_RETRY_S)
         handles, lease_s = self._table.open(count, lease_s, message.open_token)
         response = pb.OpenSequencesResponse(
             server_epoch=self._table.server_epoch, sequence=handles.tolist(), lease_ms=round(lease_s * 1000)

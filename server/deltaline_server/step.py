@@ -1,12 +1,13 @@
 """One step request on its way through the server: what was asked, and what became of it.
 
-Plain arrays: no protobuf (service.py makes and reads these), no torch, no policy.
+Plain arrays: no protobuf (request.py makes these, reply.py reads them), no torch, no policy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class StepRequest:
     def num_rows(self) -> int:
         return len(self.handle)
 
-    @property
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, int64 [N]."""
         return np.diff(self.query_start_loc)
@@ -83,6 +84,7 @@ class StepRequest:
         finite = np.isfinite(self.hidden).all(axis=1)
         return np.logical_and.reduceat(finite, self.query_start_loc[:-1])
 
+    @cached_property
     def output_counts(self) -> NDArray[np.int64]:
         """Output rows that the reply carries for each row that runs, int64 [N]."""
         if self.output is OutputRows.ALL:

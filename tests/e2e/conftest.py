@@ -1,14 +1,17 @@
-"""Servers for the end-to-end tests: in this process, small, with random weights."""
+"""Servers for the end-to-end tests: in this process, small, with random weights; one of them under bad input."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from target import HIDDEN, Target
 
+from deltaline_client import AsyncClient
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 
@@ -53,3 +56,17 @@ def make_server(tmp_path: Path, device: str) -> Callable[..., Server]:
         return Server(Config(**(values | changes)))
 
     return make
+
+
+@pytest.fixture
+async def target(make_server: Callable[..., Server]) -> AsyncIterator[Target]:
+    """A server with a witness, whose state no bad input may touch."""
+    server = make_server(inline_limit_bytes=1 << 16, drain_timeout_s=600)
+    async with server, AsyncClient(server.address) as client:
+        witness, twin = await client.open_many(2)
+        prompt = np.random.default_rng(4).standard_normal((9, HIDDEN)).astype(np.float32)
+        for sequence in (witness, twin):
+            await sequence.prefill(prompt)
+        target = Target(server, client, witness, twin)
+        yield target
+        await target.channel.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from programs import Program, relative_error, run_together
+from programs import Alone, Program, Step, relative_error, run_together, state_of, states_differ_by
 
 from deltaline_client import AsyncClient, Row
 from deltaline_server.app import Server
@@ -14,31 +14,36 @@ from deltaline_server.app import Server
 TOLERANCE = 1e-4
 
 
+@pytest.mark.parametrize("chunk_tokens", [64, 4096])
 @pytest.mark.parametrize(
     "cuts",
     [
-        pytest.param([200], id="whole"),
-        pytest.param([1] * 9 + [191], id="decodes-first"),
-        pytest.param([63, 64, 65, 8], id="around-the-chunk"),
-        pytest.param([2, 3, 1, 150, 1, 1, 42], id="ragged"),
-        pytest.param([199, 1], id="last-alone"),
-        pytest.param([100] + [1] * 100, id="half-decoded"),
+        pytest.param([300], id="whole"),
+        pytest.param([1] * 9 + [291], id="decodes-first"),
+        pytest.param([63, 64, 65, 108], id="around-the-chunk"),
+        pytest.param([2, 3, 1, 250, 1, 1, 42], id="ragged"),
+        pytest.param([299, 1], id="last-alone"),
+        pytest.param([200] + [1] * 100, id="last-third-decoded"),
     ],
 )
-async def test_any_cut_of_a_prompt_gives_the_same_result(make_server: Callable[..., Server], cuts: list[int]) -> None:
-    prompt = np.random.default_rng(5).standard_normal((200, 64)).astype(np.float32)
-    async with make_server(chunk_tokens=4096) as server, AsyncClient(server.address) as client:
-        whole, pieces = await client.open_many(2)
-        expected = await whole.prefill(prompt)
-        outputs, begin = [], 0
-        for length in cuts:
-            piece = prompt[begin : begin + length]
-            outputs.append(await (pieces.decode(piece[0]) if length == 1 else pieces.prefill(piece)))
-            begin += length
-        actual = np.concatenate([output.reshape(-1, 64) for output in outputs])
-        assert relative_error(actual, expected) < TOLERANCE
-        token = prompt[:1]
-        assert relative_error(await pieces.decode(token), await whole.decode(token)) < TOLERANCE
+async def test_any_cut_of_a_prompt_gives_the_same_result(
+    make_server: Callable[..., Server], cuts: list[int], chunk_tokens: int
+) -> None:
+    """Cut by the client, and prefills again by a server whose chunks are shorter, against the model's one whole run."""
+    hidden = np.random.default_rng(5).standard_normal((301, 64)).astype(np.float32)
+    async with make_server(chunk_tokens=chunk_tokens) as server, AsyncClient(server.address) as client:
+        alone = Alone(server.runtime.model, server.config.max_draft_tokens)
+        expected = alone.run(Program([Step("prefill", hidden[:300], 0), Step("decode", hidden[300:], 0)]))
+        (sequence,) = await client.open_many(1)
+        outputs = []
+        for piece in np.split(hidden, np.cumsum(cuts)):
+            make_row = Row.decode if len(piece) == 1 else Row.prefill
+            result = await client.step([make_row(sequence, piece)])
+            assert result.timing.batch_tokens <= chunk_tokens
+            outputs.append(np.asarray(result.outputs[0]).reshape(-1, 64))
+        assert relative_error(np.concatenate(outputs[:-1]), expected[0]) < TOLERANCE
+        assert relative_error(outputs[-1], expected[1].reshape(-1, 64)) < TOLERANCE
+        assert states_differ_by(state_of(server, sequence), alone.state) < TOLERANCE
 
 
 async def test_500_speculative_steps_agree_with_token_by_token_decode(make_server: Callable[..., Server]) -> None:
@@ -61,6 +66,7 @@ async def test_500_speculative_steps_agree_with_token_by_token_decode(make_serve
         assert (counts > 30).all()
         token = rng.standard_normal(64).astype(np.float32)
         assert relative_error(await drafted.decode(token), await decoded.decode(token)) < TOLERANCE
+        assert states_differ_by(state_of(server, drafted), state_of(server, decoded)) < TOLERANCE
 
 
 async def test_what_neighbours_contain_changes_no_bit_of_a_row(make_server: Callable[..., Server]) -> None:

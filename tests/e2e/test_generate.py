@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(example: Any) -> Any:
-    return example.random_prompts(256, NUM_PROMPTS, MAX_NEW_TOKENS, seed=0)
+    return example.random_prompts(256, NUM_PROMPTS, MAX_NEW_TOKENS, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +79,11 @@ async def test_generation_is_that_of_transformers(
         checkpoint,
         lambda client: [example.generate(client, ends, prompts, drafts, 6) for drafts in (0, NUM_DRAFTS)],
     )
-    wanted = [prompt.max_new_tokens for prompt in prompts]
-    assert len(set(wanted)) > 4
     for report in (plain, speculative):
-        assert [len(tokens) for tokens in report.tokens] == wanted
+        assert [len(tokens) for tokens in report.tokens] == [MAX_NEW_TOKENS] * NUM_PROMPTS
+        assert len(set(report.ended_at)) >= NUM_PROMPTS - 2, report.ended_at  # measured: 8 different steps in both
         assert [tokens[: len(ours)] for tokens, ours in zip(report.tokens, expected, strict=True)] == expected
-    assert sum(map(len, expected)) > 0.5 * sum(wanted)  # near ties leave most of it to compare
+    assert sum(map(len, expected)) > 0.9 * NUM_PROMPTS * MAX_NEW_TOKENS  # measured: 93%; near ties cut off the rest
     assert plain.drafted == 0
     assert 0.2 < speculative.acceptance < 0.9
     assert speculative.steps < plain.steps

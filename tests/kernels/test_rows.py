@@ -32,7 +32,7 @@ def test_rows_lays_out_the_control_tensor() -> None:
     assert rows.num_committed.tolist() == GOOD["num_committed"]
     assert rows.num_replayed.tolist() == GOOD["num_replayed"]
     assert rows.draft_half.tolist() == GOOD["draft_half"]
-    assert (rows.num_rows, rows.num_short, rows.num_long, rows.max_length) == (4, 2, 2, 9)
+    assert (rows.num_rows, rows.num_short, rows.max_length) == (4, 2, 9)
 
 
 def test_rows_views_share_memory_and_keep_absolute_offsets() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from kernels.paths import Path
@@ -13,6 +15,19 @@ def test_selftest_passes(path: Path) -> None:
     checks = run_selftest(path.device, path.dtype)
     assert [check for check in checks if not check.ok] == []
     assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "norm"}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_key_heads": 1, "num_value_heads": 3, "key_dim": 24, "value_dim": 40, "conv_width": 2, "max_draft": 1},
+        {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128, "max_draft": 8},
+        {"state_dtype": torch.bfloat16},
+    ],
+    ids=["odd", "large", "bf16-state"],
+)
+def test_selftest_takes_the_sizes_of_a_model(path: Path, sizes: dict[str, Any]) -> None:
+    assert [check for check in run_selftest(path.device, path.dtype, **sizes) if not check.ok] == []
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])

@@ -28,7 +28,8 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_kernels.selftest import Check
 from deltaline_server import __main__, app, runtime
 from deltaline_server.app import Server, StartError
-from deltaline_server.model_config import ModelError
+from deltaline_server.model_config import GatedDeltaNetShape, ModelError
+from deltaline_server.state_pool import StateOptions
 
 READINESS = "deltaline.v1.LayerService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -142,6 +143,16 @@ async def test_drain_serves_open_sequences_and_no_new_ones(server: Server, stubs
     assert await asyncio.wait_for(over, 1) == 0
 
 
+async def test_open_is_repeated_during_a_drain(server: Server, stubs: Stubs) -> None:
+    request = pb.OpenSequencesRequest(count=2, open_token=bytes(16))
+    opened = await stubs.layer.OpenSequences(request)
+    server.drain()
+    assert await stubs.layer.OpenSequences(request) == opened
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stubs.layer.OpenSequences(pb.OpenSequencesRequest(count=2, open_token=bytes(15) + b"x"))
+    assert reason_of(caught.value) == "DRAINING"
+
+
 async def test_drain_is_over_when_its_time_is(server: Server, stubs: Stubs) -> None:
     await stubs.layer.OpenSequences(ONE)
     await stubs.admin.Drain(admin_pb.DrainRequest(timeout_ms=50))
@@ -233,9 +244,31 @@ async def test_first_batch_that_fails_ends_the_start(
 
 def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [Check("norm, decode", 1e-6, 1e-5), Check("conv1d, decode", 0.5, 1e-5)]
-    monkeypatch.setattr(runtime, "run_selftest", lambda *_: checks)
+    monkeypatch.setattr(runtime, "run_selftest", lambda *_, **__: checks)
     with pytest.raises(ModelError, match=r"device: conv1d, decode: error 0\.5, limit 1e-05$"):
-        runtime.check_kernels(torch.device("cpu"), torch.float32)
+        runtime.check_kernels(torch.device("cpu"), torch.float32, GatedDeltaNetShape(1, 1, 8, 8, 4), StateOptions(1, 1))
+
+
+def test_kernels_are_checked_in_the_sizes_that_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: dict[str, Any] = {}
+
+    def run_selftest(device: torch.device, dtype: torch.dtype, **sizes: Any) -> list[Check]:
+        checked.update(sizes, dtype=dtype)
+        return []
+
+    monkeypatch.setattr(runtime, "run_selftest", run_selftest)
+    options = StateOptions(1, 5, state_dtype=torch.bfloat16)
+    runtime.check_kernels(torch.device("cpu"), torch.float16, GatedDeltaNetShape(2, 6, 16, 8, 3), options)
+    assert checked == {
+        "num_key_heads": 2,
+        "num_value_heads": 6,
+        "key_dim": 16,
+        "value_dim": 8,
+        "conv_width": 3,
+        "max_draft": 5,
+        "state_dtype": torch.bfloat16,
+        "dtype": torch.float16,
+    }
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
@@ -251,7 +284,9 @@ def test_check_accepts_a_sound_model(
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-@pytest.mark.parametrize("argv", [["--layers", "0:9"], ["--spans", "1:3"], ["--port", "x"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [["--layers", "0:9"], ["--spans", "1:3"], ["--spans", "0:2,1:2"], ["--port", "x"]], ids=" ".join
+)
 def test_check_refuses_in_one_line(
     monkeypatch: pytest.MonkeyPatch, model_file: str, capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:

@@ -6,14 +6,12 @@ Validates and picks the path by device. Does not know what the channels mean.
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, check_tensor
+from deltaline_kernels.checks import ACTIVATIONS, MAX_CONV_WIDTH, MIN_CONV_WIDTH, check_tensor
 from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
 from deltaline_kernels.conv1d.reference import causal_conv1d_reference
 from deltaline_kernels.rows import Rows
 
 __all__ = ["causal_conv1d", "causal_conv1d_reference"]
-
-MIN_WIDTH, MAX_WIDTH = 2, 6
 
 
 def causal_conv1d(
@@ -40,7 +38,7 @@ def causal_conv1d(
     if x.device.type == "cpu":
         causal_conv1d_cpu(x, weight, bias, lines, rows, y, silu=silu)
     else:
-        # Imported here because triton is absent on machines without a GPU.
+        # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.conv1d.kernel import causal_conv1d_triton
 
         causal_conv1d_triton(x, weight, bias, lines, rows, y, silu=silu)
@@ -54,8 +52,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: 
     channels = x.shape[1]
     check_tensor("weight", weight, (None, channels), weights, device)
     width = weight.shape[0]
-    if not MIN_WIDTH <= width <= MAX_WIDTH:
-        raise ValueError(f"weight: expected a width of {MIN_WIDTH}..{MAX_WIDTH}, got {width}")
+    if not MIN_CONV_WIDTH <= width <= MAX_CONV_WIDTH:
+        raise ValueError(f"weight: expected a width of {MIN_CONV_WIDTH}..{MAX_CONV_WIDTH}, got {width}")
     if bias is not None:
         check_tensor("bias", bias, (channels,), weights, device)
     check_tensor("lines", lines, (None, None, channels), (x.dtype,), device)

@@ -50,7 +50,7 @@ def gated_delta(
     if qkv.device.type == "cpu":
         gated_delta_cpu(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads)
     else:
-        # Imported here because triton is absent on machines without a GPU.
+        # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.gated_delta.launch import gated_delta_triton
 
         gated_delta_triton(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads)

@@ -31,7 +31,7 @@ def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     if o.device.type == "cpu":
         gated_rms_norm_cpu(o, z, weight, eps, y)
     else:
-        # Imported here because triton is absent on machines without a GPU.
+        # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.norm.kernel import gated_rms_norm_triton
 
         gated_rms_norm_triton(o, z, weight, eps, y)

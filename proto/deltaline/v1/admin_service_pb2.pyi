@@ -239,11 +239,11 @@ class GetLoadResponse(_message.Message):
     queued_rows: _builtins.int
     """Rows that wait for the device or run."""
     queued_rows_limit: _builtins.int
-    """Most rows that may wait."""
+    """Most rows that may wait or run."""
     queued_bytes: _builtins.int
-    """Bytes of hidden states that wait."""
+    """Bytes of hidden states of requests that wait or run."""
     queued_bytes_limit: _builtins.int
-    """Most bytes that may wait."""
+    """Most bytes that may wait or run."""
     reply_bytes: _builtins.int
     """Bytes of kept replies, reserved ones included."""
     reply_bytes_limit: _builtins.int

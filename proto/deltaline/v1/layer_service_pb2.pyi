@@ -97,7 +97,7 @@ class _RowOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowOutcome
     ROW_OUTCOME_JOINED: _RowOutcome.ValueType  # 3
     """The step was in flight for another request; this is that request's reply."""
     ROW_OUTCOME_REFUSED: _RowOutcome.ValueType  # 4
-    """Not applied; nothing changed. The row's status says why."""
+    """Not applied; nothing changed, unless the status is STATE_POISONED. The row's status says why."""
 
 class RowOutcome(_RowOutcome, metaclass=_RowOutcomeEnumTypeWrapper):
     """What became of a row."""
@@ -111,7 +111,7 @@ ROW_OUTCOME_REPLAYED: RowOutcome.ValueType  # 2
 ROW_OUTCOME_JOINED: RowOutcome.ValueType  # 3
 """The step was in flight for another request; this is that request's reply."""
 ROW_OUTCOME_REFUSED: RowOutcome.ValueType  # 4
-"""Not applied; nothing changed. The row's status says why."""
+"""Not applied; nothing changed, unless the status is STATE_POISONED. The row's status says why."""
 Global___RowOutcome: _TypeAlias = RowOutcome  # noqa: Y015
 
 class _SequenceState:
@@ -171,7 +171,7 @@ class RowStatus(_message.Message):
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """Code, message and details (ErrorInfo always; RetryInfo where a retry of the same row can help). The ErrorInfo's
-        metadata carries the current "step" and "position" of the (sequence, span) where they are known.
+        metadata carries the current "step", "position" and "pending_tokens" of the (sequence, span) where they are known.
         """
 
     def __init__(
@@ -199,7 +199,8 @@ class OpenSequencesRequest(_message.Message):
     OPEN_TOKEN_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     """How many, 1 .. GetServerInfoResponse.max_sequences. Else INVALID_ARGUMENT, reason INVALID_REQUEST. More than are
-    free: RESOURCE_EXHAUSTED, reason NO_FREE_LINES, with RetryInfo. While draining: UNAVAILABLE, reason DRAINING.
+    free: RESOURCE_EXHAUSTED, reason NO_FREE_LINES, with RetryInfo. While draining, unless the open_token is known:
+    UNAVAILABLE, reason DRAINING.
     """
     lease_ms: _builtins.int
     """Lease of each in milliseconds, 1 .. GetServerInfoResponse.max_lease_ms; 0 for the server's default. Else
@@ -207,7 +208,8 @@ class OpenSequencesRequest(_message.Message):
     """
     open_token: _builtins.bytes
     """Random bytes that name this open, so that a retry returns the same handles; 16 bytes, or empty for none. Remembered
-    for a minute. Other lengths, or the same token with another count: INVALID_ARGUMENT, reason INVALID_REQUEST.
+    for a minute while any of them is open. Other lengths, or the same token with another count: INVALID_ARGUMENT, reason
+    INVALID_REQUEST.
     """
     def __init__(
         self,
@@ -539,8 +541,8 @@ class StepRequest(_message.Message):
 
     @_builtins.property
     def step(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of each row's step, N of them, counted from 1 per (sequence, span): the idempotency key. Row statuses: done
-        long ago FAILED_PRECONDITION STEP_STALE; not the next OUT_OF_RANGE STEP_GAP; the number of a step in flight or just
+        """Number of each row's step, N of them, counted from 1 per (sequence, span): the idempotency key. Row statuses: 0 or
+        done long ago FAILED_PRECONDITION STEP_STALE; not the next OUT_OF_RANGE STEP_GAP; the number of a step in flight or just
         done, with other content, ABORTED STEP_CONFLICT; too many in flight RESOURCE_EXHAUSTED TOO_MANY_IN_FLIGHT.
         """
 
@@ -717,8 +719,8 @@ class CommitSequencesRequest(_message.Message):
 
     @_builtins.property
     def step(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of each verify's step, N of them. Not that of the verify that is done and pending, or was the last to be
-        committed: row status FAILED_PRECONDITION, reason NOTHING_TO_COMMIT.
+        """Number of each verify's step, N of them. Not that of a verify that is done, pending and without a step behind it, nor
+        of the last that was committed: row status FAILED_PRECONDITION, reason NOTHING_TO_COMMIT.
         """
 
     @_builtins.property

@@ -98,7 +98,7 @@ class LayerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RenewLeases(self, request, context):
-        """Moves lease deadlines. Every accepted step renews its sequence's lease as well.
+        """Moves lease deadlines. A step that is taken, one that is done and a commit that is made renew the lease as well.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class LayerServiceStub:
     DescribeSequences: _grpc.UnaryUnaryMultiCallable[_layer_service_pb2.DescribeSequencesRequest, _layer_service_pb2.DescribeSequencesResponse]
     """Tells what the server holds of each sequence. Changes nothing, renews no lease."""
     RenewLeases: _grpc.UnaryUnaryMultiCallable[_layer_service_pb2.RenewLeasesRequest, _layer_service_pb2.RenewLeasesResponse]
-    """Moves lease deadlines. Every accepted step renews its sequence's lease as well."""
+    """Moves lease deadlines. A step that is taken, one that is done and a commit that is made renew the lease as well."""
     Step: _grpc.UnaryUnaryMultiCallable[_layer_service_pb2.StepRequest, _layer_service_pb2.StepResponse]
     """Applies one step to each of several sequences on one span."""
     CommitSequences: _grpc.UnaryUnaryMultiCallable[_layer_service_pb2.CommitSequencesRequest, _layer_service_pb2.CommitSequencesResponse]
@@ -67,7 +67,7 @@ class LayerServiceAsyncStub(LayerServiceStub):
     DescribeSequences: _aio.UnaryUnaryMultiCallable[_layer_service_pb2.DescribeSequencesRequest, _layer_service_pb2.DescribeSequencesResponse]  # type: ignore[assignment]
     """Tells what the server holds of each sequence. Changes nothing, renews no lease."""
     RenewLeases: _aio.UnaryUnaryMultiCallable[_layer_service_pb2.RenewLeasesRequest, _layer_service_pb2.RenewLeasesResponse]  # type: ignore[assignment]
-    """Moves lease deadlines. Every accepted step renews its sequence's lease as well."""
+    """Moves lease deadlines. A step that is taken, one that is done and a commit that is made renew the lease as well."""
     Step: _aio.UnaryUnaryMultiCallable[_layer_service_pb2.StepRequest, _layer_service_pb2.StepResponse]  # type: ignore[assignment]
     """Applies one step to each of several sequences on one span."""
     CommitSequences: _aio.UnaryUnaryMultiCallable[_layer_service_pb2.CommitSequencesRequest, _layer_service_pb2.CommitSequencesResponse]  # type: ignore[assignment]
@@ -110,7 +110,7 @@ class LayerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _layer_service_pb2.RenewLeasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_layer_service_pb2.RenewLeasesResponse, _abc.Awaitable[_layer_service_pb2.RenewLeasesResponse]]:
-        """Moves lease deadlines. Every accepted step renews its sequence's lease as well."""
+        """Moves lease deadlines. A step that is taken, one that is done and a commit that is made renew the lease as well."""
 
     @_abc_1.abstractmethod
     def Step(

@@ -1,0 +1,120 @@
+"""A server under bad input: raw calls to it, requests to spoil, and the proof that nothing was harmed.
+
+Knows bytes, statuses and memory; not which input is bad (the tests') nor what the server does with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from deltaline import wire
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline_client import AsyncClient, AsyncSequence
+from deltaline_server.app import Server
+
+HIDDEN = 64
+LAYER, ADMIN = "/deltaline.v1.LayerService/", "/deltaline.v1.AdminService/"
+# Nothing of the inside may show in an error's text.
+LEAK = re.compile(r"/[a-z]+/|0x[0-9a-f]{6}|Traceback|Error\b|<class|object at|deltaline_server|\.py\b")
+
+
+class Target:
+    """A server with a witness sequence, and raw calls to it."""
+
+    def __init__(self, server: Server, client: AsyncClient, witness: AsyncSequence, twin: AsyncSequence) -> None:
+        self.server, self.client, self.witness, self.twin = server, client, witness, twin
+        self.epoch = server.runtime.table.server_epoch
+        self.channel: Any = grpc.aio.insecure_channel(server.address)
+        self.lines_free = server.runtime.table.num_lines - server.runtime.table.num_lines_used
+        self._rng = np.random.default_rng(99)
+
+    async def send(self, method: str, body: bytes) -> tuple[grpc.StatusCode, str, bytes, Any]:
+        """Call a method with raw bytes: its code, its text, its reply, and its google.rpc.Status if there is one."""
+        try:
+            if method.endswith("StepStream"):
+                call = self.channel.stream_stream(method)(iter([body]), timeout=20)
+                reply = b"".join([message async for message in call])
+            else:
+                reply = await self.channel.unary_unary(method)(body, timeout=20)
+        except grpc.aio.AioRpcError as error:
+            status = rpc_status.from_call(error)
+            return error.code(), error.details() or "", b"", status
+        return grpc.StatusCode.OK, "", reply, None
+
+    async def check_unharmed(self) -> None:
+        """Free lines are what they were; the witness and its untouched twin answer with the same bits."""
+        table = self.server.runtime.table
+        table.check_integrity()
+        assert table.num_lines - table.num_lines_used == self.lines_free
+        token = self._rng.standard_normal(HIDDEN).astype(np.float32)
+        mine, theirs = await self.witness.decode(token), await self.twin.decode(token)
+        assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
+
+    def close_strays(self, kept_too: Sequence[AsyncSequence] = ()) -> None:
+        """Close every sequence but the witness, its twin and those given, as its lease would."""
+        table = self.server.runtime.table
+        kept = {sequence.handle for sequence in (self.witness, self.twin, *kept_too)}
+        strays = [handle for handle in table._handle.tolist() if handle and handle not in kept]
+        if strays:
+            table.close(table.server_epoch, np.array(strays, dtype=np.uint64))
+
+
+def step_request(target: Target, handles: list[int], **changes: Any) -> Any:
+    """A valid first step (a prefill of two tokens) for each handle, with changes by field name."""
+    count = len(handles)
+    request = pb.StepRequest(
+        server_epoch=target.epoch,
+        sequence=handles,
+        kind=[pb.ROW_KIND_PREFILL] * count,
+        step=[1] * count,
+        position=[0] * count,
+        accepted=[-1] * count,
+        query_start_loc=list(range(0, 2 * count + 1, 2)),
+        hidden=wire.encode(np.ones((2 * count, HIDDEN), dtype=np.float32)),
+    )
+    for name, value in changes.items():
+        field = getattr(request, name)
+        if isinstance(value, list):
+            del field[:]
+            field.extend(value)
+        elif hasattr(field, "CopyFrom"):
+            field.CopyFrom(value)
+        else:
+            setattr(request, name, value)
+    return request
+
+
+def reason_of(status: status_pb2.Status) -> str:
+    """The reason in a google.rpc.Status."""
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info) and info.domain == "deltaline"
+    return str(info.reason)
+
+
+@contextlib.contextmanager
+def bounded_memory(limit_bytes: int) -> Iterator[None]:
+    """Fail when the peak of this process's resident memory grows by more than `limit_bytes` meanwhile.
+
+    Where the kernel does not let a process forget its earlier peak, only what exceeds that is seen.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _peak_bytes()
+    yield
+    grown = _peak_bytes() - before
+    assert grown <= limit_bytes, f"resident memory grew by {grown >> 20} MiB"
+
+
+def _peak_bytes() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) << 10 if found else 0
