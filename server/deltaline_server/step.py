@@ -15,6 +15,13 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
 
+# The exponent bits of each type of hidden states: all of them are set in infinities and NaNs, and in nothing else.
+EXPONENTS: dict[str, Any] = {
+    "float32": np.uint32(0x7F80_0000),
+    "bfloat16": np.uint16(0x7F80),
+    "float16": np.uint16(0x7C00),
+}
+
 
 class RowKind(IntEnum):
     """What a row's tokens are; the values of deltaline.v1.RowKind."""
@@ -79,10 +86,12 @@ class StepRequest:
 
     def finite_rows(self) -> NDArray[np.bool_]:
         """Which rows have finite values only, bool [N]."""
-        if self.hidden.dtype == np.float32 and np.isfinite(np.add.reduce(self.hidden, axis=None)):
-            return np.ones(self.num_rows, dtype=np.bool_)  # a sum is finite only if all its terms are
-        finite = np.isfinite(self.hidden).all(axis=1)
-        return np.logical_and.reduceat(finite, self.query_start_loc[:-1])
+        # An exponent of ones only: exact, and on integers an order faster than isfinite of a 16-bit type.
+        ones = EXPONENTS[self.hidden.dtype.name]
+        infinite = (self.hidden.view(ones.dtype) & ones) == ones
+        if not infinite.any():
+            return np.ones(self.num_rows, dtype=np.bool_)
+        return ~np.logical_or.reduceat(infinite.any(axis=1), self.query_start_loc[:-1])
 
     @cached_property
     def output_counts(self) -> NDArray[np.int64]:

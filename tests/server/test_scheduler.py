@@ -162,7 +162,7 @@ class Rig:
     def request(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepRequest:
         """rows: (handle, kind, step, position, accepted, tokens)."""
         lengths = [len(row[5]) for row in rows]
-        tokens = np.array([token for row in rows for token in row[5]], dtype=np.float64)
+        tokens = np.array([token for row in rows for token in row[5]], dtype=np.float32)
         values: dict[str, Any] = {
             "server_epoch": self.table.server_epoch,
             "span": 0,
@@ -221,7 +221,7 @@ async def test_a_step_sent_again_gets_the_same_bytes_and_runs_once() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"hidden": np.array([[9.0, 9.0]])}, id="hidden"),
+        pytest.param({"hidden": np.array([[9.0, 9.0]], dtype=np.float32)}, id="hidden"),
         pytest.param({"output": OutputRows.NONE}, id="output"),
         pytest.param({"position": np.array([7])}, id="position"),
         pytest.param({"kind": np.array([PREFILL], dtype=np.uint8)}, id="kind"),
@@ -491,17 +491,17 @@ async def test_the_queue_is_bounded_in_rows_bytes_and_reply_bytes() -> None:
     with pytest.raises(RequestError) as full:
         rig.scheduler.submit(rig.request(*rows))
     assert full.value.refusal.reason is Reason.QUEUE_FULL and full.value.refusal.retry_after_s
-    rig = Rig(queue_bytes=64)
+    rig = Rig(queue_bytes=32)
     with pytest.raises(RequestError) as full:
         rig.scheduler.submit(rig.request((rig.open()[0], PREFILL, 1, 0, -1, [1.0] * 5)))
     assert full.value.refusal.reason is Reason.QUEUE_FULL
-    rig = Rig(reply_bytes=64)
+    rig = Rig(reply_bytes=32)
     (a,) = rig.open()
     with pytest.raises(RequestError) as full:
         rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 3)))
     assert full.value.refusal.reason is Reason.REPLY_BYTES_EXHAUSTED
     assert outputs(await rig.step((a, PREFILL, 1, 0, -1, [1.0] * 2))) == [1, 3]
-    assert rig.scheduler.load().reply_bytes == 64 and rig.scheduler.load().queued_rows == 0
+    assert rig.scheduler.load().reply_bytes == 32 and rig.scheduler.load().queued_rows == 0
     rig.table.close(rig.table.server_epoch, np.array([a], dtype=np.uint64))
     assert rig.scheduler.load().reply_bytes == 0
 
@@ -693,12 +693,32 @@ async def test_spans_take_turns() -> None:
 
 
 async def test_a_sequence_whose_kept_reply_fills_the_budget_can_still_step() -> None:
-    rig = Rig(reply_bytes=2 * 64)  # of one row of two tokens, its request and its outputs
+    rig = Rig(reply_bytes=32)  # one row of two tokens, its request and its outputs
     (a,) = rig.open()
     await rig.step((a, PREFILL, 1, 0, -1, [1, 2]))
     assert outputs(await rig.step((a, PREFILL, 2, 2, -1, [3, 4]))) == [14, 30]
     assert outputs(await rig.step((a, PREFILL, 3, 4, -1, [5, 6]))) == [55, 91]
-    assert rig.scheduler.load().reply_bytes <= 128
+    assert rig.scheduler.load().reply_bytes == 32
+
+
+async def test_a_reply_that_its_client_may_lack_is_not_given_up() -> None:
+    rig = Rig(eager=False, reply_bytes=48)  # three replies to a decode
+    (a,) = rig.open()
+    first = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    await asyncio.sleep(0)
+    second = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [2])))
+    rig.engine.run()
+    await first
+    await asyncio.sleep(0)
+    third = rig.request((a, DECODE, 3, 2, -1, [3]))
+    rig.table.replies.limit_bytes = 32
+    with pytest.raises(RequestError) as short:
+        rig.scheduler.submit(third)
+    assert short.value.refusal.reason is Reason.REPLY_BYTES_EXHAUSTED
+    again = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    assert outputs(await again) == [1]
+    rig.engine.run()
+    assert outputs(await second) == [5]
 
 
 async def test_retries_in_flight_count_against_the_queue() -> None:
