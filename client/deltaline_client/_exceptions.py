@@ -3,7 +3,7 @@
     try:
         outputs = sequence.decode(hidden)
     except deltaline_client.StateError:
-        ...  # the state is gone: open a new sequence, prefill it again. DeltalineError is everything else
+        ...  # the state is gone: open a new sequence, prefill it again
 
 DeltalineError
 ├── TransportError           no answer, or none that can be read: the outcome is unknown until the step is resumed
@@ -68,8 +68,7 @@ class DeltalineError(Exception):
         self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message)
-        self.metadata: Mapping[str, str] = dict(metadata or {})
-        self.retry_after_s = retry_after_s
+        self.metadata, self.retry_after_s = dict(metadata or {}), retry_after_s
 
 
 class TransportError(DeltalineError):

@@ -261,7 +261,9 @@ def test_close_finishes_what_was_submitted_and_takes_no_more(driver: Driver) -> 
 
 def test_an_engine_that_never_started_can_be_closed(load: LoadFunction) -> None:
     model = load()
-    Engine(model, model.make_pool(StateOptions(1, 1))).close()
+    engine = Engine(model, model.make_pool(StateOptions(1, 1)))
+    engine.close()
+    assert not engine.failed() and engine.heartbeat_s() == 0.0
 
 
 def test_products_are_full_fp32_while_the_engine_runs(load: LoadFunction) -> None:
