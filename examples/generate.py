@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,22 +24,26 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from deltaline_client import Client, Row, StepTiming
+from deltaline_client import Client, DeltalineError, Row, StepTiming, TransportError
 from deltaline_client import Sequence as ServerSequence
 
 # Below this gap between the two best logits, the order of sums decides which token is greedy.
 NEAR_TIE = 1e-3
+# Seconds until a server that gives no answer counts as absent.
+ANSWER_TIMEOUT_S = 5.0
 
 
 class Ends:
     """What comes before and after the decoder layers: token ids to hidden states, hidden states to the greedy token."""
 
     def __init__(self, directory: Path) -> None:
+        if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
+            raise ValueError(f"{directory}: no checkpoint: expected config.json and *.safetensors")
         config = json.loads((directory / "config.json").read_text())
         config = config.get("text_config", config)
-        if set(config["layer_types"]) != {"linear_attention"}:
+        if set(config.get("layer_types", [])) != {"linear_attention"}:
             raise ValueError(
                 f"{directory}: every layer must be linear attention for the server to hold the whole stack"
             )
@@ -47,9 +52,10 @@ class Ends:
             with safe_open(path, "np") as file:
                 names = [name for name in file.keys() if ".layers." not in name]  # noqa: SIM118 - not a dict
                 tensors |= {name: file.get_tensor(name).astype(np.float32) for name in names}
-        stem = next(name for name in tensors if name.endswith("embed_tokens.weight")).removesuffix(
-            "embed_tokens.weight"
-        )
+        stems = [name.removesuffix("embed_tokens.weight") for name in tensors if name.endswith("embed_tokens.weight")]
+        if not stems:
+            raise ValueError(f"{directory}: no tensor is named embed_tokens.weight")
+        stem = stems[0]
         self.embedding = tensors[stem + "embed_tokens.weight"]  # [vocabulary, hidden]
         self.norm = 1.0 + tensors[stem + "norm.weight"]  # [hidden]; the checkpoint stores the distance from 1
         self.head = tensors.get("lm_head.weight", self.embedding)  # [vocabulary, hidden]; absent when tied
@@ -180,7 +186,10 @@ def expected_tokens(directory: Path, prompts: Sequence[Prompt], end_tokens: set[
     """
     import torch  # only the comparison needs them
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     expected: dict[int, list[int]] = {}
     for length in sorted({len(prompt.tokens) for prompt in prompts}):
@@ -208,7 +217,7 @@ def expected_tokens(directory: Path, prompts: Sequence[Prompt], end_tokens: set[
 def print_table(reports: dict[str, Report]) -> None:
     """Print one line per run: its speed, how good the guesses were, and the server's time per step by stage."""
     stages = ("queue", "copy_in", "compute", "copy_out")
-    heads = ("tokens", "steps", "tokens/s", "accepted", *(f"{stage} ms" for stage in stages))
+    heads = ("tokens", "steps", "tokens/s", "accepted", *(f"{stage.replace('_', ' ')} ms" for stage in stages))
     print(" " * 12 + "".join(f"{head:>12}" for head in heads))
     for name, report in reports.items():
         num_tokens = sum(map(len, report.tokens))
@@ -218,7 +227,28 @@ def print_table(reports: dict[str, Report]) -> None:
         print("".join(f"{mean_s * 1e3:12.3f}" for mean_s in means_s))
 
 
+def check_server(address: str) -> None:
+    """Raise SystemExit, with what to do, when no server answers."""
+    try:
+        with Client(address, timeout=ANSWER_TIMEOUT_S) as client:
+            client.info()
+    except TransportError as error:
+        raise SystemExit(f"no server answers at {address}: start one with `deltaline-server --model DIR`") from error
+
+
 def main() -> int:
+    """Print what came of a run; return 1 after an error, or if the results are not what they should be."""
+    try:
+        return run()
+    except (DeltalineError, OSError, SafetensorError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def run() -> int:
     """Run plain and speculative generation and print what came of it; 1 if the results are not what they should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="checkpoint that the server serves")
@@ -235,6 +265,7 @@ def main() -> int:
     given = [[int(token) for token in text.split()] for text in options.prompt or []]
     prompts = [Prompt(tokens, options.max_new_tokens) for tokens in given]
     prompts = prompts or random_prompts(len(ends.embedding), options.prompts, options.max_new_tokens, options.seed)
+    check_server(options.server)
     runs = {"plain": 0} | ({"speculative": options.drafts} if options.drafts else {})
     with Client(options.server) as client:
         reports = {name: generate(client, ends, prompts, runs[name], options.concurrency) for name in runs}
@@ -244,7 +275,10 @@ def main() -> int:
     failed, expected = False, expected_tokens(options.directory, prompts, ends.end_tokens)
     for name, report in reports.items():
         wrong = [i for i, tokens in enumerate(report.tokens) if tokens[: len(expected[i])] != expected[i]]
-        print(f"{name}: {sum(map(len, expected))} tokens", f"differ in prompts {wrong}" if wrong else "as transformers")
+        compared, made = sum(map(len, expected)), sum(map(len, report.tokens))
+        verdict = f"prompts {wrong} differ" if wrong else "all equal"
+        rest = " (the others follow a near-tie of transformers' logits)" if compared < made else ""
+        print(f"{name}: {compared} of {made} tokens compared, {verdict}{rest}")
         failed |= bool(wrong)
     return int(failed)
 

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.utils import logging
 
 
 def make_checkpoint(directory: Path, *, seed: int = 0, num_layers: int = 4, vocab_size: int = 256) -> None:
     """Write config.json and model.safetensors (fp32) to `directory`; the same seed writes the same weights."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = Qwen3NextConfig(
         vocab_size=vocab_size,
@@ -39,3 +42,6 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     make_checkpoint(options.directory, seed=options.seed)
+    for path in sorted(options.directory.iterdir()):
+        print(f"wrote {path}, {path.stat().st_size} bytes")
+    print(f"now serve it: deltaline-server --model {options.directory}")

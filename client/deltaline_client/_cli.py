@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 
 from deltaline_client._cli_bench import BenchOptions, bench
 from deltaline_client._cli_demo import DemoError, demo
@@ -30,29 +34,45 @@ The stages of a step that was computed in several batches are sums: they can exc
 _DEMO = """\
 Writes a small checkpoint, starts a server for it as a process of its own, lets four clients step at once, then
 generates tokens with examples/generate.py, plain and speculatively, and compares them with transformers where that is
-installed. Takes about a minute. Needs deltaline[server].
+installed. Takes about 20 seconds. Needs deltaline[server].
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 1 after an error, which is printed."""
+    """Run the command; return 0, 1 after an error, which is printed, or 130 after SIGINT or SIGTERM."""
     options = _parser().parse_args(arguments)
     try:
-        match options.command:
-            case "info":
-                return show_info(options.server)
-            case "load":
-                return show_load(options.server)
-            case "demo":
-                return demo(keep=options.keep)
-            case _:
-                sizes = {name: getattr(options, name) for name in ("clients", "rows", "steps", "prefill", "drafts")}
-                return bench(options.server, BenchOptions(**sizes))
+        with _terminable():
+            return _run(options)
     except (DeltalineError, DemoError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the block as SIGINT does, so that what was started and opened is cleaned up."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(options: argparse.Namespace) -> int:
+    match options.command:
+        case "info":
+            return show_info(options.server)
+        case "load":
+            return show_load(options.server)
+        case "demo":
+            return demo(keep=options.keep)
+        case _:
+            sizes = {size.name: getattr(options, size.name) for size in fields(BenchOptions)}
+            return bench(options.server, BenchOptions(**sizes))
 
 
 def show_info(address: str) -> int:
@@ -92,9 +112,17 @@ def show_load(address: str) -> int:
     return 0
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("deltaline")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="deltaline", description=_ABOUT, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"deltaline {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     served = argparse.ArgumentParser(add_help=False)
     served.add_argument("server", nargs="?", default="127.0.0.1:50051", help=_SERVER)
@@ -109,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument("--steps", type=int, default=100, help="decode steps, and verify steps, per client [%(default)s]")
     runs.add_argument("--prefill", type=int, default=128, help="tokens of the prefill of each sequence [%(default)s]")
     runs.add_argument("--drafts", type=int, default=4, help="tokens of a verify row; 0 for no verifies [%(default)s]")
+    runs.add_argument("--timeout", type=int, default=10, help="seconds until a step has failed [%(default)s]")
     about = "start a server and drive it from a few clients"
     shows = commands.add_parser("demo", help=about, description=_DEMO, formatter_class=raw)
     shows.add_argument("--keep", action="store_true", help="leave the server running afterwards, until Ctrl-C")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence as Rows
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
 from deltaline_client._cli_text import ProgressLine, table
 from deltaline_client._client import Client
+from deltaline_client._exceptions import DeltalineError
 from deltaline_client._rows import Row
 from deltaline_client._sequence import SequenceRecord
-from deltaline_client._types import StepTiming
+from deltaline_client._types import ServerInfo, StepTiming
 
 Kind = Literal["prefill", "decode", "verify", "mixed"]
 
@@ -27,19 +29,33 @@ _MIXED_PREFILL_TOKENS = 16
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Sizes of a run: clients at once, sequences of each, steps of a kind, tokens of a prefill and of a verify row."""
+    """Sizes of a run: clients at once, sequences of each, steps of a kind, tokens of a prefill and of a verify row.
+
+    timeout: seconds for a step with all its retries.
+    """
 
     clients: int = 4
     rows: int = 8
     steps: int = 100
     prefill: int = 128
     drafts: int = 4
+    timeout: int = 10
 
     def __post_init__(self) -> None:
         for size in fields(self):
             least = 0 if size.name == "drafts" else 1
             if getattr(self, size.name) < least:
                 raise ValueError(f"--{size.name}: expected {least} or more, got {getattr(self, size.name)}")
+
+    def check(self, info: ServerInfo) -> None:
+        """Raise ValueError if the server can't take a run of these sizes."""
+        if self.drafts > info.max_draft_tokens:
+            raise ValueError(f"--drafts: the server verifies at most {info.max_draft_tokens} tokens, got {self.drafts}")
+        if self.rows * self.clients > info.max_sequences:
+            raise ValueError(
+                f"--rows: the server holds at most {info.max_sequences} sequences, "
+                f"got {self.rows} for each of {self.clients} clients"
+            )
 
 
 @dataclass(frozen=True)
@@ -53,21 +69,28 @@ class Phase:
 
 
 class LoopingClient:
-    """One client with its sequences, which sends its next step when the last is answered."""
+    """One client with its sequences, which sends its next step when the last is answered.
 
-    def __init__(self, client: Client, options: BenchOptions, seed: int) -> None:
+    Between steps it looks at `stop`. As a context manager it closes its sequences.
+    """
+
+    def __init__(self, client: Client, options: BenchOptions, seed: int, stop: threading.Event) -> None:
         info = client.info()
+        options.check(info)
         self._client = client
         self._hidden_size = info.hidden_size
         self._options = options
-        self._drafts = min(options.drafts, info.max_draft_tokens)
+        self._drafts = options.drafts
+        self._stop = stop
         self._rng = np.random.default_rng(seed)
         self.sequences = client.open_many(options.rows)
 
     def run(self, kind: Kind, steps: int, progress: ProgressLine) -> list[tuple[float, ...]]:
-        """Step all sequences `steps` times and return where the time of each step went."""
+        """Step all sequences `steps` times, or until the stop, and return where the time of each step went."""
         stages_s = []
         for _ in range(steps):
+            if self._stop.is_set():
+                break
             rows = [self._row(kind, index, sequence) for index, sequence in enumerate(self.sequences)]
             begin_s = time.perf_counter()
             result = self._client.step(rows)
@@ -95,6 +118,13 @@ class LoopingClient:
             make = {"prefill": Row.prefill, "decode": Row.decode, "verify": Row.verify}[kind]
         return make(sequence, hidden)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, DeltalineError):  # after such an error the server may be gone
+            self._client.close(self.sequences)
+
 
 def _stages(total_s: float, timing: StepTiming) -> tuple[float, ...]:
     server_s = (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s)
@@ -103,11 +133,16 @@ def _stages(total_s: float, timing: StepTiming) -> tuple[float, ...]:
 
 
 def run_phases(address: str, options: BenchOptions, plan: Rows[tuple[Kind, int]]) -> list[Phase]:
-    """Run kinds of steps one after the other, each by all clients at once, and close what was opened."""
-    phases = []
-    with ExitStack() as stack, ThreadPoolExecutor(options.clients) as threads:
-        clients = [stack.enter_context(Client(address)) for _ in range(options.clients)]
-        loops = [LoopingClient(client, options, seed) for seed, client in enumerate(clients)]
+    """Run kinds of steps one after the other, each by all clients at once.
+
+    However it ends, the clients stop after the step that they are at, and close what they opened.
+    """
+    phases, stop = [], threading.Event()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(Client(address, timeout=options.timeout)) for _ in range(options.clients)]
+        loops = [stack.enter_context(LoopingClient(client, options, seed, stop)) for seed, client in enumerate(clients)]
+        threads = stack.enter_context(ThreadPoolExecutor(options.clients))
+        stack.callback(stop.set)
         for kind, steps in plan:
             with ProgressLine(f"{kind} steps", steps * options.clients) as progress:
                 begin_s = time.perf_counter()
@@ -116,8 +151,6 @@ def run_phases(address: str, options: BenchOptions, plan: Rows[tuple[Kind, int]]
                 took_s = time.perf_counter() - begin_s
             tokens = sum(loop.num_tokens(kind, index) for loop in loops for index in range(options.rows))
             phases.append(Phase(kind, tokens * steps, took_s, stages_s))
-        for client, loop in zip(clients, loops, strict=True):
-            client.close(loop.sequences)
     return phases
 
 

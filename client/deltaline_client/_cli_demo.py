@@ -1,6 +1,7 @@
 """`deltaline demo`: a server of its own, driven by several clients, and checked against transformers.
 
 The server, the writing of the checkpoint and the comparison are processes of their own: nothing here imports torch.
+They are sessions of their own as well: Ctrl-C reaches this process alone, and it ends the others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deltaline_client._cli_bench import BenchOptions, print_phases, run_phases
@@ -24,8 +25,9 @@ from deltaline_client._retry import Retry
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _START_TIMEOUT_S = 90.0
-_STOP_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 5.0
 _LOG_LINES = 20
+_SERVER_NEEDS = ("torch", "safetensors", "grpc_health", "grpc_reflection", "prometheus_client")
 _SIZES = BenchOptions(clients=4, rows=6, steps=60, prefill=64, drafts=4)
 
 # What is served where transformers is not there to write a checkpoint.
@@ -52,6 +54,9 @@ class DemoError(RuntimeError):
 
 def demo(*, keep: bool) -> int:
     """Run the demo; 0 if all went well and the tokens are those of transformers, else 1."""
+    missing = [name for name in _SERVER_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DemoError(f"the server needs {', '.join(missing)}: pip install 'deltaline[server]'")
     with tempfile.TemporaryDirectory(prefix="deltaline-demo-") as folder:
         directory = Path(folder)
         checkpoint = _write_checkpoint(directory / "checkpoint")
@@ -64,6 +69,7 @@ def demo(*, keep: bool) -> int:
         with _server(model, directory / "server.log") as address:
             _say(f"{_SIZES.clients} clients step {_SIZES.rows} sequences each, in mixed batches")
             print_phases(run_phases(address, _SIZES, [("prefill", 1), ("mixed", _SIZES.steps)]))
+            print("The stages of a step that was cut into several batches are sums: they can exceed the total.")
             code = 0 if checkpoint is None else _generate(checkpoint, address)
             if keep:
                 _say(f"the server stays on {address} until Ctrl-C; try: deltaline bench {address}")
@@ -78,7 +84,8 @@ def _write_checkpoint(directory: Path) -> Path | None:
         _say("no transformers, or no examples beside the client: random weights, and no comparison")
         return None
     _say("transformers writes a small checkpoint with random weights")
-    made = subprocess.run([sys.executable, str(script), str(directory)], capture_output=True, text=True, check=False)
+    command = [sys.executable, str(script), str(directory)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     if made.returncode:
         raise DemoError(f"make_checkpoint.py failed:\n{_tail(made.stderr)}")
     return directory
@@ -92,7 +99,10 @@ def _server(model: list[str], log: Path) -> Iterator[str]:
     _say("the server starts: " + " ".join(["deltaline-server", *command[3:]]))
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*command, "--metrics-port", "-1", "--drain-timeout-s", "1"], stdout=output, stderr=output
+            [*command, "--metrics-port", "-1", "--drain-timeout-s", "1"],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         _wait_until_ready(process, address, log)
@@ -100,8 +110,9 @@ def _server(model: list[str], log: Path) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_TIMEOUT_S)
+        finally:  # also after a second Ctrl-C
             process.kill()
             process.wait()
 
@@ -131,13 +142,12 @@ def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path)
 def _generate(checkpoint: Path, address: str) -> int:
     """Run the example orchestrator, plain and speculative, and its comparison; return its exit code."""
     _say("examples/generate.py continues 8 prompts, plain and speculatively; transformers then does the same")
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",  # of transformers: small operations, faster on one core
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # of transformers: small operations, faster on one core
     command = [sys.executable, str(_EXAMPLES / "generate.py"), str(checkpoint), "--server", address, "--compare"]
-    return subprocess.run(command, env=environment, check=False).returncode
+    code = subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
+    print("Speculation pays where memory bounds a step, as on a GPU with a large model; a small model on a CPU gains")
+    print("little or nothing.")
+    return code
 
 
 def _wait_for_interrupt() -> None:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 
 from deltaline_server import log
-from deltaline_server.app import Server, StartError
-from deltaline_server.config import Config, ConfigError
-from deltaline_server.model import check_model
-from deltaline_server.model_config import ModelError
-from deltaline_server.runtime import model_options
+from deltaline_server.config import Config, ConfigError, unknown_variables
+
+# What the extra "server" installs.
+_EXTRA = {"grpc_health", "grpc_reflection", "prometheus_client", "safetensors", "torch", "triton"}
+
+try:
+    from deltaline_server.app import Server, StartError
+    from deltaline_server.model_config import ModelError
+    from deltaline_server.runtime import check
+except ModuleNotFoundError as error:
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRA:
+        raise
+    sys.exit(f"deltaline-server: error: {package} is missing: pip install 'deltaline[server]'")
+
+_log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -20,8 +32,11 @@ def main() -> int:
     try:
         config = Config.parse(sys.argv[1:], os.environ)
         log.configure(config.log_level, config.log_format)
+        unknown = unknown_variables(os.environ)
+        if unknown:
+            log.event(_log, "ignored unknown variables", level=logging.WARNING, names=",".join(unknown))
         if config.check:
-            check_model(model_options(config))
+            check(config)
             print("deltaline-server: the options and the model's files are sound")
             return 0
         return asyncio.run(serve(config))

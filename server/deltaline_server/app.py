@@ -117,7 +117,9 @@ class Server:
             table.is_draining = True
             timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
             self._drain_until_s = self._clock() + timeout_s
-            event(_log, "drain began", timeout_s=timeout_s, sequences_open=table.num_open)
+            event(
+                _log, "drain began", timeout_s=timeout_s, sequences_open=table.num_open, second_signal="stops at once"
+            )
 
     def interrupt(self) -> None:
         """What a signal does: the first drains, the second stops at once."""
@@ -156,7 +158,8 @@ class Server:
         try:
             self.port = self._server.add_insecure_port(f"{host}:{config.port}")
         except RuntimeError as error:
-            raise StartError(f"--host, --port: can't listen on {host}:{config.port}") from error
+            why = _why_not_bound(config.host, config.port)
+            raise StartError(f"--host, --port: can't listen on {host}:{config.port}{why}") from error
         self.address = f"{host}:{self.port}"
         if config.uds is not None:
             if _answers(config.uds):
@@ -169,7 +172,8 @@ class Server:
             try:
                 self.metrics_port = self.metrics.serve(config.host, config.metrics_port)
             except OSError as error:
-                raise StartError(f"--metrics-port: can't listen on {host}:{config.metrics_port}") from error
+                why = f"{host}:{config.metrics_port} ({error.strerror})"
+                raise StartError(f"--metrics-port: can't listen on {why}") from error
 
     async def _load(self) -> Runtime:
         """Build the runtime in a thread, and say what is going on."""
@@ -255,6 +259,18 @@ class Server:
             _log.exception("a periodic task failed")
             self._has_failed = True
             self._over.set()
+
+
+def _why_not_bound(host: str, port: int) -> str:
+    """Why nothing can listen on a port, in parentheses, as a plain socket tells it: gRPC does not."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        return f" ({error.strerror})"
+    return ""
 
 
 def _answers(path: str) -> bool:

@@ -69,7 +69,7 @@ class Checkpoint:
         else:
             others = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
             but = f"; {', '.join(others[:3])} can run code when it is loaded and is never read" if others else ""
-            raise ModelError(f"model: expected {SINGLE_FILE} or {INDEX_FILE} in the directory, found neither{but}")
+            raise ModelError(f"--model: expected {SINGLE_FILE} or {INDEX_FILE} in the directory, found neither{but}")
 
     @property
     def names(self) -> Iterable[str]:

@@ -7,6 +7,7 @@ before the file, the file before the default. No other module reads the environm
 from __future__ import annotations
 
 import argparse
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -18,8 +19,11 @@ from deltaline_server.log import FORMATS, LEVELS
 
 PREFIX = "DELTALINE_"
 MAX_CONFIG_BYTES = 1 << 20
+# Linux's sun_path, without the zero at its end.
+MAX_UDS_BYTES = 107
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _DESCRIPTION = """\
 Serves the Gated DeltaNet layers of a language model, and holds their recurrent state, behind gRPC.
 Give it a model directory as Hugging Face writes it:  deltaline-server --model ./Qwen3.5-4B --layers 0:3
@@ -41,17 +45,21 @@ def _option(
     choices: Sequence[str] = (),
     low: float | None = None,
     high: float | None = None,
+    metavar: str = "TEXT",
 ) -> Any:
     """A field of Config with its group in the help, its meaning, and the values that it takes."""
-    return field(default=default, metadata={"group": group, "text": text, "choices": choices, "low": low, "high": high})
+    limits = {"choices": choices, "low": low, "high": high}
+    return field(default=default, metadata={"group": group, "text": text, "metavar": metavar, **limits})
 
 
 @dataclass(frozen=True)
 class Config:
     """What the server is started with. Raises ConfigError when made with values that can't be used."""
 
-    model: str | None = _option(None, "model", "model directory: config.json and *.safetensors")
-    random_init: str | None = _option(None, "model", "config.json of a model whose weights are drawn at random")
+    model: str | None = _option(None, "model", "model directory: config.json and *.safetensors", metavar="DIR")
+    random_init: str | None = _option(
+        None, "model", "config.json of a model whose weights are drawn at random", metavar="PATH"
+    )
     seed: int = _option(0, "model", "seed of the random weights", low=0, high=2**63 - 1)
     layers: str | None = _option(None, "model", "layers that may be served, FIRST:END (END not included); default all")
     spans: str | None = _option(
@@ -87,7 +95,7 @@ class Config:
 
     host: str = _option("127.0.0.1", "network", "address to listen on, for steps and metrics")
     port: int = _option(50051, "network", "port of gRPC; 0 for any", low=0, high=65535)
-    uds: str | None = _option(None, "network", "listen on this Unix socket as well")
+    uds: str | None = _option(None, "network", "listen on this Unix socket as well", metavar="PATH")
     metrics_port: int = _option(
         9464, "network", "port of the Prometheus metrics; 0 for any, -1 for none", low=-1, high=65535
     )
@@ -110,6 +118,8 @@ class Config:
             raise ConfigError(f"--model, --random-init: expected one of them, got {got}")
         if self.default_lease_ms > self.max_lease_ms:
             raise ConfigError(f"--default-lease-ms: expected at most {self.max_lease_ms}, got {self.default_lease_ms}")
+        if self.uds is not None:
+            _check_uds(self.uds)
         if self.layers is not None:
             _range(self.layers, "--layers")
         for text in () if self.spans is None else self.spans.split(","):
@@ -148,6 +158,19 @@ def local_address(environ: Mapping[str, str]) -> str:
     return f"127.0.0.1:{environ.get(PREFIX + 'PORT', Config.port)}"
 
 
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """The variables DELTALINE_* that are no option, such as misspelt ones.
+
+    Not those that Kubernetes sets in every pod for a Service named deltaline: DELTALINE_SERVICE_*, DELTALINE_PORT_*.
+    """
+    known = {PREFIX + "CONFIG", *(PREFIX + option.name.upper() for option in fields(Config))}
+    return sorted(
+        name
+        for name in environ
+        if name.startswith(PREFIX) and name not in known and "_SERVICE_" not in name and "_PORT" not in name
+    )
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         """Usage errors are ConfigErrors like all others."""
@@ -165,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--config", metavar="FILE", help="TOML file with options")
+    parser.add_argument("--config", metavar="PATH", help="TOML file with options")
     groups: dict[str, Any] = {}
     for option in fields(Config):
         name, metadata = option.metadata["group"], option.metadata
@@ -174,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         if _kind(option) is bool:
             group.add_argument(_flag(option.name), action="store_const", const="true", help=metadata["text"])
         else:
-            metavar = "|".join(metadata["choices"]) or ("TEXT" if _kind(option) is str else "N")
+            metavar = "|".join(metadata["choices"]) or (metadata["metavar"] if _kind(option) is str else "N")
             group.add_argument(_flag(option.name), metavar=metavar, help=metadata["text"] + _shown(option))
     return parser
 
@@ -186,7 +209,8 @@ def _read_file(path: Path) -> dict[str, Any]:
             raise ConfigError(f"--config: expected at most {MAX_CONFIG_BYTES} bytes in {path}")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--config: {path} can't be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--config: {path} can't be read: {why}") from error
     options = {option.name: option for option in fields(Config)}
     unknown = sorted(values.keys() - options.keys())
     if unknown:
@@ -202,7 +226,7 @@ def _from_toml(option: Field[Any], value: object, source: str) -> Any:
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise ConfigError(f"{source}: expected {kind.__name__}, got {value!r}")
+        raise ConfigError(f"{source}: expected {_WORDS[kind]}, got {value!r}")
     return value
 
 
@@ -217,7 +241,7 @@ def _from_text(option: Field[Any], text: str, source: str) -> Any:
             return int(float(text[: -len(unit)]) * _UNITS[unit]) if unit else int(text)
         return kind(text)
     except (KeyError, ValueError, OverflowError) as error:
-        expected = "a number of bytes such as 4MiB" if option.name.endswith("_bytes") else kind.__name__
+        expected = "a number of bytes such as 4MiB" if option.name.endswith("_bytes") else _WORDS[kind]
         raise ConfigError(f"{source}: expected {expected}, got {text!r}") from error
 
 
@@ -229,6 +253,14 @@ def _check(option: Field[Any], value: Any) -> None:
     if low is not None and not low <= value <= (float("inf") if high is None else high):
         expected = f"at least {low}" if high is None else f"{low} .. {high}"
         raise ConfigError(f"{_flag(option.name)}: expected {expected}, got {value}")
+
+
+def _check_uds(path: str) -> None:
+    """A socket may be made at the path, as far as its length and its folder tell."""
+    if not 0 < len(os.fsencode(path)) <= MAX_UDS_BYTES:
+        raise ConfigError(f"--uds: expected a path of 1 .. {MAX_UDS_BYTES} bytes, got {path!r}")
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"--uds: expected a socket in a folder that exists, got {path!r}")
 
 
 def _range(text: str, flag: str) -> range:

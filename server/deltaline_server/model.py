@@ -20,8 +20,8 @@ from torch import Tensor
 from deltaline_kernels import Rows
 from deltaline_server.checkpoint import Checkpoint
 from deltaline_server.layers import Block, GatedDeltaNet, Layer
-from deltaline_server.model_config import GatedDeltaNetShape, ModelConfig, ModelError, Scope
-from deltaline_server.state_pool import StateOptions, StatePool
+from deltaline_server.model_config import CONFIG_FILE, GatedDeltaNetShape, ModelConfig, ModelError, Scope
+from deltaline_server.state_pool import StateOptions, StatePool, check_state
 from deltaline_server.weights import LayerLoader, Placement, random_init
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -113,13 +113,15 @@ def load_model(options: ModelOptions) -> Model:
         return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shape, plan.placement)
 
 
-def check_model(options: ModelOptions) -> None:
+def check_model(options: ModelOptions, state: StateOptions | None = None) -> None:
     """Check all that `load_model` checks, on no device: names and shapes of weights are read, their values are not.
 
-    Raises ModelError as `load_model` does.
+    With `state`, check that its limit holds the model's state as well; none is allocated.
+    Raises ModelError as `load_model` and `Model.make_pool` do.
     """
-    with _plan(replace(options, device=torch.device("cpu"))):
-        return
+    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+        if state is not None:
+            check_state([plan.loader.shape] * len(plan.layers), state, plan.placement.dtype)
 
 
 def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> tuple[range, ...]:
@@ -127,16 +129,16 @@ def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> t
     if spans is None:
         return (layers,) if scope is Scope.BLOCK else tuple(range(i, i + 1) for i in layers)
     if not spans:
-        raise ModelError("spans: expected at least one, got none")
+        raise ModelError("--spans: expected at least one, got none")
     for span in spans:
         if span.step != 1 or not layers.start <= span.start < span.stop <= layers.stop:
-            raise ModelError(f"spans: expected layers inside {_text(layers)}, got {_text(span)}")
+            raise ModelError(f"--spans: expected layers inside {_text(layers)}, got {_text(span)}")
         if scope is Scope.MIXER and len(span) > 1:
-            raise ModelError(f"spans: expected one layer each in mixer scope, got {_text(span)}")
+            raise ModelError(f"--spans: expected one layer each in mixer scope, got {_text(span)}")
     ordered = sorted(spans, key=lambda span: span.start)
     for before, after in itertools.pairwise(ordered):
         if after.start < before.stop:
-            raise ModelError(f"spans: expected disjoint spans, got {_text(before)} and {_text(after)}")
+            raise ModelError(f"--spans: expected disjoint spans, got {_text(before)} and {_text(after)}")
     return tuple(spans)
 
 
@@ -157,16 +159,18 @@ def _plan(options: ModelOptions) -> Iterator[_Plan]:
     with ExitStack() as stack:
         checkpoint: Checkpoint | None = None
         if options.model is not None and options.random_init is None:
+            _require("--model", options.model / CONFIG_FILE)
             config = ModelConfig.from_directory(options.model)
             checkpoint = stack.enter_context(Checkpoint(options.model))
         elif options.random_init is not None and options.model is None:
+            _require("--random-init", options.random_init)
             config = ModelConfig.from_file(options.random_init)
         else:
-            raise ModelError("model: expected either a model directory or a config for random weights")
+            raise ModelError("--model, --random-init: expected either a model directory or a config for random weights")
         count = len(config.layers)
         served = options.layers if options.layers is not None else range(count)
         if served.step != 1 or not 0 <= served.start < served.stop <= count:
-            raise ModelError(f"layers: expected a range inside {_text(range(count))}, got {_text(served)}")
+            raise ModelError(f"--layers: expected a range inside {_text(range(count))}, got {_text(served)}")
         spans = check_spans(options.spans, served, options.scope)
         layers = sorted(layer for span in spans for layer in span)
         dtype = options.dtype or getattr(torch, config.dtype or "float32")
@@ -176,12 +180,20 @@ def _plan(options: ModelOptions) -> Iterator[_Plan]:
         yield _Plan(config, spans, layers, placement, loader)
 
 
+def _require(flag: str, path: Path) -> None:
+    """Raise ModelError naming the option unless there is something at the path that its value leads to."""
+    try:
+        path.stat()
+    except OSError as error:
+        raise ModelError(f"{flag}: expected a file {path}, found none ({error.strerror})") from error
+
+
 def _with_index(device: torch.device) -> torch.device:
     """The device with its index, as tensors on it name it. Raises ModelError if torch can't use it."""
     try:
         return torch.empty(0, device=device).device
     except (AssertionError, RuntimeError) as error:
-        raise ModelError(f"device: expected one that torch finds here, got {device}") from error
+        raise ModelError(f"--device: expected one that torch finds here, got {device}") from error
 
 
 def _text(layers: range) -> str:

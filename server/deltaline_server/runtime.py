@@ -25,7 +25,7 @@ from deltaline_server.engine import Engine
 from deltaline_server.job_queue import Limits
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import LinePool
-from deltaline_server.model import Model, ModelOptions, load_model
+from deltaline_server.model import Model, ModelOptions, check_model, load_model
 from deltaline_server.model_config import GatedDeltaNetShape, ModelError, Scope
 from deltaline_server.observer import Observer
 from deltaline_server.replies import KeptReplies
@@ -58,12 +58,7 @@ class Runtime:
         if config.threads:
             torch.set_num_threads(config.threads)
         model = load_model(model_options(config))
-        options = StateOptions(
-            num_lines=config.max_sequences,
-            max_draft=config.max_draft_tokens,
-            state_dtype=getattr(torch, config.state_dtype),
-            limit_bytes=config.state_bytes,
-        )
+        options = state_options(config)
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
             check_kernels(model.device, model.dtype, model.shape, options)
         pool = model.make_pool(options)
@@ -175,6 +170,11 @@ def _compiler(device: torch.device) -> str:
     return f" (Triton {version('triton')}, ptxas {knobs.nvidia.ptxas.version})"
 
 
+def check(config: Config) -> None:
+    """Judge the model's files and its state's size as `Runtime.build` does; allocate nothing. Raises ModelError."""
+    check_model(model_options(config), state_options(config))
+
+
 def model_options(config: Config) -> ModelOptions:
     """What the model module is asked to load. Raises ModelError when there is no such device."""
     has_cuda = torch.cuda.is_available()
@@ -189,6 +189,16 @@ def model_options(config: Config) -> ModelOptions:
         spans=config.span_ranges,
         scope=Scope(config.scope),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+    )
+
+
+def state_options(config: Config) -> StateOptions:
+    """How much state the model is given."""
+    return StateOptions(
+        num_lines=config.max_sequences,
+        max_draft=config.max_draft_tokens,
+        state_dtype=getattr(torch, config.state_dtype),
+        limit_bytes=config.state_bytes,
     )
 
 

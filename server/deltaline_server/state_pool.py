@@ -66,29 +66,22 @@ class StatePool:
     ) -> None:
         """Allocate, after the sizes were checked in Python integers.
 
-        Raises ModelError: no line, no draft token, or more bytes than options.limit_bytes.
+        Raises ModelError as check_state does.
         """
-        if options.num_lines < 1:
-            raise ModelError(f"num_lines: expected at least 1, got {options.num_lines}")
-        if options.max_draft < 1:
-            raise ModelError(f"max_draft: expected at least 1, got {options.max_draft}")
-        if options.state_dtype not in (torch.float32, torch.bfloat16):
-            raise ModelError(f"state_dtype: expected float32 or bfloat16, got {options.state_dtype}")
+        self.bytes_per_sequence = check_state(shapes, options, dtype)
+        self.total_bytes = self.bytes_per_sequence * (options.num_lines + 1)
         self.num_lines = options.num_lines
         self.max_draft = options.max_draft
         self.state_dtype = options.state_dtype
         self.device = device
-        plans = [_line_shapes(shape, options, dtype) for shape in shapes]
-        self.bytes_per_sequence = sum(math.prod(size) * kind.itemsize for plan in plans for size, kind in plan)
-        self.total_bytes = self.bytes_per_sequence * (options.num_lines + 1)
-        if 0 < options.limit_bytes < self.total_bytes:
-            raise ModelError(
-                f"state bytes: expected at least {self.total_bytes} for {options.num_lines} sequences and the null "
-                f"line of {self.bytes_per_sequence} bytes each, got a limit of {options.limit_bytes}"
-            )
         self.layers = tuple(
-            LayerState(*(torch.zeros(options.num_lines + 1, *size, dtype=kind, device=device) for size, kind in plan))
-            for plan in plans
+            LayerState(
+                *(
+                    torch.zeros(options.num_lines + 1, *size, dtype=kind, device=device)
+                    for size, kind in _line_shapes(shape, options, dtype)
+                )
+            )
+            for shape in shapes
         )
 
     def zero(self, lines: NDArray[np.int64]) -> None:
@@ -104,6 +97,28 @@ class StatePool:
         for layer in self.layers:
             for tensor in layer.tensors:
                 tensor.index_fill_(0, index, 0)
+
+
+def check_state(shapes: Sequence[GatedDeltaNetShape], options: StateOptions, dtype: torch.dtype) -> int:
+    """Return the bytes of a line of every layer, in Python integers; allocate nothing.
+
+    Raises ModelError: no line, no draft token, or a pool of more bytes than options.limit_bytes.
+    """
+    if options.num_lines < 1:
+        raise ModelError(f"num_lines: expected at least 1, got {options.num_lines}")
+    if options.max_draft < 1:
+        raise ModelError(f"max_draft: expected at least 1, got {options.max_draft}")
+    if options.state_dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(f"state_dtype: expected float32 or bfloat16, got {options.state_dtype}")
+    plans = [_line_shapes(shape, options, dtype) for shape in shapes]
+    line_bytes = sum(math.prod(size) * kind.itemsize for plan in plans for size, kind in plan)
+    total_bytes = line_bytes * (options.num_lines + 1)
+    if 0 < options.limit_bytes < total_bytes:
+        raise ModelError(
+            f"--state-bytes: expected at least {total_bytes} for {options.num_lines} sequences and the null "
+            f"line of {line_bytes} bytes each, got a limit of {options.limit_bytes}"
+        )
+    return line_bytes
 
 
 def _line_shapes(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +19,17 @@ from deltaline_client import _cli_demo
 from deltaline_client._cli import main
 from deltaline_client._cli_text import mebibytes, table
 from deltaline_server.errors import Reason
+
+
+def signal_when(number: int, is_time: Callable[[], bool]) -> None:
+    """Send this process a signal as soon as a condition holds, from a thread."""
+
+    def wait() -> None:
+        while not is_time():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def test_info_tells_what_is_served(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +69,44 @@ def test_bench_refuses_sizes_that_make_no_sense(option: str, capsys: pytest.Capt
     assert f"--{option}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("option", "value", "limit"), [("drafts", "5", "4"), ("rows", "9", "16")])
+def test_bench_refuses_more_than_the_server_takes(
+    server: Any, option: str, value: str, limit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", server.address, "--clients", "2", "--rows", "1", f"--{option}", value]) == 1
+    error = capsys.readouterr().err
+    assert f"--{option}" in error and f"at most {limit} " in error
+    assert server.streams == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_closes_what_it_opened(
+    server: Any, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signal_when(number, lambda: len(server.requests["Step"]) > 8)
+    begin_s = time.monotonic()
+    assert main(["bench", server.address, "--clients", "2", "--rows", "2", "--steps", "100000"]) == 130
+    assert time.monotonic() - begin_s < 10
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert server.streams == {}
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_bench_gives_a_lost_server_up(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(100):
+        server.lose("Step")
+    begin_s = time.monotonic()
+    assert main(["bench", server.address, "--clients", "1", "--rows", "2", "--timeout", "1"]) == 1
+    assert time.monotonic() - begin_s < 5
+    assert capsys.readouterr().err.splitlines()[-1].startswith("deltaline: error: ")
+
+
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("deltaline ")
+
+
 def test_errors_are_one_line(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.refuse("GetLoad", Reason.BUG)
     assert main(["load", server.address]) == 1
@@ -68,6 +123,35 @@ def test_demo_tells_why_the_server_did_not_start(
     monkeypatch.setattr(_cli_demo, "_EXAMPLES", tmp_path)
     assert main(["demo"]) == 1
     assert "no such model" in capsys.readouterr().err
+
+
+def test_demo_names_the_packages_that_the_server_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_cli_demo, "_SERVER_NEEDS", ("sys", "no_such_package"))
+    assert main(["demo"]) == 1
+    error = "deltaline: error: the server needs no_such_package: pip install 'deltaline[server]'\n"
+    assert capsys.readouterr().err == error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    started, folders = tmp_path / "started", tmp_path / "folders"
+    folders.mkdir()
+    waiting = tmp_path / "python"
+    waiting.write_text(f"#!/bin/sh\necho $$ > {started}.new\nmv {started}.new {started}\nexec sleep 60\n")
+    waiting.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(waiting))
+    monkeypatch.setattr(_cli_demo, "_EXAMPLES", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    signal_when(number, started.exists)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert list(folders.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
 
 
 def test_tables_line_up() -> None:

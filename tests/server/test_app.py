@@ -212,8 +212,15 @@ async def test_unix_socket_serves_as_well(make_server: Callable[..., Server], tm
 
 @pytest.mark.parametrize(("option", "named"), [("port", "--port"), ("metrics_port", "--metrics-port")])
 async def test_port_in_use_is_told(make_server: Callable[..., Server], option: str, named: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartError, match=named):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartError) as caught:
         await make_server(**{option: taken.getsockname()[1]}).start()
+    assert str(caught.value).startswith(named if option != "port" else f"--host, {named}")
+    assert "Address already in use" in str(caught.value)
+
+
+async def test_host_of_another_machine_is_told(make_server: Callable[..., Server]) -> None:
+    with pytest.raises(StartError, match=r"--host.*Cannot assign requested address"):
+        await make_server(host="203.0.113.1").start()
 
 
 async def test_slow_protobuf_is_refused(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +230,7 @@ async def test_slow_protobuf_is_refused(make_server: Callable[..., Server], monk
 
 
 async def test_state_that_does_not_fit_is_refused(make_server: Callable[..., Server]) -> None:
-    with pytest.raises(ModelError, match="state bytes"):
+    with pytest.raises(ModelError, match="--state-bytes"):
         await make_server(state_bytes=1000).start()
 
 
@@ -285,7 +292,17 @@ def test_check_accepts_a_sound_model(
 
 
 @pytest.mark.parametrize(
-    "argv", [["--layers", "0:9"], ["--spans", "1:3"], ["--spans", "0:2,1:2"], ["--port", "x"]], ids=" ".join
+    "argv",
+    [
+        ["--layers", "0:9"],
+        ["--spans", "1:3"],
+        ["--spans", "0:2,1:2"],
+        ["--port", "x"],
+        ["--state-bytes", "1KiB"],
+        ["--uds", "/nowhere/deltaline.sock"],
+        ["--uds", f"/tmp/{'x' * 103}"],
+    ],
+    ids=lambda argv: " ".join(argv)[:40],
 )
 def test_check_refuses_in_one_line(
     monkeypatch: pytest.MonkeyPatch, model_file: str, capsys: pytest.CaptureFixture[str], argv: list[str]
@@ -293,7 +310,34 @@ def test_check_refuses_in_one_line(
     assert run_main(monkeypatch, "--check", "--random-init", model_file, *argv) == 1
     captured = capsys.readouterr()
     assert (captured.out, len(captured.err.splitlines())) == ("", 1)
-    assert argv[0].strip("-") in captured.err
+    assert captured.err.startswith(f"deltaline-server: error: {argv[0]}: ")
+
+
+@pytest.mark.parametrize(("flag", "looked_for"), [("--model", "/nowhere/config.json"), ("--random-init", "/nowhere")])
+def test_absent_model_is_refused_by_its_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, looked_for: str
+) -> None:
+    assert run_main(monkeypatch, "--check", flag, "/nowhere") == 1
+    assert f"error: {flag}: expected a file {looked_for}, found none" in capsys.readouterr().err
+
+
+def test_misspelt_variable_is_named_and_ignored(
+    monkeypatch: pytest.MonkeyPatch, model_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DELTALINE_MAX_SEQENCES", "3")
+    assert run_main(monkeypatch, "--check", "--random-init", model_file) == 0
+    assert [(record.levelname, vars(record)["fields"]) for record in caplog.records] == [
+        ("WARNING", {"names": "DELTALINE_MAX_SEQENCES"})
+    ]
+
+
+@pytest.mark.parametrize("package", ["grpc_health", "torch"])
+def test_package_that_is_missing_is_named_in_one_line(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from deltaline_server import __main__"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"deltaline-server: error: {package} is missing: pip install 'deltaline[server]'\n"
 
 
 def test_command_serves_until_a_signal_and_exits_with_0(model_file: str) -> None:
@@ -307,6 +351,8 @@ def test_command_serves_until_a_signal_and_exits_with_0(model_file: str) -> None
         check = [sys.executable, "-m", "deltaline_server.healthcheck"]
         assert subprocess.run([*check, events[2]["address"]], env=environ, capture_output=True).returncode == 0
         process.send_signal(signal.SIGTERM)
-        rest = [json.loads(line)["message"] for line in process.stderr]
-        assert (process.wait(10), rest) == (0, ["drain began", "drain over", "stopped"])
+        rest = [json.loads(line) for line in process.stderr]
+        assert process.wait(10) == 0
+        assert [event["message"] for event in rest] == ["drain began", "drain over", "stopped"]
+        assert rest[0]["second_signal"] == "stops at once"
     assert subprocess.run([*check, events[2]["address"]], env=environ, capture_output=True).returncode == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltaline_server.config import Config, ConfigError, local_address
+from deltaline_server.config import Config, ConfigError, local_address, unknown_variables
 
 BASE = ["--model", "somewhere"]
 
@@ -116,6 +116,28 @@ def test_spans_and_layers_become_ranges() -> None:
 
 def test_unrelated_environment_is_ignored() -> None:
     assert Config.parse(BASE, {"PORT": "1", "DELTALINE_UNKNOWN": "1"}) == Config(model="somewhere")
+
+
+def test_unknown_variables_are_those_that_nothing_else_sets() -> None:
+    ours = {"DELTALINE_CONFIG": "", "DELTALINE_PORT": "", "DELTALINE_MAX_SEQUENCES": ""}
+    of_kubernetes = {"DELTALINE_SERVICE_HOST": "", "DELTALINE_PORT_50051_TCP_ADDR": ""}
+    typos = {"DELTALINE_SEEDS": "", "DELTALINE_MAX_SEQENCES": ""}
+    assert unknown_variables(typos | ours | of_kubernetes | {"PATH": ""}) == sorted(typos)
+
+
+def test_file_that_is_absent_is_named_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("--config", "/nowhere/deltaline.toml")
+    assert str(caught.value) == "--config: /nowhere/deltaline.toml can't be read: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [(["--seed", "zig"], "a whole number, got 'zig'"), (["--lease-tick-s", "x"], "a number, got 'x'")],
+)
+def test_message_says_what_kind_of_value_is_expected(argv: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{argv[0]}: expected {expected}$"):
+        parse(*argv)
 
 
 def test_local_address_follows_the_environment() -> None:

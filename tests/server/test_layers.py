@@ -213,13 +213,13 @@ def test_spans(spans: list[range] | None, layers: range, scope: Scope, expected:
 @pytest.mark.parametrize(
     ("spans", "scope", "message"),
     [
-        ([], Scope.BLOCK, "spans: expected at least one"),
-        ([range(0, 2), range(1, 3)], Scope.BLOCK, "spans: expected disjoint spans, got 0:2 and 1:3"),
-        ([range(0, 1), range(0, 1)], Scope.BLOCK, "spans: expected disjoint spans, got 0:1 and 0:1"),
-        ([range(3, 5)], Scope.BLOCK, "spans: expected layers inside 0:4, got 3:5"),
-        ([range(2, 2)], Scope.BLOCK, "spans: expected layers inside 0:4, got 2:2"),
-        ([range(0, 4, 2)], Scope.BLOCK, "spans: expected layers inside"),
-        ([range(0, 2)], Scope.MIXER, "spans: expected one layer each in mixer scope, got 0:2"),
+        ([], Scope.BLOCK, "--spans: expected at least one"),
+        ([range(0, 2), range(1, 3)], Scope.BLOCK, "--spans: expected disjoint spans, got 0:2 and 1:3"),
+        ([range(0, 1), range(0, 1)], Scope.BLOCK, "--spans: expected disjoint spans, got 0:1 and 0:1"),
+        ([range(3, 5)], Scope.BLOCK, "--spans: expected layers inside 0:4, got 3:5"),
+        ([range(2, 2)], Scope.BLOCK, "--spans: expected layers inside 0:4, got 2:2"),
+        ([range(0, 4, 2)], Scope.BLOCK, "--spans: expected layers inside"),
+        ([range(0, 2)], Scope.MIXER, "--spans: expected one layer each in mixer scope, got 0:2"),
     ],
     ids=["none", "overlap", "twice", "outside", "empty", "step", "long-mixer"],
 )
@@ -236,7 +236,7 @@ def test_layers_of_no_span_are_not_loaded(oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("use", [load_model, check_model])
 def test_layers_outside_the_checkpoint_are_refused(oracle: Oracle, use: Callable[[ModelOptions], object]) -> None:
-    with pytest.raises(ModelError, match="layers: expected a range inside 0:4, got 2:5"):
+    with pytest.raises(ModelError, match="--layers: expected a range inside 0:4, got 2:5"):
         use(oracle.options("cpu", layers=range(2, 5)))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltaline_server.model_config import GatedDeltaNetShape, ModelError
-from deltaline_server.state_pool import StateOptions, StatePool
+from deltaline_server.state_pool import StateOptions, StatePool, check_state
 
 SHAPE = GatedDeltaNetShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=4, conv_width=4)
 OPTIONS = StateOptions(num_lines=5, max_draft=3)
@@ -50,6 +50,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
     pool = make_pool()
     assert pool.bytes_per_sequence == 2 * LINE_BYTES
     assert pool.total_bytes == sum(tensor.nbytes for tensor in tensors_in(pool))
+    assert check_state([SHAPE, SHAPE], OPTIONS, torch.bfloat16) == pool.bytes_per_sequence
     half = make_pool(options=replace(OPTIONS, state_dtype=torch.bfloat16))
     assert pool.bytes_per_sequence - half.bytes_per_sequence == 2 * 2 * 4 * 4 * 8
 
@@ -57,9 +58,9 @@ def test_bytes_are_those_of_the_tensors() -> None:
 def test_a_pool_above_its_limit_is_refused_before_it_is_allocated() -> None:
     needed = 6 * 2 * LINE_BYTES
     assert make_pool(options=replace(OPTIONS, limit_bytes=needed)).total_bytes == needed
-    with pytest.raises(ModelError, match=f"state bytes: expected at least {needed} .* got a limit of {needed - 1}"):
+    with pytest.raises(ModelError, match=f"--state-bytes: expected at least {needed} .* got a limit of {needed - 1}"):
         make_pool(options=replace(OPTIONS, limit_bytes=needed - 1))
-    with pytest.raises(ModelError, match="state bytes"):
+    with pytest.raises(ModelError, match="--state-bytes"):
         make_pool(options=replace(OPTIONS, num_lines=1 << 60, limit_bytes=1 << 40))
 
 
