@@ -97,10 +97,10 @@ def runnable(job: Job, table: SequenceTable) -> NDArray[np.int64]:
 
 
 def choose_pieces(jobs: Iterable[Job], table: SequenceTable, *, max_short: int, chunk_tokens: int) -> list[Piece]:
-    """Rows that run next, short ones (at most `max_short` tokens left) first; at most `chunk_tokens` tokens of long
-    ones.
+    """Rows that run next, short ones first: those with at most `max_short` tokens left.
 
-    Jobs are in the order in which they run. Rows are not marked; the caller does that.
+    Long ones get at most `chunk_tokens` tokens together. Jobs are in the order in which they run. Rows are not marked;
+    the caller does that.
     """
     short: list[Piece] = []
     long: list[Piece] = []
