@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,15 @@ def test_bench_refuses_more_than_the_server_takes(
     assert server.streams == {}
 
 
+@pytest.fixture
+def at_a_terminal() -> Iterator[None]:
+    """SIGINT interrupts, as at a terminal: a runner in a shell's background starts with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_bench_closes_what_it_opened(
     server: Any, number: int, capsys: pytest.CaptureFixture[str]
@@ -134,6 +143,7 @@ def test_demo_names_the_packages_that_the_server_needs(
     assert capsys.readouterr().err == error
 
 
+@pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
