@@ -67,6 +67,9 @@ def run_selftest(
         for batch, rows in _batches(max_draft, device).items():
             for name, got, want in _compare(fill, rows, heads, conv_width, max_draft, dtype, state_dtype):
                 checks.append(Check(f"{name}, {batch}, {kind}", _error(got, want), limit))
+    for batch, rows in _short_batches(max_draft, device).items():
+        got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype)
+        checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
     return checks
 
 
@@ -81,6 +84,38 @@ def _batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
     return {kind: Rows.build(*fields, max_short=max_draft, device=device) for kind, fields in control.items()}
 
 
+def _short_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """Short rows of every length and number for which a kernel of its own is compiled."""
+    batches = {}
+    for num_rows in (2, 128):
+        for length in (1, 4, 8):
+            n = min(length, max_draft)
+            lines = list(range(1, num_rows + 1))
+            lengths, zeros = [n] * num_rows, [0] * num_rows
+            rows = Rows.build(lengths, lines, lines, lengths, zeros, zeros, max_short=max_draft, device=device)
+            batches[f"{num_rows} rows of {n}"] = rows
+    return batches
+
+
+def _convolve(
+    fill: Callable[..., Tensor], rows: Rows, heads: Heads, width: int, max_draft: int, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what the convolution computed and what its reference computed, for rows that update their lines."""
+    device, num_rows = rows.control.device, rows.num_rows
+    channels = 2 * heads.keys + heads.values
+    x = _projected(fill, num_rows * rows.max_length, heads).to(device, dtype)[:, :channels]
+    weight = fill(width, channels).to(device, dtype)
+    lines = fill(num_rows + 1, width - 1 + max_draft, channels).to(device, dtype)
+    want_lines = lines.clone()
+    y = causal_conv1d(x, weight, None, lines, rows)
+    return [y, lines], [causal_conv1d_reference(x, weight, None, want_lines, rows), want_lines]
+
+
+def _projected(fill: Callable[..., Tensor], num_tokens: int, heads: Heads) -> Tensor:
+    """Make what the projection of a layer leaves: q, k, v, z, b and a side by side, `[T, *]`."""
+    return fill(num_tokens, 2 * heads.keys + 2 * heads.values + 2 * heads.num_value_heads)
+
+
 def _compare(
     fill: Callable[..., Tensor],
     rows: Rows,
@@ -93,8 +128,7 @@ def _compare(
     """Yield the name of each family, what it computed and what its reference computed."""
     device, num_tokens = rows.control.device, int(rows.query_start_loc[-1])
     channels, num_heads = 2 * heads.keys + heads.values, heads.num_value_heads
-    # Slices of one tensor, as the projection of a layer leaves them.
-    x = fill(num_tokens, channels + heads.values + 2 * num_heads).to(device, dtype)
+    x = _projected(fill, num_tokens, heads).to(device, dtype)
     x, z, b, a = x.split((channels, heads.values, num_heads, num_heads), dim=-1)
     weight = fill(width, channels).to(device, dtype)
     lines = fill(4, width - 1 + max_draft, channels).to(device, dtype)

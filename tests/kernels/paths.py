@@ -21,6 +21,11 @@ class Path:
     ) -> Tensor:
         return causal_conv1d(x, weight, bias, lines, rows, activation=activation)
 
+    def conv_split(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, sizes: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
+        return causal_conv1d(x, weight, bias, lines, rows, split=sizes)
+
     def delta(
         self,
         qkv: Tensor,
@@ -45,11 +50,20 @@ class InterpretedPath(Path):
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, activation: str | None = "silu"
     ) -> Tensor:
-        from deltaline_kernels.conv1d.kernel import causal_conv1d_triton
+        from deltaline_kernels.conv1d.launch import causal_conv1d_triton
 
         y = torch.empty(x.shape, dtype=x.dtype)
-        causal_conv1d_triton(x, weight, bias, lines, rows, y, silu=activation == "silu")
+        causal_conv1d_triton(x, weight, bias, lines, rows, (y,), silu=activation == "silu")
         return y
+
+    def conv_split(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, sizes: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
+        from deltaline_kernels.conv1d.launch import causal_conv1d_triton
+
+        parts = tuple(torch.empty(x.shape[0], size, dtype=x.dtype) for size in sizes)
+        causal_conv1d_triton(x, weight, bias, lines, rows, parts, silu=True)
+        return parts
 
     def delta(
         self,

@@ -11,7 +11,7 @@ from kernels.batches import Batch, Layer, Row, make_batch, plan_rows
 from kernels.paths import Path
 from kernels.tolerance import assert_close
 
-from deltaline_kernels import causal_conv1d, causal_conv1d_reference
+from deltaline_kernels import causal_conv1d, causal_conv1d_reference, run_selftest
 
 CASES = {
     "one-token": [Row(1)],
@@ -23,18 +23,54 @@ CASES = {
     "verify-of-other-lengths": [Row(n, verify=True, to="other") for n in range(1, 5)],
     "63-64-65-and-a-prime": [Row(63), Row(64), Row(65, replayed=3), Row(127)],
     "mixed": [Row(1), Row(4, verify=True, replayed=1), Row(2, skipped=True), Row(0), Row(17, to="nowhere"), Row(5)],
+    # Starts around the ends of the pieces of 64 tokens that a program owns.
+    "starts-around-a-piece's-end": [Row(n) for n in (61, 1, 1, 1, 64, 62, 70, 59, 0, 1, 2, 63)],
+    "empty-at-a-piece's-end": [Row(64), Row(0, replayed=1), Row(64), Row(0, to="other"), Row(0, fresh=True)],
+    "long-behind-a-short-head": [Row(62), Row(140, fresh=True), Row(53), Row(131, to="other", replayed=2), Row(125)],
+    "many": [Row(i % 3 % 2, skipped=i % 7 == 0, to="other" if i % 5 == 0 else "same") for i in range(131)],
+    "many-verifies": [Row(1 + i % 4, verify=i % 3 > 0, replayed=i % 4, skipped=i % 11 == 0) for i in range(130)],
     "skipped-and-null": [Row(1, skipped=True), Row(3, to="null"), Row(9, skipped=True), Row(9, to="null")],
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_conv_matches_the_reference(path: Path, case: str) -> None:
-    batch = make_batch(CASES[case], path)
+    check(path, make_batch(CASES[case], path))
+
+
+def check(path: Path, batch: Batch) -> None:
+    """Compare outputs within the tolerance and lines bit by bit; NaN where nothing is to be written."""
     want_lines = batch.lines.clone()
     want = causal_conv1d_reference(batch.qkv, batch.weight, batch.bias, want_lines, batch.rows)
     got = path.conv(batch.qkv, batch.weight, batch.bias, batch.lines, batch.rows)
     assert_close("y", got, want, path.dtype)
     assert torch.equal(batch.lines.nan_to_num(7.0), want_lines.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("draft", [8, 12])
+def test_conv_verifies_many_tokens(path: Path, draft: int) -> None:
+    rows = [Row(n, verify=n != 6, replayed=n // 2) for n in (1, draft, 6, draft - 1, 5)] + [Row(70, replayed=draft)]
+    check(path, make_batch(rows, path, Layer(M=draft)))
+
+
+# 3 to 2,053 channels, no multiple of a block.
+@pytest.mark.parametrize("key_dim", [1, 128, 513, 1026])
+def test_conv_has_any_number_of_channels(path: Path, key_dim: int) -> None:
+    rows = [Row(1), Row(3, verify=True, replayed=1), Row(67), Row(2, skipped=True), Row(9, fresh=True)]
+    check(path, make_batch(rows, path, Layer(HV=1, K=key_dim, V=1)))
+
+
+@pytest.mark.parametrize("sizes", [(48,), (16, 32), (16, 16, 16), (1, 46, 1), (48, 0, 0)], ids=str)
+def test_conv_splits_its_output(path: Path, sizes: tuple[int, ...]) -> None:
+    rows = [Row(1), Row(4, verify=True, replayed=2), Row(66), Row(3, skipped=True), Row(0, replayed=1)]
+    batch = make_batch(rows, path)
+    whole = batch.clone()
+    want = path.conv(whole.qkv, whole.weight, whole.bias, whole.lines, whole.rows)
+    parts = path.conv_split(batch.qkv, batch.weight, batch.bias, batch.lines, batch.rows, sizes)
+    assert [part.shape[1] for part in parts] == list(sizes)
+    assert all(part.is_contiguous() for part in parts)
+    assert_close("parts", torch.cat(parts, dim=1), want, path.dtype)
+    assert torch.equal(batch.lines.nan_to_num(7.0), whole.lines.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("width", [2, 3, 5, 6])
@@ -118,3 +154,30 @@ def test_conv_names_the_wrong_argument() -> None:
             causal_conv1d(bad.qkv, bad.weight, bad.bias, bad.lines, bad.rows)
     with pytest.raises(ValueError, match=r"^activation: expected"):
         causal_conv1d(good.qkv, good.weight, good.bias, good.lines, good.rows, activation="relu")
+    for sizes in ((), (47,), (49, -1), (12, 12, 12, 12)):
+        with pytest.raises(ValueError, match=r"^split: expected 1 to 3 sizes that add up to 48 channels"):
+            causal_conv1d(good.qkv, good.weight, good.bias, good.lines, good.rows, split=sizes)
+
+
+@pytest.mark.gpu
+def test_conv_compiles_nothing_while_serving() -> None:
+    from deltaline_kernels.conv1d.prefill import _prefill
+    from deltaline_kernels.conv1d.update import _update
+
+    def variants() -> int:
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in (_prefill, _update))
+
+    path, layer = Path("cuda", torch.bfloat16), Layer(M=8)
+    run_selftest("cuda", path.dtype, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=8, max_draft=8)
+    before = variants()
+    assert before > 0
+    weight = torch.ones(layer.W, layer.channels, dtype=path.dtype, device=path.device)
+    for num_rows in (1, 2, 16, 127, 128, 129, 300):
+        for length in (1, 2, 4, 7, 8):
+            rows = [Row(length, verify=length > 1)] * num_rows
+            for long in ([], [Row(9)], [Row(64), Row(130)]):
+                batch = make_batch(rows + long, path, layer)
+                # The columns of what a layer projects, as the self-test has them.
+                wide = batch.qkv.new_zeros(batch.qkv.shape[0], layer.channels + layer.HV * (layer.V + 2))
+                path.conv(wide[:, : layer.channels], weight, None, batch.lines, batch.rows)
+    assert variants() == before

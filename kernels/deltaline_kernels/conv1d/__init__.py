@@ -3,6 +3,9 @@
 Validates and picks the path by device. Does not know what the channels mean.
 """
 
+from collections.abc import Sequence
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -13,11 +16,56 @@ from deltaline_kernels.rows import Rows
 
 __all__ = ["causal_conv1d", "causal_conv1d_reference"]
 
+MAX_PARTS = 3
 
+
+@overload
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, *, activation: str | None = "silu"
-) -> Tensor:
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lines: Tensor,
+    rows: Rows,
+    *,
+    activation: str | None = "silu",
+    split: None = None,
+) -> Tensor: ...
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lines: Tensor,
+    rows: Rows,
+    *,
+    activation: str | None = "silu",
+    split: Sequence[int],
+) -> tuple[Tensor, ...]: ...
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lines: Tensor,
+    rows: Rows,
+    *,
+    activation: str | None = "silu",
+    split: Sequence[int] | None,
+) -> Tensor | tuple[Tensor, ...]: ...
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lines: Tensor,
+    rows: Rows,
+    *,
+    activation: str | None = "silu",
+    split: Sequence[int] | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """Convolve each row behind the history in its read line; keep the last W-1 tokens (VERIFY: and all drafts).
+
+        full = cat(lines[read_line, r : r+W-1], x[row]),  r = num_replayed, c = num_committed, n = the row's length
+        y[t] = act(bias + sum_j weight[j] full[t+j]);     lines[write_line, 0 : W-1+n-c] = full[c : W-1+n]
 
     Args:
         x: `[T, D]` fp32, bf16 or fp16; a row stride is fine.
@@ -25,24 +73,32 @@ def causal_conv1d(
         lines: `[L, columns, D]` in x.dtype, contiguous, columns >= W-1 + max draft. Mutated: the first
             W-1 + n - num_committed columns of each write line.
         activation: "silu" or None.
+        split: sizes of one to three parts of the channels, for example those of q, k and v.
 
     Returns:
-        `[T, D]` in x.dtype; zero for skipped rows, unspecified for tokens of no row.
+        `[T, D]` in x.dtype, or with `split` one contiguous `[T, size]` for each part; zero for skipped rows,
+        unspecified for tokens of no row.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     _check(x, weight, bias, lines, rows, activation)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sizes = (x.shape[1],) if split is None else tuple(split)
+    if not 1 <= len(sizes) <= MAX_PARTS or min(sizes) < 0 or sum(sizes) != x.shape[1]:
+        raise ValueError(f"split: expected 1 to {MAX_PARTS} sizes that add up to {x.shape[1]} channels, got {split}")
     silu = activation == "silu"
+    outputs: tuple[Tensor, ...]
     if x.device.type == "cpu":
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         causal_conv1d_cpu(x, weight, bias, lines, rows, y, silu=silu)
+        outputs = (y,) if split is None else tuple(part.contiguous() for part in y.split(sizes, dim=1))
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
-        from deltaline_kernels.conv1d.kernel import causal_conv1d_triton
+        from deltaline_kernels.conv1d.launch import causal_conv1d_triton
 
-        causal_conv1d_triton(x, weight, bias, lines, rows, y, silu=silu)
-    return y
+        outputs = tuple(torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) for size in sizes)
+        causal_conv1d_triton(x, weight, bias, lines, rows, outputs, silu=silu)
+    return outputs[0] if split is None else outputs
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, activation: str | None) -> None:
