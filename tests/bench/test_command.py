@@ -1,0 +1,66 @@
+"""The command from arguments to files and exit status, with a timer that needs no device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bench.fakes import FakeTimer
+
+from deltaline_bench import ceilings, conv1d, cuda_timer, device
+from deltaline_bench.__main__ import main
+from deltaline_bench.bar import at_most_us
+from deltaline_bench.case import Suite
+from deltaline_bench.ceilings import Ceilings
+from deltaline_bench.conv1d.batch import Mode
+from deltaline_bench.conv1d.cases import Row
+from deltaline_bench.record import RunRecord
+
+CASES = {
+    "quick": Row("quick", "", Mode.UPDATE, [1], (at_most_us(5),), channels=5, dtype=torch.float32),
+    "slow": Row("slow", "", Mode.UPDATE, [1], (at_most_us(4),), channels=5, dtype=torch.float32),
+}
+
+
+@pytest.fixture(autouse=True)
+def device_for_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command believe in a device; its tensors are on the CPU, and every run takes 5 us."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(device, "describe_device", lambda _: {"name": "NVIDIA Fake 1"})
+    monkeypatch.setattr(cuda_timer, "CudaTimer", lambda: FakeTimer(5.0))
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda *_: Ceilings(4.0, 1e12, 1e12))
+    on_cpu = {name: lambda _, peers, row=row: row(torch.device("cpu"), peers) for name, row in CASES.items()}
+    monkeypatch.setattr(conv1d, "SUITE", Suite("conv1d", on_cpu))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "names"),
+    [
+        (["--case", "quick"], 0, ["quick"]),
+        ([], 1, ["quick", "slow"]),
+    ],
+    ids=["met", "missed"],
+)
+def test_run_is_written_and_judged(tmp_path: Path, arguments: list[str], status: int, names: list[str]) -> None:
+    assert main(["conv1d", "--rounds", "2", "--output", str(tmp_path / "new"), *arguments]) == status
+    (path,) = (tmp_path / "new").glob("*-fake-1-conv1d.json")
+    run = RunRecord.from_json(path.read_text(encoding="utf-8"))
+    assert [case.name for case in run.cases] == names
+    assert (run.rounds, run.floor_us) == (2, 4.0)
+    assert path.with_suffix(".md").read_text(encoding="utf-8").startswith("# conv1d, NVIDIA Fake 1, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--case", "none"], "--case: expected names among quick, slow; got none"),
+        (["--rounds", "0"], "--rounds: expected at least 1, got 0"),
+        (["--peers", "nowhere"], "--peers: expected a directory with peer_loader.py"),
+    ],
+    ids=["case", "rounds", "peers"],
+)
+def test_bad_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conv1d", *arguments]) == 2
+    assert message in capsys.readouterr().err
