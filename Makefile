@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PYTHONSAFEPATH = 1
 
-.PHONY: help install demo test test-gpu check proto fmt bench-cpu wheel clean
+.PHONY: help install demo test test-gpu check proto fmt bench-cpu bench-gpu wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -46,6 +46,9 @@ fmt: $(INSTALLED)  ## format and mend what ruff can mend
 
 bench-cpu: $(INSTALLED)  ## measure on the CPU: the mixer beside transformers, the service beside a bare echo
 	$(BIN)/python bench/mixer.py; mixer=$$?; $(BIN)/python bench/overhead.py && exit $$mixer
+
+bench-gpu: $(INSTALLED)  ## measure the kernels beside the peers that are installed; needs a CUDA device
+	$(BIN)/python -m deltaline_bench conv1d --output bench/results
 
 wheel: $(INSTALLED)  ## build dist/deltaline-*.whl
 	$(BIN)/pip wheel --no-deps -w dist .

@@ -27,7 +27,7 @@ MANY_ROWS, SEVERAL = 128, 4
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(
-    do_not_specialize=["num_rows", "pad", "columns"],
+    do_not_specialize=["num_rows", "index_stride", "pad", "columns"],
     do_not_specialize_on_alignment=["starts", "read_lines", "write_lines", "committed_counts", "replayed_counts"],
 )
 def _update(
@@ -43,6 +43,7 @@ def _update(
     replayed_counts,
     line_stride,
     num_rows,
+    index_stride,
     pad,
     columns,
     x_stride: tl.constexpr,
@@ -76,8 +77,8 @@ def _update(
         else:
             begin = tl.load(starts + i_row, mask=inside, other=0).to(tl.int64)
             n = (tl.load(starts + i_row + 1, mask=inside, other=0).to(tl.int64) - begin).to(tl.int32)
-        read = tl.load(read_lines + i_row, mask=inside, other=-1).to(tl.int64)
-        write = tl.load(write_lines + i_row, mask=inside, other=-1).to(tl.int64)
+        read = tl.load(read_lines + i_row.to(tl.int64) * index_stride, mask=inside, other=-1).to(tl.int64)
+        write = tl.load(write_lines + i_row.to(tl.int64) * index_stride, mask=inside, other=-1).to(tl.int64)
         if FIELD:
             # Every line is an ordinary one; an empty row touches none.
             live = (n > 0) & (read >= 0) & (read != pad) & (write >= 0) & (write != pad)
@@ -139,7 +140,7 @@ class Indices:
     """The rows of an update as engines describe them, all on the device of the tensors.
 
     Args:
-        read_line, write_line: `[N]` integers, the line of each row; below 0 or equal to `pad` skips the row.
+        read_line, write_line: `[N]` integers of one stride, the line of each row; below 0 or equal to `pad` skips it.
         length: tokens of each row; where `query_start_loc` tells, the most of any row. At most MAX_TOKENS.
         query_start_loc: `[N+1]` integers, or None.
         num_accepted: `[N]` integers, accepted tokens of the previous step, its first included, or None where nothing is
@@ -167,8 +168,8 @@ def launch_update(
     if isinstance(rows, Rows):
         control = rows.control
         pointers = (control, control[1], control[2], control[3], control[4])
-        num_rows, most, dense, pad = rows.num_rows, rows.max_length, False, -1
-        speculative = False
+        num_rows, most, index_stride, pad = rows.num_rows, rows.max_length, 1, -1
+        dense, speculative = False, False
     else:
         starts, accepted, unused = rows.query_start_loc, rows.num_accepted, rows.read_line
         dense, speculative = starts is None, accepted is not None
@@ -179,7 +180,7 @@ def launch_update(
             unused,
             unused if accepted is None else accepted,
         )
-        num_rows, most, pad = rows.read_line.shape[0], rows.length, rows.pad
+        num_rows, most, index_stride, pad = rows.read_line.shape[0], rows.length, rows.read_line.stride(0), rows.pad
     if num_rows == 0 or channels == 0:
         return
     tokens = most if dense else next(bucket for bucket in TOKEN_BUCKETS if bucket >= most)
@@ -196,6 +197,7 @@ def launch_update(
         *pointers,
         lines.stride(0),
         num_rows,
+        index_stride,
         pad,
         lines.shape[1],
         x.stride(0),

@@ -1,0 +1,8 @@
+"""Operations under the names, signatures and state layouts that inference engines call them by.
+
+Each is an adapter to an operation of this package. Does not know engines: only the tensors that they pass.
+"""
+
+from deltaline_kernels.compat.conv1d import causal_conv1d_fn, causal_conv1d_update
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]

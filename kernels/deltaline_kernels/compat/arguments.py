@@ -1,0 +1,93 @@
+"""Validation of the arguments that engines pass: dtypes, devices, shapes and strides, never contents.
+
+Every failure is a TypeError or a ValueError that names the argument, what was expected and what was got, with the
+dimensions in the engines' order. Knows nothing of what an operation computes.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.checks import ACTIVATIONS, MAX_CONV_WIDTH, MIN_CONV_WIDTH
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_operand(
+    name: str,
+    tensor: Tensor,
+    shape: Mapping[str, int | None],
+    dtypes: Sequence[torch.dtype] = ACTIVATIONS,
+    device: torch.device | None = None,
+) -> None:
+    """Check one tensor argument of any strides.
+
+    Args:
+        shape: the name of each dimension and its size, None for any.
+        device: None for any.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not accepted.
+        ValueError: device or shape differ.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: expected device {device} as x has, got {tensor.device}")
+    sizes = tuple(tensor.shape)
+    if len(sizes) != len(shape) or any(
+        want is not None and want != got for want, got in zip(shape.values(), sizes, strict=True)
+    ):
+        wanted = ", ".join(label if size is None else f"{label}={size}" for label, size in shape.items())
+        raise ValueError(f"{name}: expected shape ({wanted}), got {sizes}")
+
+
+def check_indices(name: str, tensor: Tensor, device: torch.device, num_rows: int, *, more: bool = False) -> None:
+    """Check a `(num_rows,)` tensor of integers; `more` accepts entries behind those, which are not read."""
+    wanted = None if more else num_rows
+    check_operand(name, tensor, {"rows": wanted}, INTEGERS, device)
+    if tensor.shape[0] < num_rows:
+        raise ValueError(f"{name}: expected at least {num_rows} entries, got {tensor.shape[0]}")
+
+
+def check_filter(weight: Tensor, bias: Tensor | None, dim: int, device: torch.device) -> None:
+    """Check the filter of a convolution of `dim` channels."""
+    check_operand("weight", weight, {"dim": dim, "width": None}, device=device)
+    width = weight.shape[1]
+    if not MIN_CONV_WIDTH <= width <= MAX_CONV_WIDTH:
+        raise ValueError(f"weight: expected a width of {MIN_CONV_WIDTH}..{MAX_CONV_WIDTH}, got {width}")
+    if bias is not None:
+        check_operand("bias", bias, {"dim": dim}, device=device)
+        if dim > 1 and bias.stride(0) != 1:
+            raise ValueError(f"bias: expected a contiguous tensor, got strides {bias.stride()}")
+
+
+def check_states(name: str, states: Tensor, dim: int, width: int, device: torch.device) -> None:
+    """Check `(lines, dim, columns)` states: channels contiguous, columns packed, any distance between lines."""
+    check_operand(name, states, {"lines": None, "dim": dim, "columns": None}, device=device)
+    lines, _, columns = states.shape
+    if columns < width - 1:
+        raise ValueError(f"{name}: expected at least width - 1 = {width - 1} columns, got {columns}")
+    line_stride, channel_stride, column_stride = states.stride()
+    packed = (dim <= 1 or channel_stride == 1) and (columns <= 1 or column_stride == dim)
+    if not packed or (lines > 1 and line_stride < columns * dim):
+        raise ValueError(
+            f"{name}: expected the channels of a column contiguous and the columns of a line packed, as in "
+            f"states.transpose(1, 2) of a [lines, columns, dim] tensor, got strides {states.stride()}"
+        )
+
+
+def parse_activation(activation: bool | str | None) -> bool:
+    """Return whether the activation is SiLU.
+
+    Raises:
+        ValueError: neither SiLU nor none.
+    """
+    if activation is True or activation in ("silu", "swish"):
+        return True
+    if activation is False or activation is None:
+        return False
+    raise ValueError(f"activation: expected True, 'silu', 'swish', False or None, got {activation!r}")

@@ -1,0 +1,241 @@
+"""Causal depthwise convolution as inference engines call it: `causal_conv1d_fn` and `causal_conv1d_update`.
+
+Names, arguments and state layout are those of vLLM and SGLang: channels first, states that are lines of a pool picked
+by index tensors, a history that begins at column 0. Products and sums are fp32. For inference only: nothing is
+recorded for autograd. Validates and picks the path by device; never waits for it unless told to check the contents.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.compat.arguments import (
+    INTEGERS,
+    check_filter,
+    check_indices,
+    check_operand,
+    check_states,
+    parse_activation,
+)
+from deltaline_kernels.compat.cpu import convolve_cpu
+from deltaline_kernels.compat.rows import EngineRows, check_contents
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor | None,
+    query_start_loc: Tensor,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: bool | str | None = "silu",
+    pad_slot_id: int = -1,
+    metadata: Any = None,
+    validate_data: bool = False,
+) -> Tensor:
+    """Convolve packed sequences of any length; keep the last width-1 tokens of each in its line.
+
+    Args:
+        x: `(dim, tokens)`, x.stride(0) == 1; fp32, bf16 or fp16. Rounded to the states' dtype before its use.
+        weight: `(dim, width)`, width 2..6. bias: `(dim,)` or None. Any of the three dtypes each.
+        conv_states: `(lines, dim, >= width-1)`, a transposed view of `[lines, columns, dim]` of any line stride, or
+            None for no states. Mutated: columns 0..width-2 of the lines of sequences that are not empty.
+        query_start_loc: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last.
+        cache_indices: `(N,)`, the line of each sequence; None: sequence i has line i. A sequence whose index is
+            negative or `pad_slot_id` is skipped: its outputs are zero, no line is touched.
+        has_initial_state: `(N,)` bool, whether the line's columns 0..width-2 precede a sequence; None: never.
+        activation: True, "silu" or "swish"; None or False for none.
+        metadata: not needed. validate_data: check what the index tensors say; waits for the device.
+
+    Returns:
+        `(dim, tokens)` in x's dtype and with x's order of memory; unspecified for tokens of no sequence.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    silu = parse_activation(activation)
+    check_operand("x", x, {"dim": None, "tokens": None})
+    dim, num_tokens = x.shape
+    device = x.device
+    if dim > 1 and x.stride(0) != 1:
+        raise ValueError(
+            "x: expected contiguous channels (x.stride(0) == 1), as in the transpose of a [tokens, dim] tensor, "
+            f"got strides {x.stride()}"
+        )
+    check_filter(weight, bias, dim, device)
+    width = weight.shape[1]
+    if conv_states is not None:
+        check_states("conv_states", conv_states, dim, width, device)
+    check_indices("query_start_loc", query_start_loc, device, 1, more=True)
+    num_rows = query_start_loc.shape[0] - 1
+    if cache_indices is not None:
+        check_indices("cache_indices", cache_indices, device, num_rows)
+    elif conv_states is not None and conv_states.shape[0] < num_rows:
+        raise ValueError(f"conv_states: expected at least {num_rows} lines, got {conv_states.shape[0]}")
+    if has_initial_state is not None:
+        check_operand("has_initial_state", has_initial_state, {"sequences": num_rows}, (torch.bool,), device)
+        if conv_states is None:
+            raise ValueError("has_initial_state: expected None, as conv_states is None, got a tensor")
+    starts = query_start_loc.contiguous()
+    history = False if has_initial_state is None else has_initial_state.contiguous()
+    pad = -1 if cache_indices is None else pad_slot_id
+    rows = EngineRows(num_rows, num_tokens, 0, starts, cache_indices, cache_indices, pad, history, None)
+    lines = None if conv_states is None else conv_states.transpose(1, 2)
+    if validate_data:
+        num_lines, columns = (None, width - 1) if lines is None else lines.shape[:2]
+        check_contents(rows, "cache_indices", num_tokens, num_lines, columns, width)
+    y = torch.empty((num_tokens, dim), dtype=x.dtype, device=device)
+    _convolve(x.t(), weight.t(), bias, lines, rows, y, silu)
+    return y.t()
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: bool | str | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int = -1,
+    pad_slot_id: int = -1,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
+    validate_data: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolve the next tokens of each sequence and slide its line; nothing but `conv_state` and `out` is written.
+
+    A line holds the history in columns 0..width-2. Plain: they become the last width-1 of (history, x). Speculative
+    (num_accepted_tokens): history is the width-1 columns from accepted-1 on, and the line becomes (history[1:], x),
+    width-2+n columns, so that the next call can continue behind any of the n tokens. Others stay as they are, and so
+    do the lines of rows of no tokens: their accepted tokens are told again with the next call.
+
+    Args:
+        x: `(batch, dim)`, `(batch, dim, n)`, or `(tokens, dim)` with query_start_loc; fp32, bf16 or fp16. Other
+            strides than those of contiguous `[tokens, dim]` rows cost a copy.
+        conv_state: `(lines, dim, >= width-1)`, a transposed view of `[lines, columns, dim]` of any line stride;
+            speculative: >= width-2+n columns.
+        weight, bias, activation, validate_data: as for `causal_conv1d_fn`.
+        conv_state_indices: `(batch,)`, the line of each row; None: row i has line i. Or a table `(batch, blocks)`: row
+            i reads line table[i, initial_state_idx[i]] and writes table[i, block_idx_last_scheduled_token[i]], both
+            `(batch,)`; without the two, column 0. A row with a negative line or `pad_slot_id` is skipped: its outputs
+            are zero, no line is touched.
+        num_accepted_tokens: `(batch,)`, accepted tokens of the previous call, its first included; 0 counts as 1.
+        query_start_loc: `(batch+1,)`. It and num_accepted_tokens may have more entries, which are not read.
+        max_query_len: upper bound of the length of a row. -1 if not known: slower above 8 tokens, and a speculative row
+            that its line can't keep is skipped on CUDA, refused on the CPU.
+        out: of x's shape and dtype, or None; may be x, but must not overlap it otherwise.
+
+    Returns:
+        `out`, or a new tensor of x's shape and dtype; unspecified for tokens of no row.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    silu = parse_activation(activation)
+    tokens, num_rows, length = _pack(x, query_start_loc)
+    num_tokens, dim = tokens.shape
+    device = x.device
+    check_filter(weight, bias, dim, device)
+    width = weight.shape[1]
+    check_states("conv_state", conv_state, dim, width, device)
+    read, write = _pick_lines(conv_state_indices, initial_state_idx, block_idx_last_scheduled_token, device)
+    if query_start_loc is not None:
+        least = 1 if read is None else read.shape[0] + 1
+        check_indices("query_start_loc", query_start_loc, device, least, more=True)
+        num_rows = query_start_loc.shape[0] - 1 if read is None else read.shape[0]
+        query_start_loc = query_start_loc.contiguous()
+    if read is None and conv_state.shape[0] < num_rows:
+        raise ValueError(f"conv_state: expected at least {num_rows} lines, got {conv_state.shape[0]}")
+    if read is not None and read.shape[0] != num_rows:
+        raise ValueError(f"conv_state_indices: expected {num_rows} rows as x has, got {read.shape[0]}")
+    if num_accepted_tokens is not None:
+        check_indices("num_accepted_tokens", num_accepted_tokens, device, num_rows, more=True)
+        num_accepted_tokens = num_accepted_tokens.contiguous()
+    bounded = query_start_loc is None or max_query_len >= 0
+    longest = length if query_start_loc is None else max_query_len if bounded else num_tokens
+    pad = -1 if read is None else pad_slot_id
+    rows = EngineRows(num_rows, longest, length, query_start_loc, read, write, pad, True, num_accepted_tokens)
+    lines = conv_state.transpose(1, 2)
+    most = rows.most_tokens(lines.shape[1], width)
+    if most is not None and bounded and longest > most:
+        raise ValueError(
+            f"conv_state: expected at least width - 2 + {longest} tokens = {width - 2 + longest} columns, as every "
+            f"draft is kept until it is known how many are accepted, got {lines.shape[1]}"
+        )
+    if validate_data:
+        check_contents(rows, "conv_state_indices", num_tokens, conv_state.shape[0], lines.shape[1], width)
+    if out is None:
+        y = torch.empty((num_tokens, dim), dtype=x.dtype, device=device)
+        _convolve(tokens, weight.t(), bias, lines, rows, y, silu)
+        return _unpack(y, x)
+    check_operand("out", out, {f"x.shape[{i}]": size for i, size in enumerate(x.shape)}, (x.dtype,), device)
+    packed = out.transpose(1, 2) if out.ndim == 3 else out
+    if packed.is_contiguous():
+        _convolve(tokens, weight.t(), bias, lines, rows, packed.view(num_tokens, dim), silu)
+    else:
+        y = torch.empty((num_tokens, dim), dtype=x.dtype, device=device)
+        _convolve(tokens, weight.t(), bias, lines, rows, y, silu)
+        out.copy_(_unpack(y, x))
+    return out
+
+
+def _pack(x: Tensor, query_start_loc: Tensor | None) -> tuple[Tensor, int, int]:
+    """Return x as `[T, D]` with contiguous channels, its rows, and their tokens (0: query_start_loc tells)."""
+    if query_start_loc is not None:
+        check_operand("x", x, {"tokens": None, "dim": None})
+        tokens, num_rows, length = x, 0, 0
+    elif isinstance(x, Tensor) and x.ndim == 3:
+        check_operand("x", x, {"batch": None, "dim": None, "n": None})
+        num_rows, dim, length = x.shape
+        tokens = x.transpose(1, 2).reshape(num_rows * length, dim)
+    else:
+        check_operand("x", x, {"batch": None, "dim": None})
+        tokens, num_rows, length = x, x.shape[0], 1
+    return tokens if tokens.shape[1] <= 1 or tokens.stride(1) == 1 else tokens.contiguous(), num_rows, length
+
+
+def _unpack(y: Tensor, x: Tensor) -> Tensor:
+    """Return y `[T, D]` in x's shape."""
+    return y if x.ndim == 2 else y.view(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
+
+
+def _pick_lines(
+    indices: Tensor | None, read_blocks: Tensor | None, write_blocks: Tensor | None, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the line that each row reads and writes; None: row i has line i."""
+    name = "conv_state_indices"
+    is_table = isinstance(indices, Tensor) and indices.ndim == 2
+    if indices is not None:
+        check_operand(name, indices, {"batch": None, "blocks": None} if is_table else {"batch": None}, INTEGERS, device)
+    if read_blocks is None and write_blocks is None:
+        lines = indices[:, 0] if indices is not None and is_table else indices
+        return lines, lines
+    if indices is None or not is_table:
+        raise ValueError(f"{name}: expected a table (batch, blocks) beside the blocks to read and write, got none")
+    if read_blocks is None or write_blocks is None:
+        missing = "initial_state_idx" if read_blocks is None else "block_idx_last_scheduled_token"
+        raise ValueError(f"{missing}: expected a tensor, as the other of the two is given, got None")
+    check_indices("initial_state_idx", read_blocks, device, indices.shape[0])
+    check_indices("block_idx_last_scheduled_token", write_blocks, device, indices.shape[0])
+    read = indices.gather(1, read_blocks.to(torch.int64)[:, None])
+    return read[:, 0], indices.gather(1, write_blocks.to(torch.int64)[:, None])[:, 0]
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor | None, rows: EngineRows, y: Tensor, silu: bool
+) -> None:
+    """Write the rows' outputs to y `[T, D]`; mutates `lines` `[L, columns, D]`. weight `[W, D]`."""
+    if y.numel() == 0:
+        return
+    if x.device.type == "cpu":
+        convolve_cpu(x, weight, bias, lines, rows, y, silu=silu)
+    else:
+        # Imported here: only this path needs triton, which is installed on Linux alone.
+        from deltaline_kernels.compat.launch import convolve_triton
+
+        convolve_triton(x, weight, bias, lines, rows, y, silu=silu)

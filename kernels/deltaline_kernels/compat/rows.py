@@ -1,0 +1,129 @@
+"""What engines say of the rows of a batch, and its contents read back to the host.
+
+Knows offsets, lines and counts as integers. Does not know what a line stores, nor what is computed.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class EngineRows:
+    """The rows of one call, their tensors on the device of the operands.
+
+    Args:
+        num_rows: rows; tensors may have more entries.
+        longest: upper bound of the length of a row.
+        length: tokens of every row, or 0 where `starts` tells.
+        starts: `[num_rows + 1]` integers or None.
+        read_line, write_line: `[num_rows]` integers of any stride, or None: row i has line i.
+        pad: this entry of either, or one below 0, skips the row: its outputs are zero and no line is touched.
+        history: whether rows begin behind what their line holds: `[num_rows]` bool, or one answer for all of them.
+        num_accepted: `[num_rows]` integers, accepted tokens of the previous step, its first included; None where
+            nothing is speculative.
+    """
+
+    num_rows: int
+    longest: int
+    length: int
+    starts: Tensor | None
+    read_line: Tensor | None
+    write_line: Tensor | None
+    pad: int
+    history: Tensor | bool
+    num_accepted: Tensor | None
+
+    def most_tokens(self, columns: int, width: int) -> int | None:
+        """Return how many tokens of a row fit a line, None for any number: drafts are all kept until the next step."""
+        return None if self.num_accepted is None else columns - width + 2
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One row that is not empty: its tokens, lines, and the column that its history begins at, None for no history."""
+
+    begin: int
+    end: int
+    read: int
+    write: int
+    skipped: bool
+    first_column: int | None
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def read_back(rows: EngineRows, columns: int, width: int) -> list[HostRow]:
+    """Return the rows that are not empty; waits for the device."""
+    n = rows.num_rows
+    if rows.starts is None:
+        starts = list(range(0, (n + 1) * rows.length, rows.length)) if rows.length else [0] * (n + 1)
+    else:
+        starts = rows.starts[: n + 1].tolist()
+    reads = list(range(n)) if rows.read_line is None else rows.read_line.tolist()
+    writes = reads if rows.write_line is rows.read_line or rows.write_line is None else rows.write_line.tolist()
+    history = [rows.history] * n if isinstance(rows.history, bool) else rows.history.tolist()
+    accepted = [1] * n if rows.num_accepted is None else rows.num_accepted[:n].tolist()
+    return [
+        HostRow(
+            starts[i],
+            starts[i + 1],
+            reads[i],
+            writes[i],
+            min(reads[i], writes[i]) < 0 or rows.pad in (reads[i], writes[i]),
+            min(max(accepted[i] - 1, 0), columns - width + 1) if history[i] else None,
+        )
+        for i in range(n)
+        if starts[i] != starts[i + 1]
+    ]
+
+
+def check_contents(
+    rows: EngineRows, name: str, num_tokens: int, num_lines: int | None, columns: int, width: int
+) -> None:
+    """Check what the tensors say; waits for the device. `name` is that of the lines' argument.
+
+    Raises:
+        ValueError: offsets that fall or leave the tokens, a row longer than the bound or than its line can keep, an
+            accepted count that no line holds, a line out of range, or one that a row writes and another one uses.
+    """
+    n = rows.num_rows
+    if rows.starts is not None:
+        starts = rows.starts[: n + 1].tolist()
+        if starts != sorted(starts) or starts[0] < 0 or starts[-1] > num_tokens:
+            raise ValueError(f"query_start_loc: expected offsets that rise within 0..{num_tokens}, got {starts}")
+    live = [row for row in read_back(rows, columns, width) if not row.skipped]
+    check_lengths(rows, live, columns, width)
+    most = rows.most_tokens(columns, width)
+    if rows.num_accepted is not None and most is not None:
+        accepted = rows.num_accepted[:n].tolist()
+        if not all(0 <= count <= most for count in accepted):
+            raise ValueError(f"num_accepted_tokens: expected counts of 0..{most}, got {accepted}")
+    if num_lines is not None:
+        _check_lines(name, live, num_lines)
+
+
+def check_lengths(rows: EngineRows, live: list[HostRow], columns: int, width: int) -> None:
+    """Raise ValueError for a row longer than the bound or than its line can keep."""
+    most = rows.most_tokens(columns, width)
+    longest = max((row.length for row in live), default=0)
+    if longest > rows.longest:
+        raise ValueError(f"max_query_len: expected at least {longest} as a row has, got {rows.longest}")
+    if most is not None and longest > most:
+        raise ValueError(f"query_start_loc: expected rows of at most {most} tokens, got {longest}")
+
+
+def _check_lines(name: str, live: list[HostRow], num_lines: int) -> None:
+    """Raise ValueError for a line out of range, or one that a row writes and another one uses."""
+    used: dict[int, HostRow] = {}
+    for row in live:
+        for line in (row.read, row.write):
+            if line >= num_lines:
+                raise ValueError(f"{name}: expected lines below {num_lines}, got {line}")
+        if used.setdefault(row.write, row) is not row:
+            raise ValueError(f"{name}: expected no line that two rows write, got line {row.write} twice")
+    for row in live:
+        if row.first_column is not None and used.get(row.read, row) is not row:
+            raise ValueError(f"{name}: expected no line that one row reads and another writes, got line {row.read}")
