@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.heads import FEW_PROGRAMS, MANY_HEADS, Heads
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 
@@ -64,7 +64,7 @@ def run_selftest(
     }
     checks = []
     for kind, fill in fills.items():
-        for batch, rows in _batches(max_draft, device).items():
+        for batch, rows in _batches(heads, max_draft, device).items():
             for name, got, want in _compare(fill, rows, heads, conv_width, max_draft, dtype, state_dtype):
                 checks.append(Check(f"{name}, {batch}, {kind}", _error(got, want), limit))
     for batch, rows in _short_batches(max_draft, device).items():
@@ -73,14 +73,22 @@ def run_selftest(
     return checks
 
 
-def _batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
-    """Rows of every kind; the long one has more than 128 tokens."""
-    n = max_draft
+def _batches(heads: Heads, max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """Rows of every kind, few and many of them; the long one has more than 128 tokens."""
+    n, many = max_draft, -(-MANY_HEADS // heads.num_value_heads)
+    lines = list(range(1, many + 1))
     control = {
         "decode": ([1, 1, 1], [1, 2, 0], [1, 2, 3], [1, 1, 1], [0, 0, 0], [0, 0, 0]),
         "verify": ([n, (n + 1) // 2], [1, 2], [1, 3], [0, 0], [n // 2, n], [0, 1]),
         "prefill": ([130, 37], [0, 1], [2, 3], [130, 37], [0, n], [0, 0]),
     }
+    if torch.device(device).type != "cpu":
+        # For many rows there are kernels of their own.
+        control["many decodes"] = ([1] * many, lines, lines, [1] * many, [0] * many, [0] * many)
+        control["many verifies"] = ([n] * many, lines, lines, [0] * many, [n] * many, [1] * many)
+        long = FEW_PROGRAMS // heads.num_value_heads + 1
+        lines = list(range(1, long + 1))
+        control["many prefills"] = ([n + 1] * long, lines, lines, [n + 1] * long, [0] * long, [0] * long)
     return {kind: Rows.build(*fields, max_short=max_draft, device=device) for kind, fields in control.items()}
 
 
@@ -131,16 +139,17 @@ def _compare(
     x = _projected(fill, num_tokens, heads).to(device, dtype)
     x, z, b, a = x.split((channels, heads.values, num_heads, num_heads), dim=-1)
     weight = fill(width, channels).to(device, dtype)
-    lines = fill(4, width - 1 + max_draft, channels).to(device, dtype)
+    num_lines = max(4, rows.num_rows + 1)
+    lines = fill(num_lines, width - 1 + max_draft, channels).to(device, dtype)
     want_lines = lines.clone()
     y = causal_conv1d(x, weight, None, lines, rows)
     qkv = causal_conv1d_reference(x, weight, None, want_lines, rows)
     yield "conv1d", [y, lines], [qkv, want_lines]
 
     A_log, dt_bias = fill(num_heads).to(device), fill(num_heads).to(device)
-    state = fill(4, num_heads, heads.value_dim, heads.key_dim).to(device, state_dtype)
+    state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(device, state_dtype)
     # Drafts as a VERIFY writes them: unit keys, gates below 0, strengths in 0..1.
-    drafts = fill(4, 2, max_draft, heads.record).mul_(heads.scale).to(device)
+    drafts = fill(num_lines, 2, max_draft, heads.record).mul_(heads.scale).to(device)
     drafts[..., -2 * num_heads :].abs_()
     drafts[..., -2 * num_heads : -num_heads].neg_()
     want_state, want_drafts = state.clone(), drafts.clone()

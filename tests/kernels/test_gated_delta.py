@@ -24,6 +24,10 @@ CASES = {
     "wide-keys": (Layer(H=1, HV=1, K=70, V=4), [Row(2), Row(37)]),
     "1-63-64-65": (Layer(H=1, HV=1), [Row(1), Row(63), Row(64, fresh=True), Row(65, to="other")]),
     "prime": (Layer(H=1, HV=1), [Row(127)]),
+    "heads-of-128": (Layer(H=1, HV=2, K=128, V=128), [Row(1), Row(3, verify=True, replayed=2), Row(200), Row(64)]),
+    "heads-of-256": (Layer(H=1, HV=1, K=256, V=256), [Row(1), Row(130, fresh=True), Row(0), Row(65, replayed=2)]),
+    "many": (Layer(H=2, HV=4), [Row(i % 3, verify=i % 3 == 2, replayed=i % 4, half=i % 2) for i in range(70)]),
+    "chunks-that-follow-each-other": (PLAIN, [Row(n, to="other") for n in (128, 5, 64, 191, 63, 1, 65)]),
     "empty": (
         PLAIN,
         [Row(0), Row(0, to="other"), Row(0, replayed=3, half=1), Row(0, fresh=True), Row(0, to="nowhere")],

@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+# From so many rows x value heads on, short rows are computed by programs that take more of the state each.
+MANY_HEADS = 256
+# Up to so many programs that walk through chunks, each loads ahead; more of them hide each other's loads.
+FEW_PROGRAMS = 132
+
 
 @dataclass(frozen=True)
 class Heads:

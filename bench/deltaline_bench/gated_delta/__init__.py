@@ -1,0 +1,5 @@
+"""The cases of gated_delta: prefill, decode, the mixer around it and verify, ours beside the field's kernels."""
+
+from deltaline_bench.gated_delta.cases import SUITE
+
+__all__ = ["SUITE"]
