@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deltaline_bench.case import Suite
 
 # Each is a package or module of deltaline_bench with a SUITE.
-SUITES = ("conv1d",)
+SUITES = ("conv1d", "gated_delta")
 NAME = "deltaline_bench"
 
 
@@ -66,6 +66,7 @@ def _measure(options: argparse.Namespace) -> int:
     unknown = [name for name in names if name not in suite.cases]
     if unknown:
         return _refuse(f"--case: expected names among {', '.join(suite.cases)}; got {', '.join(unknown)}")
+    is_whole = set(names) == set(suite.cases)
     device = torch.device("cuda", torch.cuda.current_device())
     peers = Peers(options.peers)
     with torch.no_grad():
@@ -94,17 +95,17 @@ def _measure(options: argparse.Namespace) -> int:
             run = replace(run, cases=(*run.cases, record), peers=dict(peers.versions))
             print(summary(record), flush=True)
             if options.output is not None:
-                _json_path(run, options.output).write_text(run.to_json(), encoding="utf-8")
+                _json_path(run, options.output, is_whole).write_text(run.to_json(), encoding="utf-8")
     print("\n" + write_report(run))
     if options.output is not None:
-        _write_beside(run, _json_path(run, options.output))
+        _write_beside(run, _json_path(run, options.output, is_whole))
     return 1 if run.failures() else 0
 
 
-def _json_path(run: RunRecord, directory: Path) -> Path:
-    """Name the file of a run; makes the directory."""
+def _json_path(run: RunRecord, directory: Path, is_whole: bool) -> Path:
+    """Name the file of a run, so that a few cases never replace all of them; makes the directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    return directory / f"{run.file_stem}.json"
+    return directory / f"{run.file_stem}{'' if is_whole else '-partial'}.json"
 
 
 def _report(path: Path) -> int:

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from deltaline_bench.record import BarRecord, CaseRecord, RunRecord, SideRecord, Status
 
 COLUMNS = ("case", "side", "us", "p10..p90", "GB/s", "of copy", "error", "how", "/ ours", "needed", "aim")
+LEGEND = (
+    "us: median, beside its 10th and 90th percentile. GB/s: the least bytes of the case in that time. of copy: its "
+    "share\nof the copy above. error: relative norm of the difference to fp32. how: replays of a CUDA graph, or eager "
+    "calls.\n/ ours: times the median of the first side."
+)
 RIGHT_ALIGNED = {"us", "p10..p90", "GB/s", "of copy", "error", "/ ours"}
 
 
@@ -24,6 +29,8 @@ def write_report(run: RunRecord) -> str:
         "Peers: " + ", ".join(f"{name} ({version})" for name, version in run.peers.items()) + ".",
         "",
         *table(COLUMNS, [row for case in run.cases for row in _rows(case)]),
+        "",
+        LEGEND,
         "",
         *_notes(run),
     ]

@@ -1,6 +1,7 @@
 """Rows of a batch that have the same counts, so that a CPU path runs them as one batch without padding.
 
-A row's cohort follows from its own control values; what it shares a cohort with never changes its result.
+A row's cohort follows from its own control values, and no value of another row enters its result. Whether that is the
+same to the last bit in any company is up to the path: PyTorch rounds some functions by where a value stands.
 Knows tokens and lines as integers on the host. Does not know what is computed.
 """
 

@@ -51,3 +51,27 @@ def last_place(value: Tensor, dtype: torch.dtype) -> Tensor:
     mantissa, smallest = FORMATS[dtype]
     exponent = torch.frexp(value).exponent - 1
     return torch.ldexp(torch.ones_like(value), exponent.clamp(min=smallest) - mantissa)
+
+
+def test_silu_is_right_far_from_zero(path: Path) -> None:
+    check_far_silu(path)
+
+
+def check_far_silu(path: Path) -> None:
+    """Compare silu with fp64 where exp overflows or vanishes: tiny below, x above, never another's infinity."""
+    values = [-80.0, -86.9, -88.0, -95.0, -110.0, -1e3, -1e30, -1e38, -3e38, 50.0, 1e3, 1e38, torch.inf]
+    largest = torch.finfo(path.dtype).max
+    x = torch.tensor(values).clamp(min=-largest).to(path.dtype)[:, None].expand(-1, 40).contiguous()
+    zeros, ones = [0] * len(values), [1] * len(values)
+    rows = Rows.build(ones, zeros, [-1] * len(values), ones, zeros, zeros, max_short=1, device=path.device)
+    weight = torch.tensor([[0.0], [1.0]]).expand(2, 40).contiguous().to(path.device)
+    lines = torch.zeros(1, 1, 40, dtype=path.dtype, device=path.device)
+    got = path.conv(x.to(path.device), weight, None, lines, rows).double().cpu()
+    want = (x.double() * torch.sigmoid(x.double())).to(path.dtype).double()
+    # fp32: 5e-6 of the result, or 2e-36, below which it may be 0.
+    relative = 5e-6 if path.dtype == torch.float32 else torch.finfo(path.dtype).eps
+    near = (got - want).abs() <= relative * want.abs() + 2e-36 + torch.finfo(path.dtype).smallest_normal
+    assert (near | (got == want)).all(), got[:, 0]
+    x = torch.full((1, 40), torch.nan, dtype=path.dtype, device=path.device)
+    one = Rows.build([1], [0], [-1], [1], [0], [0], max_short=1, device=path.device)
+    assert path.conv(x, weight, None, lines, one).isnan().all()

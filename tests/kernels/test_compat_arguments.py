@@ -110,6 +110,42 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
         "max_query_len: expected at least 2",
         {"x": normal(3, DIM), "query_start_loc": ints(0, 2, 3), "max_query_len": 1},
     ),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "initial_state_idx: expected blocks of 0..1, got .2, 0.",
+        {
+            "conv_state_indices": torch.tensor([[1, 2], [3, 4]]),
+            "initial_state_idx": ints(2, 0),
+            "block_idx_last_scheduled_token": ints(1, 1),
+        },
+    ),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "block_idx_last_scheduled_token: expected blocks of 0..1, got .1, -1.",
+        {
+            "conv_state_indices": torch.tensor([[1, 2], [3, 4]]),
+            "initial_state_idx": ints(0, 0),
+            "block_idx_last_scheduled_token": ints(1, -1),
+        },
+    ),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "conv_state_indices: expected at least one block",
+        {"conv_state_indices": torch.zeros(2, 0, dtype=torch.int32)},
+    ),
+    (causal_conv1d_fn, TypeError, "pad_slot_id: expected an integer, got None", {"pad_slot_id": None}),
+    (causal_conv1d_update, TypeError, "pad_slot_id: expected an integer, got None", {"pad_slot_id": None}),
+    (causal_conv1d_update, TypeError, "null_block_id: expected an integer, got 'x'", {"null_block_id": "x"}),
+    (causal_conv1d_update, TypeError, "max_query_len: expected an integer, got None", {"max_query_len": None}),
+    (
+        causal_conv1d_fn,
+        ValueError,
+        "query_start_loc: expected offsets that rise within 0..5",
+        {"query_start_loc": ints(0, 3, 9), "validate_data": False},
+    ),
     (causal_conv1d_update, ValueError, "out: expected shape", {"out": normal(2, DIM)}),
     (causal_conv1d_update, TypeError, "out: expected torch.float32, got", {"out": normal(2, DIM, 3).half()}),
 ]
@@ -123,3 +159,8 @@ def test_the_wrong_argument_is_named(
     function(**good)
     with pytest.raises(error, match="^" + message):
         function(**(good | change))
+
+
+def test_what_is_said_of_skipped_rows_is_not_checked() -> None:
+    told = good_update() | {"num_accepted_tokens": ints(99, 2), "conv_state_indices": ints(-1, 2)}
+    assert (causal_conv1d_update(**told)[0] == 0).all()

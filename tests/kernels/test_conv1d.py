@@ -11,7 +11,7 @@ from kernels.batches import Batch, Layer, Row, make_batch, plan_rows
 from kernels.paths import Path
 from kernels.tolerance import assert_close
 
-from deltaline_kernels import causal_conv1d, causal_conv1d_reference, run_selftest
+from deltaline_kernels import Rows, causal_conv1d, causal_conv1d_reference, run_selftest
 
 CASES = {
     "one-token": [Row(1)],
@@ -28,6 +28,8 @@ CASES = {
     "empty-at-a-piece's-end": [Row(64), Row(0, replayed=1), Row(64), Row(0, to="other"), Row(0, fresh=True)],
     "long-behind-a-short-head": [Row(62), Row(140, fresh=True), Row(53), Row(131, to="other", replayed=2), Row(125)],
     "many": [Row(i % 3 % 2, skipped=i % 7 == 0, to="other" if i % 5 == 0 else "same") for i in range(131)],
+    # More than an update takes, and more than are counted at once.
+    "many-prefills": [Row(9 + i % 5, skipped=i % 7 == 0, to="other" if i % 5 == 0 else "same") for i in range(131)],
     "many-verifies": [Row(1 + i % 4, verify=i % 3 > 0, replayed=i % 4, skipped=i % 11 == 0) for i in range(130)],
     "skipped-and-null": [Row(1, skipped=True), Row(3, to="null"), Row(9, skipped=True), Row(9, to="null")],
 }
@@ -157,6 +159,53 @@ def test_conv_names_the_wrong_argument() -> None:
     for sizes in ((), (47,), (49, -1), (12, 12, 12, 12)):
         with pytest.raises(ValueError, match=r"^split: expected 1 to 3 sizes that add up to 48 channels"):
             causal_conv1d(good.qkv, good.weight, good.bias, good.lines, good.rows, split=sizes)
+    other_types: list[tuple[str, dict[str, Any]]] = [
+        ("split: expected a sequence of integers", {"split": 4}),
+        ("split: expected a sequence of integers", {"split": ["a"]}),
+        ("rows: expected Rows, got NoneType", {"rows": None}),
+    ]
+    for message, told in other_types:
+        with pytest.raises(TypeError, match=f"^{message}"):
+            causal_conv1d(good.qkv, good.weight, good.bias, good.lines, **({"rows": good.rows} | told))
+
+
+# Channels that fill no vector of the CPU, alone and as the shares of several threads.
+@pytest.mark.parametrize("key_dim", [16, 1600])
+@pytest.mark.parametrize("length", [1, 7, 33])
+@pytest.mark.parametrize("seed", range(3))
+def test_conv_row_is_the_same_alone(path: Path, key_dim: int, length: int, seed: int) -> None:
+    layer = Layer(K=key_dim)
+    batch = make_batch([Row(length)] * 7, path, layer, seed=seed)
+    whole, lines = run(path, batch.clone())
+    for i in range(7):
+        begin, line = i * length, 2 * i + 1
+        alone = batch.lines[line - 1 : line + 2].clone()
+        rows = plan_rows([Row(length)], layer.M, path.device)
+        y = path.conv(batch.qkv[begin : begin + length], batch.weight, batch.bias, alone, rows)
+        assert torch.equal(y, whole[begin : begin + length])
+        assert torch.equal(alone[1], lines[line])
+
+
+def test_conv_records_no_gradients(path: Path) -> None:
+    batch = make_batch([Row(1), Row(9)], path)
+    want, _ = run(path, batch.clone())
+    got, lines = run(path, replace(batch, weight=torch.nn.Parameter(batch.weight), bias=torch.nn.Parameter(batch.bias)))
+    assert torch.equal(got, want) and not got.requires_grad and not lines.requires_grad
+
+
+@pytest.mark.gpu
+def test_conv_updates_any_number_of_rows() -> None:
+    """More programs of rows than the second axis of a grid takes."""
+    num_rows, channels = 4 * 65_535 + 9, 8
+    x = torch.randn(num_rows, channels, device="cuda")
+    lines = torch.randn(num_rows + 1, 3, channels, device="cuda")
+    weight = torch.randn(4, channels, device="cuda")
+    owned, ones, zeros = list(range(1, num_rows + 1)), [1] * num_rows, [0] * num_rows
+    rows = Rows.build(ones, owned, owned, ones, zeros, zeros, max_short=1, device="cuda")
+    total = (torch.cat((lines[1:], x[:, None]), dim=1) * weight).sum(1)
+    got = causal_conv1d(x, weight, None, lines, rows)
+    assert_close("y", got, total * torch.sigmoid(total), torch.float32)
+    assert torch.equal(lines[1:, 2], x)
 
 
 @pytest.mark.gpu

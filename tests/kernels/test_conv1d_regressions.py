@@ -53,6 +53,11 @@ def serial(path: Path, history: Tensor, x: Tensor) -> Tensor:
     return convolve(history.cpu(), x.t().cpu(), weights(path).cpu(), None, False).t().to(path.device)
 
 
+def refuses(path: Path) -> bool:
+    """Whether lengths are looked at without being asked to: by the CPU path, never by the kernels."""
+    return path.device == "cpu" and type(path) is Path
+
+
 def same_bits(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
@@ -270,7 +275,7 @@ def test_a_line_too_narrow_for_the_drafts_is_refused(exact_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^query_start_loc: expected rows of at most 3 tokens, got 4"):
         causal_conv1d_update(x[0], states, weights(path), validate_data=True, **told)
     kept = states.clone()
-    if path.device == "cpu":
+    if refuses(path):
         with pytest.raises(ValueError, match=r"^query_start_loc: expected rows of at most 3 tokens, got 4"):
             causal_conv1d_update(x[0], states, weights(path), **told)
     else:
@@ -373,3 +378,83 @@ def test_two_pieces_of_a_prefill_are_one(exact_path: Path, first: int) -> None:
     y = path.conv(x, weight.t().contiguous(), None, lines, plan_rows([Row(whole)], 4, path.device))
     assert_close("native", y.t(), want, path.dtype)
     assert same_bits(lines.transpose(1, 2), states)
+
+
+@pytest.mark.parametrize("speculative", [True, False], ids=["speculative", "plain"])
+@pytest.mark.parametrize("longest", [1, 4])
+@pytest.mark.parametrize("length", [5, 7, 9, 20])
+def test_a_row_longer_than_promised_writes_no_other_line(
+    exact_path: Path, speculative: bool, longest: int, length: int
+) -> None:
+    """A kernel sized for max_query_len wrote the drafts of a longer row behind its line, into the next one."""
+    path, x = exact_path, tokens(exact_path, length + 1)
+    columns = 6 if speculative else HISTORY
+    states = pool(path, columns, 1, 4)
+    before = states.clone()
+    told: dict[str, Any] = {"query_start_loc": ints(path, 0, length, length + 1), "max_query_len": longest}
+    if speculative:
+        told["num_accepted_tokens"] = ints(path, 1, 1)
+    if refuses(path):
+        with pytest.raises(ValueError, match=f"^max_query_len: expected at least {length} as a row has, got {longest}"):
+            causal_conv1d_update(x, states, weights(path), conv_state_indices=ints(path, 1, 4), **told)
+        assert same_bits(states, before)
+        return
+    alone = before.clone()
+    y = causal_conv1d_update(x, states, weights(path), conv_state_indices=ints(path, 1, 4), **told)
+    accepted = ints(path, 1) if speculative else None
+    want = causal_conv1d_update(x[length:], alone, weights(path), None, None, ints(path, 4), accepted)
+    assert torch.equal(y[length:], want) and same_bits(states[4], alone[4])
+    if speculative:
+        assert same_bits(states[1], before[1])
+    states[1], states[4] = before[1], before[4]
+    assert same_bits(states, before)
+
+
+def test_a_block_outside_the_table_skips_the_row(exact_path: Path) -> None:
+    """A gather beyond the table's row read another row's block, or memory that is not the table's."""
+    path, x = exact_path, tokens(exact_path, 4)
+    states = pool(path, HISTORY, 1, 2, 3, 4)
+    alone = states.clone()
+    table = torch.tensor([[1, 5], [2, 6], [3, 7], [4, 0]], dtype=torch.int32, device=path.device)
+    y = causal_conv1d_update(
+        x,
+        states,
+        weights(path),
+        conv_state_indices=table,
+        initial_state_idx=ints(path, 0, -1, 2, 0),
+        block_idx_last_scheduled_token=ints(path, 1, 1, 1, 9),
+    )
+    blocks: dict[str, Any] = {"initial_state_idx": ints(path, 0), "block_idx_last_scheduled_token": ints(path, 1)}
+    want = causal_conv1d_update(x[:1], alone, weights(path), conv_state_indices=table[:1], **blocks)
+    assert torch.equal(y[:1], want) and (y[1:] == 0).all() and same_bits(states, alone)
+
+
+@pytest.mark.parametrize("null", [None, 0, 4])
+def test_line_0_is_ordinary_unless_it_is_said_to_be_null(exact_path: Path, null: int | None) -> None:
+    """Engines whose block 0 is null pass it as null_block_id; in others line 0 belongs to a sequence."""
+    path, x = exact_path, tokens(exact_path, 2)
+    lines, weight = ints(path, 0, 4), weights(path)
+    history = torch.ones(2, dtype=torch.bool, device=path.device)
+    for update in (True, False):
+        states = pool(path, HISTORY, 0, 4)
+        before = states.clone()
+        if update:
+            y = causal_conv1d_update(x, states, weight, conv_state_indices=lines, null_block_id=null)
+        else:
+            starts = ints(path, 0, 1, 2)
+            y = causal_conv1d_fn(x.t(), weight, None, states, starts, lines, history, null_block_id=null).t()
+        for i, line in enumerate((0, 4)):
+            assert same_bits(states[line], before[line]) == (line == null)
+            assert (y[i] == 0).all().item() == (line == null)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_negative_zero_of_the_history_stays_one(exact_path: Path, length: int) -> None:
+    """The kept columns are those that were there, not sums with zero."""
+    path = exact_path
+    states = torch.full((2, HISTORY, DIM), -0.0, device=path.device).transpose(1, 2)
+    history = torch.ones(1, dtype=torch.bool, device=path.device)
+    causal_conv1d_fn(
+        tokens(path, length).t(), weights(path), None, states, ints(path, 0, length), ints(path, 1), history
+    )
+    assert (states[1, :, : HISTORY - length] == 0).all() and states[1, :, : HISTORY - length].signbit().all()

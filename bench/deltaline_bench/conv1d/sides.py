@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,29 +10,22 @@ from torch import Tensor
 
 from deltaline_bench.case import NotApplicable, Side, SideMaker
 from deltaline_bench.conv1d.batch import Batch, Mode
-from deltaline_bench.conv1d.field import Function, vllm_prefill, vllm_update
+from deltaline_bench.conv1d.field import vllm_prefill, vllm_update
 from deltaline_kernels import Rows, causal_conv1d
+from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update
 
 
 def ours(batch: Batch, split: tuple[int, ...] | None = None) -> dict[str, SideMaker]:
     """Our sides: the native call, and the field's signature over it."""
-    update = batch.shape.mode is not Mode.PREFILL
-    return {
-        "deltaline": lambda: _native(batch, split),
-        "deltaline compat": lambda: (vllm_update if update else vllm_prefill)(batch, _compat(update, split)),
-    }
+    return {"deltaline": lambda: _native(batch, split), "deltaline compat": lambda: _compat(batch, split)}
 
 
-def _compat(update: bool, split: tuple[int, ...] | None) -> Function:
-    """Find our function of the field's name."""
+def _compat(batch: Batch, split: tuple[int, ...] | None) -> Side:
     if split:
         raise NotApplicable("the field's signature has no split")
-    try:
-        compat = importlib.import_module("deltaline_kernels.compat")
-    except ModuleNotFoundError as error:
-        raise NotApplicable(str(error)) from error
-    function: Function = getattr(compat, "causal_conv1d_update" if update else "causal_conv1d_fn")
-    return function
+    if batch.shape.mode is Mode.PREFILL:
+        return vllm_prefill(batch, causal_conv1d_fn)
+    return vllm_update(batch, causal_conv1d_update)
 
 
 def _native(batch: Batch, split: tuple[int, ...] | None) -> Side:

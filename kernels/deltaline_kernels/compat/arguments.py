@@ -53,6 +53,16 @@ def check_indices(name: str, tensor: Tensor, device: torch.device, num_rows: int
         raise ValueError(f"{name}: expected at least {num_rows} entries, got {tensor.shape[0]}")
 
 
+def check_integer(name: str, value: int) -> None:
+    """Check a number of the host.
+
+    Raises:
+        TypeError: not an integer.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+
+
 def check_filter(weight: Tensor, bias: Tensor | None, dim: int, device: torch.device) -> None:
     """Check the filter of a convolution of `dim` channels."""
     check_operand("weight", weight, {"dim": dim, "width": None}, device=device)

@@ -14,6 +14,7 @@ from deltaline_kernels.compat.arguments import (
     INTEGERS,
     check_filter,
     check_indices,
+    check_integer,
     check_operand,
     check_states,
     parse_activation,
@@ -34,6 +35,7 @@ def causal_conv1d_fn(
     pad_slot_id: int = -1,
     metadata: Any = None,
     validate_data: bool = False,
+    null_block_id: int | None = None,
 ) -> Tensor:
     """Convolve packed sequences of any length; keep the last width-1 tokens of each in its line.
 
@@ -48,6 +50,7 @@ def causal_conv1d_fn(
         has_initial_state: `(N,)` bool, whether the line's columns 0..width-2 precede a sequence; None: never.
         activation: True, "silu" or "swish"; None or False for none.
         metadata: not needed. validate_data: check what the index tensors say; waits for the device.
+        null_block_id: takes the place of `pad_slot_id` where it is given; line 0 is an ordinary one unless it is 0.
 
     Returns:
         `(dim, tokens)` in x's dtype and with x's order of memory; unspecified for tokens of no sequence.
@@ -56,6 +59,7 @@ def causal_conv1d_fn(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     silu = parse_activation(activation)
+    skip = _parse_pad(pad_slot_id, null_block_id)
     check_operand("x", x, {"dim": None, "tokens": None})
     dim, num_tokens = x.shape
     device = x.device
@@ -80,7 +84,7 @@ def causal_conv1d_fn(
             raise ValueError("has_initial_state: expected None, as conv_states is None, got a tensor")
     starts = query_start_loc.contiguous()
     history = False if has_initial_state is None else has_initial_state.contiguous()
-    pad = -1 if cache_indices is None else pad_slot_id
+    pad = -1 if cache_indices is None else skip
     rows = EngineRows(num_rows, num_tokens, 0, starts, cache_indices, cache_indices, pad, history, None)
     lines = None if conv_states is None else conv_states.transpose(1, 2)
     if validate_data:
@@ -106,6 +110,7 @@ def causal_conv1d_update(
     initial_state_idx: Tensor | None = None,
     validate_data: bool = False,
     out: Tensor | None = None,
+    null_block_id: int | None = None,
 ) -> Tensor:
     """Convolve the next tokens of each sequence and slide its line; nothing but `conv_state` and `out` is written.
 
@@ -122,13 +127,15 @@ def causal_conv1d_update(
         weight, bias, activation, validate_data: as for `causal_conv1d_fn`.
         conv_state_indices: `(batch,)`, the line of each row; None: row i has line i. Or a table `(batch, blocks)`: row
             i reads line table[i, initial_state_idx[i]] and writes table[i, block_idx_last_scheduled_token[i]], both
-            `(batch,)`; without the two, column 0. A row with a negative line or `pad_slot_id` is skipped: its outputs
-            are zero, no line is touched.
+            `(batch,)`; without the two, column 0. A row with a negative line or `pad_slot_id`, or with a block that the
+            table does not have, is skipped: its outputs are zero, no line is touched.
         num_accepted_tokens: `(batch,)`, accepted tokens of the previous call, its first included; 0 counts as 1.
         query_start_loc: `(batch+1,)`. It and num_accepted_tokens may have more entries, which are not read.
-        max_query_len: upper bound of the length of a row. -1 if not known: slower above 8 tokens, and a speculative row
-            that its line can't keep is skipped on CUDA, refused on the CPU.
+        max_query_len: upper bound of the length of a row, -1 if not known: slower above 8 tokens. CUDA skips a
+            speculative row that its line can't keep. It writes no more than its own line for a row above the bound,
+            whose outputs are unspecified. The CPU refuses both.
         out: of x's shape and dtype, or None; may be x, but must not overlap it otherwise.
+        null_block_id: takes the place of `pad_slot_id` where it is given; line 0 is an ordinary one unless it is 0.
 
     Returns:
         `out`, or a new tensor of x's shape and dtype; unspecified for tokens of no row.
@@ -137,13 +144,17 @@ def causal_conv1d_update(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     silu = parse_activation(activation)
+    skip = _parse_pad(pad_slot_id, null_block_id)
+    check_integer("max_query_len", max_query_len)
     tokens, num_rows, length = _pack(x, query_start_loc)
     num_tokens, dim = tokens.shape
     device = x.device
     check_filter(weight, bias, dim, device)
     width = weight.shape[1]
     check_states("conv_state", conv_state, dim, width, device)
-    read, write = _pick_lines(conv_state_indices, initial_state_idx, block_idx_last_scheduled_token, device)
+    read, write = _pick_lines(
+        conv_state_indices, initial_state_idx, block_idx_last_scheduled_token, device, validate=validate_data
+    )
     if query_start_loc is not None:
         least = 1 if read is None else read.shape[0] + 1
         check_indices("query_start_loc", query_start_loc, device, least, more=True)
@@ -158,7 +169,7 @@ def causal_conv1d_update(
         num_accepted_tokens = num_accepted_tokens.contiguous()
     bounded = query_start_loc is None or max_query_len >= 0
     longest = length if query_start_loc is None else max_query_len if bounded else num_tokens
-    pad = -1 if read is None else pad_slot_id
+    pad = -1 if read is None else skip
     rows = EngineRows(num_rows, longest, length, query_start_loc, read, write, pad, True, num_accepted_tokens)
     lines = conv_state.transpose(1, 2)
     most = rows.most_tokens(lines.shape[1], width)
@@ -184,6 +195,15 @@ def causal_conv1d_update(
     return out
 
 
+def _parse_pad(pad_slot_id: int, null_block_id: int | None) -> int:
+    """Return the index of padding rows besides those below 0."""
+    check_integer("pad_slot_id", pad_slot_id)
+    if null_block_id is None:
+        return pad_slot_id
+    check_integer("null_block_id", null_block_id)
+    return null_block_id
+
+
 def _pack(x: Tensor, query_start_loc: Tensor | None) -> tuple[Tensor, int, int]:
     """Return x as `[T, D]` with contiguous channels, its rows, and their tokens (0: query_start_loc tells)."""
     if query_start_loc is not None:
@@ -205,13 +225,20 @@ def _unpack(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _pick_lines(
-    indices: Tensor | None, read_blocks: Tensor | None, write_blocks: Tensor | None, device: torch.device
+    indices: Tensor | None,
+    read_blocks: Tensor | None,
+    write_blocks: Tensor | None,
+    device: torch.device,
+    *,
+    validate: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the line that each row reads and writes; None: row i has line i."""
+    """Return the line that each row reads and writes, -1 for a block that its table lacks; None: row i has line i."""
     name = "conv_state_indices"
     is_table = isinstance(indices, Tensor) and indices.ndim == 2
     if indices is not None:
         check_operand(name, indices, {"batch": None, "blocks": None} if is_table else {"batch": None}, INTEGERS, device)
+        if is_table and indices.shape[1] == 0:
+            raise ValueError(f"{name}: expected at least one block per row, got a table {tuple(indices.shape)}")
     if read_blocks is None and write_blocks is None:
         lines = indices[:, 0] if indices is not None and is_table else indices
         return lines, lines
@@ -220,10 +247,16 @@ def _pick_lines(
     if read_blocks is None or write_blocks is None:
         missing = "initial_state_idx" if read_blocks is None else "block_idx_last_scheduled_token"
         raise ValueError(f"{missing}: expected a tensor, as the other of the two is given, got None")
-    check_indices("initial_state_idx", read_blocks, device, indices.shape[0])
-    check_indices("block_idx_last_scheduled_token", write_blocks, device, indices.shape[0])
-    read = indices.gather(1, read_blocks.to(torch.int64)[:, None])
-    return read[:, 0], indices.gather(1, write_blocks.to(torch.int64)[:, None])[:, 0]
+    told = {"initial_state_idx": read_blocks, "block_idx_last_scheduled_token": write_blocks}
+    last = indices.shape[1] - 1
+    for name, blocks in told.items():
+        check_indices(name, blocks, device, indices.shape[0])
+        if validate and not ((blocks >= 0) & (blocks <= last)).all():
+            raise ValueError(f"{name}: expected blocks of 0..{last}, got {blocks.tolist()}")
+    chosen = torch.stack([blocks.to(torch.int64) for blocks in told.values()], dim=1)
+    inside = chosen.clamp(0, last)
+    lines = indices.gather(1, inside).masked_fill_(chosen != inside, -1)
+    return lines[:, 0], lines[:, 1]
 
 
 def _convolve(

@@ -6,7 +6,7 @@ Each row has a pool line to itself, so that all lines are read before any is wri
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.rows import EngineRows, HostRow, check_lengths, read_back
+from deltaline_kernels.compat.rows import EngineRows, HostRow, check_lengths, check_offsets, read_back
 from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
 from deltaline_kernels.rows import Rows
 
@@ -17,7 +17,7 @@ def convolve_cpu(
     """Write the rows' outputs to y `[T, D]`, which may be x `[T, D]`; mutates `lines` `[L, columns, D]`.
 
     Raises:
-        ValueError: a row longer than the bound or than its line can keep.
+        ValueError: offsets that fall or leave the tokens, a row longer than the bound or than its line can keep.
     """
     width = weight.shape[0]
     history = width - 1
@@ -25,6 +25,7 @@ def convolve_cpu(
         dtype = x.dtype if lines is None else lines.dtype
         x = x.to(dtype, copy=y.data_ptr() == x.data_ptr())
         columns = history if lines is None else lines.shape[1]
+        check_offsets(rows, x.shape[0])
         found = read_back(rows, columns, width)
         check_lengths(rows, [row for row in found if not row.skipped], columns, width)
         speculative = rows.num_accepted is not None

@@ -41,13 +41,16 @@ class EngineRows:
 
 @dataclass(frozen=True)
 class HostRow:
-    """One row that is not empty: its tokens, lines, and the column that its history begins at, None for no history."""
+    """One row that is not empty: its tokens, its lines, how many tokens of the step before it says were accepted, and
+    the column that its history begins at, None for no history.
+    """
 
     begin: int
     end: int
     read: int
     write: int
     skipped: bool
+    accepted: int
     first_column: int | None
 
     @property
@@ -73,6 +76,7 @@ def read_back(rows: EngineRows, columns: int, width: int) -> list[HostRow]:
             reads[i],
             writes[i],
             min(reads[i], writes[i]) < 0 or rows.pad in (reads[i], writes[i]),
+            accepted[i],
             min(max(accepted[i] - 1, 0), columns - width + 1) if history[i] else None,
         )
         for i in range(n)
@@ -87,26 +91,31 @@ def check_contents(
 
     Raises:
         ValueError: offsets that fall or leave the tokens, a row longer than the bound or than its line can keep, an
-            accepted count that no line holds, a line out of range, or one that a row writes and another one uses.
+            accepted count that no line holds, a line out of range, or one that a row writes and another one uses. What
+            is said of rows that are empty or skipped is not checked.
     """
-    n = rows.num_rows
-    if rows.starts is not None:
-        starts = rows.starts[: n + 1].tolist()
-        if starts != sorted(starts) or starts[0] < 0 or starts[-1] > num_tokens:
-            raise ValueError(f"query_start_loc: expected offsets that rise within 0..{num_tokens}, got {starts}")
+    check_offsets(rows, num_tokens)
     live = [row for row in read_back(rows, columns, width) if not row.skipped]
     check_lengths(rows, live, columns, width)
     most = rows.most_tokens(columns, width)
-    if rows.num_accepted is not None and most is not None:
-        accepted = rows.num_accepted[:n].tolist()
+    if most is not None:
+        accepted = [row.accepted for row in live]
         if not all(0 <= count <= most for count in accepted):
             raise ValueError(f"num_accepted_tokens: expected counts of 0..{most}, got {accepted}")
     if num_lines is not None:
         _check_lines(name, live, num_lines)
 
 
+def check_offsets(rows: EngineRows, num_tokens: int) -> None:
+    """Raise ValueError for offsets that fall or leave the tokens."""
+    if rows.starts is not None:
+        starts = rows.starts[: rows.num_rows + 1].tolist()
+        if starts != sorted(starts) or starts[0] < 0 or starts[-1] > num_tokens:
+            raise ValueError(f"query_start_loc: expected offsets that rise within 0..{num_tokens}, got {starts}")
+
+
 def check_lengths(rows: EngineRows, live: list[HostRow], columns: int, width: int) -> None:
-    """Raise ValueError for a row longer than the bound or than its line can keep."""
+    """Raise ValueError for a row longer than the bound or than its line can keep; the offsets are checked before."""
     most = rows.most_tokens(columns, width)
     longest = max((row.length for row in live), default=0)
     if longest > rows.longest:

@@ -83,9 +83,7 @@ def causal_conv1d(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     _check(x, weight, bias, lines, rows, activation)
-    sizes = (x.shape[1],) if split is None else tuple(split)
-    if not 1 <= len(sizes) <= MAX_PARTS or min(sizes) < 0 or sum(sizes) != x.shape[1]:
-        raise ValueError(f"split: expected 1 to {MAX_PARTS} sizes that add up to {x.shape[1]} channels, got {split}")
+    sizes = (x.shape[1],) if split is None else _parse_split(split, x.shape[1])
     silu = activation == "silu"
     outputs: tuple[Tensor, ...]
     if x.device.type == "cpu":
@@ -99,6 +97,16 @@ def causal_conv1d(
         outputs = tuple(torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) for size in sizes)
         causal_conv1d_triton(x, weight, bias, lines, rows, outputs, silu=silu)
     return outputs[0] if split is None else outputs
+
+
+def _parse_split(split: Sequence[int], channels: int) -> tuple[int, ...]:
+    """Return the sizes of the parts."""
+    if not isinstance(split, Sequence) or not all(isinstance(size, int) for size in split):
+        raise TypeError(f"split: expected a sequence of integers or None, got {split!r}")
+    sizes = tuple(split)
+    if not 1 <= len(sizes) <= MAX_PARTS or min(sizes) < 0 or sum(sizes) != channels:
+        raise ValueError(f"split: expected 1 to {MAX_PARTS} sizes that add up to {channels} channels, got {split}")
+    return sizes
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, activation: str | None) -> None:
@@ -115,6 +123,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: 
     check_tensor("lines", lines, (None, None, channels), (x.dtype,), device)
     if lines.shape[1] < width - 1:
         raise ValueError(f"lines: expected at least {width - 1} columns, got {lines.shape[1]}")
+    if not isinstance(rows, Rows):
+        raise TypeError(f"rows: expected Rows, got {type(rows).__name__}")
     if rows.control.device != device:
         raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
     if activation not in ("silu", None):

@@ -1,5 +1,7 @@
 """Causal convolution over packed rows on the CPU: vectorised PyTorch, tap by tap over blocks that fit in cache."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,19 +11,23 @@ from deltaline_kernels.rows import Rows
 
 # Values per block: 256 tokens x 3072 channels was the fastest of 32..2048 tokens (2 cores, 1 MiB of L2 each).
 BLOCK_VALUES = 256 * 3072
+# PyTorch gives a thread no less than so many values, and computes so many at once or a divisor of it.
+GRAIN, VECTORS = 32768, 32
 
 
 def causal_conv1d_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, y: Tensor, *, silu: bool
 ) -> None:
     """Write the rows' outputs to y `[T, D]`; mutates `lines`."""
-    w = weight.float()
-    b = None if bias is None else bias.float()
-    cohorts, skipped = group_rows(rows)
-    for begin, end in skipped:
-        y[begin:end] = 0
-    for cohort in cohorts:
-        _convolve_cohort(x, w, b, lines, cohort, y, silu)
+    # Weights may be parameters: nothing is recorded for autograd.
+    with torch.no_grad():
+        w = weight.float()
+        b = None if bias is None else bias.float()
+        cohorts, skipped = group_rows(rows)
+        for begin, end in skipped:
+            y[begin:end] = 0
+        for cohort in cohorts:
+            _convolve_cohort(x, w, b, lines, cohort, y, silu)
 
 
 def _convolve_cohort(
@@ -35,32 +41,62 @@ def _convolve_cohort(
         before = torch.zeros((), dtype=x.dtype).expand(cohort.num_rows, history, x.shape[1])
     in_place = cohort.packed and y.dtype == torch.float32
     out = cohort.tokens(y) if in_place else torch.empty(tokens.shape, dtype=torch.float32)
-    if c > history:
-        # Only the first tokens see the line; those behind them need no copy.
-        _convolve(torch.cat((before, tokens[:, :history]), dim=1), w, b, out[:, :history], silu)
-        _convolve(tokens, w, b, out[:, history:], silu)
-        kept = tokens[:, c - history :]
-    else:
-        full = torch.cat((before, tokens), dim=1)
-        _convolve(full, w, b, out, silu)
-        kept = full[:, c:]
+    # Only the first tokens see the line; those behind them need no copy.
+    seen = history if c > history else cohort.length
+    head = torch.cat((before, tokens[:, :seen]), dim=1)
+    kept = tokens[:, c - history :] if c > history else head[:, c:]
+    for part, block in _blocks(*tokens.shape):
+        total = out[part, block]
+        begin, end = block.start, block.start + total.shape[1]
+        if end <= seen:
+            _convolve(head[part, begin : end + history], w, b, total)
+        else:
+            first = max(begin, seen)
+            _convolve(tokens[part, first - history : end], w, b, total[:, first - begin :])
+            if begin < seen:
+                _convolve(head[part, begin:], w, b, total[:, : seen - begin])
+        if silu:
+            _silu(total)
     if not in_place:
         cohort.put_tokens(y, out)
     if cohort.writes:
         put(lines[:, : kept.shape[1]], cohort.write_lines, kept)
 
 
-def _convolve(full: Tensor, w: Tensor, b: Tensor | None, out: Tensor, silu: bool) -> None:
-    """Write act(b + sum_j w[j] full[:, t+j]) to out `[B, n, D]` fp32, block by block."""
-    num_rows, n, channels = out.shape
-    block = max(1, BLOCK_VALUES // max(1, num_rows * channels))
-    for t in range(0, n, block):
-        total = out[:, t : t + block]
-        size = total.shape[1]
-        torch.mul(full[:, t : t + size], w[0], out=total)
-        for j in range(1, w.shape[0]):
-            total.addcmul_(full[:, t + j : t + j + size].to(torch.float32), w[j])
-        if b is not None:
-            total.add_(b)
-        if silu:
-            F.silu(total, inplace=True)
+def _blocks(num_rows: int, length: int, channels: int) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of rows and tokens that are contiguous in `[B, n, D]`: whole rows, or a piece of one row."""
+    if length == 0:
+        return
+    per_block = max(1, BLOCK_VALUES // max(1, length * channels))
+    step = length if per_block > 1 else max(1, BLOCK_VALUES // max(1, channels))
+    for row in range(0, num_rows, per_block):
+        for token in range(0, length, step):
+            yield slice(row, row + per_block), slice(token, token + step)
+
+
+def _convolve(full: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
+    """Write b + sum_j w[j] full[:, t+j] to out `[B, n, D]` fp32."""
+    n = out.shape[1]
+    torch.mul(full[:, :n], w[0], out=out)
+    for j in range(1, w.shape[0]):
+        out.addcmul_(full[:, j : j + n].to(torch.float32), w[j])
+    if b is not None:
+        out.add_(b)
+
+
+def _silu(total: Tensor) -> None:
+    """Apply SiLU to a contiguous fp32 tensor in place, to each value the same way wherever it stands.
+
+    PyTorch computes what does not fill a vector of each thread's share in another way, which differs in the last place:
+    the rest is padded to whole vectors. Should a release share the work out otherwise, only that last place is lost.
+    """
+    count = total.numel()
+    threads = max(1, min(torch.get_num_threads(), -(-count // GRAIN)))
+    even = max(count - count % (threads * VECTORS), (threads - 1) * GRAIN)
+    if even == count:
+        F.silu(total, inplace=True)
+        return
+    values = total.view(-1)
+    F.silu(values[:even], inplace=True)
+    rest = values[even:]
+    rest.copy_(F.silu(F.pad(rest, (0, -rest.numel() % VECTORS)))[: rest.numel()])

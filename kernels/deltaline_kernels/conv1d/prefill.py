@@ -158,7 +158,8 @@ def _prefill(
                         new = tl.load(x + (begin + c - S) * x_stride + o_d, mask=in_d & (c >= S), other=0.0)
                         # Other threads than those that store a value may have loaded it.
                         tl.debug_barrier()
-                        tl.store(p_new + (c - committed) * num_channels + o_d, old + new.to(dtype), mask=in_d)
+                        kept = tl.where(c < S, old, new.to(dtype))
+                        tl.store(p_new + (c - committed) * num_channels + o_d, kept, mask=in_d)
             else:
                 for _ in range(0, count):
                     tl.store(p_y + o_part, tl.zeros((BLOCK_D,), dtype=y.dtype.element_ty), mask=in_d)

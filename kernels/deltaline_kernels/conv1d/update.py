@@ -62,13 +62,14 @@ def _update(
 ):
     S: tl.constexpr = W - 1
     EXACT: tl.constexpr = y.dtype.element_ty == tl.float32
-    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    # Rows on the first axis of the grid: the others end at 65,535.
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = o_d < num_channels
     # A load waits for nothing but the loads that tell its address, and the first arithmetic on values stands behind the
     # last load: a cold call takes two latencies of memory, not four.
     rows = ()
     for r in tl.static_range(ROWS):
-        i_row = tl.program_id(1) * ROWS + r
+        i_row = tl.program_id(0) * ROWS + r
         inside = (i_row < num_rows) | (ROWS == 1)
         # LENGTH: rows of so many tokens; 0: the rows' offsets tell.
         if LENGTH > 0:
@@ -80,15 +81,17 @@ def _update(
         read = tl.load(read_lines + i_row.to(tl.int64) * index_stride, mask=inside, other=-1).to(tl.int64)
         write = tl.load(write_lines + i_row.to(tl.int64) * index_stride, mask=inside, other=-1).to(tl.int64)
         if FIELD:
-            # Every line is an ordinary one; an empty row touches none.
-            live = (n > 0) & (read >= 0) & (read != pad) & (write >= 0) & (write != pad)
-            has_history, kept = live, live
+            # Every line is an ordinary one; an empty row touches none, nor does one that is longer than promised.
+            live = (n > 0) & (n <= TOKENS) & (read >= 0) & (read != pad) & (write >= 0) & (write != pad)
             committed, replayed = n, tl.full((), 0, tl.int32)
             if SPECULATIVE:
+                # A row whose drafts do not fit its line would write to the next one.
+                live = live & (n <= columns - S + 1)
                 # The first token of a row is always accepted, and counts itself among the accepted.
                 committed = tl.minimum(n, 1)
                 replayed = tl.load(replayed_counts + i_row, mask=inside, other=0).to(tl.int32) - 1
                 replayed = tl.minimum(tl.maximum(replayed, 0), columns - S)
+            has_history, kept = live, live
         else:
             live = (read != -1) | (write != -1)
             has_history, kept = read > 0, write > 0
@@ -141,7 +144,8 @@ class Indices:
 
     Args:
         read_line, write_line: `[N]` integers of one stride, the line of each row; below 0 or equal to `pad` skips it.
-        length: tokens of each row; where `query_start_loc` tells, the most of any row. At most MAX_TOKENS.
+        length: tokens of each row; where `query_start_loc` tells, the most of any row. At most MAX_TOKENS. A row with
+            more tokens than the bucket of `length` is skipped, and so is a speculative one that its line can't keep.
         query_start_loc: `[N+1]` integers, or None.
         num_accepted: `[N]` integers, accepted tokens of the previous step, its first included, or None where nothing is
             speculative. Values outside 1..columns-W+2 count as the nearest of them.
@@ -188,7 +192,7 @@ def launch_update(
     # few: less to load before the first can be stored; more so where each weight is a load of its own.
     group = SEVERAL if num_rows >= MANY_ROWS else 1
     block = 256 if group == 1 and weight.stride(1) != 1 else 1024 if group > 1 and tokens == 1 else 512
-    _update[(triton.cdiv(channels, block), triton.cdiv(num_rows, group))](
+    _update[(triton.cdiv(num_rows, group), triton.cdiv(channels, block))](
         x,
         weight,
         x if bias is None else bias,

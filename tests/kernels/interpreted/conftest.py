@@ -10,6 +10,8 @@ import pytest
 import torch
 from kernels.paths import InterpretedPath
 
+from deltaline_kernels.compat import conv1d
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of this folder unless the interpreter is on, which is decided before triton is imported."""
@@ -26,6 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def release(package: str) -> tuple[int, ...]:
     """Major and minor version of an installed package."""
     return tuple(int(part) for part in version(package).split(".")[:2])
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send what engines' functions are given on the CPU to the Triton kernels."""
+    from deltaline_kernels.compat.launch import convolve_triton
+
+    monkeypatch.setattr(conv1d, "convolve_cpu", convolve_triton)
 
 
 @pytest.fixture(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy
 import torch
 from kernels.paths import InterpretedPath
-from kernels.test_activation import check_silu
+from kernels.test_activation import check_far_silu, check_silu
 from kernels.test_conv1d import (
     test_conv_has_any_number_of_channels,
     test_conv_has_every_width,
     test_conv_matches_the_reference,
+    test_conv_records_no_gradients,
     test_conv_replays_any_accepted_count,
     test_conv_row_does_not_depend_on_its_neighbours,
     test_conv_splits_its_output,
@@ -31,6 +33,7 @@ __all__ = [
     "test_conv_has_any_number_of_channels",
     "test_conv_has_every_width",
     "test_conv_matches_the_reference",
+    "test_conv_records_no_gradients",
     "test_conv_replays_any_accepted_count",
     "test_conv_row_does_not_depend_on_its_neighbours",
     "test_conv_splits_its_output",
@@ -52,3 +55,9 @@ __all__ = [
 def test_silu_is_right_to_the_last_place_in_fp16() -> None:
     """Only in fp16: the interpreter rounds the product of a fused multiplication and addition."""
     check_silu(InterpretedPath("cpu", torch.float16))
+
+
+def test_silu_is_right_far_from_zero(path: InterpretedPath) -> None:
+    # Infinite exponentials are meant; NumPy warns of them.
+    with numpy.errstate(over="ignore", invalid="ignore"):
+        check_far_silu(path)

@@ -18,8 +18,6 @@ from kernels.test_compat_conv1d import (
     test_x_is_rounded_to_the_dtype_of_the_states as check_rounding,
 )
 
-from deltaline_kernels.compat import conv1d
-
 __all__ = [
     "test_a_row_without_an_index_has_the_line_of_its_number",
     "test_fn_matches_the_reference",
@@ -30,14 +28,6 @@ __all__ = [
     "test_update_matches_the_reference",
     "test_update_of_ragged_rows_matches_the_reference",
 ]
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send tensors on the CPU to the Triton kernels."""
-    from deltaline_kernels.compat.launch import convolve_triton
-
-    monkeypatch.setattr(conv1d, "convolve_cpu", convolve_triton)
 
 
 @pytest.mark.parametrize("wide_states", [True, False], ids=["wide-states", "narrow-states"])
