@@ -29,7 +29,7 @@ CASES = {
     "long-behind-a-short-head": [Row(62), Row(140, fresh=True), Row(53), Row(131, to="other", replayed=2), Row(125)],
     "many": [Row(i % 3 % 2, skipped=i % 7 == 0, to="other" if i % 5 == 0 else "same") for i in range(131)],
     # More than an update takes, and more than are counted at once.
-    "many-prefills": [Row(9 + i % 5, skipped=i % 7 == 0, to="other" if i % 5 == 0 else "same") for i in range(131)],
+    "many-prefills": [Row(5 + i % 3, skipped=i % 7 == 0, to="other" if i % 5 == 0 else "same") for i in range(131)],
     "many-verifies": [Row(1 + i % 4, verify=i % 3 > 0, replayed=i % 4, skipped=i % 11 == 0) for i in range(130)],
     "skipped-and-null": [Row(1, skipped=True), Row(3, to="null"), Row(9, skipped=True), Row(9, to="null")],
 }

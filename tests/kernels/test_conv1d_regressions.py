@@ -360,10 +360,10 @@ def test_products_are_not_rounded_to_16_bits(device: str) -> None:
     assert_close("update", got.t(), want, torch.float32)
 
 
-@pytest.mark.parametrize("first", [1, 2, 3, 64, 65, 700])
+@pytest.mark.parametrize("first", [2, 3, 65, 150])
 def test_two_pieces_of_a_prefill_are_one(exact_path: Path, first: int) -> None:
     """A long row that reads and writes the same line: its last tokens must not be there before its first are done."""
-    path, whole = exact_path, 1000
+    path, whole = exact_path, 200
     x, weight = tokens(path, whole), weights(path)
     states = pool(path, HISTORY, 1)
     split, history = states.clone(), torch.ones(1, dtype=torch.bool, device=path.device)
