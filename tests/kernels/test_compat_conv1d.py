@@ -143,7 +143,7 @@ def make_filter(width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
     return normal(DIM, width, seed=98), normal(DIM, seed=99) if bias else None
 
 
-def run_prefill(
+def check_prefill(
     case: Prefill, device: str, x_dtype: torch.dtype, state_dtype: torch.dtype, index: torch.dtype = torch.int32
 ) -> None:
     """Run one case, compare its outputs within the tolerance of x's dtype, and the states bit by bit."""
@@ -181,10 +181,10 @@ def run_prefill(
 
 @pytest.mark.parametrize("case", PREFILLS)
 def test_fn_matches_the_reference(path: Path, case: str) -> None:
-    run_prefill(PREFILLS[case], path.device, path.dtype, path.dtype)
+    check_prefill(PREFILLS[case], path.device, path.dtype, path.dtype)
 
 
-def run_update(
+def check_update(
     case: Update,
     device: str,
     x_dtype: torch.dtype,
@@ -245,34 +245,34 @@ def run_update(
 
 @pytest.mark.parametrize("case", [name for name, case in UPDATES.items() if len(set(case.lengths)) == 1])
 def test_update_matches_the_reference(path: Path, case: str) -> None:
-    run_update(UPDATES[case], path.device, path.dtype, path.dtype, dense=True)
+    check_update(UPDATES[case], path.device, path.dtype, path.dtype, dense=True)
 
 
 @pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("case", UPDATES)
 def test_update_of_ragged_rows_matches_the_reference(path: Path, case: str, bounded: bool) -> None:
     longest = max(UPDATES[case].lengths) if bounded else -1
-    run_update(UPDATES[case], path.device, path.dtype, path.dtype, dense=False, max_query_len=longest)
+    check_update(UPDATES[case], path.device, path.dtype, path.dtype, dense=False, max_query_len=longest)
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_x_is_rounded_to_the_dtype_of_the_states(device: str, x_dtype: torch.dtype, state_dtype: torch.dtype) -> None:
-    run_prefill(PREFILLS["every-argument"], device, x_dtype, state_dtype)
-    run_update(UPDATES["decode"], device, x_dtype, state_dtype, dense=True)
-    run_update(UPDATES["speculative-ragged"], device, x_dtype, state_dtype, dense=False, max_query_len=4)
+    check_prefill(PREFILLS["every-argument"], device, x_dtype, state_dtype)
+    check_update(UPDATES["decode"], device, x_dtype, state_dtype, dense=True)
+    check_update(UPDATES["speculative-ragged"], device, x_dtype, state_dtype, dense=False, max_query_len=4)
 
 
 def test_indices_may_be_int64(exact_path: Path) -> None:
     where, dtype = exact_path.device, exact_path.dtype
-    run_prefill(PREFILLS["padding"], where, dtype, dtype, torch.int64)
-    run_update(UPDATES["padding"], where, dtype, dtype, dense=True, index=torch.int64)
-    run_update(UPDATES["other-lines"], where, dtype, dtype, dense=True, index=torch.int64)
+    check_prefill(PREFILLS["padding"], where, dtype, dtype, torch.int64)
+    check_update(UPDATES["padding"], where, dtype, dtype, dense=True, index=torch.int64)
+    check_update(UPDATES["other-lines"], where, dtype, dtype, dense=True, index=torch.int64)
 
 
 def test_offsets_behind_the_last_row_are_not_read(exact_path: Path) -> None:
     for case in ("speculative-ragged", "speculative-long"):
-        run_update(UPDATES[case], exact_path.device, exact_path.dtype, exact_path.dtype, dense=False, padded=3)
+        check_update(UPDATES[case], exact_path.device, exact_path.dtype, exact_path.dtype, dense=False, padded=3)
 
 
 def test_lines_may_be_a_column_of_a_table(exact_path: Path) -> None:

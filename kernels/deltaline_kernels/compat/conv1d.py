@@ -1,6 +1,6 @@
 """Causal depthwise convolution as inference engines call it: `causal_conv1d_fn` and `causal_conv1d_update`.
 
-Names, arguments and state layout are those of vLLM and SGLang: channels first, states that are lines of a pool picked
+Names, arguments and state layout are those of vLLM: channels first, states that are lines of a pool picked
 by index tensors, a history that begins at column 0. Products and sums are fp32. For inference only: nothing is
 recorded for autograd. Validates and picks the path by device; never waits for it unless told to check the contents.
 """
