@@ -23,7 +23,7 @@ class LayerState:
     """The state of one layer, L lines: all that a mixer mutates.
 
     conv `[L, W-1+M, D]` in the model's dtype; recurrent `[L, HV, V, K]` fp32 or bf16;
-    drafts `[L, 2, M, H*K + HV*V + 2*HV]` fp32.
+    drafts `[L, 2, M, H*K + HV*V + HV]` fp32.
     """
 
     conv: Tensor
@@ -125,7 +125,7 @@ def _line_shapes(
     shape: GatedDeltaNetShape, options: StateOptions, dtype: torch.dtype
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     """Return shape and dtype of one line of each tensor of a LayerState, in the order of its fields."""
-    drafts = (2, options.max_draft, shape.keys + shape.values + 2 * shape.num_value_heads)
+    drafts = (2, options.max_draft, shape.keys + shape.values + shape.num_value_heads)
     return (
         ((shape.conv_width - 1 + options.max_draft, shape.conv_channels), dtype),
         ((shape.num_value_heads, shape.value_dim, shape.key_dim), options.state_dtype),

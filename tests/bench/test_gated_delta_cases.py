@@ -11,16 +11,27 @@ from bench.fakes import FakeTimer
 
 from deltaline_bench.__main__ import main
 from deltaline_bench.bar import Kind
-from deltaline_bench.case import CaseMaker
+from deltaline_bench.case import CaseMaker, Side, SideMaker
+from deltaline_bench.gated_delta import cases
 from deltaline_bench.gated_delta.batch import Batch, Inputs
-from deltaline_bench.gated_delta.cases import COMPARED, DECODE, HARD, ROWS, SUITE, MixerRow, Row, VerifyRow
+from deltaline_bench.gated_delta.cases import (
+    COMPARED,
+    DECODE,
+    HARD,
+    ROWS,
+    SUITE,
+    AccuracyRow,
+    MixerRow,
+    Row,
+    VerifyRow,
+)
 from deltaline_bench.gated_delta.field import peers
 from deltaline_bench.gated_delta.shape import Mode, Shape
-from deltaline_bench.gated_delta.sides import rows_of
+from deltaline_bench.gated_delta.sides import ours, rows_of
 from deltaline_bench.gated_delta.truth import Tokens, advance
 from deltaline_bench.measurement import measure_case
 from deltaline_bench.peers import Peers
-from deltaline_bench.record import RunRecord, Status
+from deltaline_bench.record import CaseRecord, RunRecord, Status
 from deltaline_kernels import gated_delta_reference
 
 CPU = torch.device("cpu")
@@ -91,7 +102,7 @@ def test_least_bytes_are_counted() -> None:
     prefill = Shape(Mode.PREFILL, (5, 3), 2, 4, 16, 24)
     assert prefill.num_bytes() == 2 * 8 * (160 + 8 + 96) + 4 * 3 * 4 * 24 * 16 + 4 * 8
     verify = Shape(Mode.VERIFY, (3, 3), 2, 4, 16, 24, state=torch.bfloat16)
-    states, drafts = 2 * 2 * 2 * 4 * 24 * 16, 4 * (32 + 96 + 8) * (4 + 6)
+    states, drafts = 2 * 2 * 2 * 4 * 24 * 16, 4 * (32 + 96 + 4) * (4 + 6)
     assert verify.num_bytes(num_replayed=4) == 2 * 6 * 264 + states + drafts + 4 * 8
 
 
@@ -120,11 +131,12 @@ def test_reset_puts_back_what_a_step_wrote() -> None:
 
 
 def test_cases_have_their_own_names_and_the_bars_of_the_table() -> None:
-    rows = [*ROWS, *HARD, *(maker.row for maker in COMPARED)]
+    rows = [*ROWS, *(maker.row for maker in (*HARD, *COMPARED))]
     assert [row.name for row in rows] == [*dict.fromkeys(row.name for row in rows)]
     assert {row.name for row in rows} == set(SUITE.cases)
     wanted = {"prefill-4x8192", "prefill-ragged", "prefill-h2x8", "decode-1", "decode-64-bf16-state", "mixer-256"}
-    assert wanted | {"verify-64", "accuracy-alike"} <= set(SUITE.cases)
+    assert wanted | {"verify-64", "accuracy-alike", "accuracy-100k"} <= set(SUITE.cases)
+    assert max(maker.row.shape.num_tokens for maker in HARD) > 100_000
     for row in rows:
         for needed, aim in zip(row.needed, row.aim, strict=False):
             if needed.kind is aim.kind:
@@ -138,6 +150,59 @@ def test_peers_that_are_not_installed_are_rows_of_the_report(shape: Shape) -> No
     others = [side for side in record.sides if not side.is_ours]
     assert {side.name for side in others} == set(peers(Batch(shape, "alone", CPU, Inputs()), Peers()))
     assert all(side.status in (Status.MISSING, Status.FAILED) for side in others)
+
+
+def measure_accuracy(monkeypatch: pytest.MonkeyPatch, **errors_of_fla: tuple[float, float]) -> CaseRecord:
+    """Measure beside sides of fla whose o and state are off by these parts of the truth; ours are off by 1%, 2%."""
+
+    def off_by(batch: Batch, o: float, state: float) -> SideMaker:
+        def make() -> Side:
+            side = ours(batch)
+            expected = batch.expected()
+            found = {"o": expected["o"] * (1 + o), "state": expected["state"] * (1 + state)}
+            return replace(side, outputs=lambda done: found)
+
+        return make
+
+    names = {"fla": "fla", "given": "fla, gates given", "other": "vLLM"}
+    monkeypatch.setattr(
+        cases, "peers", lambda batch, found: {names[n]: off_by(batch, *e) for n, e in errors_of_fla.items()}
+    )
+    monkeypatch.setattr(cases, "ours", lambda batch: off_by(batch, 0.01, 0.02)())
+    shape = replace(PREFILL, lengths=(1, 70))
+    case = AccuracyRow(Row("accuracy", "a row", shape, max_error=0.05))(CPU, Peers())
+    return measure_case(case, FakeTimer(1.0), copy_bytes_per_s=1e12, rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("errors_of_fla", "is_met"),
+    [
+        ({"fla": (0.011, 0.021)}, [True, True]),
+        ({"fla": (0.009, 0.04)}, [False, True]),
+        ({"fla": (0.04, 0.019)}, [True, False]),
+        ({"fla": (0.04, 0.04), "given": (0.04, 0.019)}, [True, False]),
+        ({"fla": (float("nan"), 0.04)}, [None, True]),
+        ({"other": (0.001, 0.001)}, [None, None]),
+    ],
+    ids=["better", "o worse", "state worse", "worse than its best side", "fla is NaN", "no fla"],
+)
+def test_no_tensor_may_be_further_off_than_flas(
+    monkeypatch: pytest.MonkeyPatch, errors_of_fla: dict[str, tuple[float, float]], is_met: list[bool | None]
+) -> None:
+    record = measure_accuracy(monkeypatch, **errors_of_fla)
+    assert [bar.is_met for bar in record.bars] == is_met
+    assert all(bar.is_needed for bar in record.bars)
+    assert len(record.failures()) == is_met.count(False)
+
+
+def test_errors_of_both_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = measure_accuracy(monkeypatch, fla=(0.009, 0.04)).bars
+    assert [bar.text for bar in bars] == [
+        "error of o 1.00e-02 <= fla's 9.00e-03",
+        "error of state 2.00e-02 <= fla's 4.00e-02",
+    ]
+    alone = measure_accuracy(monkeypatch).bars
+    assert [bar.text for bar in alone] == ["error of o 1.00e-02 <= fla's", "error of state 2.00e-02 <= fla's"]
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ class Layer:
 
     @property
     def record(self) -> int:
-        return self.H * self.K + self.HV * self.V + 2 * self.HV
+        return self.H * self.K + self.HV * self.V + self.HV
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ class Batch:
     qkv: Tensor
     a: Tensor
     b: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
     lines: Tensor
     state: Tensor
     drafts: Tensor
     weight: Tensor
     bias: Tensor
+    normalize: bool = True
 
     def clone(self) -> Batch:
         """Return the batch with its own copies of what an operation mutates."""
@@ -64,7 +65,16 @@ class Batch:
 
     def run_delta(self, path: Path) -> Tensor:
         return path.delta(
-            self.qkv, self.a, self.b, self.A_log, self.dt_bias, self.state, self.drafts, self.rows, self.layer.H
+            self.qkv,
+            self.a,
+            self.b,
+            self.A_log,
+            self.dt_bias,
+            self.state,
+            self.drafts,
+            self.rows,
+            self.layer.H,
+            normalize=self.normalize,
         )
 
     def run_delta_reference(self) -> Tensor:
@@ -78,7 +88,19 @@ class Batch:
             self.drafts,
             self.rows,
             num_key_heads=self.layer.H,
+            normalize=self.normalize,
         )
+
+    def with_raw_gates(self) -> Batch:
+        """Return the batch with log decays for a and strengths of up to 2 for b."""
+        return replace(self, a=-self.a.abs(), b=2 * self.b.sigmoid(), A_log=None, dt_bias=None)
+
+    def without_norms(self) -> Batch:
+        """Return the batch with q and k of about unit length, as they come."""
+        qkv = self.qkv.clone()
+        keys = 2 * self.layer.H * self.layer.K
+        qkv[:, :keys] /= self.layer.K**0.5
+        return replace(self, qkv=qkv, normalize=False)
 
 
 def plan_rows(rows: Sequence[Row], max_short: int, device: str) -> Rows:
@@ -109,8 +131,9 @@ def make_batch(
     max_short: int | None = None,
     seed: int = 0,
     state_dtype: torch.dtype = torch.float32,
+    padding: int = 3,
 ) -> Batch:
-    """Make random inputs for `rows` on the path's device."""
+    """Make random inputs for `rows` on the path's device; the tokens of qkv lie `padding` values apart."""
     layer = layer or Layer()
     generator = torch.Generator().manual_seed(seed)
 
@@ -119,15 +142,14 @@ def make_batch(
 
     plan = plan_rows(rows, max_short or layer.M, path.device)
     num_tokens, num_lines = sum(row.length for row in rows), 2 * len(rows) + 2
-    wide = normal(num_tokens, layer.channels + 3)
+    wide = normal(num_tokens, layer.channels + padding)
     a, b = normal(num_tokens, layer.HV), normal(num_tokens, layer.HV)
     lines = normal(num_lines, layer.W - 1 + layer.M, layer.channels)
     state = normal(num_lines, layer.HV, layer.V, layer.K)
     keys = torch.nn.functional.normalize(normal(num_lines, 2, layer.M, layer.H, layer.K), dim=-1).flatten(3)
-    values = normal(num_lines, 2, layer.M, layer.HV * layer.V)
+    updates = normal(num_lines, 2, layer.M, layer.HV * layer.V)
     gates = -normal(num_lines, 2, layer.M, layer.HV).abs()
-    strengths = normal(num_lines, 2, layer.M, layer.HV).sigmoid()
-    drafts = torch.cat((keys, values, gates, strengths), dim=-1)
+    drafts = torch.cat((keys, updates, gates), dim=-1)
     start = 0
     for i, row in enumerate(rows):
         if row.skipped:

@@ -16,6 +16,11 @@ class Path:
     device: str
     dtype: torch.dtype
 
+    @property
+    def serial(self) -> bool:
+        """Whether short rows are computed token by token, whatever becomes of the tokens."""
+        return self.device != "cpu"
+
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, activation: str | None = "silu"
     ) -> Tensor:
@@ -31,14 +36,18 @@ class Path:
         qkv: Tensor,
         a: Tensor,
         b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
         state: Tensor,
         drafts: Tensor,
         rows: Rows,
         num_key_heads: int,
+        *,
+        normalize: bool = True,
     ) -> Tensor:
-        return gated_delta(qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=num_key_heads)
+        return gated_delta(
+            qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=num_key_heads, normalize=normalize
+        )
 
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gated_rms_norm(o, z, weight, eps)
@@ -46,6 +55,10 @@ class Path:
 
 class InterpretedPath(Path):
     """Launches the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1."""
+
+    @property
+    def serial(self) -> bool:
+        return True
 
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, activation: str | None = "silu"
@@ -70,19 +83,21 @@ class InterpretedPath(Path):
         qkv: Tensor,
         a: Tensor,
         b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
         state: Tensor,
         drafts: Tensor,
         rows: Rows,
         num_key_heads: int,
+        *,
+        normalize: bool = True,
     ) -> Tensor:
         from deltaline_kernels.gated_delta.launch import gated_delta_triton
 
         _, num_value_heads, value_dim, key_dim = state.shape
         heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
         o = torch.empty(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype)
-        gated_delta_triton(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads)
+        gated_delta_triton(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads, normalize=normalize)
         return o
 
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from deltaline_server.state_pool import StateOptions, StatePool, check_state
 
 SHAPE = GatedDeltaNetShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=4, conv_width=4)
 OPTIONS = StateOptions(num_lines=5, max_draft=3)
-LINE_BYTES = 2 * (3 + 3) * 48 + 4 * 4 * 4 * 8 + 4 * 2 * 3 * (16 + 16 + 8)
+LINE_BYTES = 2 * (3 + 3) * 48 + 4 * 4 * 4 * 8 + 4 * 2 * 3 * (16 + 16 + 4)
 
 
 def make_pool(device: str = "cpu", options: StateOptions = OPTIONS) -> StatePool:
@@ -43,7 +43,7 @@ def test_shapes_and_dtypes() -> None:
     for layer in pool.layers:
         assert (layer.conv.shape, layer.conv.dtype) == ((6, 6, 48), torch.bfloat16)
         assert (layer.recurrent.shape, layer.recurrent.dtype) == ((6, 4, 4, 8), torch.float32)
-        assert (layer.drafts.shape, layer.drafts.dtype) == ((6, 2, 3, 40), torch.float32)
+        assert (layer.drafts.shape, layer.drafts.dtype) == ((6, 2, 3, 36), torch.float32)
 
 
 def test_bytes_are_those_of_the_tensors() -> None:

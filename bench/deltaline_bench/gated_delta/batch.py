@@ -133,7 +133,7 @@ class Batch:
         state[self.line_index[~self.continues]] = torch.nan
 
     def new_drafts(self) -> Tensor:
-        """Return `[L, 2, M, H*K + HV*V + 2*HV]` fp32: the drafts of rows in their halves, NaN elsewhere."""
+        """Return `[L, 2, M, H*K + HV*V + HV]` fp32: the drafts of rows in their halves, NaN elsewhere."""
         size = (self.num_lines, 2, self.shape.max_drafts, self.shape.record)
         drafts = torch.full(size, torch.nan, device=self.device)
         self.reset_drafts(drafts)
@@ -142,7 +142,7 @@ class Batch:
     def reset_drafts(self, drafts: Tensor) -> None:
         """Put back what `new_drafts` returned."""
         if self.shape.mode is Mode.VERIFY:
-            drafts[self.line_index, self.half] = self.drafts.records().float()
+            drafts[self.line_index, self.half] = self.drafts.records(self.states.double()).float()
 
     def started(self) -> Tensor:
         """Return each row's fp64 state before its tokens: the accepted drafts are folded in."""
@@ -170,14 +170,19 @@ class Batch:
         starts = self.starts()
         for length in sorted(set(shape.lengths)):
             rows = [row for row, other in enumerate(shape.lengths) if other == length]
-            index = torch.tensor([range(starts[row], starts[row] + length) for row in rows], device=self.device)
+            if length == 0:
+                after[rows] = states[rows].float()
+                continue
+            index = torch.tensor(
+                [range(starts[row], starts[row] + length) for row in rows], dtype=torch.int64, device=self.device
+            )
             found, state = advance(tokens.map(itemgetter(index)), states[rows])
             o[index] = found.float()
             after[rows] = state.float()
         return {"o": o, "state": after}
 
     def _expected_verify(self, tokens: Tokens, states: Tensor) -> dict[str, Tensor]:
-        kept = {"state": states.float(), "drafts": tokens.records().float()}
+        kept = {"state": states.float(), "drafts": tokens.records(states).float()}
         outputs, token_states = [], []
         for i in range(self.shape.max_drafts):
             o, states = advance(tokens.map(itemgetter((slice(None), slice(i, i + 1)))), states)

@@ -62,8 +62,8 @@ class Shape:
 
     @property
     def record(self) -> int:
-        """Numbers kept per draft: k, v, g, beta."""
-        return self.keys + self.values + 2 * self.num_value_heads
+        """Numbers kept per draft: k, u, g."""
+        return self.keys + self.values + self.num_value_heads
 
     @property
     def max_drafts(self) -> int:
@@ -93,11 +93,11 @@ class Shape:
         PREFILL, chunked by C = 64: per token and key head k k^T and q k^T (2 C K each); per token and value head
         k h^T, q h^T and u^T k (2 K V each), T (v - k h^T) and scores u (2 C V each). T itself, the inverse of a
         triangle per chunk, is not counted. DECODE and VERIFY, token by token: h k, h q and u k^T (2 K V each) and the
-        decay (K V); a replayed draft has no h q.
+        decay (K V); a replayed draft has u^T k and the decay alone.
         """
         square = self.key_dim * self.value_dim
         if self.mode is Mode.PREFILL:
             shared = 4 * CHUNK * self.key_dim
             own = 6 * square + 4 * CHUNK * self.value_dim
             return self.num_tokens * (self.num_key_heads * shared + self.num_value_heads * own)
-        return self.num_value_heads * square * (7 * self.num_tokens + 5 * num_replayed)
+        return self.num_value_heads * square * (7 * self.num_tokens + 3 * num_replayed)

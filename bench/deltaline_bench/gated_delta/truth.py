@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +32,20 @@ class Tokens:
         """Apply `function` to every tensor."""
         return Tokens(function(self.q), function(self.k), function(self.v), function(self.g), function(self.beta))
 
-    def records(self) -> Tensor:
-        """Return what a draft keeps, `[..., H*K + HV*V + 2*HV]`: k, v, g, beta."""
-        return torch.cat((self.k.flatten(-2), self.v.flatten(-2), self.g, self.beta), dim=-1)
+    def records(self, state: Tensor) -> Tensor:
+        """Return what drafts `[R, T, ...]` keep that follow `state` `[R, HV, V, K]`.
+
+        k, u and g, `[R, T, H*K + HV*V + HV]`.
+        """
+        group = self.v.shape[2] // self.k.shape[2]
+        updates = []
+        for i in range(self.v.shape[1]):
+            token = self.map(itemgetter((slice(None), slice(i, i + 1))))
+            seen = (state @ token.k[:, 0].repeat_interleave(group, dim=1)[..., None])[..., 0]
+            decayed = token.g[:, 0, :, None].exp() * seen
+            updates.append(token.beta[:, 0, :, None] * (token.v[:, 0] - decayed))
+            state = advance(token, state)[1]
+        return torch.cat((self.k.flatten(-2), torch.stack(updates, dim=1).flatten(-2), self.g), dim=-1)
 
 
 def read_tokens(shape: Shape, qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tokens:

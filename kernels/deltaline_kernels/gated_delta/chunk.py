@@ -2,156 +2,82 @@
 
 Within a chunk, with G_i = g_1 + .. + g_i and h the state before it:
 
-    T = (I + tril(beta_i exp(G_i - G_j) k_i.k_j, -1))^-1 diag(beta)
-    U = T (V - exp(G) K h^T)
+    T = diag(beta) (I + tril(exp(G_i - G_j) k_i.k_j beta_j, -1))^-1
+    U = T V - T (exp(G) K h^T)
     o = exp(G) Q h^T + tril(exp(G_i - G_j) q_i.k_j) U
     h = exp(G_C) h + U^T (exp(G_C - G_j) k_j)
 
-Two launches. `_transform` computes T, the only matrix that crosses memory, for all chunks at once. `_advance` walks
-through the chunks of a row with a block of its state in registers. q and k are used as they come: their norms are
-factors of rows and columns of the products.
+T, the only matrix that crosses memory, is known for all chunks (transform.py). `_advance` walks through the chunks of a
+row, or of a part of one, with a block of its state in registers. It computes the transpose of what stands
+above: then each product's left operand is what the last one left in registers, and only k, q, T and the scores lie in
+shared memory. q and k are used as they come: their norms are factors of rows and columns of the products.
+
+A row in parts is walked twice, all parts at once. First each part finds what it makes of a state, h P + E: E is where
+it ends from zero, P where it ends from the identity without values. `_join` puts what stands before a part in the place
+of E of the part before it (the state that the row starts from has a place of its own); the parts are walked again.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltaline_kernels.gated_delta.gates import log_decay, strength
-from deltaline_kernels.gated_delta.heads import FEW_PROGRAMS, Heads
+from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.hopper_chunk import can_walk, launch_walk
+from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK, choose_plan
 from deltaline_kernels.gated_delta.replay import fold_drafts
+from deltaline_kernels.gated_delta.transform import FACTORS, SMALLEST_KEY, launch_transform
 from deltaline_kernels.rows import Rows
 
-CHUNK = 64
-# Smaller blocks of a state gave wrong values with Triton 3.6 on Hopper.
-BLOCK_V = 64
-SMALLEST_KEY = 64
-TRANSFORM_WARPS, ADVANCE_WARPS = 2, 4
-STAGES_OF_FEW = 3
-ROWS_AT_ONCE = tl.constexpr(128)
-# What decays by more than exp(-40) in one token no longer counts beside anything; so that sums of gates stay small
-# enough for their differences.
-STRONGEST = tl.constexpr(-40.0)
+# Of a walk. With keys of 128 more stages leave no room for a second program on a multiprocessor.
+WARPS, STAGES = 4, 2
+# A program that joins parts has so many rows of a state, and so many parts on their way.
+JOIN_BLOCK_V, JOIN_STAGES = 16, 2
 
 
 @triton.jit
-def _eliminate(inverse, coupling, o_i, o_j, SIZE: tl.constexpr):
-    """Return the inverse of I + coupling on diagonal blocks of SIZE, given that on blocks of half the size.
-
-    A block is [[X, 0], [N, Y]]; its inverse has -Y^-1 N X^-1 below the inverses of X and Y. No value exceeds 1, since
-    each is a product of contractions: fp16 holds them as well as TF32 does, and is multiplied twice as fast.
-    """
-    below = (o_i // SIZE == o_j // SIZE) & (o_i // (SIZE // 2) != o_j // (SIZE // 2))
-    operand = inverse.to(tl.float16)
-    known = tl.dot(tl.where(below, coupling, 0.0).to(tl.float16), operand)
-    return inverse - tl.dot(operand, known.to(tl.float16))
-
-
-# One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["control_stride", "num_rows"], do_not_specialize_on_alignment=["control"])
-def _transform(
-    qkv,
-    a,
-    b,
-    A_log,
-    dt_bias,
-    control,
-    transforms,
-    vectors,
-    control_stride,
-    num_rows,
-    eps,
-    qkv_stride,
-    a_stride,
-    b_stride,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    GROUP: tl.constexpr = HV // H
-    BLOCKS: tl.constexpr = CHUNK // 16
-    i_slot = tl.program_id(0)
-    i_h = tl.program_id(1)
-    # Row i has the slots from begin // CHUNK + i on: enough for each, and none twice.
-    i_row = -1
-    o_row = tl.arange(0, ROWS_AT_ONCE)
-    for i in range(0, num_rows, ROWS_AT_ONCE):
-        slots = tl.load(control + i + o_row, mask=i + o_row < num_rows, other=0x7FFFFFFF) // CHUNK + i + o_row
-        i_row += tl.sum((slots <= i_slot).to(tl.int32), 0)
-    if i_row >= 0:
-        begin = tl.load(control + i_row).to(tl.int64)
-        n = (tl.load(control + i_row + 1) - begin).to(tl.int32)
-        first = (i_slot - i_row - (begin // CHUNK).to(tl.int32)) * CHUNK
-        if first < n:
-            read = tl.load(control + control_stride + i_row)
-            write = tl.load(control + 2 * control_stride + i_row)
-            live = (read != -1) | (write != -1)
-            o_c = tl.arange(0, CHUNK)
-            o_k = tl.arange(0, BLOCK_K)
-            in_t = (first + o_c < n) & live
-            p_token = qkv + (begin + first) * qkv_stride + i_h * K
-            p_q = p_token + o_c[:, None] * qkv_stride + o_k[None, :]
-            in_tile = in_t[:, None] & (o_k < K)[None, :]
-            b_q = tl.load(p_q, mask=in_tile, other=0.0).to(tl.float32)
-            factor_q = 1.0 / tl.sqrt(tl.sum(b_q * b_q, axis=1) + eps)
-            b_k = tl.load(p_q + H * K, mask=in_tile, other=0.0)
-            factor_k = 1.0 / tl.sqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1) + eps)
-            products = tl.dot(b_k, tl.trans(b_k)) * factor_k[:, None] * factor_k[None, :]
-            # The diagonal blocks once more, on their own: [BLOCKS, 16, 16].
-            o_b = tl.arange(0, BLOCKS)[:, None] * 16 + tl.arange(0, 16)[None, :]
-            p_block = p_token + H * K + o_b[:, :, None] * qkv_stride + o_k[None, None, :]
-            in_block = ((first + o_b < n) & live)[:, :, None] & (o_k < K)[None, None, :]
-            b_blocks = tl.load(p_block, mask=in_block, other=0.0)
-            factor_block = tl.reshape(factor_k, (BLOCKS, 16))
-            block_products = tl.dot(b_blocks, tl.permute(b_blocks, (0, 2, 1)))
-            block_products = block_products * factor_block[:, :, None] * factor_block[:, None, :]
-
-            o_i, o_j = o_c[:, None], o_c[None, :]
-            o_bi, o_bj = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-            same = (tl.arange(0, BLOCKS)[:, None] == tl.arange(0, BLOCKS)[None, :])[:, None, :, None]
-            for i in range(0, GROUP):
-                i_hv = i_h * GROUP + i
-                b_a = tl.load(a + (begin + first + o_c) * a_stride + i_hv, mask=in_t, other=0.0)
-                b_b = tl.load(b + (begin + first + o_c) * b_stride + i_hv, mask=in_t, other=0.0)
-                b_g = tl.maximum(log_decay(b_a, tl.load(A_log + i_hv), tl.load(dt_bias + i_hv)), STRONGEST)
-                b_g = tl.cumsum(tl.where(in_t, b_g, 0.0), axis=0)
-                b_beta = tl.where(in_t, strength(b_b), 0.0)
-                coupling = products * tl.exp(tl.minimum(b_g[:, None] - b_g[None, :], 0.0)) * b_beta[:, None]
-                coupling = tl.where(o_i > o_j, coupling, 0.0)
-                g_block = tl.reshape(b_g, (BLOCKS, 16))
-                block = block_products * tl.exp(tl.minimum(g_block[:, :, None] - g_block[:, None, :], 0.0))
-                block = tl.where(o_bi > o_bj, block * tl.reshape(b_beta, (BLOCKS, 16))[:, :, None], 0.0)
-                inverse = tl.where(o_bi == o_bj, 1.0, 0.0) - tl.where(o_bi // 2 == o_bj // 2, block, 0.0)
-                inverse = _eliminate(inverse, block, o_bi, o_bj, 4)
-                inverse = _eliminate(inverse, block, o_bi, o_bj, 8)
-                inverse = _eliminate(inverse, block, o_bi, o_bj, 16)
-                whole = tl.reshape(tl.where(same, tl.expand_dims(inverse, 2), 0.0), (CHUNK, CHUNK))
-                whole = _eliminate(whole, coupling, o_i, o_j, 32)
-                whole = _eliminate(whole, coupling, o_i, o_j, 64)
-                slot = i_slot.to(tl.int64) * HV + i_hv
-                p_transform = transforms + slot * (CHUNK * CHUNK) + o_i * CHUNK + o_j
-                tl.store(p_transform, (whole * b_beta[None, :]).to(transforms.dtype.element_ty))
-                p_vector = vectors + slot * (3 * CHUNK) + o_c
-                tl.store(p_vector, b_g)
-                tl.store(p_vector + CHUNK, factor_k)
-                tl.store(p_vector + 2 * CHUNK, factor_q)
+def _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, CHUNK: tl.constexpr, ENDS: tl.constexpr):
+    """Return the state b_h `[V block, K]` after a chunk, and its outputs `[CHUNK, V block]`: not if ENDS are wanted."""
+    dtype: tl.constexpr = b_k.dtype
+    o_c = tl.arange(0, CHUNK)
+    g_j = tl.load(p_factor + CHUNK + o_c)[None, :]
+    factor_r = tl.load(p_factor + 2 * CHUNK + o_c)[None, :]
+    b_hd = b_h.to(dtype)
+    b_u = tl.dot(tl.trans(b_x), tl.trans(b_t))  # (V block, CHUNK)
+    b_r = tl.dot(b_hd, tl.trans(b_k)) * factor_r
+    b_u = tl.dot(b_r.to(dtype), tl.trans(b_t), acc=b_u)
+    b_o = b_x
+    if not ENDS:
+        factor_o = tl.load(p_factor + 3 * CHUNK + o_c)[None, :]
+        exponents = tl.where(o_c[:, None] >= o_c[None, :], g_i[:, None] - g_j, float("-inf"))
+        b_scores = (tl.dot(b_q, tl.trans(b_k)) * tl.exp2(exponents)).to(dtype)
+        b_turned = tl.dot(b_hd, tl.trans(b_q)) * factor_o
+        b_o = tl.trans(tl.dot(b_u.to(dtype), tl.trans(b_scores), acc=b_turned)).to(dtype)
+    b_w = (b_u * tl.exp2(g_last - g_j)).to(dtype)
+    return tl.dot(b_w, b_k, acc=b_h * tl.exp2(g_last)), b_o
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["control_stride"], do_not_specialize_on_alignment=["control"])
+@triton.jit(
+    do_not_specialize=["control_stride", "num_parts", "part_length"], do_not_specialize_on_alignment=["control"]
+)
 def _advance(
     qkv,
-    transforms,
-    vectors,
+    qk_tiles,
+    x_tiles,
+    t_tiles,
+    o_tiles,
+    factors,
     state,
     drafts,
+    ends,
     o,
     control,
     control_stride,
     max_draft,
-    scale,
+    num_parts,
+    part_length,
     qkv_stride,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -160,13 +86,22 @@ def _advance(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr,
+    FACTORS: tl.constexpr,
+    LINE_SHIFT: tl.constexpr,
+    # The row is in parts, and this is their first walk: each finds its end, with nothing said of outputs.
+    PARTS: tl.constexpr,
+    ENDS: tl.constexpr,
+    TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    RECORD: tl.constexpr = H * K + HV * V + 2 * HV
-    dtype: tl.constexpr = qkv.dtype.element_ty
-    i_v = tl.program_id(0)
-    i_hv = tl.program_id(1)
-    i_row = tl.program_id(2)
+    RECORD: tl.constexpr = H * K + HV * V + HV
+    BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    BLOCKS: tl.constexpr = BLOCKS_V + ((K + BLOCK_V - 1) // BLOCK_V if ENDS else 0)
+    END: tl.constexpr = (V + (K if K > V else V)) * K
+    i_v = tl.program_id(0) % BLOCKS
+    i_hv = tl.program_id(0) // BLOCKS % HV
+    i_part = tl.program_id(0) // (BLOCKS * HV) % num_parts
+    i_row = tl.program_id(0) // (BLOCKS * HV) // num_parts
     i_h = i_hv // (HV // H)
     begin = tl.load(control + i_row).to(tl.int64)
     n = (tl.load(control + i_row + 1) - begin).to(tl.int32)
@@ -176,120 +111,229 @@ def _advance(
     half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
     live = (read != -1) | (write != -1)
     replayed = tl.where(read > 0, replayed, 0)
+    part_begin = i_part * part_length
+    part_end = tl.minimum(n, part_begin + part_length)
+    is_last = part_end == n
+    is_transition = i_v >= BLOCKS_V
+    if ENDS:
+        is_here = live & (part_end < n) & ((i_part > 0) | (i_v < BLOCKS_V))
+    else:
+        is_here = (part_begin < n) | (i_part == 0)
+    if is_here:
+        o_k = tl.arange(0, BLOCK_K)
+        o_v = tl.where(is_transition, i_v - BLOCKS_V, i_v) * BLOCK_V + tl.arange(0, BLOCK_V)
+        o_c = tl.arange(0, CHUNK)
+        in_k = o_k < K
+        in_v = (o_v < V) & (i_v < BLOCKS_V)
+        in_h = in_v[:, None] & in_k[None, :]
+        o_h = o_v[:, None] * K + o_k[None, :]
+        starts_row = i_part == 0
+        # Parts that are not the last of their rows are equally long: no two begin in the same stretch of that length.
+        p_end = ends + ((begin + part_begin) // part_length * HV + i_hv) * END
+        # Of a row in parts the first walk keeps the state that it starts from: the last part overwrites its line.
+        is_read = (read > 0) & starts_row
+        if PARTS and not ENDS:
+            is_read = is_read & is_last
+        p_start = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K) + o_h
+        b_h = tl.load(p_start, mask=in_h & is_read, other=0.0).to(tl.float32)
+        p_drafts = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+        b_h = fold_drafts(b_h, p_drafts, tl.where(is_read, replayed, 0), i_h, i_hv, o_k, o_v, H, HV, K, V)
+        if ENDS:
+            tl.store(p_end + V * K + o_h, b_h, mask=in_h & starts_row)
+            b_h = tl.where(is_transition & (o_v[:, None] == o_k[None, :]), 1.0, b_h)
+        elif PARTS:
+            p_before = p_end + tl.where(starts_row, V * K, -HV * END) + o_h
+            b_h += tl.load(p_before, mask=in_h & ((i_part > 0) | (part_end < n)), other=0.0)
 
+        num_tokens = tl.maximum(part_end - part_begin, 0)
+        first_t = begin + part_begin
+        slot = (begin // CHUNK + i_row + part_begin // CHUNK) * HV + i_hv
+        column_k = (H + i_h) * K
+        # Columns behind the last one read as zero: the identity has no values.
+        column_x = tl.where(is_transition, 2 * H * K + HV * V, 2 * H * K + i_hv * V + i_v * BLOCK_V)
+        o_o = o_c[:, None] * (HV * V) + o_v[None, :]
+        num_dead = tl.where(live, 0, num_tokens)
+        num_whole = tl.where(live, num_tokens // CHUNK * CHUNK, 0) if TILES else 0
+        if TILES:
+            # Loaded ahead by hand: in shared memory they would leave no room for a second program.
+            p_ahead = factors + slot * FACTORS
+            g_i = tl.load(p_ahead + o_c, mask=num_whole > 0, other=0.0)
+            g_last = tl.load(p_ahead + 4 * CHUNK, mask=num_whole > 0, other=0.0)
+            for done in tl.range(0, num_whole, CHUNK, num_stages=STAGES):
+                p_ahead += HV * FACTORS
+                next_g_i = tl.load(p_ahead + o_c, mask=done + CHUNK < num_whole, other=0.0)
+                next_g_last = tl.load(p_ahead + 4 * CHUNK, mask=done + CHUNK < num_whole, other=0.0)
+                i_t = (first_t + done).to(tl.int32)
+                i_slot = (slot + done // CHUNK * HV).to(tl.int32)
+                b_k = qk_tiles.load([i_t, column_k])
+                b_q = b_k if ENDS else qk_tiles.load([i_t, i_h * K])
+                b_x = x_tiles.load([i_t, column_x])
+                b_t = t_tiles.load([i_slot * CHUNK, 0])
+                p_factor = factors + (slot + done // CHUNK * HV) * FACTORS
+                b_h, b_o = _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, CHUNK, ENDS)
+                g_i, g_last = next_g_i, next_g_last
+                if not ENDS:
+                    o_tiles.store([i_t, i_hv * V + i_v * BLOCK_V], b_o)
+        for done in tl.range(num_whole, num_tokens - num_dead, CHUNK, num_stages=1):
+            in_t = done + o_c < num_tokens
+            p_token = qkv + (first_t + done) * qkv_stride + o_c[:, None] * qkv_stride
+            in_qk = in_t[:, None] & in_k[None, :]
+            b_k = tl.load(p_token + column_k + o_k[None, :], mask=in_qk, other=0.0)
+            b_q = b_k if ENDS else tl.load(p_token + i_h * K + o_k[None, :], mask=in_qk, other=0.0)
+            b_x = tl.load(
+                p_token + (2 * H * K + i_hv * V) + o_v[None, :], mask=in_t[:, None] & in_v[None, :], other=0.0
+            )
+            b_t = t_tiles.load([((slot + done // CHUNK * HV) * CHUNK).to(tl.int32), 0])
+            p_factor = factors + (slot + done // CHUNK * HV) * FACTORS
+            b_g = tl.load(p_factor + o_c)
+            b_h, b_o = _step(b_h, b_q, b_k, b_x, b_t, b_g, tl.load(p_factor + 4 * CHUNK), p_factor, CHUNK, ENDS)
+            if not ENDS:
+                p_o = o + ((first_t + done) * HV + i_hv) * V + o_o
+                tl.store(p_o, b_o, mask=in_t[:, None] & in_v[None, :])
+        if not ENDS:
+            for done in range(0, num_dead, CHUNK):
+                in_o = (done + o_c < num_tokens)[:, None] & in_v[None, :]
+                p_o = o + ((first_t + done) * HV + i_hv) * V + o_o
+                tl.store(p_o, tl.zeros((CHUNK, BLOCK_V), o.dtype.element_ty), mask=in_o)
+
+        if ENDS:
+            p_first = p_end + tl.where(is_transition, V * K, 0)
+            o_out = tl.where(is_transition, o_k[None, :] * K + o_v[:, None], o_h)
+            tl.store(p_first + o_out, b_h, mask=(o_v < tl.where(is_transition, K, V))[:, None] & in_k[None, :])
+        # An empty row changes its line only by a replay or by a move.
+        elif is_last & (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
+            p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K) + o_h
+            tl.debug_barrier()
+            tl.store(p_new, b_h.to(state.dtype.element_ty), mask=in_h)
+
+
+@triton.jit(do_not_specialize=["part_length"], do_not_specialize_on_alignment=["control"])
+def _join(
+    ends,
+    control,
+    part_length,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Put the states before the parts 2.. of a row in the place of where the parts before them end from zero."""
+    END: tl.constexpr = (V + (K if K > V else V)) * K
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    i_v = tl.program_id(0) % BLOCKS
+    i_hv = tl.program_id(0) // BLOCKS % HV
+    i_row = tl.program_id(0) // (BLOCKS * HV)
+    begin = tl.load(control + i_row).to(tl.int64)
+    n = (tl.load(control + i_row + 1) - begin).to(tl.int32)
+    o_v = (i_v * BLOCK_V + tl.arange(0, BLOCK_V))[:, None]
     o_k = tl.arange(0, BLOCK_K)
-    o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    o_c = tl.arange(0, CHUNK)
-    in_k = o_k < K
-    in_v = o_v < V
-    in_h = in_v[:, None] & in_k[None, :]
-    o_h = o_v[:, None] * K + o_k[None, :]
-    b_start = tl.load(state + (read * HV + i_hv) * (V * K) + o_h, mask=in_h & (read > 0), other=0.0).to(tl.float32)
-    p_old = drafts + (read * 2 + half) * max_draft * RECORD
-    b_start = fold_drafts(b_start, p_old, replayed, i_h, i_hv, o_k, o_v, H, HV, K, V)
-    b_h = tl.trans(b_start)  # (BLOCK_K, BLOCK_V)
+    in_h = (o_v < V) & (o_k < K)[None, :]
+    in_p = (o_k < K)[:, None] & (o_k < K)[None, :]
+    p_end = ends + (begin // part_length * HV + i_hv) * END
+    o_h = o_v * K + o_k[None, :]
+    o_p = V * K + o_k[:, None] * K + o_k[None, :]
+    # What stands before part 1 is where part 0 ends.
+    b_h = tl.load(p_end + o_h, mask=in_h & (part_length < n), other=0.0)
+    for _ in tl.range(2 * part_length, n, part_length, num_stages=STAGES):
+        p_end += HV * END
+        b_end = tl.load(p_end + o_h, mask=in_h, other=0.0)
+        b_p = tl.load(p_end + o_p, mask=in_p, other=0.0)  # the transpose of P
+        b_h = tl.dot(b_h, tl.trans(b_p), acc=b_end, input_precision="tf32")
+        tl.store(p_end + o_h, b_h, mask=in_h)
 
-    slot = (begin // CHUNK + i_row) * HV + i_hv
-    p_transform = transforms + slot * (CHUNK * CHUNK) + o_c[:, None] * CHUNK + o_c[None, :]
-    p_vector = vectors + slot * (3 * CHUNK)
-    p_qk = qkv + (begin + o_c)[:, None] * qkv_stride + i_h * K + o_k[None, :]
-    p_x = qkv + (begin + o_c)[:, None] * qkv_stride + 2 * H * K + i_hv * V + o_v[None, :]
-    p_o = o + ((begin + o_c)[:, None] * HV + i_hv) * V + o_v[None, :]
-    seen = o_c[:, None] >= o_c[None, :]
-    for first in tl.range(0, n, CHUNK, num_stages=STAGES):
-        in_t = (first + o_c < n) & live
-        b_q = tl.load(p_qk, mask=in_t[:, None] & in_k[None, :], other=0.0)
-        b_k = tl.load(p_qk + H * K, mask=in_t[:, None] & in_k[None, :], other=0.0)
-        b_x = tl.load(p_x, mask=in_t[:, None] & in_v[None, :], other=0.0)
-        b_t = tl.load(p_transform)
-        b_g = tl.load(p_vector + o_c)
-        factor_k = tl.load(p_vector + CHUNK + o_c)
-        factor_q = tl.load(p_vector + 2 * CHUNK + o_c)
-        b_last = tl.load(p_vector + CHUNK - 1)
-        b_decay = tl.exp(b_g)
 
-        b_hd = b_h.to(dtype)
-        b_r = b_x.to(tl.float32) - (b_decay * factor_k)[:, None] * tl.dot(b_k, b_hd)
-        b_u = tl.dot(b_t, b_r.to(dtype))  # (CHUNK, BLOCK_V)
-        b_scores = tl.dot(b_q, tl.trans(b_k)) * tl.exp(tl.minimum(b_g[:, None] - b_g[None, :], 0.0)) * factor_k[None, :]
-        b_scores = tl.where(seen, b_scores, 0.0)
-        b_o = tl.dot(b_q, b_hd) * b_decay[:, None]
-        b_o += tl.dot(b_scores.to(dtype), b_u.to(dtype))
-        b_o *= (factor_q * scale)[:, None]
-        tl.store(p_o, b_o.to(o.dtype.element_ty), mask=(first + o_c < n)[:, None] & in_v[None, :])
-        b_w = (b_u * (tl.exp(b_last - b_g) * factor_k)[:, None]).to(dtype)
-        b_h = b_h * tl.exp(b_last) + tl.dot(tl.trans(b_k), b_w)
-        p_qk += CHUNK * qkv_stride
-        p_x += CHUNK * qkv_stride
-        p_o += CHUNK * HV * V
-        p_transform += HV * CHUNK * CHUNK
-        p_vector += HV * 3 * CHUNK
-
-    # An empty row changes its line only by a replay or by a move.
-    if (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
-        p_new = state + (write * HV + i_hv) * (V * K) + o_h
-        tl.debug_barrier()
-        tl.store(p_new, tl.trans(b_h).to(state.dtype.element_ty), mask=in_h)
+def _is_aligned(qkv: Tensor) -> bool:
+    """Return whether tiles of qkv can be copied whole: there are rows, and they begin at multiples of 16 bytes."""
+    return qkv.shape[0] > 0 and qkv.data_ptr() % 16 == 0 and qkv.stride(0) * qkv.element_size() % 16 == 0
 
 
 def launch_chunk(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     state: Tensor,
     drafts: Tensor,
     rows: Rows,
     o: Tensor,
     heads: Heads,
+    *,
+    normalize: bool = True,
+    line_shift: int = 0,
 ) -> None:
     """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `state` and `o`."""
     if rows.num_rows == 0:
         return
-    num_slots = qkv.shape[0] // CHUNK + rows.num_rows
-    num_heads, control = heads.num_value_heads, rows.control
-    transforms = torch.empty((num_slots, num_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
-    vectors = torch.empty((num_slots, num_heads, 3, CHUNK), dtype=torch.float32, device=qkv.device)
-    sizes = {"H": heads.num_key_heads, "HV": num_heads, "K": heads.key_dim, "CHUNK": CHUNK}
-    sizes["BLOCK_K"] = max(SMALLEST_KEY, triton.next_power_of_2(heads.key_dim))
-    _transform[(num_slots, heads.num_key_heads)](
-        qkv,
-        a,
-        b,
-        A_log,
-        dt_bias,
-        control,
-        transforms,
-        vectors,
-        control.stride(0),
-        rows.num_rows,
-        heads.eps,
-        qkv.stride(0),
-        a.stride(0),
-        b.stride(0),
-        **sizes,
-        num_warps=TRANSFORM_WARPS,
-        num_stages=1,
-    )
-    blocks = triton.cdiv(heads.value_dim, BLOCK_V)
-    stages = STAGES_OF_FEW if blocks * num_heads * rows.num_rows <= FEW_PROGRAMS else 1
-    _advance[(blocks, num_heads, rows.num_rows)](
-        qkv,
-        transforms,
-        vectors,
-        state,
-        drafts,
-        o,
-        control,
-        control.stride(0),
-        drafts.shape[2],
-        heads.scale,
-        qkv.stride(0),
-        **sizes,
-        V=heads.value_dim,
-        BLOCK_V=BLOCK_V,
-        STAGES=stages,
-        num_warps=ADVANCE_WARPS,
-        num_stages=stages,
-    )
+    num_heads, key_dim, value_dim, control = heads.num_value_heads, heads.key_dim, heads.value_dim, rows.control
+    transforms, factors = launch_transform(qkv, a, b, A_log, dt_bias, rows, heads, normalize=normalize)
+    sizes = {"H": heads.num_key_heads, "HV": num_heads, "K": key_dim, "CHUNK": CHUNK, "FACTORS": FACTORS}
+    sizes["BLOCK_K"] = max(SMALLEST_KEY, triton.next_power_of_2(key_dim))
+    plan = choose_plan(heads, rows.num_rows, qkv.shape[0], rows.max_length)
+    in_parts = plan.num_parts > 1
+    num_ends = qkv.shape[0] // plan.part_length + 1 if in_parts else 0
+    size = (num_ends, num_heads, value_dim + max(value_dim, key_dim), key_dim)
+    ends = torch.empty(size, dtype=torch.float32, device=qkv.device)
+    columns = 2 * heads.keys + heads.values
+    tiles = key_dim == sizes["BLOCK_K"] and value_dim % BLOCK_V == 0 and _is_aligned(qkv)
+    qk_tiles = x_tiles = o_tiles = None
+    if tiles:
+        view = ((qkv.shape[0], columns), (qkv.stride(0), 1))
+        qk_tiles = TensorDescriptor(qkv, *view, [CHUNK, key_dim])
+        x_tiles = TensorDescriptor(qkv, *view, [CHUNK, BLOCK_V])
+        o_tiles = TensorDescriptor(o, (o.shape[0], heads.values), (heads.values, 1), [CHUNK, BLOCK_V])
+    t_tiles = TensorDescriptor(transforms, [transforms.shape[0] * num_heads * CHUNK, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
+
+    def advance(blocks: int, *, ends_only: bool) -> None:
+        _advance[(rows.num_rows * plan.num_parts * num_heads * blocks,)](
+            qkv,
+            qk_tiles,
+            x_tiles,
+            t_tiles,
+            o_tiles,
+            factors,
+            state,
+            drafts,
+            ends,
+            o,
+            control,
+            control.stride(0),
+            drafts.shape[2],
+            plan.num_parts,
+            plan.part_length,
+            qkv.stride(0),
+            **sizes,
+            V=value_dim,
+            BLOCK_V=BLOCK_V,
+            LINE_SHIFT=line_shift,
+            PARTS=in_parts,
+            ENDS=ends_only,
+            TILES=tiles,
+            STAGES=STAGES,
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
+
+    blocks = triton.cdiv(value_dim, BLOCK_V)
+    if in_parts:
+        advance(blocks + triton.cdiv(key_dim, BLOCK_V), ends_only=True)
+        join_blocks = triton.cdiv(value_dim, JOIN_BLOCK_V)
+        _join[(rows.num_rows * num_heads * join_blocks,)](
+            ends,
+            control,
+            plan.part_length,
+            HV=num_heads,
+            K=key_dim,
+            V=value_dim,
+            BLOCK_K=sizes["BLOCK_K"],
+            BLOCK_V=JOIN_BLOCK_V,
+            STAGES=JOIN_STAGES,
+            num_warps=4,
+            num_stages=JOIN_STAGES,
+        )
+    if tiles and can_walk(qkv, heads):
+        launch_walk(qkv, transforms, factors, state, drafts, ends, rows, o, heads, plan, line_shift=line_shift)
+    else:
+        advance(blocks, ends_only=False)

@@ -29,26 +29,39 @@ def gated_delta_cpu(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     state: Tensor,
     drafts: Tensor,
     rows: Rows,
     o: Tensor,
     heads: Heads,
+    *,
+    normalize: bool = True,
 ) -> None:
-    """Write the rows' outputs to o `[T, HV, V]`; mutates `state` and `drafts`."""
-    g = F.softplus(a.float() + dt_bias.float()).mul_(A_log.float().exp().neg_())
-    beta = b.float().sigmoid_() if b.dtype != torch.float32 else b.sigmoid()
+    """Write the rows' outputs to o `[T, HV, V]`; mutates `state` and `drafts`. Validated by the caller."""
+    if A_log is None or dt_bias is None:
+        g, beta = a.float(), b.float()
+    else:
+        g = F.softplus(a.float() + dt_bias.float()).mul_(A_log.float().exp().neg_())
+        beta = b.float().sigmoid_() if b.dtype != torch.float32 else b.sigmoid()
     cohorts, skipped = group_rows(rows)
     for begin, end in skipped:
         o[begin:end] = 0
     for cohort in cohorts:
-        _run_cohort(cohort, qkv, g, beta, state, drafts, o, heads)
+        _run_cohort(cohort, qkv, g, beta, state, drafts, o, heads, normalize)
 
 
 def _run_cohort(
-    cohort: Cohort, qkv: Tensor, g: Tensor, beta: Tensor, state: Tensor, drafts: Tensor, o: Tensor, heads: Heads
+    cohort: Cohort,
+    qkv: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    drafts: Tensor,
+    o: Tensor,
+    heads: Heads,
+    normalize: bool,
 ) -> None:
     n, c, r = cohort.length, cohort.committed, cohort.replayed
     mutates = r > 0 or c > 0
@@ -67,13 +80,14 @@ def _run_cohort(
         in_place = cohort.packed and o.dtype == torch.float32
         out = cohort.tokens(o) if in_place else torch.empty(tokens.shape[:2] + o.shape[1:])
         if n == 1 and c == 1:
-            _step(flat, tokens[:, 0], gates[:, 0], strengths[:, 0], out[:, 0], heads)
+            _step(flat, tokens[:, 0], gates[:, 0], strengths[:, 0], out[:, 0], heads, normalize)
         else:
-            _run_chunks(flat, tokens, gates, strengths, out, heads, commit=c > 0)
+            updates = torch.empty_like(out, dtype=torch.float32) if c == 0 and cohort.writes else None
+            _run_chunks(flat, tokens, gates, strengths, out, updates, heads, normalize, commit=c > 0)
+            if updates is not None:
+                _record(drafts, cohort, tokens, updates, gates, heads, normalize)
         if not in_place:
             cohort.put_tokens(o, out)
-        if c == 0 and cohort.writes:
-            _record(drafts, cohort, tokens, gates, strengths, heads)
     if c > 0 and cohort.writes and not shared:
         put(state, cohort.write_lines, h)
 
@@ -89,36 +103,40 @@ def _load_state(state: Tensor, cohort: Cohort, shared: bool) -> Tensor:
 
 
 def _replay(h: Tensor, cohort: Cohort, drafts: Tensor, heads: Heads) -> None:
-    """Fold the accepted drafts into h `[B*HV, V, K]`, in place."""
+    """Fold the accepted drafts into h `[B*HV, V, K]`, in place: all at once, since their updates are known."""
     halves = [2 * line + half for line, half in zip(cohort.read_lines, cohort.halves, strict=True)]
     records = drafts.flatten(0, 1)[torch.tensor(halves), : cohort.replayed].float()  # (B, r, record)
-    k, v, g, beta = records.split((heads.keys, heads.values, heads.num_value_heads, heads.num_value_heads), dim=-1)
+    k, u, g = records.split((heads.keys, heads.values, heads.num_value_heads), dim=-1)
     k = k.unflatten(-1, (heads.num_key_heads, heads.key_dim)).transpose(1, 2)
-    k = k.repeat_interleave(heads.group, dim=1).flatten(0, 1)
-    v = v.unflatten(-1, (heads.num_value_heads, heads.value_dim)).transpose(1, 2).flatten(0, 1)
-    g, beta = (x.transpose(1, 2).flatten(0, 1) for x in (g, beta))
-    # The outputs are not wanted: the keys stand in for the queries.
-    _run_block(h, torch.stack((k, k), dim=1)[None], v[None], g[None], beta[None], commit=True)
+    k = k.repeat_interleave(heads.group, dim=1).flatten(0, 1)  # (B*HV, r, K)
+    u = u.unflatten(-1, (heads.num_value_heads, heads.value_dim)).transpose(1, 2).flatten(0, 1)  # (B*HV, r, V)
+    # What is left of each token and, behind the last one, of the state: sums of the gates from there on.
+    left = F.pad(g.transpose(1, 2).flatten(0, 1), (0, 1)).flip(1).cumsum(1).flip(1)  # (B*HV, r+1)
+    left = _exp_(left)[..., None]
+    h.mul_(left[:, :1]).baddbmm_((u * left[:, 1:]).transpose(1, 2), k)
 
 
-def _record(drafts: Tensor, cohort: Cohort, tokens: Tensor, g: Tensor, beta: Tensor, heads: Heads) -> None:
-    """Write (k, v, g, beta) of the VERIFY rows' tokens to the other half of their write lines."""
-    _, k, v = tokens.float().split((heads.keys, heads.keys, heads.values), dim=-1)
-    k = k.unflatten(-1, (heads.num_key_heads, heads.key_dim))
-    k = (k * _inverse_norm(k, heads.eps)).flatten(-2)
+def _record(
+    drafts: Tensor, cohort: Cohort, tokens: Tensor, u: Tensor, g: Tensor, heads: Heads, normalize: bool
+) -> None:
+    """Write (k, u, g) of the VERIFY rows' tokens to the other half of their write lines; u `[B, n, HV, V]`."""
+    k = tokens[..., heads.keys : 2 * heads.keys].float()
+    if normalize:
+        k = k.unflatten(-1, (heads.num_key_heads, heads.key_dim))
+        k = (k * _inverse_norm(k, heads.eps)).flatten(-2)
     halves = [2 * line + 1 - half for line, half in zip(cohort.write_lines, cohort.halves, strict=True)]
-    drafts.flatten(0, 1)[torch.tensor(halves), : cohort.length] = torch.cat((k, v, g, beta), dim=-1)
+    drafts.flatten(0, 1)[torch.tensor(halves), : cohort.length] = torch.cat((k, u.flatten(-2), g), dim=-1)
 
 
 def _inverse_norm(x: Tensor, eps: float) -> Tensor:
     return (x * x).sum(-1, keepdim=True).add_(eps).rsqrt_()
 
 
-def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads: Heads) -> None:
+def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads: Heads, normalize: bool) -> None:
     """Advance h `[B*HV, V, K]` by one token per row, in place; write out `[B, HV, V]` fp32."""
     num_rows = tokens.shape[0]
     qk = tokens[:, : 2 * heads.keys].float().unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
-    inverse = _inverse_norm(qk, heads.eps)
+    inverse = _inverse_norm(qk, heads.eps) if normalize else torch.ones(num_rows, 2, heads.num_key_heads, 1)
     inverse[:, 0] *= heads.scale
     kq = torch.empty(num_rows, heads.num_key_heads, 2, heads.key_dim)
     torch.mul(qk, inverse, out=kq.transpose(1, 2))
@@ -135,8 +153,22 @@ def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads
     h.mul_(decay[..., None]).addcmul_(u[..., None], kq[:, 1:])
 
 
-def _run_chunks(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads: Heads, *, commit: bool) -> None:
-    """Run rows of n tokens into out `[B, n, HV, V]` fp32. Advances h `[B*HV, V, K]` in place if `commit`."""
+def _run_chunks(
+    h: Tensor,
+    tokens: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    out: Tensor,
+    updates: Tensor | None,
+    heads: Heads,
+    normalize: bool,
+    *,
+    commit: bool,
+) -> None:
+    """Run rows of n tokens into out and, unless it is None, updates, both `[B, n, HV, V]` fp32.
+
+    Advances h `[B*HV, V, K]` in place if `commit`.
+    """
     n = tokens.shape[1]
     if not commit and n > CHUNK:  # a later chunk reads the state that an earlier one leaves
         h, commit = h.clone(), True
@@ -146,22 +178,29 @@ def _run_chunks(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor,
         if begin == end:
             continue
         split = (-1, min(CHUNK, end - begin))
-        part, chunk_g, chunk_beta, dest = (x[:, begin:end].unflatten(1, split) for x in (tokens, g, beta, out))
+        part, chunk_g, chunk_beta = (x[:, begin:end].unflatten(1, split) for x in (tokens, g, beta))
         # (B, chunks, C, ...) becomes (chunks, B, heads, C, ...)
         qk = part[..., : 2 * heads.keys].unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
         qk = qk.permute(1, 0, 4, 3, 2, 5).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(heads.eps).rsqrt_()
+        if normalize:
+            norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(heads.eps).rsqrt_()
+        else:
+            norms = torch.ones(*qk.shape[:-1], 1)
         norms[:, :, :, 0] *= heads.scale
         qk = qk.mul_(norms) if heads.group == 1 else (qk * norms).repeat_interleave(heads.group, dim=2)
         v = part[..., 2 * heads.keys :].unflatten(-1, (heads.num_value_heads, heads.value_dim))
         v = v.permute(1, 0, 3, 2, 4).float().contiguous()
         chunk_g, chunk_beta = (x.permute(1, 0, 3, 2).flatten(1, 2) for x in (chunk_g, chunk_beta))
-        o = _run_block(h, qk.flatten(1, 2), v.flatten(1, 2), chunk_g, chunk_beta, commit=commit)
-        dest.copy_(o.unflatten(1, (tokens.shape[0], -1)).permute(1, 0, 3, 2, 4))
+        results = _run_block(h, qk.flatten(1, 2), v.flatten(1, 2), chunk_g, chunk_beta, commit=commit)
+        for to, result in zip((out, updates), results, strict=True):
+            if to is not None:
+                to[:, begin:end].unflatten(1, split).copy_(
+                    result.unflatten(1, (tokens.shape[0], -1)).permute(1, 0, 3, 2, 4)
+                )
 
 
-def _run_block(h: Tensor, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, commit: bool) -> Tensor:
-    """Run chunks in order for X = B*HV heads; return o `[chunks, X, C, V]`.
+def _run_block(h: Tensor, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, commit: bool) -> tuple[Tensor, Tensor]:
+    """Run chunks in order for X = B*HV heads; return o and u `[chunks, X, C, V]`.
 
     h `[X, V, K]` (advanced in place if `commit`), qk `[chunks, X, 2, C, K]`, v `[chunks, X, C, V]`, g and beta
     `[chunks, X, C]`.
@@ -189,7 +228,7 @@ def _run_block(h: Tensor, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, com
         if commit:
             h.mul_(last[i]).baddbmm_((u[i] * rest[i]).transpose(1, 2), k[i])
     o.flatten(0, 1).mul_(total[..., None]).baddbmm_(scores, u.flatten(0, 1))
-    return o
+    return o, u
 
 
 def _exp_(decay: Tensor) -> Tensor:

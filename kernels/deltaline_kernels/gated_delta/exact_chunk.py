@@ -9,16 +9,16 @@ Within a chunk, with S_ij = g_{j+1} + .. + g_i, G_i = g_1 + .. + g_i and h the s
 A program holds a [V block, K] tile of one row's state, folds the replayed drafts and walks the row's chunks in order.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.gated_delta.gates import log_decay, strength
+from deltaline_kernels.gated_delta.gates import read_gates
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.gated_delta.replay import fold_drafts
 from deltaline_kernels.rows import Rows
 
+CHUNK = 16
 # No dot has more than 32 rows. Hopper's asynchronous matrix instruction needs 64: below that Triton uses the
 # synchronous one, which the assembler of Triton 3.6 gets right with operands in registers.
 BLOCK_V = 32
@@ -49,10 +49,12 @@ def _chunk(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    RAW: tl.constexpr,
+    NORM: tl.constexpr,
+    LINE_SHIFT: tl.constexpr,
     CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    RECORD: tl.constexpr = H * K + HV * V + 2 * HV
+    RECORD: tl.constexpr = H * K + HV * V + HV
     i_row = tl.program_id(0).to(tl.int64) // HV
     i_hv = tl.program_id(0).to(tl.int64) % HV
     i_v = tl.program_id(1).to(tl.int64)
@@ -73,12 +75,15 @@ def _chunk(
     in_v = o_v < V
     in_h = in_v[:, None] & in_k[None, :]
     o_h = i_hv * (V * K) + o_v[:, None] * K + o_k[None, :]
-    b_h = tl.load(state + read * (HV * V * K) + o_h, mask=in_h & (read > 0), other=0.0).to(tl.float32)
-    p_old = drafts + (read * 2 + half) * max_draft * RECORD
+    p_state = state + (read - LINE_SHIFT) * (HV * V * K)
+    b_h = tl.load(p_state + o_h, mask=in_h & (read > 0), other=0.0).to(tl.float32)
+    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
     b_h = fold_drafts(b_h, p_old, replayed, i_h, i_hv, o_k, o_v, H, HV, K, V)
 
-    b_rate = tl.load(A_log + i_hv)
-    b_bias = tl.load(dt_bias + i_hv)
+    b_rate, b_bias = 0.0, 0.0
+    if not RAW:
+        b_rate = tl.load(A_log + i_hv).to(tl.float32)
+        b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
     after = o_c[:, None] > o_c[None, :]  # row i comes after column j
     for first in range(0, n, CHUNK):
         in_t = first + o_c < n
@@ -92,10 +97,13 @@ def _chunk(
         b_x = tl.load(p_x, mask=in_x, other=0.0).to(tl.float32)  # (CHUNK, BLOCK_V)
         b_a = tl.load(a + o_t * a_stride + i_hv, mask=in_t & live, other=0.0)
         b_b = tl.load(b + o_t * b_stride + i_hv, mask=in_t & live, other=0.0)
-        b_g = tl.where(in_t, log_decay(b_a, b_rate, b_bias), 0.0)
-        b_beta = tl.where(in_t, strength(b_b), 0.0)
-        b_q = b_q * (scale / tl.sqrt(tl.sum(b_q * b_q, axis=1) + eps))[:, None]
-        b_k = b_k / tl.sqrt(tl.sum(b_k * b_k, axis=1) + eps)[:, None]
+        b_g, b_beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
+        b_g = tl.where(in_t, b_g, 0.0)
+        b_beta = tl.where(in_t, b_beta, 0.0)
+        if NORM:
+            b_q = b_q / tl.sqrt(tl.sum(b_q * b_q, axis=1) + eps)[:, None]
+            b_k = b_k / tl.sqrt(tl.sum(b_k * b_k, axis=1) + eps)[:, None]
+        b_q = b_q * scale
 
         # S is added up gate by gate: a difference of prefix sums would cancel behind a strong gate.
         b_later = tl.where(after, b_g[:, None], 0.0)
@@ -104,9 +112,9 @@ def _chunk(
         b_rest = tl.exp(tl.sum(b_later, axis=0))  # exp(S_Cj)
         b_total = tl.exp(tl.cumsum(b_g, axis=0))  # exp(G)
 
-        b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        b_kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
         b_system = tl.where(after, b_kk * b_decay * b_beta[:, None], 0.0)
-        b_seen = tl.dot(b_k, tl.trans(b_h), input_precision=PRECISION)
+        b_seen = tl.dot(b_k, tl.trans(b_h), input_precision="ieee")
         b_u = b_beta[:, None] * (b_x - b_total[:, None] * b_seen)  # (CHUNK, BLOCK_V)
         # Forward substitution, one row after the other.
         b_columns = tl.trans(b_system)
@@ -115,45 +123,47 @@ def _chunk(
             b_known = tl.sum(b_row[:, None] * b_u, axis=0)
             b_u = tl.where(o_c[:, None] == i, b_u - b_known[None, :], b_u)
 
-        b_scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_decay
-        b_o = b_total[:, None] * tl.dot(b_q, tl.trans(b_h), input_precision=PRECISION)
-        b_o += tl.dot(b_scores, b_u, input_precision=PRECISION)
+        b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_decay
+        b_o = b_total[:, None] * tl.dot(b_q, tl.trans(b_h), input_precision="ieee")
+        b_o += tl.dot(b_scores, b_u, input_precision="ieee")
         b_o = tl.where(live, b_o, 0.0)
         p_o = o + (o_t[:, None] * HV + i_hv) * V + o_v[None, :]
         tl.store(p_o, b_o.to(o.dtype.element_ty), mask=in_t[:, None] & in_v[None, :])
-        b_update = tl.dot(tl.trans(b_u * b_rest[:, None]), b_k, input_precision=PRECISION)
+        b_update = tl.dot(tl.trans(b_u * b_rest[:, None]), b_k, input_precision="ieee")
         b_h = b_h * tl.exp(tl.sum(b_g, axis=0)) + b_update
 
     # An empty row changes its line only by a replay or by a move.
     if (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
-        tl.store(state + write * (HV * V * K) + o_h, b_h.to(state.dtype.element_ty), mask=in_h)
+        p_state = state + (write - LINE_SHIFT) * (HV * V * K)
+        tl.store(p_state + o_h, b_h.to(state.dtype.element_ty), mask=in_h)
 
 
 def launch_exact_chunk(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     state: Tensor,
     drafts: Tensor,
     rows: Rows,
     o: Tensor,
     heads: Heads,
+    *,
+    normalize: bool = True,
+    line_shift: int = 0,
 ) -> None:
-    """Run `rows`, none of which is a VERIFY, in chunks. Mutates `state` and `o`."""
+    """Run `rows`, none of which is a VERIFY, in chunks; arguments as of `gated_delta_triton`. Mutates `state`, `o`."""
     if rows.num_rows == 0:
         return
-    # fp32 inputs: fp32 products, without matrix instructions; a smaller tile per thread keeps them in registers.
-    # 16-bit inputs: TF32 operands (11 bits, finer than bf16's 8) with fp32 accumulation.
-    ieee = qkv.dtype == torch.float32
+    # fp32 products, without matrix instructions; a smaller tile per thread keeps them in registers.
     grid = (rows.num_rows * heads.num_value_heads, triton.cdiv(heads.value_dim, BLOCK_V))
     _chunk[grid](
         qkv,
         a,
         b,
-        A_log,
-        dt_bias,
+        a if A_log is None else A_log,
+        a if dt_bias is None else dt_bias,
         state,
         drafts,
         o,
@@ -171,8 +181,10 @@ def launch_exact_chunk(
         V=heads.value_dim,
         BLOCK_K=max(16, triton.next_power_of_2(heads.key_dim)),
         BLOCK_V=BLOCK_V,
-        CHUNK=16 if ieee else 32,
-        PRECISION="ieee" if ieee else "tf32",
-        num_warps=8 if ieee else 4,
+        RAW=A_log is None,
+        NORM=normalize,
+        LINE_SHIFT=line_shift,
+        CHUNK=CHUNK,
+        num_warps=8,
         num_stages=1,
     )

@@ -28,3 +28,11 @@ def log_decay(a, A_log, dt_bias):
 def strength(b):
     """Return sigmoid(b), fp32."""
     return 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
+
+
+@triton.jit
+def read_gates(a, b, A_log, dt_bias, RAW: tl.constexpr):
+    """Return g and beta, fp32: a and b themselves if RAW."""
+    if RAW:
+        return a.to(tl.float32), b.to(tl.float32)
+    return log_decay(a, A_log, dt_bias), strength(b)

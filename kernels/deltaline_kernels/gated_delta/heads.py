@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 # From so many rows x value heads on, short rows are computed by programs that take more of the state each.
 MANY_HEADS = 256
-# Up to so many programs that walk through chunks, each loads ahead; more of them hide each other's loads.
-FEW_PROGRAMS = 132
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,8 @@ class Heads:
 
     @property
     def record(self) -> int:
-        """Values of one draft token: k, v, g, beta."""
-        return self.keys + self.values + 2 * self.num_value_heads
+        """Values of one draft token: k, u, g."""
+        return self.keys + self.values + self.num_value_heads
 
     @property
     def group(self) -> int:

@@ -17,15 +17,35 @@ def gated_delta_triton(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     state: Tensor,
     drafts: Tensor,
     rows: Rows,
     o: Tensor,
     heads: Heads,
+    *,
+    normalize: bool = True,
+    line_shift: int = 0,
 ) -> None:
-    """Write the rows' outputs to o `[T, HV, V]`; mutates `state` and `drafts`. Validated by `gated_delta`."""
-    launch_recurrent(qkv, a, b, A_log, dt_bias, state, drafts, rows.short(), o, heads)
-    launch = launch_exact_chunk if qkv.dtype == torch.float32 else launch_chunk
-    launch(qkv, a, b, A_log, dt_bias, state, drafts, rows.long(), o, heads)
+    """Write the rows' outputs to o `[T, HV, V]`; mutates `state` and `drafts`. Arguments are validated by the caller.
+
+    A_log and dt_bias are both None where a and b are g and beta. Line i of `rows` is line i - line_shift of `state` and
+    `drafts`: with 1, which line 0 of `rows` does not name, a caller may use all of its lines.
+    """
+    launch_long = launch_exact_chunk if qkv.dtype == torch.float32 else launch_chunk
+    for launch, part in ((launch_recurrent, rows.short()), (launch_long, rows.long())):
+        launch(
+            qkv,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            state,
+            drafts,
+            part,
+            o,
+            heads,
+            normalize=normalize,
+            line_shift=line_shift,
+        )

@@ -3,7 +3,9 @@
     h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
 
 A program holds some rows of one head's state in registers: it folds the replayed drafts, stores the state if the row
-commits nothing itself, then runs the row's tokens. Decode is a verify of one token that commits it.
+commits nothing itself, then runs the row's tokens. Decode is a verify of one token that commits it. A verify keeps each
+token's u, so that its replay, h = exp(g) h + u k^T, needs no product of the state and leaves what committing leaves, to
+the bit.
 """
 
 import math
@@ -12,15 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.gated_delta.gates import log_decay, strength
+from deltaline_kernels.gated_delta.gates import read_gates
 from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
 from deltaline_kernels.gated_delta.tile import (
-    fold_token,
+    below,
+    fold,
     load_key,
+    load_record,
     load_tile,
     load_values,
     multiply,
+    scale,
     store_tile,
+    to_fp32,
 )
 from deltaline_kernels.rows import Rows
 
@@ -28,24 +34,25 @@ from deltaline_kernels.rows import Rows
 ROW_BYTES = 128
 ROWS_PER_WARP = 4
 # Warps, parts and registers. Of many heads a program takes several parts of the state, so that what a token costs
-# beside them is paid once; of few heads that would leave too few programs. The cap lets three warps share the registers
-# of a scheduler. Measurements: docs/log.md.
-FEW, MANY = (2, 1, None), (1, 4, 168)
+# beside them is paid once: all the more where rows have several tokens, or where a state of 2 bytes per value, by which
+# MANY is keyed, leaves less time. Of few heads that would leave too few programs. The caps let four and two warps share
+# the registers of a scheduler. Measurements: docs/log.md.
+FEW, MANY, MANY_TOKENS = (2, 1, None), {4: (1, 2, 128), 2: (1, 8, 255)}, (1, 8, 255)
+# With larger keys these parts don't fit in the registers: half of them do.
+LARGEST_KEY = 128
+# Records of accepted drafts loaded at once, while the state is on its way: as many as its registers have room for.
+AT_ONCE = tl.constexpr(3)
 
 
 @triton.jit
 def _load_token(
-    qkv,
-    a,
-    b,
-    i_t,
+    p_token,
+    p_a,
+    p_b,
     i_h,
     i_hv,
     o_v,
     mask,
-    qkv_stride,
-    a_stride,
-    b_stride,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -53,14 +60,11 @@ def _load_token(
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return q, k, v and the raw gates of token i_t as they come, zero where `mask` is not set."""
-    p_token = qkv + i_t * qkv_stride
+    """Return q, k, v and the raw gates of a token of one head, as they come; anything where `mask` is not set."""
     q = load_key(p_token + i_h * K, mask, K, SUB, BLOCK_K)
     k = load_key(p_token + (H + i_h) * K, mask, K, SUB, BLOCK_K)
     values = load_values(p_token + 2 * H * K + i_hv * V, mask, o_v, V, PARTS, SUB)
-    b_a = tl.load(a + i_t * a_stride + i_hv, mask=mask, other=0.0)
-    b_b = tl.load(b + i_t * b_stride + i_hv, mask=mask, other=0.0)
-    return q, k, values, b_a, b_b
+    return q, k, values, tl.load(p_a + i_hv, mask=mask), tl.load(p_b + i_hv, mask=mask)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -77,7 +81,7 @@ def _recurrent(
     control,
     control_stride,
     max_draft,
-    scale,
+    query_scale,
     eps,
     qkv_units,
     a_stride,
@@ -86,6 +90,9 @@ def _recurrent(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    RAW: tl.constexpr,
+    NORM: tl.constexpr,
+    LINE_SHIFT: tl.constexpr,
     ONE: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -94,12 +101,13 @@ def _recurrent(
 ):
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GATES: tl.constexpr = H * K + HV * V
-    RECORD: tl.constexpr = GATES + 2 * HV
+    RECORD: tl.constexpr = GATES + HV
     # A multiple of UNIT and, for all the compiler knows, of no more: it loads q and k no wider than the state.
     qkv_stride = qkv_units * UNIT
-    i_v = tl.program_id(0)
-    i_hv = tl.program_id(1)
-    i_row = tl.program_id(2)
+    NUM_BLOCKS: tl.constexpr = (V + PARTS * SUB - 1) // (PARTS * SUB)
+    i_v = tl.program_id(0) % NUM_BLOCKS
+    i_hv = tl.program_id(0) // NUM_BLOCKS % HV
+    i_row = tl.program_id(0) // (NUM_BLOCKS * HV)
     i_h = i_hv // (HV // H)
     begin = tl.load(control + i_row).to(tl.int64)
     n = tl.load(control + i_row + 1) - tl.load(control + i_row)
@@ -108,30 +116,45 @@ def _recurrent(
     committed = tl.load(control + 3 * control_stride + i_row)
     replayed = tl.load(control + 4 * control_stride + i_row)
     half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
-    live = (read != -1) | (write != -1)
     replayed = tl.where(read > 0, replayed, 0)
 
     o_v = i_v * (PARTS * SUB) + tl.arange(0, SUB)[:, None]
-    raw = load_tile(state + (read * HV + i_hv) * (V * K), read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
-    q, k, values, b_a, b_b = _load_token(
-        qkv, a, b, begin, i_h, i_hv, o_v, live & (n > 0), qkv_stride, a_stride, b_stride, H, K, V, PARTS, SUB, BLOCK_K
-    )
-    b_rate = tl.load(A_log + i_hv)
-    b_bias = tl.load(dt_bias + i_hv)
-    tile = ()
-    for j in tl.static_range(PARTS * BLOCKS):
-        tile = tile + (raw[j].to(tl.float32),)
+    p_o = o + (begin * HV + i_hv) * V
+    if (read == -1) & (write == -1):
+        for _ in range(0, n):
+            for r in tl.static_range(PARTS):
+                o_row = o_v + r * SUB
+                tl.store(p_o + o_row, tl.zeros((SUB, 1), o.dtype.element_ty), mask=below(o_row, V, PARTS * SUB))
+            p_o += HV * V
+        n = 0
+    p_state = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K)
+    raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
+    p_token = qkv + begin * qkv_stride
+    p_a = a + begin * a_stride
+    p_b = b + begin * b_stride
+    q, k, values, b_a, b_b = _load_token(p_token, p_a, p_b, i_h, i_hv, o_v, n > 0, H, K, V, PARTS, SUB, BLOCK_K)
+    b_rate, b_bias = 0.0, 0.0
+    if not RAW:
+        b_rate = tl.load(A_log + i_hv).to(tl.float32)
+        b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
 
-    p_old = drafts + (read * 2 + half) * max_draft * RECORD
-    for _ in range(0, replayed):
-        draft_k = load_key(p_old + i_h * K, True, K, SUB, BLOCK_K)
-        draft_values = load_values(p_old + H * K + i_hv * V, True, o_v, V, PARTS, SUB)
-        g = tl.load(p_old + GATES + i_hv)
-        beta = tl.load(p_old + GATES + HV + i_hv)
-        tile, _ = fold_token(tile, draft_k, 1.0, draft_values, g, beta, PARTS, BLOCKS)
-        p_old += RECORD
+    tile = to_fp32(raw, PARTS * BLOCKS)
+    if replayed > 0:
+        p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+        rest = 1.0
+        for i in range(0, replayed, AT_ONCE):
+            # Several are on their way at once. The last one comes again, which costs no mask.
+            waiting = ()
+            for j in tl.static_range(AT_ONCE):
+                p_record = p_old + tl.minimum(i + j, replayed - 1) * RECORD
+                waiting = waiting + (load_record(p_record, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K),)
+            for j in tl.static_range(AT_ONCE):
+                if i + j < replayed:
+                    rest *= tl.exp(waiting[j][2])
+                    tile, rest = fold(tile, rest, waiting[j][1], waiting[j][0], PARTS, BLOCKS)
+        tile = scale(tile, rest, PARTS * BLOCKS)
 
-    p_new = state + (write * HV + i_hv) * (V * K)
+    p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K)
     if (write > 0) & (committed == 0) & ((replayed > 0) | (write != read)):
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
@@ -139,58 +162,61 @@ def _recurrent(
     records = (write > 0) & (committed == 0)
     records_gates = records & (i_v == 0)
     records_k = records_gates & (i_hv % (HV // H) == 0)
-    p_draft = drafts + (write * 2 + 1 - half) * max_draft * RECORD
+    p_draft = drafts + ((write - LINE_SHIFT) * 2 + 1 - half) * max_draft * RECORD
+    q, k, values = to_fp32(q, BLOCKS), to_fp32(k, BLOCKS), to_fp32(values, PARTS)
+    b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
+    rest = 1.0
     for t in range(0, n):
         if not ONE:
-            following = _load_token(
-                qkv,
-                a,
-                b,
-                begin + t + 1,
-                i_h,
-                i_hv,
-                o_v,
-                live & (t + 1 < n),
-                qkv_stride,
-                a_stride,
-                b_stride,
-                H,
-                K,
-                V,
-                PARTS,
-                SUB,
-                BLOCK_K,
-            )
-        g = log_decay(b_a, b_rate, b_bias)
-        beta = strength(b_b)
-        factor_q = scale / tl.sqrt(multiply(q, 0, q, BLOCKS) + eps)
-        factor_k = 1.0 / tl.sqrt(multiply(k, 0, k, BLOCKS) + eps)
-        aligned = multiply(k, 0, q, BLOCKS)
+            # The last one comes twice, which costs no mask.
+            more = t + 1 < n
+            p_token += tl.where(more, qkv_stride, 0)
+            p_a += tl.where(more, a_stride, 0)
+            p_b += tl.where(more, b_stride, 0)
+            following = _load_token(p_token, p_a, p_b, i_h, i_hv, o_v, True, H, K, V, PARTS, SUB, BLOCK_K)
+        g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
+        rest *= tl.exp(g)
+        # The products of the tile don't wait for the norms, which are factors of their sums.
+        factor_q, factor_k = query_scale, 1.0
+        if NORM:
+            factor_q = query_scale * tl.rsqrt(multiply(q, 0, q, BLOCKS) + eps)
+            factor_k = tl.rsqrt(multiply(k, 0, k, BLOCKS) + eps)
+        unit = ()
+        for j in tl.static_range(BLOCKS):
+            unit = unit + (k[j] * factor_k,)
+        aligned = multiply(unit, 0, q, BLOCKS)
         # h q after the token is the old tile's product and the token's own share: both products of the tile at once.
         outputs = ()
+        updates = ()
         for r in tl.static_range(PARTS):
-            outputs = outputs + (tl.exp(g) * multiply(tile, r * BLOCKS, q, BLOCKS),)
-        tile, updates = fold_token(tile, k, factor_k, values, g, beta, PARTS, BLOCKS)
-        p_o = o + ((begin + t) * HV + i_hv) * V
+            outputs = outputs + (rest * multiply(tile, r * BLOCKS, q, BLOCKS),)
+            seen = multiply(tile, r * BLOCKS, k, BLOCKS) * factor_k
+            updates = updates + (beta * (values[r] - rest * seen),)
+        # Nobody reads what the last token of a VERIFY would leave.
+        if (t + 1 < n) | (committed > 0):
+            tile, rest = fold(tile, rest, updates, unit, PARTS, BLOCKS)
         for r in tl.static_range(PARTS):
             o_row = o_v + r * SUB
-            b_o = tl.where(live, (outputs[r] + updates[r] * aligned) * factor_q, 0.0)
-            tl.store(p_o + o_row, b_o.to(o.dtype.element_ty), mask=o_row < V)
+            b_o = tl.fma(updates[r], aligned, outputs[r]) * factor_q
+            tl.store(p_o + o_row, b_o.to(o.dtype.element_ty), mask=below(o_row, V, PARTS * SUB))
+        p_o += HV * V
         if records:
-            for j in tl.static_range(BLOCKS):
-                o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-                first = (o_v == i_v * (PARTS * SUB)) & (o_k < K)
-                tl.store(p_draft + i_h * K + o_k + 0 * o_v, k[j].to(tl.float32) * factor_k, mask=first & records_k)
+            if records_k:
+                for j in tl.static_range(BLOCKS):
+                    o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+                    first = (o_v == i_v * (PARTS * SUB)) & (o_k < K)
+                    tl.store(p_draft + i_h * K + o_k + 0 * o_v, unit[j], mask=first)
             for r in tl.static_range(PARTS):
                 o_row = o_v + r * SUB
-                tl.store(p_draft + H * K + i_hv * V + o_row, values[r].to(tl.float32), mask=o_row < V)
+                tl.store(p_draft + H * K + i_hv * V + o_row, updates[r], mask=below(o_row, V, PARTS * SUB))
             tl.store(p_draft + GATES + i_hv, g, mask=records_gates)
-            tl.store(p_draft + GATES + HV + i_hv, beta, mask=records_gates)
             p_draft += RECORD
         if not ONE:
-            q, k, values, b_a, b_b = following
+            q, k, values = to_fp32(following[0], BLOCKS), to_fp32(following[1], BLOCKS), to_fp32(following[2], PARTS)
+            b_a, b_b = following[3].to(tl.float32), following[4].to(tl.float32)
 
     if (write > 0) & (committed > 0):
+        tile = scale(tile, rest, PARTS * BLOCKS)
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
 
@@ -198,29 +224,35 @@ def launch_recurrent(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     state: Tensor,
     drafts: Tensor,
     rows: Rows,
     o: Tensor,
     heads: Heads,
+    *,
+    normalize: bool = True,
+    line_shift: int = 0,
 ) -> None:
-    """Run `rows` token by token. Mutates `state`, `drafts` and `o`."""
+    """Run `rows` token by token; arguments as of `gated_delta_triton`. Mutates `state`, `drafts` and `o`."""
     if rows.num_rows == 0:
         return
     # Fewer values than threads would leave two threads with one value of a state that is updated in place.
     block_k = max(16, min(ROW_BYTES // state.element_size(), triton.next_power_of_2(heads.key_dim)))
+    one = rows.max_length <= 1
     many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
-    num_warps, parts, max_registers = MANY if many else FEW
+    num_warps, parts, max_registers = (MANY[state.element_size()] if one else MANY_TOKENS) if many else FEW
+    if many and heads.key_dim > LARGEST_KEY:
+        parts //= 2
     sub = ROWS_PER_WARP * num_warps
     unit = math.gcd(16 // state.element_size(), qkv.stride(0))
-    _recurrent[(triton.cdiv(heads.value_dim, parts * sub), heads.num_value_heads, rows.num_rows)](
+    _recurrent[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * sub),)](
         qkv,
         a,
         b,
-        A_log,
-        dt_bias,
+        a if A_log is None else A_log,
+        a if dt_bias is None else dt_bias,
         state,
         drafts,
         o,
@@ -236,7 +268,10 @@ def launch_recurrent(
         HV=heads.num_value_heads,
         K=heads.key_dim,
         V=heads.value_dim,
-        ONE=rows.max_length <= 1,
+        RAW=A_log is None,
+        NORM=normalize,
+        LINE_SHIFT=line_shift,
+        ONE=one,
         UNIT=unit,
         PARTS=parts,
         SUB=sub,

@@ -16,8 +16,8 @@ def gated_delta_reference(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     state: Tensor,
     drafts: Tensor,
     rows: Rows,
@@ -25,6 +25,7 @@ def gated_delta_reference(
     num_key_heads: int,
     scale: float | None = None,
     eps: float = 1e-6,
+    normalize: bool = True,
 ) -> Tensor:
     """Return o `[T, HV, V]` in qkv.dtype; mutates `state` and `drafts` as `gated_delta` does."""
     compute = torch.promote_types(qkv.dtype, torch.float32)
@@ -34,11 +35,16 @@ def gated_delta_reference(
     scale = key_dim**-0.5 if scale is None else scale
 
     q, k, v = qkv.to(compute).split((keys, keys, values), dim=-1)
-    q = _normalise(q.unflatten(-1, (num_key_heads, key_dim)), eps) * scale  # (T, H, K)
-    k = _normalise(k.unflatten(-1, (num_key_heads, key_dim)), eps)  # (T, H, K)
+    q, k = (x.unflatten(-1, (num_key_heads, key_dim)) for x in (q, k))  # (T, H, K)
+    if normalize:
+        q, k = _normalise(q, eps), _normalise(k, eps)
+    q = q * scale
     v = v.unflatten(-1, (num_value_heads, value_dim))  # (T, HV, V)
-    g = -A_log.to(compute).exp() * F.softplus(a.to(compute) + dt_bias.to(compute))  # (T, HV)
-    beta = b.to(compute).sigmoid()  # (T, HV)
+    g, beta = a.to(compute), b.to(compute)  # (T, HV)
+    if A_log is not None and dt_bias is not None:
+        g = -A_log.to(compute).exp() * F.softplus(g + dt_bias.to(compute))
+        beta = beta.sigmoid()
+    u = torch.empty_like(v)
 
     o = torch.zeros(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     starts, reads, writes, committed, replayed, halves = rows.control.tolist()
@@ -49,20 +55,23 @@ def gated_delta_reference(
             continue
         h = state[read].to(compute) if read > 0 else torch.zeros_like(state[0], dtype=compute)  # (HV, V, K)
         for draft in drafts[read, halves[i], :r].to(compute) if read > 0 else ():
-            kd, vd, gd, bd = draft.split((keys, values, num_value_heads, num_value_heads))
+            kd, ud, gd = draft.split((keys, values, num_value_heads))
             kd = kd.unflatten(0, (num_key_heads, key_dim)).repeat_interleave(group, dim=0)
-            h = _advance(h, kd, vd.unflatten(0, (num_value_heads, value_dim)), gd, bd)
+            h = _decay(h, gd) + _outer(ud.unflatten(0, (num_value_heads, value_dim)), kd)
         if c == 0 and write > 0 and (r > 0 or write != read):
             state[write] = h.to(state.dtype)
         for t in range(begin, end):
-            h = _advance(h, k[t].repeat_interleave(group, dim=0), v[t], g[t], beta[t])
+            kt = k[t].repeat_interleave(group, dim=0)
+            h = _decay(h, g[t])
+            u[t] = beta[t][:, None] * (v[t] - (h @ kt[..., None])[..., 0])
+            h = h + _outer(u[t], kt)
             o[t] = (h @ q[t].repeat_interleave(group, dim=0)[..., None])[..., 0]
         if write <= 0:
             continue
         if c > 0:
             state[write] = h.to(state.dtype)
         else:
-            record = torch.cat((k[begin:end].flatten(1), v[begin:end].flatten(1), g[begin:end], beta[begin:end]), dim=1)
+            record = torch.cat((k[begin:end].flatten(1), u[begin:end].flatten(1), g[begin:end]), dim=1)
             drafts[write, 1 - halves[i], : end - begin] = record.to(drafts.dtype)
     return o
 
@@ -71,8 +80,9 @@ def _normalise(x: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def _advance(h: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Fold one token into h `[HV, V, K]`."""
-    h = g.exp()[:, None, None] * h
-    u = beta[:, None] * (v - (h @ k[..., None])[..., 0])
-    return h + u[..., None] * k[:, None, :]
+def _decay(h: Tensor, g: Tensor) -> Tensor:
+    return g.exp()[:, None, None] * h
+
+
+def _outer(u: Tensor, k: Tensor) -> Tensor:
+    return u[..., None] * k[:, None, :]

@@ -5,11 +5,24 @@
 A tile has PARTS parts of `[SUB rows, K]`, each a tuple of `[SUB, BLOCK_K]` tensors whose rows are 128 bytes of state:
 so 8 threads share a row, load 16 bytes at once, and most of a sum over K stays inside a thread. Keys and queries have
 the shape of one such tuple, the same in every row: loaded so, each thread has what it needs, for all parts, without an
-exchange. They are used as they come, and their norms as factors of the products. Values and outputs are `[SUB, 1]`.
+exchange. Values and outputs are `[SUB, 1]`.
+
+The state is rest * tile: a token's decay goes to that factor, so that folding a token is one instruction per value
+instead of two. Sums of products are written as fused: left to the compiler, it chooses in each kernel anew which
+product to round, and a replayed token would not leave the bits that the same token leaves when it is committed at once.
 """
 
 import triton
 import triton.language as tl
+
+# Below this the tile is scaled after all: what is added to it is divided by `rest`, and must stay finite.
+SMALLEST_REST = tl.constexpr(2.0**-16)
+
+
+@triton.jit
+def below(offsets, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return whether offsets of a block are below SIZE, which needs no instruction where blocks fill it."""
+    return (offsets < SIZE) | (SIZE % BLOCK == 0)
 
 
 @triton.jit
@@ -22,7 +35,8 @@ def load_tile(
         o_row = o_v + r * SUB
         for j in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
             o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-            tile = tile + (tl.load(pointer + o_row * K + o_k, mask=mask & (o_row < V) & (o_k < K), other=0.0),)
+            inside = mask & below(o_row, V, PARTS * SUB) & below(o_k, K, BLOCK_K)
+            tile = tile + (tl.load(pointer + o_row * K + o_k, mask=inside, other=0.0),)
     return tile
 
 
@@ -39,48 +53,94 @@ def store_tile(
         for j in tl.static_range(BLOCKS):
             o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             value = tile[r * BLOCKS + j].to(pointer.dtype.element_ty)
-            tl.store(pointer + o_row * K + o_k, value, mask=(o_row < V) & (o_k < K))
+            inside = below(o_row, V, PARTS * SUB) & below(o_k, K, BLOCK_K)
+            tl.store(pointer + o_row * K + o_k, value, mask=inside)
 
 
 @triton.jit
 def load_key(pointer, mask, K: tl.constexpr, SUB: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return K values at `pointer` for every row, as they come; zero where `mask` is not set."""
+    """Return K values at `pointer` for every row, as they come; anything where `mask` is not set."""
     key = ()
     for j in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :] + tl.zeros((SUB, 1), tl.int32)
-        key = key + (tl.load(pointer + o_k, mask=mask & (o_k < K), other=0.0),)
+        if K % BLOCK_K == 0:
+            key = key + (tl.load(pointer + o_k, mask=mask),)
+        else:
+            key = key + (tl.load(pointer + o_k, mask=mask & (o_k < K), other=0.0),)
     return key
 
 
 @triton.jit
 def load_values(pointer, mask, o_v, V: tl.constexpr, PARTS: tl.constexpr, SUB: tl.constexpr):
-    """Return the values of every part at `pointer` `[V]`, as they come; zero where `mask` is not set."""
+    """Return the values of every part at `pointer` `[V]`, as they come; anything where `mask` is not set."""
     values = ()
     for r in tl.static_range(PARTS):
         o_row = o_v + r * SUB
-        values = values + (tl.load(pointer + o_row, mask=mask & (o_row < V), other=0.0),)
+        values = values + (tl.load(pointer + o_row, mask=mask & below(o_row, V, PARTS * SUB)),)
     return values
+
+
+@triton.jit
+def to_fp32(tensors, COUNT: tl.constexpr):
+    """Return the first COUNT of `tensors` in fp32."""
+    converted = ()
+    for j in tl.static_range(COUNT):
+        converted = converted + (tensors[j].to(tl.float32),)
+    return converted
 
 
 @triton.jit
 def multiply(tile, first: tl.constexpr, key, BLOCKS: tl.constexpr):
     """Return the sums over K of the tensors of `tile` from `first` on times those of `key`, fp32 `[SUB, 1]`."""
-    total = tile[first].to(tl.float32) * key[0].to(tl.float32)
+    total = tile[first] * key[0]
     for j in tl.static_range(1, BLOCKS):
-        total += tile[first + j].to(tl.float32) * key[j].to(tl.float32)
+        total = tl.fma(tile[first + j], key[j], total)
     return tl.sum(total, axis=1, keep_dims=True)
 
 
 @triton.jit
-def fold_token(tile, k, factor, values, g, beta, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the tile after the token (k * factor, values, g, beta), and u times factor of every part."""
-    decay = tl.exp(g)
+def scale(tile, factor, COUNT: tl.constexpr):
+    """Return the first COUNT tensors of `tile` times `factor`."""
+    scaled = ()
+    for j in tl.static_range(COUNT):
+        scaled = scaled + (tile[j] * factor,)
+    return scaled
+
+
+@triton.jit
+def fold(tile, rest, updates, k, PARTS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Add u k^T to the state rest * tile, with the u of every part in `updates`; return its tile and rest."""
+    if rest < SMALLEST_REST:
+        # A barrier keeps this a branch: the assembler would issue every product each time, switched off.
+        tl.debug_barrier()
+        tile = scale(tile, rest, PARTS * BLOCKS)
+        rest = 1.0
     folded = ()
-    updates = ()
+    inverse = 1.0 / rest
     for r in tl.static_range(PARTS):
-        seen = multiply(tile, r * BLOCKS, k, BLOCKS) * factor
-        u = beta * (values[r].to(tl.float32) - decay * seen) * factor
+        update = updates[r] * inverse
         for j in tl.static_range(BLOCKS):
-            folded = folded + (tile[r * BLOCKS + j] * decay + u * k[j].to(tl.float32),)
-        updates = updates + (u,)
-    return folded, updates
+            # Equal shapes: fma does not broadcast.
+            u, _ = tl.broadcast(update, k[j])
+            folded = folded + (tl.fma(u, k[j], tile[r * BLOCKS + j]),)
+    return folded, rest
+
+
+@triton.jit
+def load_record(
+    pointer,
+    i_h,
+    i_hv,
+    o_v,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return k, u of every part and g of the draft at `pointer`, of one head."""
+    k = load_key(pointer + i_h * K, True, K, SUB, BLOCK_K)
+    updates = load_values(pointer + H * K + i_hv * V, True, o_v, V, PARTS, SUB)
+    return k, updates, tl.load(pointer + H * K + HV * V + i_hv)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy
+import pytest
 import torch
+from kernels.batches import Layer, Row, make_batch
 from kernels.paths import InterpretedPath
 from kernels.test_activation import check_far_silu, check_silu
 from kernels.test_conv1d import (
@@ -18,17 +20,24 @@ from kernels.test_conv1d import (
     test_conv_verifies_many_tokens,
 )
 from kernels.test_gated_delta import (
+    check_against_reference,
     test_delta_in_chunks_is_delta_token_by_token,
     test_delta_is_right_for_correlated_keys,
     test_delta_matches_the_reference,
     test_delta_of_many_heads_matches_the_reference,
+    test_delta_replay_leaves_what_committing_leaves,
     test_delta_replays_any_accepted_count,
     test_delta_rounds_a_16_bit_state_once,
     test_delta_row_does_not_depend_on_its_neighbours,
     test_delta_splits_without_a_seam,
     test_delta_survives_the_strongest_gates,
+    test_delta_takes_gates_and_keys_as_they_come,
 )
+from kernels.test_gated_delta_chunks import ALIGNED, LAYERS, in_parts
 from kernels.test_norm import test_norm_matches_the_reference, test_norm_of_zeros_is_zero
+from kernels.tolerance import assert_close
+
+from deltaline_kernels.gated_delta.heads import Heads
 
 __all__ = [
     "test_conv_has_any_number_of_channels",
@@ -44,11 +53,13 @@ __all__ = [
     "test_delta_is_right_for_correlated_keys",
     "test_delta_matches_the_reference",
     "test_delta_of_many_heads_matches_the_reference",
+    "test_delta_replay_leaves_what_committing_leaves",
     "test_delta_replays_any_accepted_count",
     "test_delta_rounds_a_16_bit_state_once",
     "test_delta_row_does_not_depend_on_its_neighbours",
     "test_delta_splits_without_a_seam",
     "test_delta_survives_the_strongest_gates",
+    "test_delta_takes_gates_and_keys_as_they_come",
     "test_norm_matches_the_reference",
     "test_norm_of_zeros_is_zero",
 ]
@@ -63,3 +74,40 @@ def test_silu_is_right_far_from_zero(path: InterpretedPath) -> None:
     # Infinite exponentials are meant; NumPy warns of them.
     with numpy.errstate(over="ignore", invalid="ignore"):
         check_far_silu(path)
+
+
+def test_delta_shifts_lines(exact_path: InterpretedPath) -> None:
+    """Engines have no zero line: the pools that they pass begin with what `Rows` calls line 1."""
+    from deltaline_kernels.gated_delta.launch import gated_delta_triton
+
+    layer = Layer(H=1, HV=1)
+    rows = [Row(3, verify=True, replayed=2), Row(1, fresh=True), Row(2, to="other"), Row(20, replayed=1)]
+    whole = make_batch(rows, exact_path, layer)
+    shifted = whole.clone()
+    heads = Heads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, 1e-6)
+    got = torch.empty(shifted.qkv.shape[0], layer.HV, layer.V)
+    gated_delta_triton(
+        shifted.qkv,
+        shifted.a,
+        shifted.b,
+        shifted.A_log,
+        shifted.dt_bias,
+        shifted.state[1:],
+        shifted.drafts[1:],
+        shifted.rows,
+        got,
+        heads,
+        line_shift=1,
+    )
+    assert torch.equal(got, whole.run_delta(exact_path))
+    assert_close("state", shifted.state, whole.state, torch.float32)
+    assert_close("drafts", shifted.drafts, whole.drafts, torch.float32)
+
+
+@pytest.mark.parametrize("length", [0, 64], ids=["whole", "in-parts"])
+def test_delta_in_tiles_matches_the_reference(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = InterpretedPath("cpu", torch.float16)
+    in_parts(monkeypatch, length)
+    rows = [Row(5, to="other"), Row(150, replayed=2), Row(65, skipped=True), Row(64, fresh=True)]
+    batch = make_batch(rows, path, LAYERS["64-64"], max_short=1, padding=ALIGNED)
+    check_against_reference(batch, path, torch.float16)
