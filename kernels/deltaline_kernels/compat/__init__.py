@@ -4,5 +4,16 @@ Each is an adapter to an operation of this package. Does not know engines: only 
 """
 
 from deltaline_kernels.compat.conv1d import causal_conv1d_fn, causal_conv1d_update
+from deltaline_kernels.compat.gated_delta import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_sigmoid_gating_delta_rule_update,
+)
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+__all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_sigmoid_gating_delta_rule_update",
+]

@@ -1,9 +1,16 @@
-"""The tests of the engines' convolution again: the Triton kernels in Triton's interpreter, on CPU tensors."""
+"""The tests of the engines' functions again: the Triton kernels in Triton's interpreter, on CPU tensors.
+
+Of the gated delta rule some: a token of one head takes the interpreter milliseconds.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import kernels.test_compat_gated_delta as delta
 import pytest
 import torch
+from kernels.paths import InterpretedPath
 from kernels.test_compat_conv1d import (
     test_a_row_without_an_index_has_the_line_of_its_number,
     test_fn_matches_the_reference,
@@ -18,6 +25,8 @@ from kernels.test_compat_conv1d import (
     test_x_is_rounded_to_the_dtype_of_the_states as check_rounding,
 )
 
+from deltaline_kernels.compat import gated_delta, recurrence
+
 __all__ = [
     "test_a_row_without_an_index_has_the_line_of_its_number",
     "test_fn_matches_the_reference",
@@ -30,8 +39,93 @@ __all__ = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def interpreted_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat CPU tensors as those of a GPU: the Triton kernels, and no look at what index tensors say."""
+    from deltaline_kernels.compat.delta_launch import advance_triton
+
+    monkeypatch.setattr(recurrence, "advance_cpu", advance_triton)
+    monkeypatch.setattr(gated_delta, "check_contents", lambda *_: None)
+
+
 @pytest.mark.parametrize("wide_states", [True, False], ids=["wide-states", "narrow-states"])
 def test_x_is_rounded_to_the_dtype_of_the_states(wide_states: bool) -> None:
     """Not to bf16: the interpreter cuts where it should round."""
     dtypes = (torch.float16, torch.float32) if wide_states else (torch.float32, torch.float16)
     check_rounding("cpu", *dtypes)
+
+
+@pytest.mark.parametrize("name", ["empty-and-fresh", "dense-apart", "no-norm-and-a-scale", "states-of-fp16"])
+def test_chunk_matches_the_reference(path: InterpretedPath, name: str) -> None:
+    delta.test_chunk_matches_the_reference(path, name)
+
+
+@pytest.mark.parametrize("name", ["fresh"])
+def test_recurrent_matches_the_reference(path: InterpretedPath, name: str) -> None:
+    delta.test_recurrent_matches_the_reference(path, name)
+
+
+@pytest.mark.parametrize("name", ["decode", "padding", "grouped-heads"])
+def test_recurrent_of_slots_matches_the_reference(path: InterpretedPath, name: str) -> None:
+    delta.test_recurrent_of_slots_matches_the_reference(path, name)
+
+
+@pytest.mark.parametrize("name", ["ragged", "padding-for-a-token", "wider-than-the-rows"])
+def test_recurrent_of_a_table_matches_the_reference(path: InterpretedPath, name: str) -> None:
+    delta.test_recurrent_of_a_table_matches_the_reference(path, name)
+
+
+@pytest.mark.parametrize("name", ["decode", "another-softplus"])
+def test_sigmoid_update_matches_the_reference(path: InterpretedPath, name: str) -> None:
+    delta.test_sigmoid_update_matches_the_reference(path, name, flat=True)
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_an_accepted_count_outside_the_table_reads_no_other_row(exact_path: InterpretedPath, count: int) -> None:
+    delta.test_an_accepted_count_outside_the_table_reads_no_other_row(exact_path, count)
+
+
+@pytest.mark.parametrize("slots", [[4, -1, -1, -1], [[4], [-1], [-1], [-1]]], ids=["slots", "table"])
+def test_padding_never_writes_the_last_slot(exact_path: InterpretedPath, slots: Any) -> None:
+    delta.test_padding_never_writes_the_last_slot(exact_path, slots)
+
+
+@pytest.mark.parametrize("slots", [[4, 2, 7, 5], [[4, 1], [2, 0], [7, 3], [5, 6]]], ids=["slots", "table"])
+def test_empty_rows_leave_their_slots_alone(exact_path: InterpretedPath, slots: Any) -> None:
+    delta.test_empty_rows_leave_their_slots_alone(exact_path, slots)
+
+
+def test_the_final_state_of_an_empty_sequence_is_its_initial_one(exact_path: InterpretedPath) -> None:
+    delta.test_the_final_state_of_an_empty_sequence_is_its_initial_one(exact_path)
+
+
+def test_states_without_slots_are_those_of_rows_not_of_tokens(exact_path: InterpretedPath) -> None:
+    delta.test_states_without_slots_are_those_of_rows_not_of_tokens(exact_path)
+
+
+def test_strengths_and_decays_are_not_rounded() -> None:
+    """To fp16: of tokens in fp32 there is nothing to round."""
+    half = InterpretedPath("cpu", torch.float16)
+    delta.test_the_strength_is_not_rounded(half)
+    delta.test_made_strengths_and_decays_are_not_rounded(half)
+
+
+def test_a_row_too_long_for_its_table_is_skipped(exact_path: InterpretedPath) -> None:
+    delta.check_row_too_long_for_its_table(exact_path)
+
+
+def test_whole_sequences_go_in_chunks_and_next_tokens_one_by_one(
+    path: InterpretedPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their results don't tell: they are the same but for rounding."""
+    from deltaline_kernels.gated_delta import launch
+
+    seen = []
+    for name in ("launch_recurrent", "launch_exact_chunk", "launch_chunk"):
+        monkeypatch.setattr(launch, name, lambda *args, name=name, **_: seen.append((name, args[7].num_rows)))
+    chunks = "launch_exact_chunk" if path.dtype == torch.float32 else "launch_chunk"
+    delta.CHUNK(**delta.good_chunk(path, delta.Case([3, 1])))
+    assert seen == [("launch_recurrent", 0), (chunks, 2)]
+    seen.clear()
+    delta.ROW(**delta.good_rows(path, delta.Case([3, 1], [4, 1])))
+    assert seen == [("launch_recurrent", 2), (chunks, 0)]

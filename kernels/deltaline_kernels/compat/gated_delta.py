@@ -1,0 +1,254 @@
+"""The gated delta rule as inference engines call it: `chunk_gated_delta_rule`, `fused_recurrent_gated_delta_rule` and
+`fused_sigmoid_gating_delta_rule_update`.
+
+    h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
+
+Names, arguments and state layout are those of vLLM, and of SGLang for the third. Value head i uses key head
+i // (HV / H). Gates, products and sums are fp32, but for the operands of chunks (docs/numerics.md). For inference only:
+nothing is recorded for autograd. Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltaline_kernels.checks import ACTIVATIONS, STATES
+from deltaline_kernels.compat.operands import (
+    Operands,
+    check_beside,
+    check_counts,
+    check_number,
+    pack_operands,
+    pack_rates,
+)
+from deltaline_kernels.compat.recurrence import advance
+from deltaline_kernels.compat.rows import EngineRows
+from deltaline_kernels.compat.slots import advance_table, check_contents
+
+# The softplus that the kernels compute.
+SOFTPLUS_BETA, SOFTPLUS_THRESHOLD = 1.0, 20.0
+
+
+@torch.no_grad()
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Run whole sequences in chunks. Mutates nothing.
+
+    Args:
+        q, k: `[batch, tokens, H, K]`; v: `[batch, tokens, HV, V]`, HV a multiple of H; fp32, bf16 or fp16, all alike.
+            Columns q, k, v of one tensor are used where they are, others are copied. Head sizes of at most 256.
+        g: `[batch, tokens, HV]`, the log of the decay, at most 0. beta: likewise, of moderate size (0
+            to 2, say). Any of the three dtypes; used in fp32.
+        scale: of q, above 0; None is K**-0.5.
+        initial_state: `[N, HV, V, K]`, any of the three dtypes; None is zero.
+        cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
+            then. None: each of the batch is a sequence.
+        use_qk_l2norm_in_kernel: divide q and k by their norms.
+
+    Returns:
+        o as v, unspecified for tokens of no sequence; and `[N, HV, V, K]` fp32 if `output_final_state`, else None. The
+        final state of an empty sequence is its initial one.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    operands = pack_operands(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
+    rows = _lay_out(operands, cu_seqlens)
+    if initial_state is not None:
+        shape = {"N": rows.num_rows, **operands.state_shape()}
+        check_beside("initial_state", initial_state, shape, ACTIVATIONS, q.device)
+    if q.device.type == "cpu":
+        check_contents(rows, operands.num_tokens)
+    if initial_state is None:
+        # One that is not kept is not read either.
+        state = _zero_states(rows.num_rows if output_final_state else 1, operands)
+    elif output_final_state:
+        state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    else:
+        state = (initial_state if initial_state.dtype in STATES else initial_state.float()).contiguous()
+    rows = replace(rows, history=initial_state is not None)
+    o = advance(operands, state, rows, keep=output_final_state, chunked=True)
+    return o.view(v.shape), state if output_final_state else None
+
+
+@torch.no_grad()
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Run the next tokens of each row, one by one.
+
+    Args:
+        q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as for `chunk_gated_delta_rule`; a beta of None is
+            1. Rows of one token are fastest without cu_seqlens, as `[batch, 1, ...]`.
+        initial_state: fp32 or bf16, contiguous; `[N, HV, V, K]`, the state of row i at i, None for zero; or with
+            ssm_state_indices a pool `[slots, HV, V, K]`. Mutated if `inplace_final_state`: the states of rows with
+            tokens, rounded once per row, or with a table once per token.
+        inplace_final_state: False: return new states. Only without ssm_state_indices.
+        ssm_state_indices: `(N,)`, the slot of each row, or a table `(N, columns)`: the state after token t of row i
+            goes to slot table[i, t]. A row with a negative slot, to begin with or for a token, is skipped: its outputs
+            are zero, no slot is touched. So is, on CUDA, a row longer than the table; the CPU refuses it. Slot 0 is an
+            ordinary one. A table costs two launches and a pass over the states for each token of a row; with
+            cu_seqlens for each column, and a copy of the tokens.
+        num_accepted_tokens: `(N,)`, with a table only: row i begins with slot table[i, accepted - 1], counts outside
+            1..columns being the nearest of these; None: with table[i, 0]. It and ssm_state_indices may have more rows,
+            which are not read.
+
+    Returns:
+        o as v, unspecified for tokens of no row; and initial_state, or new states in its dtype (fp32 if it is None).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    gates = {"g": g, "beta": beta}
+    operands = pack_operands(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, optional="beta")
+    rows = _lay_out(operands, cu_seqlens)
+    if ssm_state_indices is not None:
+        if not inplace_final_state:
+            raise ValueError("inplace_final_state: expected True, as ssm_state_indices is given, got False")
+        pool = _check_pool("initial_state", initial_state, operands)
+        name, slots = "ssm_state_indices", ssm_state_indices
+        o = _advance_pool(operands, pool, rows, name, slots, num_accepted_tokens, may_be_table=True)
+        return o.view(v.shape), pool
+    if num_accepted_tokens is not None:
+        raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
+    if initial_state is not None:
+        _check_pool("initial_state", initial_state, operands, rows.num_rows)
+    if q.device.type == "cpu":
+        check_contents(rows, operands.num_tokens)
+    if initial_state is None:
+        state = _zero_states(rows.num_rows, operands)
+    else:
+        state = initial_state if inplace_final_state else initial_state.clone()
+    rows = replace(rows, history=initial_state is not None)
+    o = advance(operands, state, rows, keep=True, chunked=False)
+    return o.view(v.shape), state
+
+
+@torch.no_grad()
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
+
+    Args:
+        A_log, dt_bias: `(HV,)`, any of the three dtypes.
+        a, b: `[batch, tokens, HV]` or `[batch * tokens, HV]`, any of the three dtypes.
+        softplus_beta, softplus_threshold: softplus(x) = log(1 + exp(beta x)) / beta, or x where beta x is above the
+            threshold. Other ones than 1 and 20 cost a few launches more.
+        q, k, v, scale, use_qk_l2norm_in_kernel, cu_seqlens: as for `fused_recurrent_gated_delta_rule`.
+        initial_state_source: `[slots, HV, V, K]` fp32 or bf16, contiguous. Mutated: the slots of rows with tokens.
+        initial_state_indices: `(N,)`, the slot of each row, perhaps more than N. A row with a negative slot is skipped:
+            its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
+
+    Returns:
+        o as v, unspecified for tokens of no row.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    check_number("softplus_beta", softplus_beta, positive=True)
+    check_number("softplus_threshold", softplus_threshold)
+    gates = {"a": a, "b": b}
+    operands = pack_operands(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, flat_gates=True)
+    rates, biases = pack_rates("A_log", A_log, operands), pack_rates("dt_bias", dt_bias, operands)
+    rows = _lay_out(operands, cu_seqlens)
+    _check_pool("initial_state_source", initial_state_source, operands)
+    if (softplus_beta, softplus_threshold) == (SOFTPLUS_BETA, SOFTPLUS_THRESHOLD):
+        operands = replace(operands, A_log=rates, dt_bias=biases)
+    else:
+        rise = F.softplus(operands.a.float() + biases.float(), softplus_beta, softplus_threshold)
+        operands = replace(operands, a=-rates.float().exp() * rise, b=operands.b.float().sigmoid())
+    o = _advance_pool(operands, initial_state_source, rows, "initial_state_indices", initial_state_indices)
+    return o.view(v.shape)
+
+
+def _lay_out(operands: Operands, cu_seqlens: Tensor | None) -> EngineRows:
+    """Return the rows of the tokens; they have no lines yet."""
+    batch, length = operands.shape[:2]
+    if cu_seqlens is None:
+        return EngineRows(batch, length, length, None, None, None, -1, True, None)
+    check_counts("cu_seqlens", cu_seqlens, 1, operands.device)
+    if batch != 1:
+        raise ValueError(f"q: expected a batch of 1, as cu_seqlens is given, got {batch}")
+    return EngineRows(cu_seqlens.shape[0] - 1, length, 0, cu_seqlens.contiguous(), None, None, -1, True, None)
+
+
+def _zero_states(num_lines: int, operands: Operands) -> Tensor:
+    """Return zeros `[lines, HV, V, K]` fp32."""
+    shape = (num_lines, *operands.state_shape().values())
+    return torch.zeros(shape, dtype=torch.float32, device=operands.device)
+
+
+def _check_pool(name: str, pool: Tensor | None, operands: Operands, num_lines: int | None = None) -> Tensor:
+    """Check states that are changed in place, and return them."""
+    if pool is None:
+        raise TypeError(f"{name}: expected a tensor, got None")
+    check_beside(name, pool, {"lines": num_lines, **operands.state_shape()}, STATES, operands.device)
+    if not pool.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {pool.stride()}")
+    return pool
+
+
+def _advance_pool(
+    operands: Operands,
+    pool: Tensor,
+    rows: EngineRows,
+    name: str,
+    slots: Tensor,
+    accepted: Tensor | None = None,
+    *,
+    may_be_table: bool = False,
+) -> Tensor:
+    """Check `slots`, of that `name`, and run the rows through them; return o `[T, HV, V]`. Mutates `pool`."""
+    n = rows.num_rows
+    is_table = may_be_table and isinstance(slots, Tensor) and slots.ndim == 2
+    check_counts(name, slots, n, operands.device, "columns" if is_table else None)
+    slots = slots[:n]
+    if accepted is not None:
+        if not is_table:
+            raise ValueError(f"num_accepted_tokens: expected None, as {name} is no table, got a tensor")
+        check_counts("num_accepted_tokens", accepted, n, operands.device)
+        accepted = accepted[:n]
+    if is_table and slots.shape[1] < max(rows.length, 1):
+        raise ValueError(f"{name}: expected at least {max(rows.length, 1)} columns, got {slots.shape[1]}")
+    if operands.device.type == "cpu":
+        check_contents(rows, operands.num_tokens, name, slots, pool.shape[0], accepted)
+    if is_table:
+        return advance_table(operands, pool, rows, slots, accepted)
+    return advance(operands, pool, replace(rows, read_line=slots, write_line=slots), keep=True, chunked=False)
