@@ -48,7 +48,8 @@ bench-cpu: $(INSTALLED)  ## measure on the CPU: the mixer beside transformers, t
 	$(BIN)/python bench/mixer.py; mixer=$$?; $(BIN)/python bench/overhead.py && exit $$mixer
 
 bench-gpu: $(INSTALLED)  ## measure the kernels beside the peers that are installed; needs a CUDA device
-	$(BIN)/python -m deltaline_bench conv1d --output bench/results
+	$(BIN)/python -m deltaline_bench conv1d --output bench/results; conv1d=$$?; \
+	$(BIN)/python -m deltaline_bench gated_delta --output bench/results && exit $$conv1d
 
 wheel: $(INSTALLED)  ## build dist/deltaline-*.whl
 	$(BIN)/pip wheel --no-deps -w dist .
