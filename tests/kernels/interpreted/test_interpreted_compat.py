@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import kernels.test_compat_gated_delta as delta
+import kernels.test_compat_gated_delta as checks
 import pytest
 import torch
 from kernels.paths import InterpretedPath
@@ -57,61 +57,61 @@ def test_x_is_rounded_to_the_dtype_of_the_states(wide_states: bool) -> None:
 
 @pytest.mark.parametrize("name", ["empty-and-fresh", "dense-apart", "no-norm-and-a-scale", "states-of-fp16"])
 def test_chunk_matches_the_reference(path: InterpretedPath, name: str) -> None:
-    delta.test_chunk_matches_the_reference(path, name)
+    checks.test_chunk_matches_the_reference(path, name)
 
 
 @pytest.mark.parametrize("name", ["fresh"])
 def test_recurrent_matches_the_reference(path: InterpretedPath, name: str) -> None:
-    delta.test_recurrent_matches_the_reference(path, name)
+    checks.test_recurrent_matches_the_reference(path, name)
 
 
 @pytest.mark.parametrize("name", ["decode", "padding", "grouped-heads"])
 def test_recurrent_of_slots_matches_the_reference(path: InterpretedPath, name: str) -> None:
-    delta.test_recurrent_of_slots_matches_the_reference(path, name)
+    checks.test_recurrent_of_slots_matches_the_reference(path, name)
 
 
 @pytest.mark.parametrize("name", ["ragged", "padding-for-a-token", "wider-than-the-rows"])
 def test_recurrent_of_a_table_matches_the_reference(path: InterpretedPath, name: str) -> None:
-    delta.test_recurrent_of_a_table_matches_the_reference(path, name)
+    checks.test_recurrent_of_a_table_matches_the_reference(path, name)
 
 
 @pytest.mark.parametrize("name", ["decode", "another-softplus"])
 def test_sigmoid_update_matches_the_reference(path: InterpretedPath, name: str) -> None:
-    delta.test_sigmoid_update_matches_the_reference(path, name, flat=True)
+    checks.test_sigmoid_update_matches_the_reference(path, name, flat=True)
 
 
 @pytest.mark.parametrize("count", [0, 5])
 def test_an_accepted_count_outside_the_table_reads_no_other_row(exact_path: InterpretedPath, count: int) -> None:
-    delta.test_an_accepted_count_outside_the_table_reads_no_other_row(exact_path, count)
+    checks.test_an_accepted_count_outside_the_table_reads_no_other_row(exact_path, count)
 
 
 @pytest.mark.parametrize("slots", [[4, -1, -1, -1], [[4], [-1], [-1], [-1]]], ids=["slots", "table"])
 def test_padding_never_writes_the_last_slot(exact_path: InterpretedPath, slots: Any) -> None:
-    delta.test_padding_never_writes_the_last_slot(exact_path, slots)
+    checks.test_padding_never_writes_the_last_slot(exact_path, slots)
 
 
 @pytest.mark.parametrize("slots", [[4, 2, 7, 5], [[4, 1], [2, 0], [7, 3], [5, 6]]], ids=["slots", "table"])
 def test_empty_rows_leave_their_slots_alone(exact_path: InterpretedPath, slots: Any) -> None:
-    delta.test_empty_rows_leave_their_slots_alone(exact_path, slots)
+    checks.test_empty_rows_leave_their_slots_alone(exact_path, slots)
 
 
 def test_the_final_state_of_an_empty_sequence_is_its_initial_one(exact_path: InterpretedPath) -> None:
-    delta.test_the_final_state_of_an_empty_sequence_is_its_initial_one(exact_path)
+    checks.test_the_final_state_of_an_empty_sequence_is_its_initial_one(exact_path)
 
 
 def test_states_without_slots_are_those_of_rows_not_of_tokens(exact_path: InterpretedPath) -> None:
-    delta.test_states_without_slots_are_those_of_rows_not_of_tokens(exact_path)
+    checks.test_states_without_slots_are_those_of_rows_not_of_tokens(exact_path)
 
 
 def test_strengths_and_decays_are_not_rounded() -> None:
     """To fp16: of tokens in fp32 there is nothing to round."""
     half = InterpretedPath("cpu", torch.float16)
-    delta.test_the_strength_is_not_rounded(half)
-    delta.test_made_strengths_and_decays_are_not_rounded(half)
+    checks.test_the_strength_is_not_rounded(half)
+    checks.test_made_strengths_and_decays_are_not_rounded(half)
 
 
 def test_a_row_too_long_for_its_table_is_skipped(exact_path: InterpretedPath) -> None:
-    delta.check_row_too_long_for_its_table(exact_path)
+    checks.check_row_too_long_for_its_table(exact_path)
 
 
 def test_whole_sequences_go_in_chunks_and_next_tokens_one_by_one(
@@ -124,8 +124,8 @@ def test_whole_sequences_go_in_chunks_and_next_tokens_one_by_one(
     for name in ("launch_recurrent", "launch_exact_chunk", "launch_chunk"):
         monkeypatch.setattr(launch, name, lambda *args, name=name, **_: seen.append((name, args[7].num_rows)))
     chunks = "launch_exact_chunk" if path.dtype == torch.float32 else "launch_chunk"
-    delta.CHUNK(**delta.good_chunk(path, delta.Case([3, 1])))
+    checks.CHUNK(**checks.good_chunk(path, checks.Case([3, 1])))
     assert seen == [("launch_recurrent", 0), (chunks, 2)]
     seen.clear()
-    delta.ROW(**delta.good_rows(path, delta.Case([3, 1], [4, 1])))
+    checks.ROW(**checks.good_rows(path, checks.Case([3, 1], [4, 1])))
     assert seen == [("launch_recurrent", 2), (chunks, 0)]
