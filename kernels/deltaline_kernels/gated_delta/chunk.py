@@ -88,7 +88,7 @@ def _advance(
     CHUNK: tl.constexpr,
     FACTORS: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
-    # The row is in parts, and this is their first walk: each finds its end, with nothing said of outputs.
+    # Rows are in parts; this is their first walk, which finds their ends and no outputs; tiles are copied whole.
     PARTS: tl.constexpr,
     ENDS: tl.constexpr,
     TILES: tl.constexpr,
@@ -278,15 +278,17 @@ def launch_chunk(
     ends = torch.empty(size, dtype=torch.float32, device=qkv.device)
     columns = 2 * heads.keys + heads.values
     tiles = key_dim == sizes["BLOCK_K"] and value_dim % BLOCK_V == 0 and _is_aligned(qkv)
-    qk_tiles = x_tiles = o_tiles = None
-    if tiles:
-        view = ((qkv.shape[0], columns), (qkv.stride(0), 1))
-        qk_tiles = TensorDescriptor(qkv, *view, [CHUNK, key_dim])
-        x_tiles = TensorDescriptor(qkv, *view, [CHUNK, BLOCK_V])
-        o_tiles = TensorDescriptor(o, (o.shape[0], heads.values), (heads.values, 1), [CHUNK, BLOCK_V])
-    t_tiles = TensorDescriptor(transforms, [transforms.shape[0] * num_heads * CHUNK, CHUNK], [CHUNK, 1], [CHUNK, CHUNK])
 
     def advance(blocks: int, *, ends_only: bool) -> None:
+        qk_tiles = x_tiles = o_tiles = None
+        if tiles:
+            view = ((qkv.shape[0], columns), (qkv.stride(0), 1))
+            qk_tiles = TensorDescriptor(qkv, *view, [CHUNK, key_dim])
+            x_tiles = TensorDescriptor(qkv, *view, [CHUNK, BLOCK_V])
+            o_tiles = TensorDescriptor(o, (o.shape[0], heads.values), (heads.values, 1), [CHUNK, BLOCK_V])
+        t_tiles = TensorDescriptor(
+            transforms, [transforms.shape[0] * num_heads * CHUNK, CHUNK], [CHUNK, 1], [CHUNK, CHUNK]
+        )
         _advance[(rows.num_rows * plan.num_parts * num_heads * blocks,)](
             qkv,
             qk_tiles,
