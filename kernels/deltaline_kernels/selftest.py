@@ -59,11 +59,12 @@ def run_selftest(
     """
     heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
-    generator = torch.Generator().manual_seed(0)
+    # On the device: numbers for a long row take a CPU longer than all the rest.
+    generator = torch.Generator(device).manual_seed(0)
     fills: dict[str, Callable[..., Tensor]] = {
-        "random": lambda *shape: torch.randn(*shape, generator=generator),
-        "integers": lambda *shape: torch.randint(-2, 3, shape, generator=generator).float(),
-        "ones": lambda *shape: torch.ones(*shape),
+        "random": lambda *shape: torch.randn(*shape, generator=generator, device=device),
+        "integers": lambda *shape: torch.randint(-2, 3, shape, generator=generator, device=device).float(),
+        "ones": lambda *shape: torch.ones(*shape, device=device),
     }
     checks = []
     for kind, fill in fills.items():
@@ -118,11 +119,11 @@ def _run_in_parts(
     state_dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what one long row gave in parts and, in place of the slow reference, token by token."""
-    tokens = _projected(fill, LONG, heads).to(device, dtype)
+    tokens = _projected(fill, LONG, heads).to(dtype)
     x, _, b, a = tokens.split((2 * heads.keys + heads.values, heads.values, *[heads.num_value_heads] * 2), dim=-1)
     x = x.contiguous()  # as the convolution leaves it
-    gates = fill(2, heads.num_value_heads).to(device)
-    state = fill(2, heads.num_value_heads, heads.value_dim, heads.key_dim).to(device, state_dtype)
+    gates = fill(2, heads.num_value_heads)
+    state = fill(2, heads.num_value_heads, heads.value_dim, heads.key_dim).to(state_dtype)
     drafts = torch.zeros(2, 2, 1, heads.record, device=device)
     results = []
     for max_short in (1, LONG):
@@ -137,11 +138,11 @@ def _convolve(
     fill: Callable[..., Tensor], rows: Rows, heads: Heads, width: int, max_draft: int, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what the convolution computed and what its reference computed, for rows that update their lines."""
-    device, num_rows = rows.control.device, rows.num_rows
+    num_rows = rows.num_rows
     channels = 2 * heads.keys + heads.values
-    x = _projected(fill, num_rows * rows.max_length, heads).to(device, dtype)[:, :channels]
-    weight = fill(width, channels).to(device, dtype)
-    lines = fill(num_rows + 1, width - 1 + max_draft, channels).to(device, dtype)
+    x = _projected(fill, num_rows * rows.max_length, heads).to(dtype)[:, :channels]
+    weight = fill(width, channels).to(dtype)
+    lines = fill(num_rows + 1, width - 1 + max_draft, channels).to(dtype)
     want_lines = lines.clone()
     y = causal_conv1d(x, weight, None, lines, rows)
     return [y, lines], [causal_conv1d_reference(x, weight, None, want_lines, rows), want_lines]
@@ -162,22 +163,22 @@ def _compare(
     state_dtype: torch.dtype,
 ) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
     """Yield the name of each family, what it computed and what its reference computed."""
-    device, num_tokens = rows.control.device, int(rows.query_start_loc[-1])
+    num_tokens = int(rows.query_start_loc[-1])
     channels, num_heads = 2 * heads.keys + heads.values, heads.num_value_heads
-    x = _projected(fill, num_tokens, heads).to(device, dtype)
+    x = _projected(fill, num_tokens, heads).to(dtype)
     x, z, b, a = x.split((channels, heads.values, num_heads, num_heads), dim=-1)
-    weight = fill(width, channels).to(device, dtype)
+    weight = fill(width, channels).to(dtype)
     num_lines = max(4, rows.num_rows + 1)
-    lines = fill(num_lines, width - 1 + max_draft, channels).to(device, dtype)
+    lines = fill(num_lines, width - 1 + max_draft, channels).to(dtype)
     want_lines = lines.clone()
     y = causal_conv1d(x, weight, None, lines, rows)
     qkv = causal_conv1d_reference(x, weight, None, want_lines, rows)
     yield "conv1d", [y, lines], [qkv, want_lines]
 
-    A_log, dt_bias = fill(num_heads).to(device), fill(num_heads).to(device)
-    state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(device, state_dtype)
+    A_log, dt_bias = fill(num_heads), fill(num_heads)
+    state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(state_dtype)
     # Drafts as a VERIFY writes them: unit keys, updates, gates below 0.
-    drafts = fill(num_lines, 2, max_draft, heads.record).mul_(heads.scale).to(device)
+    drafts = fill(num_lines, 2, max_draft, heads.record).mul_(heads.scale)
     drafts[..., -num_heads:].abs_().neg_()
     want_state, want_drafts = state.clone(), drafts.clone()
     o = gated_delta(qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=heads.num_key_heads)
@@ -186,7 +187,7 @@ def _compare(
     )
     yield "gated_delta", [o, state, drafts], [want, want_state, want_drafts]
 
-    z, scale = z.unflatten(-1, (num_heads, heads.value_dim)), fill(heads.value_dim).to(device)
+    z, scale = z.unflatten(-1, (num_heads, heads.value_dim)), fill(heads.value_dim)
     yield "norm", [gated_rms_norm(want, z, scale, 1e-6)], [gated_rms_norm_reference(want, z, scale, 1e-6)]
 
 

@@ -1,14 +1,14 @@
 """How long rows are cut into parts that run at once. Knows sizes, no tensors and no kernels.
 
 A row in parts is walked twice: that pays from three parts on, of some length. Microseconds on an H200, heads of 128,
-whole, and in parts of 1,024 / 2,048 / 4,096 tokens:
+whole, and in parts of so many tokens:
 
-    rows x tokens, heads    whole   1024   2048   4096
-    1 x 32768, 2/8           1082    387    325    333
-    1 x 8192, 16/32           335    349    310    322
+    rows x tokens, heads    whole   1024   2048   2752   3648   4096
+    1 x 32768, 2/8           1082    387    325           366    333
+    1 x 8192, 16/32           335    349    310    306           322
     1 x 2048, 16/32            89    104
     8 x 2048, 16/32           316    480
-    37 to 8000, 16/32         463           523    481
+    37 to 8000, 16/32         463           523                  481
 """
 
 from dataclasses import dataclass
@@ -34,11 +34,10 @@ class Plan:
 
 def choose_plan(heads: Heads, num_rows: int, num_tokens: int, max_length: int) -> Plan:
     """Return the plan of a batch whose rows have at most `max_length` tokens: as many parts as run at once."""
-    blocks_v, blocks_k = -(-heads.value_dim // BLOCK_V), -(-heads.key_dim // BLOCK_V)
+    blocks_v = -(-heads.value_dim // BLOCK_V)
     # Rows much shorter than the longest one are done before it.
-    programs = PROGRAMS // (heads.num_value_heads * max(1, num_tokens // max(1, max_length)))
-    # The first walk has V blocks of the first part, V and K blocks of the others, and nothing of the last one.
-    num_parts = min(2 + (programs - blocks_v) // (blocks_v + blocks_k), max_length // SHORTEST_PART)
+    num_long = max(1, num_tokens // max(1, max_length))
+    num_parts = min(PROGRAMS // (heads.num_value_heads * blocks_v * num_long), max_length // SHORTEST_PART)
     # Several rows, of which one may have all tokens: nobody knows how long they are.
     is_unknown = num_rows > 1 and max_length >= num_tokens
     if is_unknown or num_parts < FEWEST_PARTS or heads.key_dim > LARGEST_KEY:
