@@ -61,7 +61,7 @@ def test_directory_of_peers_must_have_its_loader(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_suite_runs_end_to_end(tmp_path: Path) -> None:
     assert main(["conv1d", "--case", "update-1", "--rounds", "3", "--output", str(tmp_path)]) in (0, 1)
-    (path,) = tmp_path.glob("*-conv1d.json")
+    (path,) = tmp_path.glob("*-conv1d-partial.json")
     (case,) = RunRecord.from_json(path.read_text(encoding="utf-8")).cases
     assert case.judged.status is Status.RIGHT, case.judged
     assert case.judged.is_captured

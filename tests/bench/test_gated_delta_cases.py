@@ -209,7 +209,7 @@ def test_errors_of_both_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_suite_runs_end_to_end(tmp_path: Path) -> None:
     arguments = ["gated_delta", "--case", "decode-1", "--case", "verify-64", "--rounds", "3", "--output", str(tmp_path)]
     assert main(arguments) in (0, 1)
-    (path,) = tmp_path.glob("*-gated_delta.json")
+    (path,) = tmp_path.glob("*-gated_delta-partial.json")
     for case in RunRecord.from_json(path.read_text(encoding="utf-8")).cases:
         assert case.judged.status is Status.RIGHT, case.judged
         assert case.judged.is_captured
