@@ -94,7 +94,7 @@ class Server:
             self._listen()
             self.runtime = runtime = await self._load()
             runtime.engine.start()
-            await runtime.warm_up()
+            await self._prepare(runtime)
             self._register(runtime)
             await self._server.start()
         except BaseException:
@@ -200,6 +200,20 @@ class Server:
         )
         return runtime
 
+    async def _prepare(self, runtime: Runtime) -> None:
+        """Make the device ready for batches, and say how far it is."""
+        begin_s = self._clock()
+        progress = [0, 0]
+
+        def report(done: int, total: int) -> None:
+            progress[:] = done, total
+
+        preparing = asyncio.create_task(runtime.prepare(report))
+        while not (await asyncio.wait([preparing], timeout=5.0))[0]:
+            event(_log, "preparing", seconds=round(self._clock() - begin_s), graphs="{} of {}".format(*progress))
+        preparing.result()
+        event(_log, "prepared", seconds=self._clock() - begin_s, graphs=progress[0])
+
     def _register(self, runtime: Runtime) -> None:
         """Hand the services and gauges to gRPC and to the metrics."""
         table, scheduler = runtime.table, runtime.scheduler
@@ -223,6 +237,14 @@ class Server:
         gauge("deltaline_queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows)
         gauge("deltaline_queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes)
         gauge("deltaline_reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes)
+        counts = runtime.executor.counts
+        gauge("deltaline_device_bytes", "Device memory that tensors are given from.", lambda: counts().bytes)
+        for name, text, count in (
+            ("compilations", "Kernels compiled, or loaded once compiled.", lambda: counts().compilations),
+            ("graph_captures", "CUDA graphs captured.", lambda: counts().captures),
+            ("device_allocations", "Allocations of device memory.", lambda: counts().allocations),
+        ):
+            self.metrics.total(f"deltaline_{name}", text, count)
         self.metrics.total("deltaline_sequences_expired", "Leases that ran out.", lambda: table.num_expired)
 
     def _is_live(self) -> bool:

@@ -73,7 +73,7 @@ class Run:
             timing.copy_in_s += result.copy_in_s
             timing.compute_s += result.compute_s
             timing.copy_out_s += result.copy_out_s
-            timing.batch_rows, timing.batch_tokens = len(result.finite), len(self.batch.hidden)
+            timing.batch_rows, timing.batch_tokens = len(result.finite), self.batch.num_tokens
             if not result.failed:
                 places = job.output_places(piece.index, piece.lengths)
                 count = places.stop - places.start if isinstance(places, slice) else len(places)
@@ -156,6 +156,6 @@ def lay_out(pieces: list[Piece], table: SequenceTable, *, max_short: int) -> Ste
         span,
         control,
         num_short,
-        hidden[0] if len(hidden) == 1 else np.concatenate(hidden),
+        tuple(hidden),
         None if all_wanted else np.concatenate([*wanted, np.zeros(0, dtype=np.int64)]).astype(np.int64),
     )

@@ -1,6 +1,6 @@
-"""The engine: owns the device thread and computes batches on it, one after another.
+"""The engine: owns the device thread, which computes batches in the order in which they were submitted.
 
-Knows the model, its state and control tensors. Knows no RPC, no sequence, no queue limits (scheduler.py).
+Knows order, failures and who is told. Knows no device (executor.py), no RPC, no sequence and no queue (scheduler.py).
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from deltaline_kernels import Rows
-from deltaline_server.model import Model
-from deltaline_server.staging import make_staging
-from deltaline_server.state_pool import StatePool
+from deltaline_server.executor import Executor, Finish, Report
 from deltaline_server.step import BatchResult, StepBatch
 
 logger = logging.getLogger(__name__)
@@ -36,39 +33,61 @@ class _Run:
 
 
 @dataclass(frozen=True)
+class _Launched:
+    run: _Run
+    finish: Finish
+
+
+@dataclass(frozen=True)
 class _Zero:
     lines: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Prepare:
+    report: Report
+    done: Future[None]
 
 
 class Engine:
     """Owns the device thread: batches and zeroing run on it in the order in which they were submitted.
 
-    `submit` and `zero_lines` return at once and may be called from any thread.
+    `submit` and `zero_lines` return at once and may be called from any thread. Where a device computes by itself, a
+    second thread waits for its results, so that the next batch is launched meanwhile.
     """
 
-    def __init__(self, model: Model, pool: StatePool) -> None:
-        self._model = model
-        self._pool = pool
-        self._jobs: queue.SimpleQueue[_Run | _Zero | None] = queue.SimpleQueue()
-        self._staging = make_staging(model.dtype, model.numpy_dtype, model.device)
-        self._thread = threading.Thread(target=self._serve, name="device", daemon=False)
+    def __init__(self, executor: Executor, device: torch.device) -> None:
+        self._executor, self._device = executor, device
+        self._jobs: queue.SimpleQueue[_Run | _Zero | _Prepare | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._serve, name="device", daemon=False)]
+        if executor.is_asynchronous:
+            self._threads.append(threading.Thread(target=self._collect, name="results", daemon=False))
         self._lock = threading.Lock()
         self._unfinished = 0
         self._turn = time.monotonic()
-        self._closed = False
-        self._failed = False
+        self._is_started = self._is_closed = self._has_failed = False
         self._precision = ""
 
     def start(self) -> None:
-        """Start the device thread. fp32 products are full fp32 (no TF32) in this process until `close`."""
+        """Start the threads. fp32 products are full fp32 (no TF32) in this process until `close`."""
         self._precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
-        self._thread.start()
+        self._is_started = True
+        for thread in self._threads:
+            thread.start()
+
+    def prepare(self, report: Report) -> Future[None]:
+        """Let the device compile and allocate what batches need. `report` is called on the device thread."""
+        done: Future[None] = Future()
+        self._put(_Prepare(report, done))
+        return done
 
     def submit(self, batch: StepBatch, on_done: OnDone) -> None:
-        """Compute a batch. `on_done` is called on the device thread, once, also when the computation fails.
+        """Compute a batch. `on_done` is called on a thread of the engine, once, also when the computation fails.
 
-        The batch's arrays must stay as they are until then. Raises RuntimeError after `close`.
+        The calls come in the order of submission. The batch's arrays must stay as they are until then. Raises
+        RuntimeError after `close`.
         """
         self._put(_Run(batch, on_done))
 
@@ -80,28 +99,29 @@ class Engine:
         self._put(_Zero(lines.copy()))
 
     def heartbeat_s(self) -> float:
-        """Seconds since the device thread last began or ended a job while it has work; 0.0 when idle."""
+        """Seconds since a thread last began or ended a job while there is work; 0.0 when idle."""
         with self._lock:
             return time.monotonic() - self._turn if self._unfinished else 0.0
 
     def failed(self) -> bool:
         """Whether the device is lost, so that every later batch fails too."""
-        return self._failed
+        return self._has_failed
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread. Idempotent."""
+        """Finish what was submitted and end the threads. Idempotent."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed = True
+            self._is_closed = True
             self._jobs.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._is_started:
+            for thread in self._threads:
+                thread.join()
             torch.set_float32_matmul_precision(self._precision)
 
-    def _put(self, job: _Run | _Zero) -> None:
+    def _put(self, job: _Run | _Zero | _Prepare) -> None:
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise RuntimeError("engine: expected an open engine, got a closed one")
             if self._unfinished == 0:
                 self._turn = time.monotonic()
@@ -110,84 +130,84 @@ class Engine:
 
     def _serve(self) -> None:
         """The device thread."""
-        device = self._model.device
-        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with torch.inference_mode(), current:
+        with torch.inference_mode(), self._on_device():
             while (job := self._jobs.get()) is not None:
-                with self._lock:
-                    self._turn = time.monotonic()
+                self._take_turn()
                 if isinstance(job, _Run):
-                    self._run(job)
-                else:
+                    launched = self._launch(job)
+                    if self._executor.is_asynchronous:
+                        self._launched.put(launched)
+                        continue
+                    self._deliver(launched)
+                elif isinstance(job, _Zero):
                     self._zero(job.lines)
-                with self._lock:
-                    self._turn = time.monotonic()
-                    self._unfinished -= 1
+                else:
+                    self._prepare(job)
+                self._take_turn(finished=1)
+        self._launched.put(None)
 
-    def _run(self, job: _Run) -> None:
-        result = _failure(job.batch)
-        if not self._failed:
+    def _collect(self) -> None:
+        """The thread that waits for results."""
+        with torch.inference_mode(), self._on_device():
+            while (launched := self._launched.get()) is not None:
+                self._deliver(launched)
+                self._take_turn(finished=1)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        """Make the device the thread's current one."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+    def _take_turn(self, finished: int = 0) -> None:
+        with self._lock:
+            self._turn = time.monotonic()
+            self._unfinished -= finished
+
+    def _launch(self, job: _Run) -> _Launched:
+        failure = _failure(job.batch)
+        if not self._has_failed:
             try:
-                result = self._compute(job.batch)
+                return _Launched(job, self._executor.launch(job.batch))
             except Exception:
-                logger.exception("a batch of %d rows failed", job.batch.control.shape[1] - 1)
-                self._failed = self._device_is_lost()
+                self._batch_failed(job.batch)
+        return _Launched(job, lambda: failure)
+
+    def _deliver(self, launched: _Launched) -> None:
+        batch = launched.run.batch
+        result = _failure(batch)
         try:
-            job.on_done(result)
+            result = launched.finish()
+        except Exception:
+            self._batch_failed(batch)
+        try:
+            launched.run.on_done(result)
         except Exception:
             logger.exception("the receiver of a batch's result failed")
 
+    def _batch_failed(self, batch: StepBatch) -> None:
+        """Log the error that is being handled, and tell whether the device is lost by it."""
+        logger.exception("a batch of %d rows failed", batch.control.shape[1] - 1)
+        if self._executor.is_lost():
+            logger.error("the device is lost; the engine stops computing")
+            self._has_failed = True
+
     def _zero(self, lines: NDArray[np.int64]) -> None:
         try:
-            self._pool.zero(lines)
+            self._executor.zero(lines)
         except Exception:
             # The lines may hold the state of their last owner: nothing may read them any more.
             logger.exception("zeroing %d lines failed; the engine stops computing", len(lines))
-            self._failed = True
+            self._has_failed = True
 
-    def _compute(self, batch: StepBatch) -> BatchResult:
-        staging = self._staging
-        control, hidden, wanted = staging.copy_in(batch)
-        output = self._model.forward(batch.span, hidden, self._rows(batch, control), self._pool)
-        returned = output if wanted is None else output.index_select(0, wanted)
-        # A token's sum is finite only if all of its outputs are: one pass, and [T] values to look at.
-        array, sums = staging.copy_out(returned, output.sum(dim=-1, dtype=torch.float32))
-        finite = _finite_rows(batch.control[0], np.isfinite(sums), output)
-        copy_in_s, compute_s, copy_out_s = staging.times()
-        return BatchResult(array, finite, copy_in_s, compute_s, copy_out_s)
-
-    def _rows(self, batch: StepBatch, control: Tensor) -> Rows:
-        longest = int(np.diff(batch.control[0]).max(initial=0))
-        return Rows(control, batch.num_short, self._pool.max_draft, longest)
-
-    def _device_is_lost(self) -> bool:
-        """Tell whether the device still answers after an error."""
-        if self._model.device.type == "cpu":
-            return False
+    def _prepare(self, job: _Prepare) -> None:
         try:
-            torch.cuda.synchronize(self._model.device)
-        except Exception:
-            logger.exception("the device is lost; the engine stops computing")
-            return True
-        return False
+            self._executor.prepare(job.report)
+        except Exception as error:
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(None)
 
 
 def _failure(batch: StepBatch) -> BatchResult:
     """The result of a batch that could not be computed."""
-    hidden = np.empty((0, batch.hidden.shape[1]), dtype=batch.hidden.dtype)
+    hidden = np.empty((0, batch.hidden[0].shape[1]), dtype=batch.hidden[0].dtype)
     return BatchResult(hidden, np.zeros(batch.control.shape[1] - 1, dtype=np.bool_), failed=True)
-
-
-def _finite_rows(starts: NDArray[np.int32], sound: NDArray[np.bool_], output: Tensor) -> NDArray[np.bool_]:
-    """Tell for each row whether all its outputs are finite.
-
-    starts [N + 1]: the rows' first tokens. sound [T]: False where the sum of a token's outputs is not finite. Such
-    a sum may also have overflowed: then the outputs are looked at one by one.
-    """
-    num_rows = len(starts) - 1
-    if sound.all():
-        return np.ones(num_rows, dtype=np.bool_)
-    sound = torch.isfinite(output).all(dim=-1).cpu().numpy()
-    bad = np.concatenate(([0], np.cumsum(~sound)))
-    finite: NDArray[np.bool_] = bad[starts[1:]] == bad[starts[:-1]]
-    return finite

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from deltaline import wire
@@ -22,6 +21,7 @@ from deltaline_kernels.selftest import run_selftest
 from deltaline_server import __version__
 from deltaline_server.config import Config
 from deltaline_server.engine import Engine
+from deltaline_server.executor import BatchLimits, Executor, Report, make_executor
 from deltaline_server.job_queue import Limits
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import LinePool
@@ -33,11 +33,8 @@ from deltaline_server.request import RequestLimits
 from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.state_pool import StateOptions, StatePool
-from deltaline_server.step import BatchResult, StepBatch
 
 MAX_STEPS_IN_FLIGHT = 8
-# More than one chunk of the prefill kernel.
-WARM_UP_TOKENS = 65
 _VERSIONED = ("torch", "triton", "grpcio", "protobuf", "numpy")
 
 
@@ -48,6 +45,7 @@ class Runtime:
     config: Config
     model: Model
     pool: StatePool
+    executor: Executor
     engine: Engine
     table: SequenceTable
     scheduler: Scheduler
@@ -62,7 +60,8 @@ class Runtime:
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
             check_kernels(model.device, model.dtype, model.shape, options)
         pool = model.make_pool(options)
-        engine = Engine(model, pool)
+        executor = make_executor(model, pool, batch_limits(config), config.graph_rows)
+        engine = Engine(executor, model.device)
         num_spans = len(model.spans)
         table = SequenceTable(
             lines=LinePool(config.max_sequences, engine.zero_lines),
@@ -81,7 +80,7 @@ class Runtime:
             max_short=config.max_draft_tokens,
         )
         scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
-        return cls(config, model, pool, engine, table, scheduler)
+        return cls(config, model, pool, executor, engine, table, scheduler)
 
     @property
     def device_name(self) -> str:
@@ -89,29 +88,15 @@ class Runtime:
         device = self.model.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
-    async def warm_up(self) -> None:
-        """Compute one batch of a decode and a prefill row on every span, so that kernels are compiled; write no line.
+    async def prepare(self, report: Report) -> None:
+        """Let the started engine compile kernels, allocate and capture graphs, so that no batch has to; write no line.
 
-        The engine is started. Raises: ModelError when a batch fails.
+        `report` is called with what is captured, of how much, on the engine's thread. Raises: ModelError.
         """
-        num_tokens = 1 + WARM_UP_TOKENS
-        # As deltaline_kernels.Rows has it: offsets, read_line, write_line, num_committed, num_replayed, draft_half.
-        control = np.array([[0, 1, num_tokens], [0] * 3, [-1] * 3, [1, WARM_UP_TOKENS, 0], [0] * 3, [0] * 3], np.int32)
-        hidden = np.full((num_tokens, self.model.hidden_size), 0.5, self.model.numpy_dtype)
-        for span in range(len(self.model.spans)):
-            if (await self._compute(StepBatch(span, control, 1, hidden, None))).failed:
-                raise ModelError(f"span {span}: the first batch failed on this device; the log says why")
-
-    async def _compute(self, batch: StepBatch) -> BatchResult:
-        """Compute a batch without a scheduler."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[BatchResult] = loop.create_future()
-
-        def receive(result: BatchResult) -> None:
-            loop.call_soon_threadsafe(done.set_result, result)
-
-        self.engine.submit(batch, receive)
-        return await done
+        try:
+            await asyncio.wrap_future(self.engine.prepare(report))
+        except Exception as error:
+            raise ModelError(f"the first batch failed on this device: {error}") from error
 
     def request_limits(self) -> RequestLimits:
         """What a request may ask of this model."""
@@ -173,6 +158,12 @@ def _compiler(device: torch.device) -> str:
 def check(config: Config) -> None:
     """Judge the model's files and its state's size as `Runtime.build` does; allocate nothing. Raises ModelError."""
     check_model(model_options(config), state_options(config))
+
+
+def batch_limits(config: Config) -> BatchLimits:
+    """The most that a batch can have."""
+    tokens = config.max_sequences * config.max_draft_tokens + config.chunk_tokens
+    return BatchLimits(config.max_sequences, tokens, config.chunk_tokens)
 
 
 def model_options(config: Config) -> ModelOptions:

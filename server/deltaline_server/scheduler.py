@@ -190,7 +190,7 @@ class Scheduler:
             row += len(piece.index)
         self._running = False
         self._pump()
-        self._observer.batch_done(run.kinds, len(run.batch.hidden), timing)
+        self._observer.batch_done(run.kinds, run.batch.num_tokens, timing)
 
     def _settle_piece(self, span: int, piece: Piece, sound: NDArray[np.bool_]) -> None:
         table, job = self._table, piece.job

@@ -1,136 +1,194 @@
-"""How a batch's arrays reach the device and its outputs come back, with the time that each part took.
+"""Slots: pinned and device memory through which batches and their outputs cross between host and GPU.
 
-On the CPU the arrays are used where they are; on CUDA they go through pinned memory. Knows no model and no state.
+A slot belongs to one batch from its launch until its result is taken. Knows layouts and streams, no model and no state.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import time
-from typing import Any, Protocol
+import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltaline_server.step import StepBatch
+from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.executor import BatchLimits
+from deltaline_server.step import BatchResult, StepBatch, finite_rows
 
-MIN_PINNED_BYTES = 1 << 20
+# Smaller arrays are sooner copied than asked where they lie.
+DIRECT_BYTES = 1 << 16
+# Bytes between whose multiples tensors of a slot begin.
+ALIGNMENT = 256
 
-
-class Staging(Protocol):
-    """Used by one thread, one batch at a time: copy_in, the computation, copy_out, times."""
-
-    def copy_in(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return control, hidden and wanted on the device. They are valid until the next copy_in."""
-
-    def copy_out(self, returned: Tensor, sums: Tensor) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """Return both on the host, when the computation is done; `returned` belongs to the caller."""
-
-    def times(self) -> tuple[float, float, float]:
-        """Seconds of copy in, computation and copy out of the last batch."""
+with warnings.catch_warnings():
+    # torch warns once, of arrays that can't be written: those of messages can't, and are only read here.
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
 
-def make_staging(dtype: torch.dtype, numpy_dtype: np.dtype[Any], device: torch.device) -> Staging:
-    """Make the staging of a device, for hidden states of `dtype` (numpy_dtype on the host)."""
-    return CpuStaging(dtype, numpy_dtype) if device.type == "cpu" else CudaStaging(dtype, numpy_dtype, device)
+@dataclass(frozen=True)
+class Layout:
+    """How a batch lies in a slot: rows and tokens in all, of which the first rows are for short ones."""
+
+    short_rows: int
+    rows: int
+    tokens: int
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> Layout:
+        """The layout that has nothing but the batch."""
+        return cls(batch.num_short, batch.control.shape[1] - 1, batch.num_tokens)
+
+    @property
+    def control_bytes(self) -> int:
+        return _aligned(NUM_FIELDS * (self.rows + 1) * 4)
+
+    @property
+    def size_bytes(self) -> int:
+        return _aligned(self.tokens * 4)
 
 
-class CpuStaging:
-    """The host's arrays as tensors and back, without copies (an array that can't be written is copied)."""
+class Slot:
+    """Memory of one batch in flight, allocated once, and the events that time its stages.
 
-    def __init__(self, dtype: torch.dtype, numpy_dtype: np.dtype[Any]) -> None:
-        self._dtype = dtype
-        self._numpy_dtype = numpy_dtype
-        self._clock = (0.0, 0.0, 0.0, 0.0)
+    Inbound: control int32 `[6, rows + 1]`, then hidden `[T, hidden]`; outbound: sizes fp32 `[T]`, then outputs
+    `[T, hidden]`. Events: 0 and 1 around the copy in, 2 and 3 around the computation, 4 after the copy out.
+    """
 
-    def copy_in(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        begin = time.perf_counter()
-        control = _as_tensor(batch.control)
-        # torch takes no bfloat16 from numpy: both sides see integers of the same size.
-        hidden = _as_tensor(batch.hidden.view(f"i{self._dtype.itemsize}")).view(self._dtype)
-        wanted = None if batch.wanted is None else _as_tensor(batch.wanted)
-        self._clock = (begin, time.perf_counter(), 0.0, 0.0)
-        return control, hidden, wanted
+    def __init__(self, limits: BatchLimits, hidden_size: int, dtype: torch.dtype, numpy_dtype: np.dtype[Any]) -> None:
+        """Allocate on the current CUDA device."""
+        self._hidden_size, self._dtype, self._numpy_dtype = hidden_size, dtype, numpy_dtype
+        self._token_bytes = hidden_size * dtype.itemsize
+        largest = Layout(0, limits.rows, limits.tokens)
+        hidden_bytes = limits.tokens * self._token_bytes
+        self._inbound = _Crossing(largest.control_bytes + hidden_bytes)
+        self._outbound = _Crossing(largest.size_bytes + hidden_bytes)
+        self._wanted = _Crossing(limits.tokens * 8)
+        self._selected = torch.empty(limits.tokens, hidden_size, dtype=dtype, device="cuda")
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
+        self._num_returned = 0
 
-    def copy_out(self, returned: Tensor, sums: Tensor) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        computed = time.perf_counter()
-        integers = torch.int32 if self._dtype.itemsize == torch.int32.itemsize else torch.int16
-        array = returned.view(integers).numpy().view(self._numpy_dtype)
-        self._clock = (*self._clock[:2], computed, time.perf_counter())
-        return array, sums.numpy()
+    def inputs(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Control and hidden on the device."""
+        begin = layout.control_bytes
+        control = self._inbound.device[: NUM_FIELDS * (layout.rows + 1) * 4].view(torch.int32)
+        hidden = self._inbound.device[begin : begin + layout.tokens * self._token_bytes].view(self._dtype)
+        return control.view(NUM_FIELDS, -1), hidden.view(-1, self._hidden_size)
 
-    def times(self) -> tuple[float, float, float]:
-        begin, copied, computed, end = self._clock
-        return copied - begin, computed - copied, end - computed
+    def outputs(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Sizes and outputs on the device."""
+        begin = layout.size_bytes
+        sizes = self._outbound.device[: layout.tokens * 4].view(torch.float32)
+        output = self._outbound.device[begin : begin + layout.tokens * self._token_bytes].view(self._dtype)
+        return sizes, output.view(-1, self._hidden_size)
 
+    def copy_in(self, batch: StepBatch, layout: Layout) -> Tensor | None:
+        """Copy a batch to `inputs` on the current stream; return its wanted tokens, int64.
 
-class CudaStaging:
-    """Pinned buffers, one for each array that crosses; times by CUDA events (the host's own copies are not in them)."""
+        Rows of the layout that the batch has not have no token and are skipped.
+        """
+        inbound, begin = self._inbound, layout.control_bytes
+        fields = inbound.array[: NUM_FIELDS * (layout.rows + 1) * 4].view(np.int32).reshape(NUM_FIELDS, -1)
+        _fill(fields, batch, layout)
+        filled, end = 0, begin
+        pinned = []
+        for piece in batch.hidden:
+            first, end = end, end + piece.nbytes
+            source = torch.from_numpy(piece.view(np.uint8)).view(-1)
+            if piece.nbytes >= DIRECT_BYTES and piece.flags.writeable and source.is_pinned():
+                pinned.append((filled, first, end, source))
+                filled = end
+            elif piece.nbytes >= DIRECT_BYTES:
+                inbound.tensor[first:end].copy_(source)  # on several threads
+            else:
+                inbound.array[first:end] = piece.view(np.uint8).reshape(-1)
+        wanted = None
+        if batch.wanted is not None:
+            wanted = self._wanted.array[: batch.wanted.nbytes].view(np.int64)
+            wanted[:] = batch.wanted
+        self.events[0].record()
+        # What lies in pinned memory goes from where it is; all else by way of this slot's, neighbours at once.
+        for before, first, last, source in pinned:
+            inbound.send(before, first)
+            inbound.device[first:last].copy_(source, non_blocking=True)
+        inbound.send(filled, end)
+        sent = None if wanted is None else self._wanted.send(0, wanted.nbytes).view(torch.int64)
+        self.events[1].record()
+        return sent
 
-    def __init__(self, dtype: torch.dtype, numpy_dtype: np.dtype[Any], device: torch.device) -> None:
-        self._dtype = dtype
-        self._numpy_dtype = numpy_dtype
-        self._device = device
-        self._control, self._wanted, self._hidden, self._returned, self._sums = (_PinnedBuffer() for _ in range(5))
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+    def select(self, layout: Layout, wanted: Tensor | None) -> None:
+        """Gather the wanted outputs on the current stream, behind the computation."""
+        if wanted is not None and len(wanted):
+            torch.index_select(self.outputs(layout)[1], 0, wanted, out=self._selected[: len(wanted)])
 
-    def copy_in(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        control = self._control.fill(batch.control, torch.int32)
-        hidden = self._hidden.fill(batch.hidden, self._dtype)
-        wanted = None if batch.wanted is None else self._wanted.fill(batch.wanted, torch.int64)
-        self._events[0].record()
-        on_device = (
-            control.to(self._device, non_blocking=True),
-            hidden.to(self._device, non_blocking=True),
-            None if wanted is None else wanted.to(self._device, non_blocking=True),
+    def copy_out(self, batch: StepBatch, layout: Layout) -> None:
+        """Begin to copy sizes and the wanted outputs to the host on the current stream."""
+        outbound, begin = self._outbound, layout.size_bytes
+        if batch.wanted is None:
+            outbound.receive(0, begin + batch.num_tokens * self._token_bytes)
+        else:
+            outbound.receive(0, batch.num_tokens * 4)
+            end = begin + len(batch.wanted) * self._token_bytes
+            if begin < end:
+                outbound.tensor[begin:end].copy_(self._selected[: len(batch.wanted)].view(-1).view(torch.uint8), True)
+        self.events[4].record()
+
+    def wait(self, batch: StepBatch, layout: Layout) -> BatchResult:
+        """Wait for the copy out and return the result, whose arrays are the caller's."""
+        self.events[4].synchronize()
+        begin, num_tokens = layout.size_bytes, batch.num_tokens
+        sizes = self._outbound.array[: num_tokens * 4].view(np.float32)
+        num_returned = num_tokens if batch.wanted is None else len(batch.wanted)
+        hidden = self._outbound.array[begin : begin + num_returned * self._token_bytes].view(self._numpy_dtype)
+        events = self.events
+        copy_in_s, _, compute_s, copy_out_s = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
+        return BatchResult(
+            hidden.reshape(num_returned, self._hidden_size).copy(),
+            finite_rows(batch.control[0], sizes),
+            copy_in_s,
+            compute_s,
+            copy_out_s,
         )
-        self._events[1].record()
-        return on_device
-
-    def copy_out(self, returned: Tensor, sums: Tensor) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        self._events[2].record()
-        returned_tensor, returned_array = self._returned.view(tuple(returned.shape), self._dtype, self._numpy_dtype)
-        sums_tensor, sums_array = self._sums.view(tuple(sums.shape), torch.float32, np.dtype(np.float32))
-        returned_tensor.copy_(returned, non_blocking=True)
-        sums_tensor.copy_(sums, non_blocking=True)
-        self._events[3].record()
-        self._events[3].synchronize()
-        return returned_array.copy(), sums_array
-
-    def times(self) -> tuple[float, float, float]:
-        first, second, third = (before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(self._events))
-        return first, second, third
 
 
-class _PinnedBuffer:
-    """Pinned host memory that grows to the largest array it has held; a growth costs milliseconds, so it doubles."""
+class _Crossing:
+    """Pinned bytes, as a tensor and as an array, beside as many on the device."""
 
-    def __init__(self) -> None:
-        self._allocate(MIN_PINNED_BYTES)
+    def __init__(self, size: int) -> None:
+        self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.array: NDArray[np.uint8] = self.tensor.numpy()
+        self.device = torch.zeros(size, dtype=torch.uint8, device="cuda")
 
-    def fill(self, array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-        """Copy an array into the buffer; return it as a tensor of `dtype`."""
-        tensor, copy = self.view(array.shape, dtype, array.dtype)
-        np.copyto(copy, array)
-        return tensor
+    def send(self, begin: int, end: int) -> Tensor:
+        """Begin to copy these bytes to the device; return them there."""
+        if begin < end:
+            self.device[begin:end].copy_(self.tensor[begin:end], non_blocking=True)
+        return self.device[begin:end]
 
-    def view(
-        self, shape: tuple[int, ...], dtype: torch.dtype, numpy_dtype: np.dtype[Any]
-    ) -> tuple[Tensor, NDArray[Any]]:
-        """Return the first bytes of the buffer as a tensor and as an array."""
-        size = math.prod(shape) * dtype.itemsize
-        if size > self._bytes.numel():
-            self._allocate(1 << (size - 1).bit_length())
-        return self._bytes[:size].view(dtype).view(shape), self._array[:size].view(numpy_dtype).reshape(shape)
-
-    def _allocate(self, size: int) -> None:
-        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self._array = self._bytes.numpy()
+    def receive(self, begin: int, end: int) -> None:
+        """Begin to copy these bytes to the host."""
+        if begin < end:
+            self.tensor[begin:end].copy_(self.device[begin:end], non_blocking=True)
 
 
-def _as_tensor(array: NDArray[Any]) -> Tensor:
-    """The array as a tensor that shares its memory; torch would warn about an array that can't be written."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+def _fill(fields: NDArray[np.int32], batch: StepBatch, layout: Layout) -> None:
+    """Write a batch's control `[6, N + 1]` in a layout `[6, rows + 1]`; the other rows are empty and skipped."""
+    control, short, num_rows = batch.control, batch.num_short, batch.control.shape[1] - 1
+    if fields.shape == control.shape and short == layout.short_rows:
+        fields[:] = control
+        return
+    first_long, end = layout.short_rows, layout.short_rows + num_rows - short
+    fields[1:3] = -1
+    fields[3:] = 0
+    fields[:, :short] = control[:, :short]
+    fields[0, short:first_long] = control[0, short]
+    fields[:, first_long:end] = control[:, short:num_rows]
+    fields[0, end:] = control[0, num_rows]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

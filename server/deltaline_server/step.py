@@ -134,15 +134,19 @@ class StepBatch:
     """What the engine computes at once: rows of one span, short rows first.
 
     control int32 [6, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half (the
-    layout of deltaline_kernels.Rows). hidden [T, hidden], packed in row order. wanted int64 [rows]: packed tokens
-    whose outputs go back, None for all.
+    layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] that make [T, hidden], packed in row order.
+    wanted int64 [rows]: packed tokens whose outputs go back, None for all.
     """
 
     span: int
     control: NDArray[np.int32]
     num_short: int
-    hidden: NDArray[Any]
+    hidden: tuple[NDArray[Any], ...]
     wanted: NDArray[np.int64] | None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.control[0, -1])
 
 
 @dataclass(frozen=True)
@@ -160,3 +164,13 @@ class BatchResult:
     compute_s: float = 0.0
     copy_out_s: float = 0.0
     failed: bool = False
+
+
+def finite_rows(starts: NDArray[np.int32], sizes: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Tell for each row whether all its outputs are finite; starts `[N + 1]`: the rows' first tokens, sizes `[T]`."""
+    finite = np.isfinite(sizes)
+    if finite.all():
+        return np.ones(len(starts) - 1, dtype=np.bool_)
+    bad = np.concatenate(([0], np.cumsum(~finite)))
+    sound: NDArray[np.bool_] = bad[starts[1:]] == bad[starts[:-1]]
+    return sound

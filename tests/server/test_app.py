@@ -347,7 +347,7 @@ def test_command_serves_until_a_signal_and_exits_with_0(model_file: str) -> None
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         events = [json.loads(process.stderr.readline()) for _ in range(3)]
-        assert [event["message"] for event in events] == ["loading", "loaded", "ready"]
+        assert [event["message"] for event in events] == ["loading", "loaded", "prepared", "ready"]
         check = [sys.executable, "-m", "deltaline_server.healthcheck"]
         assert subprocess.run([*check, events[2]["address"]], env=environ, capture_output=True).returncode == 0
         process.send_signal(signal.SIGTERM)

@@ -1,0 +1,155 @@
+"""Computing one batch: what the device thread asks of a device, and how the CPU does it.
+
+Knows the model, its state and control tensors. Knows no threads and no queue (engine.py), nor CUDA (cuda_executor.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltaline_kernels import Rows
+from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.model import Model
+from deltaline_server.state_pool import StatePool
+from deltaline_server.step import BatchResult, StepBatch, finite_rows
+
+Finish = Callable[[], BatchResult]
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """The most that a batch can have: rows, tokens in all, and tokens of long rows."""
+
+    rows: int
+    tokens: int
+    chunk_tokens: int
+
+
+@dataclass(frozen=True)
+class DeviceCounts:
+    """What must not grow while batches are served: kernels compiled or loaded, graphs captured, allocations of device
+    memory, and its bytes."""
+
+    compilations: int = 0
+    captures: int = 0
+    allocations: int = 0
+    bytes: int = 0
+
+
+class Executor(Protocol):
+    """A device that computes batches in the order in which they are launched. One thread launches."""
+
+    is_asynchronous: bool
+    """Whether `launch` returns before the batch is computed, so that another thread may wait for it."""
+
+    def prepare(self, report: Report) -> None:
+        """Compile and allocate all that batches need, before the first one; `report` gets what is done, of how much."""
+
+    def launch(self, batch: StepBatch) -> Finish:
+        """Begin to compute a batch; what is returned waits for it and returns its result, and is to be called once."""
+
+    def zero(self, lines: NDArray[np.int64]) -> None:
+        """Zero lines after the batches launched before. Raises as StatePool.zero does."""
+
+    def is_lost(self) -> bool:
+        """Tell, after an error, whether the device answers no more."""
+
+    def counts(self) -> DeviceCounts:
+        """Tell what was compiled, captured and allocated so far. May be called from any thread."""
+
+
+def make_executor(model: Model, pool: StatePool, limits: BatchLimits, graph_rows: int) -> Executor:
+    """Make what computes batches on the model's device.
+
+    limits: the most that a batch has. graph_rows: the most rows of a batch that is replayed from a graph, 0 for none.
+    """
+    if model.device.type == "cpu":
+        return CpuExecutor(model, pool)
+    from deltaline_server.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
+
+    return CudaExecutor(model, pool, limits, graph_rows)
+
+
+class CpuExecutor:
+    """The host's arrays as tensors and back, without copies (an array that can't be written is copied)."""
+
+    is_asynchronous = False
+
+    def __init__(self, model: Model, pool: StatePool) -> None:
+        self._model, self._pool = model, pool
+
+    def prepare(self, report: Report) -> None:
+        """Compute a decode and a prefill on every span: nothing is compiled for the CPU, but a fault shows."""
+        for span in range(len(self._model.spans)):
+            self._compute(trial_batch(self._model, self._pool, span, [1, self._pool.max_draft + 1]))
+
+    def launch(self, batch: StepBatch) -> Finish:
+        result = self._compute(batch)
+        return lambda: result
+
+    def zero(self, lines: NDArray[np.int64]) -> None:
+        self._pool.zero(lines)
+
+    def is_lost(self) -> bool:
+        return False
+
+    def counts(self) -> DeviceCounts:
+        return DeviceCounts()
+
+    def _compute(self, batch: StepBatch) -> BatchResult:
+        model = self._model
+        begin_s = time.perf_counter()
+        control = _as_tensor(batch.control)
+        pieces = batch.hidden
+        # torch takes no bfloat16 from numpy: both sides see integers of the same size.
+        integers = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(f"i{model.dtype.itemsize}")
+        hidden = _as_tensor(integers).view(model.dtype)
+        wanted = None if batch.wanted is None else _as_tensor(batch.wanted)
+        copied_s = time.perf_counter()
+        output = model.forward(batch.span, hidden, make_rows(batch, control, self._pool.max_draft), self._pool)
+        returned = output if wanted is None else output.index_select(0, wanted)
+        sizes = token_sizes(output).numpy()
+        computed_s = time.perf_counter()
+        integer_type = torch.int32 if model.dtype.itemsize == torch.int32.itemsize else torch.int16
+        array = returned.view(integer_type).numpy().view(model.numpy_dtype)
+        finite = finite_rows(batch.control[0], sizes)
+        return BatchResult(array, finite, copied_s - begin_s, computed_s - copied_s, time.perf_counter() - computed_s)
+
+
+def trial_batch(model: Model, pool: StatePool, span: int, lengths: Sequence[int]) -> StepBatch:
+    """Make a batch of rows of these lengths, short ones first, that read the null line and write none."""
+    control = np.zeros((NUM_FIELDS, len(lengths) + 1), dtype=np.int32)
+    control[0, 1:] = np.cumsum(lengths)
+    control[2] = -1
+    control[3, :-1] = lengths
+    hidden = np.full((sum(lengths), model.hidden_size), 0.5, model.numpy_dtype)
+    num_short = next((i for i, n in enumerate(lengths) if n > pool.max_draft), len(lengths))
+    return StepBatch(span, control, num_short, (hidden,), None)
+
+
+def make_rows(batch: StepBatch, control: Tensor, max_draft: int) -> Rows:
+    """Return the Rows of a batch whose control is on the device; its bounds are those of as few kernels as possible."""
+    lengths = np.diff(batch.control[0])
+    longest = int(lengths.max(initial=0))
+    is_decode = int(lengths[: batch.num_short].max(initial=0)) <= 1
+    return Rows(control, batch.num_short, 1 if is_decode else max_draft, longest)
+
+
+def token_sizes(output: Tensor) -> Tensor:
+    """Return the largest absolute value of each token of `[T, hidden]`, fp32 `[T]`: NaN or inf if any value is."""
+    # Of the functions that tell, the fastest on the CPU, by six times; both propagate NaN.
+    return output.abs().amax(dim=-1).float()
+
+
+def _as_tensor(array: NDArray[Any]) -> Tensor:
+    """The array as a tensor that shares its memory; torch would warn about an array that can't be written."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

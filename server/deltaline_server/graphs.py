@@ -1,0 +1,130 @@
+"""CUDA graphs of batches: captured once per slot, span and bucket, replayed for every batch that fits.
+
+A bucket is so many short rows, long rows and tokens; a batch is padded to it with rows that are skipped. Knows the
+model, its state and the slots' layouts, not how a batch came to the device (staging.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deltaline_kernels import Rows
+from deltaline_server.executor import BatchLimits, Report, token_sizes
+from deltaline_server.model import Model
+from deltaline_server.staging import Layout, Slot
+from deltaline_server.state_pool import StatePool
+
+# Long rows of a graph, and tokens of the smallest one that has any.
+LONG_ROWS = (1, 8)
+FEWEST_LONG_TOKENS = 256
+# Tokens per short row of the smallest graph in which it may have several.
+FEWEST_DRAFTS = 4
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a graph holds: a layout, and the most tokens of a short row and of any row."""
+
+    layout: Layout
+    longest_short: int
+    longest: int
+
+    def holds(self, short: int, long: int, tokens: int, longest_short: int, longest: int) -> bool:
+        """Tell whether so many rows and tokens fit."""
+        layout = self.layout
+        return (
+            short <= layout.short_rows
+            and long <= layout.rows - layout.short_rows
+            and tokens <= layout.tokens
+            and longest_short <= self.longest_short
+            and longest <= self.longest
+        )
+
+
+def make_buckets(limits: BatchLimits, max_rows: int, max_draft: int) -> list[Bucket]:
+    """The buckets for batches of up to max_rows short rows, in the order in which they are to be tried.
+
+    Short rows that decode: powers of two. Where they may have several tokens, each with so many that rows have 4, 8,
+    ... max_draft. With long rows of up to limits.chunk_tokens together: powers of two of tokens, without short rows
+    and with max_rows of them.
+    """
+    if max_rows < 1:
+        return []
+    most = 1 << (max_rows - 1).bit_length()
+    row_counts = _powers(1, most)
+    buckets = [Bucket(Layout(rows, rows, rows), 1, 1) for rows in row_counts]
+    if max_draft > 1:
+        for length in _powers(min(FEWEST_DRAFTS, max_draft), max_draft):
+            buckets += [Bucket(Layout(rows, rows, rows * length), max_draft, max_draft) for rows in row_counts]
+    for tokens in _powers(min(FEWEST_LONG_TOKENS, limits.chunk_tokens), limits.chunk_tokens):
+        for short in (0, most):
+            # Of several rows nobody knows how long they are: all of the tokens may be one's.
+            buckets += [
+                Bucket(Layout(short, short + long, short + tokens), max_draft, tokens if long == 1 else short + tokens)
+                for long in LONG_ROWS
+            ]
+    return sorted(buckets, key=lambda bucket: (bucket.layout.tokens, bucket.layout.rows))
+
+
+def _powers(first: int, last: int) -> list[int]:
+    """First, its doubles below last, and last."""
+    counts = [first]
+    while counts[-1] < last:
+        counts.append(min(2 * counts[-1], last))
+    return counts
+
+
+class Graphs:
+    """Graphs of every slot and span by bucket. One stream replays them one after the other: they share their memory."""
+
+    def __init__(self, model: Model, pool: StatePool, buckets: list[Bucket]) -> None:
+        self._model, self._pool, self._buckets = model, pool, buckets
+        self._graphs: dict[tuple[int, int, Bucket], torch.cuda.CUDAGraph] = {}
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def capture(self, slots: Sequence[Slot], report: Report) -> None:
+        """Capture every bucket of every slot and span, the largest first, on the current stream, which replays them."""
+        spans, stream = range(len(self._model.spans)), torch.cuda.current_stream()
+        memory = torch.cuda.graph_pool_handle()
+        total = len(slots) * len(spans) * len(self._buckets)
+        for bucket in reversed(self._buckets):
+            for number, slot in enumerate(slots):
+                control = slot.inputs(bucket.layout)[0]
+                control.zero_()
+                control[1:3] = -1  # every row is skipped: what runs meanwhile touches no line
+                for span in spans:
+                    if number == 0:
+                        self._compute(slot, span, bucket)  # compiles, and lets libraries choose what they do once
+                    stream.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, memory, stream=stream, capture_error_mode="thread_local"):
+                        self._compute(slot, span, bucket)
+                    self._graphs[id(slot), span, bucket] = graph
+                    report(len(self._graphs), total)
+
+    def find(self, short: int, long: int, tokens: int, longest_short: int, longest: int) -> Bucket | None:
+        """Return the smallest bucket that holds a batch; None if there is none."""
+        return next((b for b in self._buckets if b.holds(short, long, tokens, longest_short, longest)), None)
+
+    def replay(self, slot: Slot, span: int, bucket: Bucket) -> None:
+        """Compute what the slot's inputs hold into its outputs, on the current stream."""
+        self._graphs[id(slot), span, bucket].replay()
+
+    def _compute(self, slot: Slot, span: int, bucket: Bucket) -> None:
+        layout = bucket.layout
+        rows = Rows(slot.inputs(layout)[0], layout.short_rows, bucket.longest_short, bucket.longest)
+        compute(self._model, self._pool, span, rows, slot, layout)
+
+
+def compute(model: Model, pool: StatePool, span: int, rows: Rows, slot: Slot, layout: Layout) -> None:
+    """Run a span over a slot's inputs, launch by launch, and leave outputs and token sizes in its outputs."""
+    output = model.forward(span, slot.inputs(layout)[1], rows, pool)
+    sizes, outputs = slot.outputs(layout)
+    outputs.copy_(output)
+    sizes.copy_(token_sizes(output))

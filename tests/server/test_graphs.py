@@ -1,0 +1,217 @@
+"""Graphs and streams of a GPU: a replay computes what launches compute; serving compiles and allocates nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from deltaline_server.engine import Engine
+from deltaline_server.executor import BatchLimits, Executor, make_executor
+from deltaline_server.graphs import Bucket, Graphs, make_buckets
+from deltaline_server.model import ModelOptions, load_model
+from deltaline_server.state_pool import StateOptions
+from deltaline_server.step import BatchResult, StepBatch
+
+HIDDEN, MAX_DRAFT, NUM_LINES, CHUNK = 128, 4, 24, 4096
+WAIT_S = 100.0
+CONFIG = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention"] * 3,
+    "rms_norm_eps": 1e-6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+DTYPE = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(("rows", "draft"), [(1, 1), (1, 4), (6, 3), (64, 8), (100, 5)])
+def test_every_batch_within_the_bounds_has_a_bucket_and_a_small_one(rows: int, draft: int) -> None:
+    chunk = 1000
+    buckets = make_buckets(BatchLimits(rows, rows * draft + chunk, chunk), rows, draft)
+    assert len(set(buckets)) == len(buckets) < 60
+    for short in range(1, rows + 1):
+        decode = find(buckets, short, 0, short, 1, 1)
+        assert decode.longest == 1 and decode.layout.tokens < 2 * short
+        several = find(buckets, short, 0, short * draft, draft, draft)
+        assert several.layout.tokens < max(4 * short * draft, 2 * 4)
+    for tokens in (draft + 1, 256, 257, chunk):
+        one = find(buckets, 0, 1, tokens, 0, tokens)
+        assert one.layout.rows - one.layout.short_rows >= 1 and one.layout.tokens < max(257, 2 * tokens)
+        mixed = find(buckets, rows, 3, rows + tokens, 1, tokens)
+        assert mixed.layout.rows - mixed.layout.short_rows >= 3
+    layouts = [bucket.layout for bucket in buckets]
+    assert all(layout.short_rows <= layout.rows <= layout.tokens for layout in layouts)
+
+
+def test_without_rows_there_is_no_bucket() -> None:
+    assert make_buckets(BatchLimits(8, 1000, 512), 0, 8) == []
+
+
+def find(buckets: list[Bucket], *batch: int) -> Bucket:
+    """The first bucket that holds a batch, as Graphs.find does."""
+    graphs = object.__new__(Graphs)
+    graphs._buckets = buckets
+    bucket = graphs.find(*batch)
+    assert bucket is not None
+    return bucket
+
+
+class Twins:
+    """Two engines with the same weights, each with its own state: one replays graphs, the other launches."""
+
+    def __init__(self, config: Path, num_spans: int = 2) -> None:
+        spans = (range(2), range(2, 3))[:num_spans]
+        self.executors: list[Executor] = []
+        self.engines = []
+        self.progress: list[tuple[int, int]] = []
+        for graph_rows in (16, 0):
+            options = ModelOptions(torch.device("cuda"), random_init=config, dtype=torch.bfloat16, spans=spans)
+            model = load_model(options)
+            limits = BatchLimits(NUM_LINES, NUM_LINES * MAX_DRAFT + CHUNK, CHUNK)
+            executor = make_executor(model, model.make_pool(StateOptions(NUM_LINES, MAX_DRAFT)), limits, graph_rows)
+            engine = Engine(executor, model.device)
+            engine.start()
+            engine.prepare(lambda done, total: self.progress.append((done, total))).result(WAIT_S)
+            self.executors.append(executor)
+            self.engines.append(engine)
+
+    def run(self, batches: list[StepBatch]) -> list[list[BatchResult]]:
+        """Submit all batches to each engine at once; return each one's results in their order."""
+        results = []
+        for engine in self.engines:
+            done: queue.SimpleQueue[BatchResult] = queue.SimpleQueue()
+            for batch in batches:
+                engine.submit(batch, done.put)
+            results.append([done.get(timeout=WAIT_S) for _ in batches])
+        return results
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
+    config = tmp_path_factory.mktemp("model") / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    twins = Twins(config)
+    yield twins
+    for engine in twins.engines:
+        engine.close()
+
+
+class Sequences:
+    """The host's side of as many sequences as there are lines: makes batches that a scheduler could make."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.used = np.zeros((2, NUM_LINES + 1), dtype=bool)
+        self.pending = np.zeros((2, NUM_LINES + 1), dtype=int)
+        self.half = np.zeros((2, NUM_LINES + 1), dtype=int)
+
+    def batch(self, num_rows: int, span: int = 0, verify: bool = True, long: int = 0, want: str = "all") -> StepBatch:
+        rng = self.rng
+        lines = rng.permutation(np.arange(1, NUM_LINES + 1))[:num_rows]
+        verifies = rng.random(num_rows) < 0.5 if verify else np.zeros(num_rows, dtype=bool)
+        lengths = np.where(verifies, rng.integers(1, MAX_DRAFT + 1, num_rows), 1)
+        if long:
+            lengths[-1], verifies[-1] = long, False
+        control = np.zeros((6, num_rows + 1), dtype=np.int32)
+        control[0, 1:] = np.cumsum(lengths)
+        control[1, :-1] = np.where(self.used[span, lines], lines, 0)
+        control[2, :-1] = lines
+        control[3, :-1] = np.where(verifies, 0, lengths)
+        control[4, :-1] = rng.integers(0, self.pending[span, lines] + 1)
+        control[5, :-1] = self.half[span, lines]
+        self.used[span, lines] = True
+        self.pending[span, lines] = np.where(verifies, lengths, 0)
+        self.half[span, lines] ^= verifies
+        hidden = rng.standard_normal((control[0, -1], HIDDEN)).astype(DTYPE)
+        wanted = None
+        if want != "all":
+            wanted = control[0, 1:].astype(np.int64) - 1 if want == "last" else np.zeros(0, dtype=np.int64)
+        pieces = tuple(np.split(hidden, sorted(rng.integers(0, len(hidden) + 1, 2).tolist())))
+        return StepBatch(span, control, num_rows - (1 if long else 0), pieces, wanted)
+
+
+def close(result: BatchResult, expected: BatchResult) -> bool:
+    difference = result.hidden.astype(np.float32) - expected.hidden.astype(np.float32)
+    return bool(np.linalg.norm(difference) <= 1e-2 * np.linalg.norm(expected.hidden.astype(np.float32)))
+
+
+@pytest.mark.gpu
+def test_replays_compute_what_launches_compute(twins: Twins) -> None:
+    sequences = Sequences(1)
+    sizes = itertools.product(range(1, 17), (False, True), ("all", "last", "none"), (0, 1))
+    batches = [sequences.batch(rows, span, verify, want=want) for rows, verify, want, span in sizes]
+    replayed, launched = twins.run(batches)
+    for batch, result, expected in zip(batches, replayed, launched, strict=True):
+        assert not result.failed and result.finite.all() and expected.finite.all()
+        assert result.hidden.shape == expected.hidden.shape
+        assert close(result, expected), batch.control
+        assert min(result.copy_in_s, result.copy_out_s) >= 0 < result.compute_s
+    norms = [float(np.linalg.norm(result.hidden.astype(np.float32))) for result in replayed if result.hidden.size]
+    assert min(norms) > 0.1
+
+
+@pytest.mark.gpu
+def test_a_full_bucket_is_bitwise_what_launches_compute(twins: Twins) -> None:
+    sequences = Sequences(2)
+    batches = [sequences.batch(rows, verify=False) for rows in (1, 2, 4, 8, 16) for _ in range(3)]
+    for result, expected in zip(*twins.run(batches), strict=True):
+        np.testing.assert_array_equal(result.hidden.view(np.uint16), expected.hidden.view(np.uint16))
+
+
+@pytest.mark.gpu
+def test_long_rows_are_replayed_and_too_many_rows_launched(twins: Twins) -> None:
+    sequences = Sequences(3)
+    batches = []
+    for long in (5, 64, 65, 700, CHUNK):
+        batches += [sequences.batch(6), sequences.batch(6, long=long), sequences.batch(NUM_LINES), sequences.batch(3)]
+    for result, expected in zip(*twins.run(batches), strict=True):
+        assert result.finite.all() and close(result, expected)
+
+
+@pytest.mark.gpu
+def test_a_row_that_is_not_finite_is_flagged_alone(twins: Twins) -> None:
+    batch = Sequences(4).batch(5)
+    hidden = np.concatenate(batch.hidden)
+    hidden[batch.control[0, 2], 3] = np.nan
+    for engine in twins.engines:  # the lines that this batch writes are not used afterwards without being zeroed
+        engine.zero_lines(np.arange(1, NUM_LINES + 1))
+    fresh = batch.control.copy()
+    fresh[1, :-1], fresh[4, :-1] = 0, 0
+    for results in twins.run([replace(batch, control=fresh, hidden=(hidden,))]):
+        assert results[0].finite.tolist() == [True, True, False, True, True]
+    for engine in twins.engines:
+        engine.zero_lines(np.arange(1, NUM_LINES + 1))
+
+
+@pytest.mark.gpu
+def test_serving_compiles_captures_and_allocates_nothing(twins: Twins) -> None:
+    sequences = Sequences(5)
+    rng = np.random.default_rng(6)
+    before = [executor.counts() for executor in twins.executors]
+    batches = []
+    for _ in range(400):
+        long = int(rng.integers(MAX_DRAFT + 1, CHUNK + 1)) if rng.random() < 0.2 else 0
+        rows = int(rng.integers(1, NUM_LINES + 1))
+        want = ("all", "last", "none")[rng.integers(3)]
+        batches.append(sequences.batch(rows, int(rng.integers(2)), bool(rng.random() < 0.5), long, want))
+    for result, expected in zip(*twins.run(batches), strict=True):
+        assert result.finite.all() and close(result, expected)
+    assert [executor.counts() for executor in twins.executors] == before
+    assert before[0].captures > 40 > 0 == before[1].captures
+    assert before[0].compilations > 0
+    assert twins.progress[-1] == (before[0].captures, before[0].captures)
