@@ -13,17 +13,15 @@ import torch
 from numpy.typing import NDArray
 from triton import knobs
 
-from deltaline_server.executor import BatchLimits, DeviceCounts, Finish, Report, make_rows, trial_batch
-from deltaline_server.graphs import Graphs, compute, make_buckets
+from deltaline_server.executor import BatchLimits, DeviceCounts, Finish, Report
+from deltaline_server.graphs import Graphs, make_buckets
 from deltaline_server.model import Model
 from deltaline_server.staging import Layout, Slot
 from deltaline_server.state_pool import StatePool
 from deltaline_server.step import BatchResult, StepBatch
 
-# One batch computes while the next is copied in, or the one before is copied out.
-NUM_SLOTS = 2
-# Memory that is kept ready beyond what the trial batches took: batches of sizes between theirs are cut differently.
-SPARE_BYTES, SPARE_BLOCKS = 1 << 20, 64
+# One batch is copied in, one computed, one copied out.
+NUM_SLOTS = 3
 
 
 class CudaExecutor:
@@ -31,47 +29,48 @@ class CudaExecutor:
 
     is_asynchronous = True
 
-    def __init__(self, model: Model, pool: StatePool, limits: BatchLimits, graph_rows: int) -> None:
-        """graph_rows: the most short rows of a batch that is replayed from a graph, 0 for none."""
-        self._model, self._pool, self._limits = model, pool, limits
+    def __init__(self, model: Model, pool: StatePool, limits: BatchLimits) -> None:
+        self._model, self._pool = model, pool
         self._in, self._compute, self._out = (torch.cuda.Stream(model.device) for _ in range(3))
         self._num_compiled = 0
         knobs.runtime.jit_post_compile_hook = self._count_compiled
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self._graphs = Graphs(model, pool, make_buckets(limits, min(graph_rows, limits.rows), pool.max_draft))
+        self._buckets = make_buckets(limits, pool.max_draft)
+        self._graphs = Graphs(model, pool, self._buckets)
 
     def prepare(self, report: Report) -> None:
-        """Allocate the slots, compile the kernels, reserve the memory of the largest batches, capture the graphs."""
+        """Allocate the slots and capture the graphs, which compiles the kernels and takes the memory they need."""
         model = self._model
-        slots = [Slot(self._limits, model.hidden_size, model.dtype, model.numpy_dtype) for _ in range(NUM_SLOTS)]
-        for slot in slots:
-            self._free.put(slot)
+        layouts = [bucket.layout for bucket in self._buckets]
+        slots = [Slot(layouts, model.hidden_size, model.dtype, model.numpy_dtype) for _ in range(NUM_SLOTS)]
         # What was allocated and zeroed so far was so on the stream that other threads use.
         torch.cuda.synchronize(model.device)
-        for span in range(len(model.spans)):
-            for lengths in _trials(self._limits, self._pool.max_draft):
-                self.launch(trial_batch(model, self._pool, span, lengths))()
         with torch.cuda.stream(self._compute):
-            spare = [torch.empty(SPARE_BYTES, dtype=torch.uint8, device=model.device) for _ in range(SPARE_BLOCKS)]
-            del spare
             self._graphs.capture(slots, report)
+            self._pool.zero(np.zeros(1, np.int64))  # so that its memory is there: the null line stays what it is
         torch.cuda.synchronize(model.device)
+        for slot in slots:
+            self._free.put(slot)
 
     def launch(self, batch: StepBatch) -> Finish:
+        bucket = self._graphs.find(batch)
         slot = self._free.get()
         try:
-            layout = self._begin(slot, batch)
+            torch.cuda.set_stream(self._in)
+            wanted = slot.copy_in(batch, bucket.layout)
+            torch.cuda.set_stream(self._compute)
+            self._compute.wait_event(slot.events[1])
+            slot.events[2].record()
+            self._graphs.replay(slot, batch.span, bucket)
+            slot.select(bucket.layout, wanted)
+            slot.events[3].record()
+            torch.cuda.set_stream(self._out)
+            self._out.wait_event(slot.events[3])
+            slot.copy_out(batch, bucket.layout)
         except BaseException:
             self._free.put(slot)
             raise
-
-        def finish() -> BatchResult:
-            try:
-                return slot.wait(batch, layout)
-            finally:
-                self._free.put(slot)
-
-        return finish
+        return lambda: self._finish(slot, batch, bucket.layout)
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         with torch.cuda.stream(self._compute):
@@ -93,44 +92,12 @@ class CudaExecutor:
             memory.get("reserved_bytes.all.current", 0),
         )
 
+    def _finish(self, slot: Slot, batch: StepBatch, layout: Layout) -> BatchResult:
+        try:
+            return slot.wait(batch, layout)
+        finally:
+            self._free.put(slot)
+
     def _count_compiled(self, **_: object) -> None:
         """What Triton calls after it has compiled a kernel or loaded it from its cache."""
         self._num_compiled += 1
-
-    def _begin(self, slot: Slot, batch: StepBatch) -> Layout:
-        """Let the streams take a batch through its stages; return how it lies in the slot."""
-        lengths, short = np.diff(batch.control[0]), batch.num_short
-        longest_short, longest = int(lengths[:short].max(initial=0)), int(lengths.max(initial=0))
-        bucket = None
-        if self._graphs.num_captured:
-            bucket = self._graphs.find(short, len(lengths) - short, batch.num_tokens, longest_short, longest)
-        layout = Layout.of(batch) if bucket is None else bucket.layout
-        torch.cuda.set_stream(self._in)
-        wanted = slot.copy_in(batch, layout)
-        torch.cuda.set_stream(self._compute)
-        self._compute.wait_event(slot.events[1])
-        slot.events[2].record()
-        if bucket is None:
-            rows = make_rows(batch, slot.inputs(layout)[0], self._pool.max_draft)
-            compute(self._model, self._pool, batch.span, rows, slot, layout)
-        else:
-            self._graphs.replay(slot, batch.span, bucket)
-        slot.select(layout, wanted)
-        slot.events[3].record()
-        torch.cuda.set_stream(self._out)
-        self._out.wait_event(slot.events[3])
-        slot.copy_out(batch, layout)
-        return layout
-
-
-def _trials(limits: BatchLimits, max_draft: int) -> list[list[int]]:
-    """Rows' lengths of batches that need every kernel that a batch can need, the largest first."""
-    rows, chunk, long = limits.rows, limits.chunk_tokens, max_draft + 1
-    half = chunk // 2
-    tails = [[], [chunk], [long], [half, chunk - half], [long] * (chunk // long)]
-    batches = []
-    for lengths in tails:
-        tail = [n for n in lengths if n >= long][:rows]
-        room = rows - len(tail)
-        batches += [[*short[:room], *tail] for short in ([], [1], [1, max_draft], [1] * room, [max_draft] * room)]
-    return sorted((batch for batch in batches if batch), key=sum, reverse=True)

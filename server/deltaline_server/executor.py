@@ -27,10 +27,10 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The most that a batch can have: rows, tokens in all, and tokens of long rows."""
+    """The most that a batch can have: short rows, long rows, and tokens of long rows."""
 
-    rows: int
-    tokens: int
+    short_rows: int
+    long_rows: int
     chunk_tokens: int
 
 
@@ -67,16 +67,13 @@ class Executor(Protocol):
         """Tell what was compiled, captured and allocated so far. May be called from any thread."""
 
 
-def make_executor(model: Model, pool: StatePool, limits: BatchLimits, graph_rows: int) -> Executor:
-    """Make what computes batches on the model's device.
-
-    limits: the most that a batch has. graph_rows: the most rows of a batch that is replayed from a graph, 0 for none.
-    """
+def make_executor(model: Model, pool: StatePool, limits: BatchLimits) -> Executor:
+    """Make what computes batches within the limits on the model's device."""
     if model.device.type == "cpu":
         return CpuExecutor(model, pool)
     from deltaline_server.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
 
-    return CudaExecutor(model, pool, limits, graph_rows)
+    return CudaExecutor(model, pool, limits)
 
 
 class CpuExecutor:
@@ -115,7 +112,9 @@ class CpuExecutor:
         hidden = _as_tensor(integers).view(model.dtype)
         wanted = None if batch.wanted is None else _as_tensor(batch.wanted)
         copied_s = time.perf_counter()
-        output = model.forward(batch.span, hidden, make_rows(batch, control, self._pool.max_draft), self._pool)
+        longest = int(np.diff(batch.control[0]).max(initial=0))
+        rows = Rows(control, batch.num_short, self._pool.max_draft, longest)
+        output = model.forward(batch.span, hidden, rows, self._pool)
         returned = output if wanted is None else output.index_select(0, wanted)
         sizes = token_sizes(output).numpy()
         computed_s = time.perf_counter()
@@ -134,14 +133,6 @@ def trial_batch(model: Model, pool: StatePool, span: int, lengths: Sequence[int]
     hidden = np.full((sum(lengths), model.hidden_size), 0.5, model.numpy_dtype)
     num_short = next((i for i, n in enumerate(lengths) if n > pool.max_draft), len(lengths))
     return StepBatch(span, control, num_short, (hidden,), None)
-
-
-def make_rows(batch: StepBatch, control: Tensor, max_draft: int) -> Rows:
-    """Return the Rows of a batch whose control is on the device; its bounds are those of as few kernels as possible."""
-    lengths = np.diff(batch.control[0])
-    longest = int(lengths.max(initial=0))
-    is_decode = int(lengths[: batch.num_short].max(initial=0)) <= 1
-    return Rows(control, batch.num_short, 1 if is_decode else max_draft, longest)
 
 
 def token_sizes(output: Tensor) -> Tensor:

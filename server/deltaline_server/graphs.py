@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from deltaline_kernels import Rows
@@ -16,9 +17,9 @@ from deltaline_server.executor import BatchLimits, Report, token_sizes
 from deltaline_server.model import Model
 from deltaline_server.staging import Layout, Slot
 from deltaline_server.state_pool import StatePool
+from deltaline_server.step import StepBatch
 
-# Long rows of a graph, and tokens of the smallest one that has any.
-LONG_ROWS = (1, 8)
+# Tokens of long rows of the smallest graph that has any.
 FEWEST_LONG_TOKENS = 256
 # Tokens per short row of the smallest graph in which it may have several.
 FEWEST_DRAFTS = 4
@@ -44,16 +45,13 @@ class Bucket:
         )
 
 
-def make_buckets(limits: BatchLimits, max_rows: int, max_draft: int) -> list[Bucket]:
-    """The buckets for batches of up to max_rows short rows, in the order in which they are to be tried.
+def make_buckets(limits: BatchLimits, max_draft: int) -> list[Bucket]:
+    """The buckets for every batch within the limits, in the order in which they are to be tried.
 
     Short rows that decode: powers of two. Where they may have several tokens, each with so many that rows have 4, 8,
-    ... max_draft. With long rows of up to limits.chunk_tokens together: powers of two of tokens, without short rows
-    and with max_rows of them.
+    ... max_draft. With long rows: powers of two of their tokens, without short rows and with as many as there may be.
     """
-    if max_rows < 1:
-        return []
-    most = 1 << (max_rows - 1).bit_length()
+    most = limits.short_rows
     row_counts = _powers(1, most)
     buckets = [Bucket(Layout(rows, rows, rows), 1, 1) for rows in row_counts]
     if max_draft > 1:
@@ -64,9 +62,11 @@ def make_buckets(limits: BatchLimits, max_rows: int, max_draft: int) -> list[Buc
             # Of several rows nobody knows how long they are: all of the tokens may be one's.
             buckets += [
                 Bucket(Layout(short, short + long, short + tokens), max_draft, tokens if long == 1 else short + tokens)
-                for long in LONG_ROWS
+                for long in (1, limits.long_rows)
             ]
-    return sorted(buckets, key=lambda bucket: (bucket.layout.tokens, bucket.layout.rows))
+    tokens = most * max_draft + limits.chunk_tokens
+    buckets.append(Bucket(Layout(most, most + limits.long_rows, tokens), max_draft, tokens))
+    return sorted(set(buckets), key=lambda bucket: (bucket.layout.tokens, bucket.layout.rows))
 
 
 def _powers(first: int, last: int) -> list[int]:
@@ -108,9 +108,17 @@ class Graphs:
                     self._graphs[id(slot), span, bucket] = graph
                     report(len(self._graphs), total)
 
-    def find(self, short: int, long: int, tokens: int, longest_short: int, longest: int) -> Bucket | None:
-        """Return the smallest bucket that holds a batch; None if there is none."""
-        return next((b for b in self._buckets if b.holds(short, long, tokens, longest_short, longest)), None)
+    def find(self, batch: StepBatch) -> Bucket:
+        """Return the smallest bucket that holds a batch. Raises: ValueError when it is beyond the limits."""
+        lengths, short = np.diff(batch.control[0]), batch.num_short
+        sizes = short, len(lengths) - short, batch.num_tokens
+        longest_short, longest = int(lengths[:short].max(initial=0)), int(lengths.max(initial=0))
+        for bucket in self._buckets:
+            if bucket.holds(*sizes, longest_short, longest):
+                return bucket
+        raise ValueError(
+            "batch: expected one within the limits, got {} short rows, {} long rows, {} tokens".format(*sizes)
+        )
 
     def replay(self, slot: Slot, span: int, bucket: Bucket) -> None:
         """Compute what the slot's inputs hold into its outputs, on the current stream."""
@@ -118,13 +126,9 @@ class Graphs:
 
     def _compute(self, slot: Slot, span: int, bucket: Bucket) -> None:
         layout = bucket.layout
-        rows = Rows(slot.inputs(layout)[0], layout.short_rows, bucket.longest_short, bucket.longest)
-        compute(self._model, self._pool, span, rows, slot, layout)
-
-
-def compute(model: Model, pool: StatePool, span: int, rows: Rows, slot: Slot, layout: Layout) -> None:
-    """Run a span over a slot's inputs, launch by launch, and leave outputs and token sizes in its outputs."""
-    output = model.forward(span, slot.inputs(layout)[1], rows, pool)
-    sizes, outputs = slot.outputs(layout)
-    outputs.copy_(output)
-    sizes.copy_(token_sizes(output))
+        control, hidden = slot.inputs(layout)
+        rows = Rows(control, layout.short_rows, bucket.longest_short, bucket.longest)
+        output = self._model.forward(span, hidden, rows, self._pool)
+        sizes, outputs = slot.outputs(layout)
+        outputs.copy_(output)
+        sizes.copy_(token_sizes(output))

@@ -35,6 +35,8 @@ from deltaline_server.sequences import SequenceTable
 from deltaline_server.state_pool import StateOptions, StatePool
 
 MAX_STEPS_IN_FLIGHT = 8
+# Long rows of a batch. Each has to be large for its kernels to be fast.
+MAX_LONG_ROWS = 8
 _VERSIONED = ("torch", "triton", "grpcio", "protobuf", "numpy")
 
 
@@ -60,7 +62,7 @@ class Runtime:
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
             check_kernels(model.device, model.dtype, model.shape, options)
         pool = model.make_pool(options)
-        executor = make_executor(model, pool, batch_limits(config), config.graph_rows)
+        executor = make_executor(model, pool, batch_limits(config))
         engine = Engine(executor, model.device)
         num_spans = len(model.spans)
         table = SequenceTable(
@@ -162,8 +164,8 @@ def check(config: Config) -> None:
 
 def batch_limits(config: Config) -> BatchLimits:
     """The most that a batch can have."""
-    tokens = config.max_sequences * config.max_draft_tokens + config.chunk_tokens
-    return BatchLimits(config.max_sequences, tokens, config.chunk_tokens)
+    rows = min(config.batch_rows, config.max_sequences)
+    return BatchLimits(rows, min(MAX_LONG_ROWS, config.max_sequences), config.chunk_tokens)
 
 
 def model_options(config: Config) -> ModelOptions:

@@ -6,7 +6,7 @@ A slot belongs to one batch from its launch until its result is taken. Knows lay
 from __future__ import annotations
 
 import itertools
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltaline_kernels.rows import NUM_FIELDS
-from deltaline_server.executor import BatchLimits
 from deltaline_server.step import BatchResult, StepBatch, finite_rows
 
 # Smaller arrays are sooner copied than asked where they lie.
 DIRECT_BYTES = 1 << 16
 # Bytes between whose multiples tensors of a slot begin.
 ALIGNMENT = 256
-
-with warnings.catch_warnings():
-    # torch warns once, of arrays that can't be written: those of messages can't, and are only read here.
-    warnings.simplefilter("ignore")
-    torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
 
 @dataclass(frozen=True)
@@ -37,11 +31,6 @@ class Layout:
     short_rows: int
     rows: int
     tokens: int
-
-    @classmethod
-    def of(cls, batch: StepBatch) -> Layout:
-        """The layout that has nothing but the batch."""
-        return cls(batch.num_short, batch.control.shape[1] - 1, batch.num_tokens)
 
     @property
     def control_bytes(self) -> int:
@@ -59,18 +48,19 @@ class Slot:
     `[T, hidden]`. Events: 0 and 1 around the copy in, 2 and 3 around the computation, 4 after the copy out.
     """
 
-    def __init__(self, limits: BatchLimits, hidden_size: int, dtype: torch.dtype, numpy_dtype: np.dtype[Any]) -> None:
-        """Allocate on the current CUDA device."""
+    def __init__(
+        self, layouts: Sequence[Layout], hidden_size: int, dtype: torch.dtype, numpy_dtype: np.dtype[Any]
+    ) -> None:
+        """Allocate what batches of these layouts need on the current CUDA device."""
         self._hidden_size, self._dtype, self._numpy_dtype = hidden_size, dtype, numpy_dtype
         self._token_bytes = hidden_size * dtype.itemsize
-        largest = Layout(0, limits.rows, limits.tokens)
-        hidden_bytes = limits.tokens * self._token_bytes
-        self._inbound = _Crossing(largest.control_bytes + hidden_bytes)
-        self._outbound = _Crossing(largest.size_bytes + hidden_bytes)
-        self._wanted = _Crossing(limits.tokens * 8)
-        self._selected = torch.empty(limits.tokens, hidden_size, dtype=dtype, device="cuda")
+        tokens = max(layout.tokens for layout in layouts)
+        hidden_bytes = tokens * self._token_bytes
+        self._inbound = _Crossing(max(layout.control_bytes for layout in layouts) + hidden_bytes)
+        self._outbound = _Crossing(max(layout.size_bytes for layout in layouts) + hidden_bytes)
+        self._wanted = _Crossing(tokens * 8)
+        self._selected = torch.empty(tokens, hidden_size, dtype=dtype, device="cuda")
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
-        self._num_returned = 0
 
     def inputs(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Control and hidden on the device."""
@@ -98,14 +88,12 @@ class Slot:
         pinned = []
         for piece in batch.hidden:
             first, end = end, end + piece.nbytes
-            source = torch.from_numpy(piece.view(np.uint8)).view(-1)
-            if piece.nbytes >= DIRECT_BYTES and piece.flags.writeable and source.is_pinned():
+            source = _as_pinned(piece)
+            if source is None:
+                inbound.array[first:end] = piece.view(np.uint8).reshape(-1)
+            else:
                 pinned.append((filled, first, end, source))
                 filled = end
-            elif piece.nbytes >= DIRECT_BYTES:
-                inbound.tensor[first:end].copy_(source)  # on several threads
-            else:
-                inbound.array[first:end] = piece.view(np.uint8).reshape(-1)
         wanted = None
         if batch.wanted is not None:
             wanted = self._wanted.array[: batch.wanted.nbytes].view(np.int64)
@@ -173,6 +161,15 @@ class _Crossing:
         """Begin to copy these bytes to the host."""
         if begin < end:
             self.tensor[begin:end].copy_(self.device[begin:end], non_blocking=True)
+
+
+def _as_pinned(array: NDArray[Any]) -> Tensor | None:
+    """The bytes of an array if it is large and lies in pinned memory, as regions of shared memory do."""
+    # Arrays over messages can't be written, and torch warns about such.
+    if array.nbytes < DIRECT_BYTES or not array.flags.writeable:
+        return None
+    tensor = torch.from_numpy(array.view(np.uint8).reshape(-1))
+    return tensor if tensor.is_pinned() else None
 
 
 def _fill(fields: NDArray[np.int32], batch: StepBatch, layout: Layout) -> None:

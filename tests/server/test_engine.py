@@ -37,7 +37,7 @@ CONFIG = {
     "linear_conv_kernel_dim": 4,
 }
 WAIT_S = 100.0
-LIMITS = BatchLimits(rows=8, tokens=192, chunk_tokens=160)
+LIMITS = BatchLimits(short_rows=8, long_rows=4, chunk_tokens=160)
 LoadFunction = Callable[..., Model]
 
 
@@ -57,7 +57,7 @@ class Driver:
     def __init__(self, model: Model, num_lines: int = 8) -> None:
         self.model = model
         self.pool: StatePool = model.make_pool(StateOptions(num_lines, MAX_DRAFT))
-        self.engine = Engine(make_executor(model, self.pool, LIMITS, graph_rows=4), model.device)
+        self.engine = Engine(make_executor(model, self.pool, LIMITS), model.device)
         self.engine.start()
         self.engine.prepare(lambda done, total: None).result(WAIT_S)
 
