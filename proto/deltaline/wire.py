@@ -85,26 +85,40 @@ def decode(tensor: tensor_pb2.Tensor, *, limit_bytes: int, field: str = "tensor"
     Raises: TensorTooLargeError above the limit; WireError for an unknown dtype, a wrong rank, a dimension out of range,
         an absent payload or a payload whose length differs from the shape's.
     """
-    dtype = _DTYPES.get(tensor.dtype)
+    # Each access of a bytes field makes a new copy.
+    payload = tensor.inline if tensor.WhichOneof("payload") == "inline" else None
+    return view(tensor.dtype, tensor.shape, payload, limit_bytes=limit_bytes, field=field)
+
+
+def view(
+    data_type: int, shape: Sequence[int], payload: bytes | memoryview | None, *, limit_bytes: int, field: str = "tensor"
+) -> NDArray[Any]:
+    """Return the elements in `payload` (None: absent) as a read-only array, copied only if they are not aligned.
+
+    Args: data_type, a DataType value; the others and what is raised: as `decode`.
+    """
+    dtype = _DTYPES.get(data_type)
     if dtype is None:
-        raise WireError(f"{field}.dtype", "FLOAT32, BFLOAT16 or FLOAT16", str(tensor.dtype))
-    rank = len(tensor.shape)
+        raise WireError(f"{field}.dtype", "FLOAT32, BFLOAT16 or FLOAT16", str(data_type))
+    rank = len(shape)
     if not 1 <= rank <= MAX_RANK:
         raise WireError(f"{field}.shape", f"1 to {MAX_RANK} dimensions", str(rank))
-    shape = tuple(tensor.shape)
+    shape = tuple(shape)
     num_bytes = dtype.itemsize
     for dim in shape:  # at most MAX_RANK of them, in Python integers: the product can't wrap
         if not 1 <= dim <= MAX_DIM:
             raise WireError(f"{field}.shape", f"dimensions in 1 .. {MAX_DIM}", str(dim))
         num_bytes *= dim
-    if tensor.WhichOneof("payload") != "inline":
+    if payload is None:
         raise WireError(f"{field}.inline", "the elements", "no payload")
     if num_bytes > limit_bytes:
         raise TensorTooLargeError(f"{field}.inline", f"at most {limit_bytes} bytes", str(num_bytes))
-    payload = tensor.inline  # each access of a bytes field makes a new copy
     if len(payload) != num_bytes:
         raise WireError(f"{field}.inline", f"{num_bytes} bytes for the shape", str(len(payload)))
-    return np.frombuffer(payload, dtype).reshape(shape)
+    array: NDArray[Any] = np.frombuffer(payload, dtype)
+    if not array.flags.aligned:  # numpy copies such elements one by one, torch takes none of them
+        array = np.frombuffer(bytes(payload), dtype)
+    return array.reshape(shape)
 
 
 def tensor_pieces(array: NDArray[Any]) -> list[Piece]:

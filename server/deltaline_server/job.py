@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.admission import Admission
 from deltaline_server.errors import Refusal
-from deltaline_server.ledger import Admission
 from deltaline_server.replies import KeptReply
 from deltaline_server.step import OutputRows, RowOutcome, StepRequest, StepResult, StepTiming
 

@@ -6,6 +6,7 @@ scraped. No label names a sequence or a client.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from wsgiref.simple_server import WSGIServer
 
@@ -13,7 +14,7 @@ import grpc
 import numpy as np
 import prometheus_client
 from google.protobuf.descriptor import ServiceDescriptor
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -42,6 +43,7 @@ SECONDS_BUCKETS = (
     5.0,
     10.0,
 )
+_BOUNDS = np.array(SECONDS_BUCKETS)
 ROWS_BUCKETS = tuple(float(2**i) for i in range(11))
 TOKENS_BUCKETS = tuple(float(2**i) for i in range(15))
 STAGES = ("queue", "copy_in", "compute", "copy_out")
@@ -85,13 +87,16 @@ class StageSeconds(Collector):
         self._counts = np.zeros((*shape, len(SECONDS_BUCKETS) + 1), np.int64)
         self._sums = np.zeros(shape, np.float64)
 
-    def observe(self, stage: str, kind: RowKind, seconds: ArrayLike) -> None:
-        """Add one observation per element."""
-        values = np.atleast_1d(np.asarray(seconds, np.float64))
+    def observe(self, stage: str, kind: RowKind, seconds: float | NDArray[np.float64]) -> None:
+        """Add one observation, or one per element."""
         cell = STAGES.index(stage), kind - 1
-        buckets = np.searchsorted(SECONDS_BUCKETS, values, side="left")
+        if isinstance(seconds, float):  # far cheaper than numpy's way for one value
+            self._counts[cell][bisect_left(SECONDS_BUCKETS, seconds)] += 1
+            self._sums[cell] += seconds
+            return
+        buckets = np.searchsorted(_BOUNDS, seconds, side="left")
         self._counts[cell] += np.bincount(buckets, minlength=len(SECONDS_BUCKETS) + 1)
-        self._sums[cell] += values.sum()
+        self._sums[cell] += seconds.sum()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family; called by the registry."""
@@ -143,10 +148,10 @@ class Metrics:
         """Count a batch. The stages after the queue count once for each kind that the batch holds."""
         self._batch_rows.observe(len(kinds))
         self._batch_tokens.observe(tokens)
+        present = kinds.tobytes()
         for kind in RowKind:
-            rows = kinds == kind
-            if rows.any():
-                waited_s = timing.queue_s[rows]
+            if kind in present:
+                waited_s = timing.queue_s[kinds == kind]
                 self._stages.observe("queue", kind, waited_s[~np.isnan(waited_s)])
                 self._stages.observe("copy_in", kind, timing.copy_in_s)
                 self._stages.observe("compute", kind, timing.compute_s)

@@ -62,20 +62,21 @@ class KeptReply:
 class Answers:
     """A whole request and its outputs, kept as they are while most of their rows are the latest of their cells.
 
-    output_start int64 [N + 1] and position int64 [N] by request row. rows: which row answers a slot. live_bytes: of the
-    rows that are still kept.
+    output_start int64 [N + 1] and position int64 [N] by request row. rows int64 [kept]: those that are kept, slots
+    beside them. live_rows, live_bytes: of those that no later step has superseded.
     """
 
     request: StepRequest
     outputs: NDArray[Any]
     output_start: NDArray[np.int64]
     position: NDArray[np.int64]
-    rows: dict[int, int]
-    live_bytes: int
+    slots: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    live_rows: int = 0
+    live_bytes: int = 0
 
-    def reply(self, slot: int) -> KeptReply:
-        """The reply to the row of a slot; a view."""
-        row = self.rows[slot]
+    def reply(self, row: int) -> KeptReply:
+        """The reply to a row; a view."""
         outputs = self.outputs[self.output_start[row] : self.output_start[row + 1]]
         return KeptReply(Fingerprint.of(self.request, row), outputs, int(self.position[row]))
 
@@ -95,8 +96,11 @@ class KeptReplies:
     def __init__(self, num_spans: int, num_slots: int, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self._kept: list[list[Answers | KeptReply | None]] = [[None] * num_slots for _ in range(num_spans)]
-        self._bytes = np.zeros((num_spans, num_slots), dtype=np.int64)
+        self._num_spans = num_spans
+        self._kept: dict[int, Answers | KeptReply] = {}
+        self._last_number = 0
+        # Of each cell: the number of what is kept for it, 0 for nothing; its row there; its bytes.
+        self._number, self._row, self._bytes = np.zeros((3, num_spans, num_slots), dtype=np.int64)
 
     def reserve(self, num_bytes: int, span: int, slots: NDArray[np.int64]) -> None:
         """Set aside bytes for replies to come.
@@ -114,8 +118,7 @@ class KeptReplies:
                     f"{num_bytes} bytes of replies asked for, {free} are free",
                     retry_after_s=0.05,
                 )
-            for slot in slots.tolist():
-                self._forget(span, slot)
+            self._forget(span, slots)
         self.used_bytes += num_bytes
 
     def cancel(self, num_bytes: int) -> None:
@@ -123,51 +126,59 @@ class KeptReplies:
         self.used_bytes -= num_bytes
 
     def get(self, span: int, slot: int) -> KeptReply | None:
-        kept = self._kept[span][slot]
-        return kept.reply(slot) if isinstance(kept, Answers) else kept
+        kept = self._kept.get(int(self._number[span, slot]))
+        return kept.reply(int(self._row[span, slot])) if isinstance(kept, Answers) else kept
 
     def put(self, span: int, answers: Answers, num_bytes: NDArray[np.int64]) -> None:
         """Keep the answers in place of their cells' former replies; num_bytes [rows] were reserved for their rows."""
-        slots = list(answers.rows)
+        slots = answers.slots
         self._supersede(span, slots)
-        answers.live_bytes = int(num_bytes.sum())
+        answers.live_rows, answers.live_bytes = len(slots), int(num_bytes.sum())
+        number = self._add(answers)
+        self._number[span, slots] = number
+        self._row[span, slots] = answers.rows
         self._bytes[span, slots] = num_bytes
-        cells = self._kept[span]
-        for slot in slots:
-            cells[slot] = answers
         if answers.is_sparse:
-            self._copy_out(span, answers)
+            self._copy_out(span, number, answers)
 
     def drop(self, slot: int) -> None:
         """Forget the replies of a slot on every span."""
-        for span in range(len(self._kept)):
-            self._forget(span, slot)
+        for span in range(self._num_spans):
+            self._forget(span, np.array([slot]))
 
-    def _forget(self, span: int, slot: int) -> None:
-        self._supersede(span, [slot])
-        self._bytes[span, slot] = 0
-        self._kept[span][slot] = None
+    def _add(self, kept: Answers | KeptReply) -> int:
+        """Keep it under a number of its own."""
+        self._last_number += 1
+        self._kept[self._last_number] = kept
+        return self._last_number
 
-    def _supersede(self, span: int, slots: list[int]) -> None:
-        """These cells' replies are over."""
-        num_bytes = self._bytes[span, slots].tolist()
-        self.used_bytes -= sum(num_bytes)
-        thinned: dict[int, Answers] = {}
-        cells = self._kept[span]
-        for slot, size in zip(slots, num_bytes, strict=True):
-            kept = cells[slot]
-            if isinstance(kept, Answers):
-                kept.live_bytes -= size
-                cells[slot] = None
-                thinned[id(kept)] = kept
-        for answers in thinned.values():
-            if answers.live_bytes and answers.is_sparse:
-                self._copy_out(span, answers)
+    def _forget(self, span: int, slots: NDArray[np.int64]) -> None:
+        self._supersede(span, slots)
+        self._number[span, slots] = 0
+        self._bytes[span, slots] = 0
 
-    def _copy_out(self, span: int, answers: Answers) -> None:
+    def _supersede(self, span: int, slots: NDArray[np.int64]) -> None:
+        """These cells' replies are over. What the cells hold is for the caller to set."""
+        numbers, sizes = self._number[span].take(slots), self._bytes[span].take(slots)
+        self.used_bytes -= int(sizes.sum())
+        for number in dict.fromkeys(numbers.tolist()):  # nearly always one: a batch that is stepped again and again
+            kept = self._kept.get(number)
+            if not isinstance(kept, Answers):
+                self._kept.pop(number, None)
+                continue
+            over = sizes[numbers == number]
+            kept.live_rows -= len(over)
+            kept.live_bytes -= int(over.sum())
+            if not kept.live_rows:
+                del self._kept[number]
+            elif kept.is_sparse:
+                self._number[span, slots] = 0
+                self._copy_out(span, number, kept)
+
+    def _copy_out(self, span: int, number: int, answers: Answers) -> None:
         """Let the cells that still hold these answers hold copies of their own rows instead."""
-        cells = self._kept[span]
-        for slot in answers.rows:
-            if cells[slot] is answers:
-                reply = answers.reply(slot)
-                cells[slot] = KeptReply(reply.fingerprint, reply.hidden.copy(), reply.position)
+        holds = self._number[span, answers.slots] == number
+        for slot, row in zip(answers.slots[holds].tolist(), answers.rows[holds].tolist(), strict=True):
+            reply = answers.reply(row)
+            self._number[span, slot] = self._add(KeptReply(reply.fingerprint, reply.hidden.copy(), reply.position))
+        del self._kept[number]

@@ -47,18 +47,27 @@ def row_statuses(refusals: Mapping[int, Refusal]) -> list[pb.RowStatus]:
 
 def step_response(result: StepResult) -> bytes:
     """Serialise a StepResponse. The outputs are copied once, into the reply itself."""
-    response = pb.StepResponse(row_status=row_statuses(result.refusals), timing=_timing(result.timing))
-    response.outcome.extend(result.outcome.tolist())
-    response.position.extend(result.position.tolist())
-    response.output_start_loc.extend(result.output_start_loc.tolist())
-    hidden = wire.field_pieces(pb.StepResponse.HIDDEN_FIELD_NUMBER, wire.tensor_pieces(result.hidden))
-    return b"".join([response.SerializeToString(), *hidden])
+    return b"".join(_step_pieces(result))
 
 
-def stream_response(correlation_id: int, step: bytes) -> bytes:
-    """Serialise a StepStreamResponse around a serialised StepResponse."""
+def stream_response(correlation_id: int, result: StepResult) -> bytes:
+    """Serialise a StepStreamResponse for a step that was taken. The outputs are copied once, into the reply itself."""
     head = pb.StepStreamResponse(correlation_id=correlation_id).SerializeToString()
-    return b"".join([head, *wire.field_pieces(pb.StepStreamResponse.STEP_FIELD_NUMBER, [step])])
+    return b"".join([head, *wire.field_pieces(pb.StepStreamResponse.STEP_FIELD_NUMBER, _step_pieces(result))])
+
+
+def _step_pieces(result: StepResult) -> list[wire.Piece]:
+    """A serialised StepResponse as pieces: the columns as they lie in their arrays, the outputs as a view."""
+    response = pb.StepResponse
+    message = response(row_status=row_statuses(result.refusals), timing=_timing(result.timing))
+    return [
+        # An outcome is below 128: a varint of one byte.
+        *wire.field_pieces(response.OUTCOME_FIELD_NUMBER, [result.outcome.tobytes()]),
+        *wire.field_pieces(response.POSITION_FIELD_NUMBER, [result.position.astype("<u8", copy=False).tobytes()]),
+        *wire.field_pieces(response.OUTPUT_START_LOC_FIELD_NUMBER, [result.output_start_loc.astype("<u4").tobytes()]),
+        *wire.field_pieces(response.HIDDEN_FIELD_NUMBER, wire.tensor_pieces(result.hidden)),
+        message.SerializeToString(),
+    ]
 
 
 def stream_status(correlation_id: int, refusal: Refusal) -> bytes:

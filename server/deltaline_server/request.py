@@ -6,26 +6,29 @@ what is wrong with one row is the scheduler's to say. No Python loop over rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.step import OutputRows, RowKind, StepRequest
+from deltaline_server.step_message import Column, StepMessage
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
 OPEN_TOKEN_BYTES = 16
 # uint64 counters from the wire are cut here, so that sums of them stay in int64; no server counts this far, so a cut
 # value is still refused as a row's step or position.
-MAX_COUNTER = 2**62
+MAX_COUNTER = np.uint64(2**62)
+DECODE_KIND = bytes([RowKind.DECODE])
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,20 @@ class RequestLimits:
     max_draft_tokens: int
     inline_limit_bytes: int
     max_lease_ms: int
+
+    @cached_property
+    def one_token_offsets(self) -> NDArray[np.int64]:
+        """query_start_loc of rows of one token each, as many as a request may have; read-only."""
+        offsets = np.arange(self.max_sequences + 1)
+        offsets.flags.writeable = False
+        return offsets
+
+    @cached_property
+    def no_commits(self) -> NDArray[np.int32]:
+        """`accepted` of rows without a commit, as many as a request may have; read-only."""
+        accepted = np.full(self.max_sequences, -1, np.int32)
+        accepted.flags.writeable = False
+        return accepted
 
 
 @dataclass(frozen=True)
@@ -83,13 +100,14 @@ def read_epoch(server_epoch: int) -> int:
     return server_epoch
 
 
-def read_handles(sequence: Collection[int], limits: RequestLimits) -> NDArray[np.uint64]:
+def read_handles(sequence: Column, limits: RequestLimits) -> NDArray[np.uint64]:
     """Return 1 .. max_sequences handles, uint64 [N], without repeats."""
     if not 1 <= len(sequence) <= limits.max_sequences:
         raise _batch("sequence", f"must have 1 .. {limits.max_sequences} entries, got {len(sequence)}")
-    handle = np.fromiter(sequence, np.uint64, len(sequence))
-    ordered = np.sort(handle)
-    if (ordered[1:] == ordered[:-1]).any():
+    handle = _array(sequence, np.uint64)
+    ordered = handle.copy()
+    ordered.sort()
+    if np.count_nonzero(ordered[1:] == ordered[:-1]):
         raise RequestError(Reason.DUPLICATE_SEQUENCE, "a sequence is named twice", field="sequence")
     return handle
 
@@ -104,9 +122,7 @@ def read_commit(message: pb.CommitSequencesRequest, limits: RequestLimits) -> Co
     return CommitRequest(epoch, span, handle, step, accepted)
 
 
-def read_step(
-    message: pb.StepRequest, limits: RequestLimits, *, now_s: float, remaining_s: float | None
-) -> StepRequest:
+def read_step(message: StepMessage, limits: RequestLimits, *, now_s: float, remaining_s: float | None) -> StepRequest:
     """Return the arrays of a StepRequest; the hidden states are a read-only view of the message's bytes.
 
     Args: now_s, the scheduler's clock; remaining_s, time to the RPC's own deadline, None for none.
@@ -116,25 +132,21 @@ def read_step(
     span = _read_span(message.span, limits)
     handle = read_handles(message.sequence, limits)
     num_rows = len(handle)
-    kind = _read_column("kind", message.kind, num_rows, np.int64)
-    if kind.min() < RowKind.PREFILL or kind.max() > RowKind.VERIFY:
-        raise _batch("kind", "must be PREFILL, DECODE or VERIFY")
+    kind = _read_kinds(message.kind, num_rows)
     step = _read_counters("step", message.step, num_rows)
     position = _read_counters("position", message.position, num_rows)
-    if message.accepted:
+    accepted = limits.no_commits[:num_rows]
+    if len(message.accepted):
         accepted = _read_column("accepted", message.accepted, num_rows, np.int32)
-    else:
-        accepted = np.full(num_rows, -1, np.int32)
     hidden = _read_hidden(message, limits)
-    query_start_loc = _read_column("query_start_loc", message.query_start_loc, num_rows + 1, np.int64)
-    _check_lengths(query_start_loc, kind, len(hidden), limits.max_draft_tokens)
+    query_start_loc = _read_offsets(message.query_start_loc, kind, len(hidden), limits)
     if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
     return StepRequest(
         server_epoch=epoch,
         span=span,
         handle=handle,
-        kind=kind.astype(np.uint8),
+        kind=kind,
         step=step,
         position=position,
         accepted=accepted,
@@ -154,24 +166,42 @@ def _read_span(span: int, limits: RequestLimits) -> int:
     return span
 
 
-def _read_column(field: str, values: Collection[int], length: int, dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
+def _array(values: Column, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    """A column as an array of a type; that of the message, if it is one of this type."""
+    if isinstance(values, np.ndarray):
+        return values.astype(dtype, copy=False)
+    return np.fromiter(values, dtype, len(values))
+
+
+def _read_column(field: str, values: Column, length: int, dtype: type[np.integer[Any]]) -> NDArray[Any]:
     """One entry per row as an array."""
     if len(values) != length:
         raise _batch(field, f"must have {length} entries, got {len(values)}")
-    return np.fromiter(values, dtype, length)
+    return _array(values, dtype)
 
 
-def _read_counters(field: str, values: Collection[int], length: int) -> NDArray[np.int64]:
+def _read_counters(field: str, values: Column, length: int) -> NDArray[np.int64]:
     """One uint64 per row, cut at MAX_COUNTER."""
-    if len(values) != length:
-        raise _batch(field, f"must have {length} entries, got {len(values)}")
-    return np.minimum(np.fromiter(values, np.uint64, length), MAX_COUNTER).astype(np.int64)
+    counters: NDArray[np.int64] = np.minimum(_read_column(field, values, length, np.uint64), MAX_COUNTER).view(np.int64)
+    return counters
 
 
-def _read_hidden(message: pb.StepRequest, limits: RequestLimits) -> NDArray[Any]:
+def _read_kinds(values: Column, length: int) -> NDArray[np.uint8]:
+    """The kind of each row, uint8 [N]."""
+    if isinstance(values, np.ndarray) and values.tobytes() == DECODE_KIND * length:
+        return values
+    kind = _read_column("kind", values, length, np.int64)
+    if kind.min() < RowKind.PREFILL or kind.max() > RowKind.VERIFY:
+        raise _batch("kind", "must be PREFILL, DECODE or VERIFY")
+    return kind.astype(np.uint8)
+
+
+def _read_hidden(message: StepMessage, limits: RequestLimits) -> NDArray[Any]:
     """The packed hidden states [T, hidden] in the server's dtype."""
     try:
-        hidden = wire.decode(message.hidden, limit_bytes=limits.inline_limit_bytes, field="hidden")
+        hidden = wire.view(
+            message.dtype, message.shape, message.inline, limit_bytes=limits.inline_limit_bytes, field="hidden"
+        )
     except wire.TensorTooLargeError as error:
         raise RequestError(Reason.MESSAGE_TOO_LARGE, str(error), field=error.field) from error
     except wire.WireError as error:
@@ -183,17 +213,20 @@ def _read_hidden(message: pb.StepRequest, limits: RequestLimits) -> NDArray[Any]
     return hidden
 
 
-def _check_lengths(
-    query_start_loc: NDArray[np.int64], kind: NDArray[np.int64], num_tokens: int, max_draft_tokens: int
-) -> None:
-    """Offsets are sound, and each row has as many tokens as its kind allows."""
-    length = np.diff(query_start_loc)
-    if query_start_loc[0] != 0 or query_start_loc[-1] != num_tokens or length.min() < 1:
+def _read_offsets(values: Column, kind: NDArray[np.uint8], num_tokens: int, limits: RequestLimits) -> NDArray[np.int64]:
+    """query_start_loc, int64 [N + 1]: sound, and each row has as many tokens as its kind allows."""
+    offsets: NDArray[np.int64] = _read_column("query_start_loc", values, len(kind) + 1, np.int64)
+    one_token_each = limits.one_token_offsets[: len(offsets)]
+    if num_tokens == len(kind) and offsets.tobytes() == one_token_each.tobytes():
+        return one_token_each
+    length = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != num_tokens or length.min() < 1:
         raise _batch("query_start_loc", f"must start at 0, increase, and end at {num_tokens}, the number of tokens")
     if ((kind == RowKind.DECODE) & (length != 1)).any():
         raise _batch("query_start_loc", "a DECODE row has exactly one token")
-    if ((kind == RowKind.VERIFY) & (length > max_draft_tokens)).any():
-        raise _batch("query_start_loc", f"a VERIFY row has at most {max_draft_tokens} tokens")
+    if ((kind == RowKind.VERIFY) & (length > limits.max_draft_tokens)).any():
+        raise _batch("query_start_loc", f"a VERIFY row has at most {limits.max_draft_tokens} tokens")
+    return offsets
 
 
 def _read_output(output: int) -> OutputRows:

@@ -219,7 +219,6 @@ class Scheduler:
             self._queue.refuse_slot(slot, Reason.STATE_POISONED)
 
     def _keep_replies(self, span: int, job: Job, finished: NDArray[np.int64]) -> None:
-        slots, rows = job.admission.slots[finished].tolist(), job.admission.rows[finished].tolist()
-        rows_by_slot = dict(zip(slots, rows, strict=True))
-        answers = Answers(job.request, job.outputs, job.output_start, job.position, rows_by_slot, 0)
+        slots, rows = job.admission.slots[finished], job.admission.rows[finished]
+        answers = Answers(job.request, job.outputs, job.output_start, job.position, slots, rows)
         self._table.replies.put(span, answers, job.reserved_bytes[finished])

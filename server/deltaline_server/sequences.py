@@ -16,14 +16,17 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.admission import Slots
 from deltaline_server.errors import Reason, Refusal, RequestError
-from deltaline_server.ledger import Slots, StepLedger
+from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import NULL_LINE, LinePool
 from deltaline_server.open_tokens import OpenTokens
 from deltaline_server.replies import KeptReplies
 from deltaline_server.sequence import GONE, SequenceDescription, SequenceState, SpanProgress
 
 SLOT_BITS = 24
+SLOT_MASK = np.uint64((1 << SLOT_BITS) - 1)
+CLOSING = bytes([SequenceState.CLOSING])
 
 
 class SequenceTable:
@@ -127,7 +130,9 @@ class SequenceTable:
 
     def touch(self, slots: Slots) -> None:
         """Renew the leases of slots whose steps were taken or are done; a later deadline stays."""
-        self._deadline_s[slots] = np.maximum(self._deadline_s[slots], self._clock() + self._lease_s[slots])
+        deadline_s = self._lease_s.take(slots)
+        deadline_s += self._clock()
+        self._deadline_s[slots] = np.maximum(self._deadline_s.take(slots), deadline_s)
 
     def reap(self) -> int:
         """End sequences whose lease is over and that have no step in flight; returns how many.
@@ -154,7 +159,10 @@ class SequenceTable:
 
     def settle(self, slots: Slots) -> None:
         """Steps of these slots are done or dropped: free those that are closing and have none left in flight."""
-        closing = slots[self._state[slots] == SequenceState.CLOSING]
+        states = self._state.take(slots)
+        if CLOSING not in states.tobytes():
+            return
+        closing = slots[states == SequenceState.CLOSING]
         for slot in closing[self.ledger.steps_in_flight(closing) == 0].tolist():
             self._free_slot(slot, SequenceState(int(self._ends_as[slot])))
 
@@ -194,6 +202,10 @@ class SequenceTable:
         slots = slots_of(handles)
         if epoch != self.server_epoch:
             return slots, np.full(len(handles), SequenceState.LOST, dtype=np.uint8)
+        # Nearly always every handle is one that is held: its slot is in range and not free.
+        near, states = self._handle.take(slots, mode="clip"), self._state.take(slots, mode="clip")
+        if near.tobytes() == handles.tobytes() and np.count_nonzero(states) == len(states):
+            return slots, states
         in_range = slots < self.num_slots
         slots = np.where(in_range, slots, 0)
         live = in_range & (handles != 0) & (self._handle[slots] == handles)
@@ -279,4 +291,4 @@ class SequenceTable:
 
 def slots_of(handles: NDArray[np.uint64]) -> Slots:
     """The slots that handles name, int64 [N], in range or not."""
-    return (handles & np.uint64((1 << SLOT_BITS) - 1)).astype(np.int64)
+    return (handles & SLOT_MASK).view(np.int64)

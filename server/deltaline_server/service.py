@@ -21,6 +21,7 @@ from deltaline_server.request import RequestLimits
 from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.step import StepResult
+from deltaline_server.step_message import StepMessage, StreamStep, parse_step, parse_stream_step
 
 NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
 # Steps of one stream that are taken and whose replies are not sent: it bounds what a slow reader makes the server hold.
@@ -53,9 +54,9 @@ class LayerService:
                 "CloseSequences": unary(self.close_sequences, pb.CloseSequencesRequest.FromString),
                 "DescribeSequences": unary(self.describe_sequences, pb.DescribeSequencesRequest.FromString),
                 "RenewLeases": unary(self.renew_leases, pb.RenewLeasesRequest.FromString),
-                "Step": unary(self.step, pb.StepRequest.FromString),
+                "Step": unary(self.step, parse_step),
                 "CommitSequences": unary(self.commit_sequences, pb.CommitSequencesRequest.FromString),
-                "StepStream": grpc.stream_stream_rpc_method_handler(self.step_stream, pb.StepStreamRequest.FromString),
+                "StepStream": grpc.stream_stream_rpc_method_handler(self.step_stream, parse_stream_step),
             },
         )
 
@@ -88,7 +89,7 @@ class LayerService:
         states = self._table.renew(epoch, handles, request.read_lease_s(message.lease_ms, self._limits))
         return reply.renew_response(states)
 
-    async def step(self, message: pb.StepRequest, context: Context) -> bytes:
+    async def step(self, message: StepMessage, context: Context) -> bytes:
         """Apply one step. The work goes on, and its reply is kept, whatever becomes of this RPC."""
         return reply.step_response(await self._submit(message, context))
 
@@ -99,9 +100,7 @@ class LayerService:
             *self._table.commit(commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted)
         )
 
-    async def step_stream(
-        self, messages: AsyncIterator[pb.StepStreamRequest], context: Context
-    ) -> AsyncIterator[bytes]:
+    async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[bytes]:
         """Apply steps as they come and answer each when it is done.
 
         At most STREAM_STEPS are taken and unanswered; beyond that the stream is not read, and gRPC's flow control holds
@@ -141,12 +140,12 @@ class LayerService:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    def _submit(self, message: pb.StepRequest, context: Context) -> asyncio.Future[StepResult]:
+    def _submit(self, message: StepMessage, context: Context) -> asyncio.Future[StepResult]:
         """Check a step and hand it to the scheduler. Raises: RequestError; then nothing was taken."""
         step = request.read_step(message, self._limits, now_s=self._clock(), remaining_s=context.time_remaining())
         return self._scheduler.submit(step)
 
-    def _submit_safely(self, message: pb.StepRequest, context: Context) -> asyncio.Future[StepResult]:
+    def _submit_safely(self, message: StepMessage, context: Context) -> asyncio.Future[StepResult]:
         """As `_submit`, but what it raises is in the future."""
         try:
             return self._submit(message, context)
@@ -158,7 +157,7 @@ class LayerService:
     def _stream_response(self, correlation_id: int, answer: StepResult | BaseException) -> bytes:
         """The message that answers one step of a stream."""
         if isinstance(answer, StepResult):
-            return reply.stream_response(correlation_id, reply.step_response(answer))
+            return reply.stream_response(correlation_id, answer)
         refusal = answer.refusal if isinstance(answer, RequestError) else bug(answer)
         self._observer.refused(refusal.reason, 1)
         return reply.stream_status(correlation_id, refusal)

@@ -16,11 +16,7 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Refusal
 
 # The exponent bits of each type of hidden states: all of them are set in infinities and NaNs, and in nothing else.
-EXPONENTS: dict[str, Any] = {
-    "float32": np.uint32(0x7F80_0000),
-    "bfloat16": np.uint16(0x7F80),
-    "float16": np.uint16(0x7C00),
-}
+EXPONENTS = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 class RowKind(IntEnum):
@@ -77,20 +73,24 @@ class StepRequest:
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, int64 [N]."""
-        return np.diff(self.query_start_loc)
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's hidden state."""
         return int(self.hidden.shape[1]) * self.hidden.dtype.itemsize
 
-    def finite_rows(self) -> NDArray[np.bool_]:
-        """Which rows have finite values only, bool [N]."""
-        # An exponent of ones only: exact, and on integers an order faster than isfinite of a 16-bit type.
-        ones = EXPONENTS[self.hidden.dtype.name]
-        infinite = (self.hidden.view(ones.dtype) & ones) == ones
-        if not infinite.any():
-            return np.ones(self.num_rows, dtype=np.bool_)
+    def finite_rows(self) -> NDArray[np.bool_] | None:
+        """Which rows have finite values only, bool [N]; None when all have."""
+        # Integers order as magnitudes do: infinities and NaNs are the largest of each sign, read as signed integers
+        # those above 0, as unsigned ones those below. Two passes, no array in between.
+        bits = np.dtype(f"u{self.hidden.dtype.itemsize}")
+        exponent = EXPONENTS[self.hidden.dtype.name]
+        words = self.hidden.view(bits).reshape(-1)
+        sign = 1 << 8 * bits.itemsize - 1
+        if np.maximum.reduce(words) < sign | exponent and np.maximum.reduce(words.view(f"i{bits.itemsize}")) < exponent:
+            return None
+        infinite = (self.hidden.view(bits) & bits.type(exponent)) == exponent
         return ~np.logical_or.reduceat(infinite.any(axis=1), self.query_start_loc[:-1])
 
     @cached_property

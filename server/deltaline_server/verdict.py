@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.admission import Admission, Slots
 from deltaline_server.errors import Reason, Refusal
 from deltaline_server.job import Join
 from deltaline_server.job_queue import JobQueue
-from deltaline_server.ledger import Admission, Slots
 from deltaline_server.replies import KeptReply
 from deltaline_server.sequence import SequenceState
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.step import StepRequest
+
+OPEN = bytes([SequenceState.OPEN])
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,15 @@ class Verdict:
     @property
     def answered_rows(self) -> NDArray[np.int64]:
         """Rows that get outputs."""
+        if not self.kept and not self.joins:
+            return self.admission.rows
         return np.array([*self.admission.rows.tolist(), *self.kept, *(join.row for join in self.joins)], dtype=np.int64)
 
     @property
     def live_slots(self) -> Slots:
         """Slots whose lease this request renews."""
+        if len(self.admission.rows) == len(self.slots):
+            return self.slots
         return self.slots[self.answered_rows]
 
 
@@ -49,13 +55,18 @@ def judge(request: StepRequest, table: SequenceTable, queue: JobQueue) -> Verdic
     """Judge every row of a request against the table, the ledger and the queue."""
     ledger, span = table.ledger, request.span
     slots, states = table.lookup(request.server_epoch, request.handle)
+    finite = request.finite_rows()
+    if finite is None and states.tobytes() == OPEN * len(states):
+        plain = ledger.judge_plain(request, slots)
+        if plain is not None:
+            return Verdict(slots, plain, {}, [], {})
     is_held = states == SequenceState.OPEN
     refusals = {i: table.refusal(int(states[i]), int(slots[i]), span) for i in np.flatnonzero(~is_held).tolist()}
     held = np.flatnonzero(is_held)
     step = request.step[held]
     done, tail = ledger.done.step[span, slots[held]], ledger.tail.step[span, slots[held]]
     stale, gap, is_new = (step < done) | (step < 1), step > tail + 1, step == tail + 1
-    finite = request.finite_rows()[held]
+    finite = np.ones(len(held), dtype=np.bool_) if finite is None else finite[held]
     for reason, fault in (
         (Reason.STEP_STALE, stale),
         (Reason.STEP_GAP, gap),

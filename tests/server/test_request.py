@@ -15,6 +15,7 @@ from deltaline_server import request
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.request import MAX_COUNTER, RequestLimits
 from deltaline_server.step import OutputRows
+from deltaline_server.step_message import from_protobuf
 
 HIDDEN = 8
 LIMITS = RequestLimits(
@@ -49,7 +50,7 @@ def make_step() -> pb.StepRequest:
 
 
 def read(message: pb.StepRequest, **times: Any) -> Any:
-    return request.read_step(message, LIMITS, **({"now_s": 100.0, "remaining_s": None} | times))
+    return request.read_step(from_protobuf(message), LIMITS, **({"now_s": 100.0, "remaining_s": None} | times))
 
 
 def test_sound_step_becomes_arrays() -> None:

@@ -1,0 +1,46 @@
+"""Rows of a step request that were taken.
+
+Plain arrays; the ledger makes them, and applies them once the rows are done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NO_COMMIT = -1
+
+Slots = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Rows of a request that were taken, in row order: what each does once it runs.
+
+    rows: index into the request. after: the cells' progress once the rows are done, int64 [5, rows] as in Progress.
+    commit: accepted count that the row fixes, NO_COMMIT for none; has_commits: whether there is any. num_replayed:
+    drafts that it folds into the state first.
+    """
+
+    rows: NDArray[np.int64]
+    slots: Slots
+    after: NDArray[np.int64]
+    has_commits: bool
+    commit: NDArray[np.int64]
+    commit_position: NDArray[np.int64]
+    commit_ordinal: NDArray[np.int64]
+    num_replayed: NDArray[np.int64]
+
+    @property
+    def step(self) -> NDArray[np.int64]:
+        """Number of each row's step."""
+        step: NDArray[np.int64] = self.after[0]
+        return step
+
+    @property
+    def position(self) -> NDArray[np.int64]:
+        """Committed tokens of each cell once its row is done."""
+        position: NDArray[np.int64] = self.after[1]
+        return position

@@ -1,0 +1,261 @@
+"""Both parsers of step messages have one meaning, whatever bytes come; the fast one takes what clients send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from deltaline import wire
+from deltaline.v1 import admin_service_pb2
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline_server.errors import RequestError
+from deltaline_server.request import RequestLimits, read_step
+from deltaline_server.step import StepRequest
+from deltaline_server.step_message import StepMessage, Walk, from_protobuf, parse_step, parse_stream_step, walk_step
+
+HIDDEN = 4
+LIMITS = RequestLimits(
+    num_spans=2,
+    hidden_size=HIDDEN,
+    dtype=np.dtype(ml_dtypes.bfloat16),
+    max_sequences=8,
+    max_draft_tokens=3,
+    inline_limit_bytes=1024,
+    max_lease_ms=1000,
+)
+NUMBERS = {
+    "uint64": st.sampled_from([0, 1, 2**62, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1),
+    "uint32": st.sampled_from([0, 1, 2**31, 2**32 - 1]) | st.integers(0, 5),
+    "int32": st.sampled_from([-1, 0, 2**31 - 1, -(2**31)]) | st.integers(-9, 9),
+}
+
+
+def plain(message: StepMessage) -> dict[str, Any]:
+    """The same in Python's own values, so that both parsers' can be compared."""
+    values = {name: getattr(message, name) for name in message._fields}
+    inline = values.pop("inline")
+    lists = {name: [int(item) for item in value] for name, value in values.items() if not isinstance(value, int)}
+    return values | lists | {"inline": None if inline is None else bytes(inline)}
+
+
+def by_protobuf(body: bytes) -> dict[str, Any] | None:
+    """What protobuf makes of a StepRequest; None for what it can't parse."""
+    try:
+        return plain(from_protobuf(pb.StepRequest.FromString(body)))
+    except DecodeError:
+        return None
+
+
+def outcome(message: StepMessage) -> Any:
+    """The request's arrays or its error, in values that compare."""
+    try:
+        request = read_step(message, LIMITS, now_s=0.0, remaining_s=None)
+    except RequestError as error:
+        return error.refusal
+    columns = [name for name, value in vars(request).items() if isinstance(value, np.ndarray)]
+    arrays = {name: (getattr(request, name).dtype, getattr(request, name).tobytes()) for name in columns}
+    return vars(request) | arrays
+
+
+def check(body: bytes) -> bool:
+    """Both parsers agree about a body; returns whether the fast one took it."""
+    expected = by_protobuf(body)
+    walked = walk_step(body, 0, len(body))
+    if walked is not None:
+        assert plain(walked) == expected
+        assert outcome(walked) == outcome(from_protobuf(pb.StepRequest.FromString(body)))
+    if expected is None:
+        with pytest.raises(DecodeError):
+            parse_step(body)
+    else:
+        assert plain(parse_step(body)) == expected
+    check_in_stream(body, expected)
+    return walked is not None
+
+
+def check_in_stream(body: bytes, expected: dict[str, Any] | None) -> None:
+    """The same step as a stream carries it."""
+    pieces = [b"\x08\xff\xff\xff\xff\x0f", *wire.field_pieces(pb.StepStreamRequest.STEP_FIELD_NUMBER, [body])]
+    if expected is None:
+        with pytest.raises(DecodeError):
+            parse_stream_step(b"".join(pieces))
+    else:
+        in_stream = parse_stream_step(b"".join(pieces))
+        assert (in_stream.correlation_id, plain(in_stream.step)) == (2**32 - 1, expected)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> pb.StepRequest:
+    """Steps of 1 to 4 rows, sound or with lies in any field."""
+    count = draw(st.integers(1, 4))
+
+    def column(name: str, sound: list[int]) -> list[int]:
+        return draw(st.one_of(st.just(sound), st.just(sound), st.lists(NUMBERS[name], max_size=6)))
+
+    tokens = draw(st.sampled_from([count, count, 3]))
+    hidden = wire.encode(np.arange(tokens * HIDDEN).reshape(tokens, HIDDEN).astype(LIMITS.dtype))
+    if draw(st.booleans()):
+        hidden.dtype = draw(st.sampled_from([0, 1, 2, 3, 4, -1]))  # type: ignore[assignment]
+        del hidden.shape[:]
+        hidden.shape.extend(draw(st.lists(st.sampled_from([0, 1, tokens, HIDDEN, 2**31, -1, 2**63 - 1]), max_size=6)))
+    return pb.StepRequest(
+        server_epoch=draw(NUMBERS["uint64"]),
+        span=draw(NUMBERS["uint32"]),
+        sequence=column("uint64", list(range(7, 7 + count))),
+        kind=column("int32", draw(st.sampled_from([[1] * count, [2] * count, [3] * count]))),  # type: ignore[arg-type]
+        step=column("uint64", [1] * count),
+        position=column("uint64", [0] * count),
+        accepted=column("int32", draw(st.sampled_from([[], [-1] * count]))),
+        query_start_loc=column("uint32", list(range(count + 1))),
+        hidden=draw(st.sampled_from([hidden, None])),
+        output=draw(NUMBERS["int32"]),  # type: ignore[arg-type]
+        priority=draw(NUMBERS["int32"]),
+        queue_timeout_us=draw(NUMBERS["uint64"]),
+    )
+
+
+def fields(body: bytes) -> list[bytes]:
+    """The serialised fields of a message that protobuf has written, each by itself."""
+    parts = []
+    message = pb.StepRequest.FromString(body)
+    for descriptor, _ in message.ListFields():
+        part = pb.StepRequest()
+        value = getattr(message, descriptor.name)
+        if descriptor.is_repeated:
+            getattr(part, descriptor.name).extend(value)
+        elif descriptor.message_type:
+            getattr(part, descriptor.name).CopyFrom(value)
+        else:
+            setattr(part, descriptor.name, value)
+        parts.append(part.SerializeToString())
+    return parts
+
+
+ODD_FIELDS = [
+    b"",
+    b"\x18\x07",  # a sequence as a varint
+    b"\x19" + bytes(8),  # an unpacked sequence
+    b"\x1a\x08" + bytes(8),  # one more run of sequences
+    b"\x20\x02",  # an unpacked kind
+    b"\x22\x02\x82\x00",  # a kind of two bytes
+    b"\x3d\xff\xff\xff\xff",  # an unpacked accepted
+    b"\x4a\x00",  # an empty tensor
+    b"\x4a\x02\x1a\x00",  # a tensor without bytes
+    b"\x4a\x04\x1a\x00\x1a\x00",  # the same, its bytes twice
+    b"\x4a\x02\x10\x02",  # an unpacked dimension
+    b"\x4a\x0c\x12\x0a" + b"\xff" * 9 + b"\x01",  # a dimension of -1
+    b"\x10\x80\x80\x80\x80\x10",  # a span of 2^32
+    b"\x10\x81\x00",  # a span of 1 in two bytes
+    b"\x90\x00\x01",  # the same with a tag of two bytes
+    b"\x50" + b"\xff" * 9 + b"\x01",  # an output of -1
+    b"\x60" + b"\x80" * 10,  # a varint that does not end
+    b"\x6b\x6c",  # a group that is not known
+    b"\x6b",  # the same without an end
+    b"\x6c",
+    b"\x7a\x03abc",  # a field that is not known
+    b"\xf8\xff\xff\xff\x0f\x00",
+    b"\x00",
+    b"\x07",
+    b"\x09" + bytes(7),  # cut short
+    b"\x2a\x07" + bytes(7),  # no whole number of elements
+    b"\x42\x05" + bytes(4),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(messages(), st.lists(st.sampled_from(ODD_FIELDS), max_size=2), st.randoms(use_true_random=False))
+def test_fields_in_any_order_twice_or_odd_mean_the_same(message: pb.StepRequest, odd: list[bytes], random: Any) -> None:
+    parts = fields(message.SerializeToString())
+    check(b"".join(parts))
+    parts += odd
+    if parts and random.random() < 0.3:
+        parts.append(random.choice(parts))
+    random.shuffle(parts)
+    check(b"".join(parts))
+
+
+@settings(max_examples=300, deadline=None)
+@given(messages(), st.randoms(use_true_random=False))
+def test_mutated_bytes_mean_the_same(message: pb.StepRequest, random: Any) -> None:
+    body = bytearray(message.SerializeToString() or b"\x00")
+    for _ in range(random.randint(1, 4)):
+        at = random.randrange(len(body))
+        match random.randrange(4):
+            case 0:
+                body[at] = random.randrange(256)
+            case 1:
+                del body[at : at + random.randint(1, 9)]
+            case 2:
+                body[at:at] = random.randbytes(random.randint(1, 9))
+            case _:
+                body[at:at] = body[at : at + random.randint(1, 40)]
+        body = body or bytearray(1)
+    check(bytes(body))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=64))
+@example(b"")
+def test_random_bytes_mean_the_same(body: bytes) -> None:
+    check(body)
+
+
+@pytest.mark.parametrize("odd", ODD_FIELDS[1:], ids=lambda odd: odd.hex())
+def test_odd_field_alone_means_the_same(odd: bytes) -> None:
+    check(odd)
+
+
+def sound(count: int = 3) -> pb.StepRequest:
+    """A decode step as our client writes it."""
+    return pb.StepRequest(
+        server_epoch=2**64 - 1,
+        span=1,
+        sequence=range(7, 7 + count),
+        kind=[pb.ROW_KIND_DECODE] * count,
+        step=[1] * count,
+        position=[0] * count,
+        query_start_loc=range(count + 1),
+        hidden=wire.encode(np.ones((count, HIDDEN), LIMITS.dtype)),
+        priority=-8,
+        queue_timeout_us=2**40,
+    )
+
+
+def test_usual_form_is_walked() -> None:
+    assert check(sound().SerializeToString())
+    assert check(pb.StepRequest().SerializeToString())
+
+
+def test_every_field_is_walked() -> None:
+    message = sound()
+    message.accepted.extend([-1, 0, 2])
+    message.output = pb.OUTPUT_ROWS_LAST
+    assert {descriptor.name for descriptor, _ in message.ListFields()} == set(pb.StepRequest.DESCRIPTOR.fields_by_name)
+    assert check(message.SerializeToString())
+
+
+def read(body: bytes) -> StepRequest:
+    return read_step(parse_step(body), LIMITS, now_s=0.0, remaining_s=None)
+
+
+@pytest.mark.parametrize("span", [b"\x10\x01", b"\x10\x81\x00"], ids=["two bytes", "three bytes"])
+def test_elements_are_a_view_where_they_are_aligned(span: bytes) -> None:
+    message = sound()
+    message.ClearField("span")
+    body = span + message.SerializeToString()
+    hidden = read(body).hidden
+    is_view = np.shares_memory(hidden.view(np.uint8), np.frombuffer(body, np.uint8))
+    assert is_view == (body.index(message.hidden.inline) % 2 == 0)
+    assert hidden.flags.aligned and not hidden.flags.writeable
+    np.testing.assert_array_equal(hidden, np.ones((3, HIDDEN), LIMITS.dtype))
+
+
+def test_field_with_a_longer_tag_is_no_field_of_a_walk() -> None:
+    with pytest.raises(ValueError, match="at most 15"):
+        Walk(admin_service_pb2.GetServerInfoResponse.DESCRIPTOR, "sequence_state_bytes")
