@@ -8,7 +8,7 @@ tokens. What may differ between rounds is which rows share a request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -39,6 +39,20 @@ _OUTPUT_ROWS = {"all": layers.OUTPUT_ROWS_ALL, "last": layers.OUTPUT_ROWS_LAST, 
 Wave: TypeAlias = list[tuple[Job, Part]]
 """The rows of one request."""
 
+Result: TypeAlias = StepAnswer | DeltalineError
+"""What became of a request."""
+
+
+def request_fields(server_epoch: int, options: StepOptions, **columns: Any) -> layers.StepRequest:
+    """A StepRequest but for its tensor: what the options say, and the columns of its rows."""
+    return layers.StepRequest(
+        server_epoch=server_epoch,
+        span=options.get("span", 0),
+        priority=options.get("priority", 0),
+        queue_timeout_us=round((options.get("queue_timeout_s") or 0.0) * 1e6),
+        **columns,
+    )
+
 
 class Exchange:
     """Sends the steps of a call's jobs and applies the answers. One deadline for all of them."""
@@ -46,7 +60,7 @@ class Exchange:
     def __init__(self, client: ClientState, limits: ServerInfo, options: StepOptions) -> None:
         self._limits = limits
         self._options = options
-        self._attempts = client._attempts(options.get("timeout_s"))
+        self.attempts = client._attempts(options.get("timeout_s"))
         self._last_number = 0
         row_bytes = limits.hidden_size * limits.dtype.itemsize
         self._limit = max(1, limits.inline_limit_bytes // row_bytes)
@@ -55,28 +69,35 @@ class Exchange:
         self.request_error: DeltalineError | None = None
         """What ended the last request as a whole, if it was not answered per row."""
 
-    def run(self, jobs: Sequence[Job]) -> Flow[None]:
-        """Send steps of each job until all its tokens are applied or it has an error."""
+    def run(self, jobs: Sequence[Job], sent: Wave | None = None, answer: Result | None = None) -> Flow[None]:
+        """Send steps of each job until all its tokens are applied or it has an error.
+
+        sent, answer: a request that was made of the jobs before, and what it came to: it counts as the first round.
+        """
         waiting, errors = list(jobs), dict[Job, DeltalineError]()
         while waiting:
-            if self._attempts.next_timeout_s() <= 0:
+            if self.attempts.next_timeout_s() <= 0:
                 self.request_error = DeadlineExceeded("the call's timeout is over")
                 for job in waiting:
                     job.error = errors.get(job, self.request_error)
                 return
             done_before = [job.tokens_done for job in waiting]
-            yield from self._round(waiting)
+            if sent is not None and answer is not None:
+                self._take(sent, answer)
+                sent = None
+            else:
+                yield from self._round(waiting)
             errors = {}
             for job in waiting:
                 job.settle()
                 if not job.is_over and job.parts and job.parts[0].error is not None:
                     errors[job] = job.parts[0].error
-            delay_s = self._attempts.delay_s(*(error.retry_after_s for error in errors.values()))
+            delay_s = self.attempts.delay_s(*(error.retry_after_s for error in errors.values()))
             for job, error in errors.items():
                 if delay_s is None or not self._may_retry(error):
                     job.error = error
             if any(job.tokens_done > done for job, done in zip(waiting, done_before, strict=True)):
-                self._attempts.progressed()
+                self.attempts.progressed()
             waiting = [job for job in waiting if not job.is_over]
             if waiting and errors and delay_s is not None:
                 yield Sleep(delay_s)
@@ -98,7 +119,7 @@ class Exchange:
                 yield Send(self._last_number, self._request(wave))
             if not in_flight:
                 return
-            answer = yield Receive(max(0.0, self._attempts.timeout_s()))
+            answer = yield Receive(max(0.0, self.attempts.timeout_s()))
             if answer is None:
                 late = DeadlineExceeded("no answer in time")
                 for wave in in_flight.values():
@@ -147,9 +168,9 @@ class Exchange:
         """The serialised StepRequest of a wave, in pieces."""
         job, part = wave[0]
         rows = [part for _, part in wave]
-        fields = layers.StepRequest(
-            server_epoch=job.sequence.server_epoch,
-            span=self._options.get("span", 0),
+        fields = request_fields(
+            job.sequence.server_epoch,
+            self._options,
             sequence=[job.sequence.handle for job, _ in wave],
             kind=[job.kind for job, _ in wave],
             step=[part.step for part in rows],
@@ -157,13 +178,11 @@ class Exchange:
             accepted=[part.accepted for part in rows],
             query_start_loc=np.cumsum([0, *(part.count for part in rows)]).tolist(),
             output=_OUTPUT_ROWS[job.wanted(part)],
-            priority=self._options.get("priority", 0),
-            queue_timeout_us=round((self._options.get("queue_timeout_s") or 0.0) * 1e6),
         )
         hidden = [job.hidden[part.start : part.start + part.count] for job, part in wave]
         return step_request(fields, hidden if len(hidden) == 1 else [np.concatenate(hidden)])
 
-    def _take(self, wave: Wave, answer: StepAnswer | DeltalineError) -> bool:
+    def _take(self, wave: Wave, answer: Result) -> bool:
         """Note what became of the rows of a request; tell whether all were applied."""
         try:
             if isinstance(answer, DeltalineError):
@@ -210,9 +229,13 @@ class Exchange:
                 part.reply = outputs[start[row] : start[row + 1]], fields.position[row], outcome
         for job, _ in wave:
             job.settle()
+        self.note_time(fields)
+        return not statuses
+
+    def note_time(self, fields: layers.StepResponse) -> None:
+        """Add the server's time for a request."""
         if fields.HasField("timing"):
             self.timing = self.timing.plus(fields.timing)
-        return not statuses
 
     def _outputs(self, answer: StepAnswer) -> Array:
         """The reply's output rows [rows, hidden_size]. Raises ProtocolError."""

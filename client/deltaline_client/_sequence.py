@@ -29,7 +29,7 @@ from deltaline_client._types import Output, RowOutcome
 NO_COMMIT = -1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Progress:
     """How far one span of a sequence is: steps done, tokens committed, and what is pending.
 
@@ -69,6 +69,12 @@ class Progress:
 
     def committed(self, position: int) -> None:
         """The server has made the remembered commit; `position` tokens are committed."""
+        self.position, self.pending_tokens = position, 0
+        self.accepted, self.commit_in_doubt = None, False
+
+    def advance(self, position: int) -> None:
+        """The server has applied the next step, which leaves no verify pending; `position` tokens are committed."""
+        self.step += 1
         self.position, self.pending_tokens = position, 0
         self.accepted, self.commit_in_doubt = None, False
 

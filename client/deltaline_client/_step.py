@@ -75,6 +75,11 @@ def _run(client: ClientState, jobs: list[Job], limits: ServerInfo, options: Step
     finally:
         for job in held:
             job.leave()
+    return gathered(jobs, exchange)
+
+
+def gathered(jobs: Sequence[Job], exchange: Exchange) -> StepResult:
+    """The results of jobs that are over. Raises: StepError; the error itself when nothing at all ran because of it."""
     results = tuple(map(RowResult.from_job, jobs))
     if all(job.error is None for job in jobs):
         return StepResult(results, exchange.timing)
