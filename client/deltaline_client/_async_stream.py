@@ -74,7 +74,7 @@ class _Live:
         """Deliver answers until the stream ends, then its error to whoever still waits."""
         error: DeltalineError | None = None
         try:
-            while (body := await self._call.read()) is not grpc.aio.EOF:
+            async for body in self._call:  # read() would drop what came before the stream broke
                 self._pending.deliver(*read_stream_response(body))
         except DeltalineError as unreadable:
             error = unreadable

@@ -104,6 +104,8 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self.opened: dict[bytes, list[int]] = {}
         self.faults: defaultdict[str, deque[Fault]] = defaultdict(deque)
         self.requests: defaultdict[str, list[Any]] = defaultdict(list)
+        self.streams_opened = 0
+        self.script: Callable[[Any, Any], Iterator[Any]] | None = None
         self.arrived, self.released = threading.Event(), threading.Event()
         self.lock = threading.Lock()
         self.server = grpc.server(futures.ThreadPoolExecutor(8))
@@ -138,6 +140,9 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
 
     def StepStream(self, request_iterator: Any, context: Any) -> Any:
         """Steps in the order of the stream; a lost reply is a broken stream."""
+        self.streams_opened += 1
+        if self.script is not None:
+            yield from self.script(request_iterator, context)
         for message in request_iterator:
             answer = layers.StepStreamResponse(correlation_id=message.correlation_id)
             if self.faults["Step"] and self.faults["Step"][0].status is not None:
