@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.earlier_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.step import StepRequest
 
@@ -97,6 +98,7 @@ class KeptReplies:
         self.used_bytes = 0
         self._kept: list[list[Answers | KeptReply | None]] = [[None] * num_slots for _ in range(num_spans)]
         self._bytes = np.zeros((num_spans, num_slots), dtype=np.int64)
+        self.earlier = EarlierReplies(KEPT_STEPS)
 
     def reserve(self, num_bytes: int, span: int, slots: NDArray[np.int64]) -> None:
         """Set aside bytes for replies to come.
@@ -105,6 +107,7 @@ class KeptReplies:
         replies, those are given up: whoever sends the next step, with none in flight, has had the one before. Raises
         RequestError REPLY_BYTES_EXHAUSTED; then nothing is set aside or given up.
         """
+        self.earlier.give_up(self.used_bytes + num_bytes + self.earlier.used_bytes - self.limit_bytes)
         if self.used_bytes + num_bytes > self.limit_bytes:
             present = int(self._bytes[span, slots].sum())
             free = self.limit_bytes - self.used_bytes + present
@@ -117,6 +120,20 @@ class KeptReplies:
             for slot in slots.tolist():
                 self._forget(span, slot)
         self.used_bytes += num_bytes
+
+    def keep_earlier(self, span: int, slot: int, answer: PrefillAnswer | None) -> None:
+        """A step of a cell is done: keep its answer beside those of the PREFILL steps before it; None ends them."""
+        if answer is None:
+            self.earlier.end(span, slot)
+        else:
+            self.earlier.add(span, slot, answer, self.limit_bytes - self.used_bytes - self.earlier.used_bytes)
+
+    def get_earlier(self, span: int, slot: int, step: int, fingerprint: Fingerprint) -> KeptReply | None:
+        """The reply to a PREFILL step before the latest, if it is kept and answered the same request."""
+        answer = self.earlier.get(span, slot, step)
+        if answer is None or Fingerprint.of(answer.request, 0) != fingerprint:
+            return None
+        return KeptReply(fingerprint, answer.outputs, answer.position)
 
     def cancel(self, num_bytes: int) -> None:
         """Give back bytes that were reserved for a step that was refused after all."""
@@ -142,6 +159,7 @@ class KeptReplies:
         """Forget the replies of a slot on every span."""
         for span in range(len(self._kept)):
             self._forget(span, slot)
+            self.earlier.end(span, slot)
 
     def _forget(self, span: int, slot: int) -> None:
         self._supersede(span, [slot])

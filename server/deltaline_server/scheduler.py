@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.batch import Piece, Run, choose_pieces, lay_out
+from deltaline_server.earlier_replies import PrefillAnswer, is_streamed
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.job import Job, RowState
 from deltaline_server.job_queue import JobQueue, Limits, Load
@@ -223,3 +224,9 @@ class Scheduler:
         rows_by_slot = dict(zip(slots, rows, strict=True))
         answers = Answers(job.request, job.outputs, job.output_start, job.position, rows_by_slot, 0)
         self._table.replies.put(span, answers, job.reserved_bytes[finished])
+        if is_streamed(job.request):
+            answer = PrefillAnswer(int(job.request.step[0]), job.request, job.outputs, int(job.position[0]))
+            self._table.replies.keep_earlier(span, slots[0], answer)
+        elif self._table.replies.earlier.used_bytes:
+            for slot in slots:
+                self._table.replies.keep_earlier(span, slot, None)
