@@ -12,7 +12,7 @@ import grpc.aio
 
 from deltaline.wire import Piece
 from deltaline_client._channel import error_of
-from deltaline_client._exceptions import Cancelled, DeltalineError
+from deltaline_client._exceptions import Cancelled, DeltalineError, Unavailable
 from deltaline_client._flow import Answer
 from deltaline_client._messages import read_stream_response, stream_request
 from deltaline_client._pending import Pending, broken
@@ -79,8 +79,10 @@ class _Live:
         except DeltalineError as unreadable:
             error = unreadable
             self._call.cancel()
-        except grpc.RpcError as failure:
-            error = error_of(failure)
+        except grpc.aio.AioRpcError as failure:
+            # A write on a broken connection makes grpc.aio report an internal error of its own in place of the cause.
+            is_own = failure.code() is grpc.StatusCode.INTERNAL
+            error = Unavailable("the connection broke") if is_own else error_of(failure)
         except asyncio.CancelledError:
             error = Cancelled("the client was disconnected")
         finally:

@@ -89,7 +89,7 @@ def prefill_one(
 ) -> Flow[Array]:
     """Add tokens: hidden [n, hidden_size]. Returns the wanted output rows: [n, .], [1, .] or [0, hidden_size].
 
-    More tokens than one request may carry are sent as several steps, one after the other.
+    More tokens than one request may carry are streamed as several steps, a few of them in flight at once.
     """
     return (yield from _only(step(sequence._client, [Row.prefill(sequence, hidden)], output=output, **options)))
 

@@ -133,7 +133,7 @@ def test_a_prefill_that_is_refused_for_good_says_how_far_it_came(driven: Any, se
 def test_replies_that_are_lost_with_the_stream(
     driven: Any, server: Any, script: Script, pool: ThreadPoolExecutor, output: Any
 ) -> None:
-    """A server keeps the last reply only: what was applied stays applied, and lost outputs are told."""
+    """A server that gave replies up: what was applied stays applied, and lost outputs are told."""
     sequence = driven.do(driven.client.open())
     prompt = tokens(3 * LIMIT)
     call = pool.submit(lambda: driven.do(sequence.prefill(prompt, output=output)))
