@@ -10,9 +10,10 @@ import grpc
 import grpc.aio
 
 from deltaline_client import _calls, _commit, _sequences, _step
-from deltaline_client._channel import OPTIONS, bind, error_of
+from deltaline_client._async_stream import AsyncStepStream, Mailbox
+from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
 from deltaline_client._exceptions import DeltalineError
-from deltaline_client._flow import Flow, Sleep, awaited
+from deltaline_client._flow import Flow, Receive, Send, Sleep, awaited
 from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
 from deltaline_client._state import ClientState, info
@@ -36,15 +37,30 @@ class AsyncClient(ClientState):
         self._address = address
         self._channel: grpc.aio.Channel | None = None
         self._methods: dict[str, Any] = {}
+        self._stream: AsyncStepStream | None = None
 
     async def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""
-        if self._channel is None:  # a grpc.aio channel must be made inside its event loop
+        if self._channel is None or self._stream is None:  # a grpc.aio channel must be made inside its event loop
             self._channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
             self._methods = bind(self._channel)
+            self._stream = AsyncStepStream(bind_stream(self._channel))
+        mailbox: Mailbox = asyncio.Queue()
         try:
             command = next(flow)
             while True:
+                if isinstance(command, Send):
+                    self._stream.send(command.number, command.request, mailbox)
+                    command = flow.send(None)
+                    continue
+                if isinstance(command, Receive):
+                    try:
+                        async with asyncio.timeout(command.timeout_s):
+                            answer = await mailbox.get()
+                    except TimeoutError:
+                        answer = None
+                    command = flow.send(answer)
+                    continue
                 if isinstance(command, Sleep):
                     await asyncio.sleep(command.seconds)
                     command = flow.send(None)
@@ -87,7 +103,8 @@ class AsyncClient(ClientState):
 
     async def disconnect(self) -> None:
         """Close the channel. Sequences stay open on the server."""
-        if self._channel is not None:
+        if self._channel is not None and self._stream is not None:
+            await self._stream.close()
             await self._channel.close()
 
     async def __aenter__(self) -> Self:

@@ -10,15 +10,17 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from deltaline_client._arrays import Array, as_numpy
+from deltaline_client._arrays import Array, as_hidden, as_numpy
 from deltaline_client._commit import commit as commit_batch
+from deltaline_client._exchange import Exchange
 from deltaline_client._flow import Flow
+from deltaline_client._plain import PlainDecode
 from deltaline_client._rows import Row, StepError, StepResult
 from deltaline_client._sequence import SequenceRecord
 from deltaline_client._sequences import close as close_batch
-from deltaline_client._state import ClientState
+from deltaline_client._state import ClientState, info
+from deltaline_client._step import gathered, step
 from deltaline_client._step import resume as resume_batch
-from deltaline_client._step import step
 from deltaline_client._types import Output, StepOptions
 
 # On a client: one row for each of several sequences.
@@ -41,7 +43,16 @@ def decode(
     client: ClientState, sequences: Sequence[SequenceRecord], hidden: Any, **options: Unpack[StepOptions]
 ) -> Flow[Array]:
     """Add one token to each sequence: hidden [N, hidden_size]. Returns the outputs [N, hidden_size]."""
-    rows = _rows(Row.decode, sequences, as_numpy(hidden))
+    limits = yield from info(client)
+    array = as_numpy(hidden)
+    _check_count(sequences, array)
+    if array.ndim == 2:
+        plain = PlainDecode(sequences, as_hidden(array, "hidden", limits.hidden_size, limits.dtype), options)
+        if plain.is_ordinary(limits):
+            exchange = Exchange(client, limits, options)
+            done = yield from plain.run(exchange)
+            return np.concatenate(gathered(done, exchange).outputs) if isinstance(done, list) else done
+    rows = _rows(Row.decode, sequences, array)
     return np.concatenate((yield from step(client, rows, **options)).outputs)
 
 
@@ -59,11 +70,15 @@ def verify(
 def _rows(
     make: Callable[[SequenceRecord, object], Row], sequences: Sequence[SequenceRecord], hidden: Sequence[Any] | Array
 ) -> list[Row]:
+    _check_count(sequences, hidden)
+    return [make(sequence, row) for sequence, row in zip(sequences, hidden, strict=True)]
+
+
+def _check_count(sequences: Sequence[SequenceRecord], hidden: Sequence[Any] | Array) -> None:
     if len(hidden) != len(sequences):
         raise ValueError(f"hidden: expected {len(sequences)} rows, one per sequence, got {len(hidden)}")
     if not sequences:
         raise ValueError("sequences: expected at least one")
-    return [make(sequence, row) for sequence, row in zip(sequences, hidden, strict=True)]
 
 
 # On a sequence.
@@ -74,7 +89,7 @@ def prefill_one(
 ) -> Flow[Array]:
     """Add tokens: hidden [n, hidden_size]. Returns the wanted output rows: [n, .], [1, .] or [0, hidden_size].
 
-    More tokens than one request may carry are sent as several steps, one after the other.
+    More tokens than one request may carry are streamed as several steps, a few of them in flight at once.
     """
     return (yield from _only(step(sequence._client, [Row.prefill(sequence, hidden)], output=output, **options)))
 

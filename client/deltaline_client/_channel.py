@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol, cast
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from deltaline_client._exceptions import DeltalineError
-from deltaline_client._state import MAX_MESSAGE_BYTES, METHODS
+from deltaline_client._state import MAX_MESSAGE_BYTES, METHODS, STEP_STREAM
 from deltaline_client._statuses import from_status
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -34,14 +34,17 @@ def bind(channel: Any) -> dict[str, Any]:
     """Return a callable per method path on a channel of grpc or grpc.aio."""
     return {
         method.path: channel.unary_unary(
-            method.path, request_serializer=_serialize, response_deserializer=method.response_type.FromString
+            method.path,
+            request_serializer=method.request_type.SerializeToString,
+            response_deserializer=method.response_type.FromString,
         )
         for method in METHODS
     }
 
 
-def _serialize(request: Message | bytes) -> bytes:
-    return request if isinstance(request, bytes) else request.SerializeToString()
+def bind_stream(channel: Any) -> Any:
+    """Return the callable that opens a StepStream on a channel of grpc or grpc.aio; it takes and gives bytes."""
+    return channel.stream_stream(STEP_STREAM)
 
 
 class _Ended(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from types import TracebackType
 from typing import Self, TypeVar
@@ -9,12 +10,13 @@ from typing import Self, TypeVar
 import grpc
 
 from deltaline_client import _calls, _commit, _sequences, _step
-from deltaline_client._channel import OPTIONS, bind, error_of
+from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
 from deltaline_client._exceptions import DeltalineError
-from deltaline_client._flow import Flow, Sleep, blocking
+from deltaline_client._flow import Flow, Receive, Send, Sleep, blocking
 from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
 from deltaline_client._state import ClientState, info
+from deltaline_client._stream import Mailbox, StepStream
 
 T = TypeVar("T")
 
@@ -36,12 +38,25 @@ class Client(ClientState):
         super().__init__(timeout, retry or Retry())
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._methods = bind(self._channel)
+        self._stream = StepStream(bind_stream(self._channel))
 
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""
+        mailbox: Mailbox = queue.SimpleQueue()
         try:
             command = next(flow)
             while True:
+                if isinstance(command, Send):
+                    self._stream.send(command.number, command.request, mailbox)
+                    command = flow.send(None)
+                    continue
+                if isinstance(command, Receive):
+                    try:
+                        answer = mailbox.get(timeout=command.timeout_s)
+                    except queue.Empty:
+                        answer = None
+                    command = flow.send(answer)
+                    continue
                 if isinstance(command, Sleep):
                     time.sleep(command.seconds)
                     command = flow.send(None)

@@ -1,6 +1,7 @@
 """Flows: what the client does, written once as generators that know no I/O.
 
-A flow yields a Call or a Sleep, is sent the response (or is thrown an exception), and returns its result. The two
+A flow yields a Call, Sleep, Send or Receive, is sent what that gives (or is thrown an exception), and returns its
+result. Calls are unary; steps go by Send and Receive over the client's stream of steps, many in flight at once. The two
 drivers are `Client` (threads, grpc) and `AsyncClient` (asyncio, grpc.aio); `blocking` and `awaited` turn a flow into
 their methods.
 """
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from google.protobuf.message import Message
+
+from deltaline.wire import Piece
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,13 +36,10 @@ class Method(Generic[Request, Response]):
 
 @dataclass(frozen=True)
 class Call:
-    """Make one attempt at a method. Resumed with the response, or thrown a DeltalineError.
-
-    request: the message, or its serialised bytes.
-    """
+    """Make one attempt at a method. Resumed with the response, or thrown a DeltalineError."""
 
     method: Method[Any, Any]
-    request: Message | bytes
+    request: Message
     timeout_s: float
 
 
@@ -50,10 +50,31 @@ class Sleep:
     seconds: float
 
 
-Flow: TypeAlias = Generator[Call | Sleep, Any, T]
+@dataclass(frozen=True)
+class Send:
+    """Put a step on the stream. Resumed with None at once; the Answer comes by Receive.
+
+    number: names the step within the flow. request: a serialised StepRequest as pieces, copied before the flow goes on.
+    """
+
+    number: int
+    request: Sequence[Piece]
 
 
-def call(method: Method[Request, Response], request: Request | bytes, timeout_s: float) -> Flow[Response]:
+@dataclass(frozen=True)
+class Receive:
+    """Wait for an answer to any Send of this flow. Resumed with an Answer, or with None when the time is over."""
+
+    timeout_s: float
+
+
+Answer: TypeAlias = tuple[int, Any]
+"""The number of a Send, and its StepAnswer or the DeltalineError that took its place."""
+
+Flow: TypeAlias = Generator[Call | Sleep | Send | Receive, Any, T]
+
+
+def call(method: Method[Request, Response], request: Request, timeout_s: float) -> Flow[Response]:
     """Make one attempt at a method and return its response. Raises DeltalineError."""
     return cast(Response, (yield Call(method, request, timeout_s)))
 

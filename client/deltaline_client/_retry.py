@@ -76,6 +76,10 @@ class Attempts:
     def next_timeout_s(self) -> float:
         """Count an attempt and return how long it may take, seconds; 0 or less when the deadline is over."""
         self._made += 1
+        return self.timeout_s()
+
+    def timeout_s(self) -> float:
+        """How long to wait from now for a sign of the attempt under way, seconds; 0 or less as above."""
         return min(self._retry.attempt_timeout_s, self._deadline - self._retry.clock())
 
     def delay_s(self, *retry_after_s: float | None) -> float | None:

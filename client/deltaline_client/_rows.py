@@ -74,10 +74,11 @@ class RowResult:
     @classmethod
     def from_job(cls, job: Job) -> RowResult:
         """Read what a job that is over has gathered."""
-        if len(job.outputs) == 1:
-            output = job.outputs[0]
-        else:
-            output = np.concatenate([np.empty((0, job.hidden.shape[1]), job.hidden.dtype), *job.outputs])
+        output = job.result
+        if output is None:
+            output = np.empty((0, job.hidden.shape[1]), job.hidden.dtype)
+        elif job.output == "all":
+            output = output[: job.tokens_done]
         return cls(job.sequence, job.outcome, output, job.tokens_done, job.progress.position, job.error)
 
 

@@ -1,12 +1,13 @@
 """What the client remembers of a sequence, and of one row on its way to the server. Sends nothing.
 
-A Progress advances only when the server has answered that a step was applied. A Job is one row of a call: it may be cut
-into several consecutive steps (a prefill larger than a request may be), each the next piece of the row. While a step's
-outcome is unknown its job stays in `Progress.unfinished`, so that exactly the same step can be sent again.
+A Progress advances only when the server has answered that a step was applied. A Job is one row of a call: it may be
+cut into several consecutive steps (a prefill larger than a request may be), each a Part. While a step's outcome is
+unknown its job stays in `Progress.unfinished`, so that exactly the same step can be sent again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from deltaline_client._exceptions import (
     DeltalineError,
     NothingToCommit,
     SequenceBusy,
+    StepStale,
     StepUnfinished,
 )
 from deltaline_client._state import ClientState
@@ -27,7 +29,7 @@ from deltaline_client._types import Output, RowOutcome
 NO_COMMIT = -1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Progress:
     """How far one span of a sequence is: steps done, tokens committed, and what is pending.
 
@@ -70,6 +72,12 @@ class Progress:
         self.position, self.pending_tokens = position, 0
         self.accepted, self.commit_in_doubt = None, False
 
+    def advance(self, position: int) -> None:
+        """The server has applied the next step, which leaves no verify pending; `position` tokens are committed."""
+        self.step += 1
+        self.position, self.pending_tokens = position, 0
+        self.accepted, self.commit_in_doubt = None, False
+
     def acquire(self) -> None:
         """Begin a call. Raises SequenceBusy."""
         if self.busy:
@@ -107,12 +115,34 @@ class SequenceRecord:
         return f"{type(self).__name__}(handle={self.handle:#x}, position={self.position})"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
+class Part:
+    """One step of a job: tokens start .. start + count of its row.
+
+    step, position, accepted: as they go on the wire, fixed once and for all: a step sent again is the same step.
+    in_doubt: it was sent and may have been applied. was_in_doubt: so it was before it was sent last. error: why it was
+    not applied, when last sent. reply: its outputs (a view), the position after it, and its outcome.
+    """
+
+    step: int
+    position: int
+    accepted: int
+    start: int
+    count: int
+    in_doubt: bool = False
+    was_in_doubt: bool = False
+    error: DeltalineError | None = None
+    reply: tuple[Array, int, RowOutcome] | None = None
+
+
+@dataclass(eq=False, slots=True)
 class Job:
     """One row of a call on its way: what to send, what came back.
 
-    progress: what the job advances. hidden [n, hidden_size] in the server's type. tokens_done: how many of its tokens
-    are applied. piece: tokens of the step under way. in_doubt: that step was sent and may have been applied.
+    progress: what the job advances. hidden [n, hidden_size] in the server's type. parts: steps that were cut from it
+    and are not known to be applied, in order; more than one only when the row is larger than a request may be.
+    tokens_cut, tokens_done: how many of its tokens are cut, and applied. lost: set when steps were applied whose
+    outputs can't be had any more; nothing more is cut then.
     """
 
     sequence: SequenceRecord
@@ -120,23 +150,18 @@ class Job:
     kind: layer_service_pb2.RowKind.ValueType
     hidden: Array
     output: Output
+    parts: deque[Part] = field(default_factory=deque)
+    tokens_cut: int = 0
     tokens_done: int = 0
-    piece: int = 0
-    in_doubt: bool = False
-    outputs: list[Array] = field(default_factory=list)
+    result: Array | None = None
     outcome: RowOutcome = RowOutcome.REFUSED
     error: DeltalineError | None = None
+    lost: DeltalineError | None = None
 
     @property
     def is_over(self) -> bool:
         """True when every token is applied, or an error ended the job."""
         return self.error is not None or self.tokens_done == len(self.hidden)
-
-    @property
-    def accepted(self) -> int:
-        """The commit that the step under way carries, -1 for none."""
-        accepted = self.progress.accepted
-        return NO_COMMIT if accepted is None else accepted
 
     def is_same_row(self, other: Job) -> bool:
         """Tell whether another job asks for the same: kind, tokens to the bit, outputs."""
@@ -147,31 +172,82 @@ class Job:
             and np.array_equal(self.hidden.view(np.uint8), other.hidden.view(np.uint8))
         )
 
-    def next_piece(self, budget: int, limit: int) -> int:
-        """Return how many tokens to send next when `budget` of a request's `limit` tokens are free; 0 to wait.
-
-        A step in doubt is sent again as it was. A row is cut only when no request could carry what is left of it.
-        """
-        left = len(self.hidden) - self.tokens_done
-        wanted = self.piece if self.in_doubt else left
-        if wanted <= budget:
-            return wanted
-        return budget if left > limit and not self.in_doubt else 0
-
-    def applied(self, output: Array, position: int, outcome: RowOutcome) -> None:
-        """The server has applied the step under way: advance the job and its sequence."""
+    def cut(self, count: int) -> Part:
+        """Cut the next `count` tokens off as a step, behind those that are under way."""
         progress = self.progress
-        progress.committed(position)
-        progress.step += 1
-        if self.kind == layer_service_pb2.ROW_KIND_VERIFY:
-            progress.pending_tokens = self.piece
-        if self.output == "last":
-            self.outputs.clear()
-        self.outputs.append(output)
-        self.tokens_done += self.piece
-        self.outcome, self.in_doubt = outcome, False
+        if self.parts:
+            last = self.parts[-1]
+            part = Part(last.step + 1, last.position + last.count, NO_COMMIT, self.tokens_cut, count)
+        else:
+            accepted = NO_COMMIT if progress.accepted is None else progress.accepted
+            part = Part(progress.step + 1, progress.next_position, accepted, self.tokens_cut, count)
+        self.parts.append(part)
+        self.tokens_cut += count
+        return part
+
+    def wanted(self, part: Part) -> Output:
+        """The outputs to ask for with a step: of the last token only the last step has any."""
+        return "none" if self.output == "last" and part.start + part.count < len(self.hidden) else self.output
+
+    def settle(self) -> None:
+        """Apply what was answered, in order, up to the first step that is not known to be applied."""
+        parts = self.parts
+        while parts and (parts[0].reply is not None or self._has_lost_its_reply(parts[0])):
+            part = parts.popleft()
+            if part.reply is None:
+                position, self.outcome = self._end(part), RowOutcome.REPLAYED
+                if self.wanted(part) != "none" and self.lost is None:
+                    self._lose(part)
+            else:
+                output, position, self.outcome = part.reply
+                if self.lost is None:
+                    self._keep(part, output)
+            self.progress.committed(position)
+            self.progress.step = part.step
+            if self.kind == layer_service_pb2.ROW_KIND_VERIFY:
+                self.progress.pending_tokens = part.count
+            self.tokens_done += part.count
+        if self.lost is not None and not parts:
+            self.error = self.lost
+
+    def _lose(self, part: Part) -> None:
+        first = part.position
+        self.lost = StepStale(
+            f"the tokens from position {first} on were applied, but the connection broke and their outputs are lost",
+            metadata={"step": str(part.step), "position": str(first)},
+        )
+        if self.result is not None:
+            self.result = self.result[: part.start]
+
+    def _keep(self, part: Part, output: Array) -> None:
+        if part.count == len(self.hidden) or self.output != "all":
+            self.result = output
+        else:
+            if self.result is None:
+                self.result = np.empty_like(self.hidden)
+            self.result[part.start : part.start + part.count] = output
+
+    def _end(self, part: Part) -> int:
+        """The position after a step."""
+        return part.position + (0 if self.kind == layer_service_pb2.ROW_KIND_VERIFY else part.count)
+
+    def _has_lost_its_reply(self, part: Part) -> bool:
+        """Whether a step was applied and its reply is no longer kept: a later one of this row was applied since.
+
+        The server says that it is stale, it had been sent before, and the server stands where one of our steps ends.
+        """
+        if not part.was_in_doubt or not isinstance(part.error, StepStale):
+            return False
+        told = part.error.metadata
+        return any(
+            (str(one.step), str(self._end(one))) == (told.get("step"), told.get("position")) for one in self.parts
+        )
 
     def leave(self) -> None:
-        """The call is over, whatever became of the job: keep it if its last step may have been applied."""
-        self.progress.unfinished = self if self.in_doubt else None
+        """The call is over, whatever became of the job: keep it if its next step may have been applied."""
+        is_unfinished = bool(self.parts) and self.parts[0].in_doubt
+        if not is_unfinished:  # what is refused for good took everything behind it along
+            self.parts.clear()
+            self.tokens_cut = self.tokens_done
+        self.progress.unfinished = self if is_unfinished else None
         self.progress.busy = False

@@ -16,16 +16,17 @@ OPEN = Method(_LAYERS + "OpenSequences", layers.OpenSequencesRequest, layers.Ope
 CLOSE = Method(_LAYERS + "CloseSequences", layers.CloseSequencesRequest, layers.CloseSequencesResponse)
 DESCRIBE = Method(_LAYERS + "DescribeSequences", layers.DescribeSequencesRequest, layers.DescribeSequencesResponse)
 RENEW = Method(_LAYERS + "RenewLeases", layers.RenewLeasesRequest, layers.RenewLeasesResponse)
-STEP = Method(_LAYERS + "Step", layers.StepRequest, layers.StepResponse)
 COMMIT = Method(_LAYERS + "CommitSequences", layers.CommitSequencesRequest, layers.CommitSequencesResponse)
 INFO = Method(_ADMIN + "GetServerInfo", admin.GetServerInfoRequest, admin.GetServerInfoResponse)
 LOAD = Method(_ADMIN + "GetLoad", admin.GetLoadRequest, admin.GetLoadResponse)
 DRAIN = Method(_ADMIN + "Drain", admin.DrainRequest, admin.DrainResponse)
 
+STEP_STREAM = _LAYERS + "StepStream"
+
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Most bytes of a message on the channel: far above any inline limit, which is not known before it is asked."""
 
-METHODS = (OPEN, CLOSE, DESCRIBE, RENEW, STEP, COMMIT, INFO, LOAD, DRAIN)
+METHODS = (OPEN, CLOSE, DESCRIBE, RENEW, COMMIT, INFO, LOAD, DRAIN)
 
 
 class ClientState:

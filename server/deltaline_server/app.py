@@ -144,6 +144,7 @@ class Server:
         self._tasks.clear()
         self._health.close()
         self.runtime.scheduler.stop()
+        self._layer_service.end_streams()
         await self._server.stop(self._grace_s)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
@@ -217,7 +218,7 @@ class Server:
     def _register(self, runtime: Runtime) -> None:
         """Hand the services and gauges to gRPC and to the metrics."""
         table, scheduler = runtime.table, runtime.scheduler
-        layer_service = LayerService(
+        self._layer_service = LayerService(
             table=table,
             scheduler=scheduler,
             limits=runtime.request_limits(),
@@ -226,7 +227,7 @@ class Server:
         )
         admin_service = AdminService(info=runtime.info(), table=table, scheduler=scheduler, drain=self.drain)
         self._health = Health({"": self._is_live, service.NAME: self._takes_work})
-        handlers = (layer_service.handlers(), admin_service.handlers(), self._health.handlers())
+        handlers = (self._layer_service.handlers(), admin_service.handlers(), self._health.handlers())
         self._server.add_generic_rpc_handlers(handlers)
         names = (service.NAME, admin.NAME, health.NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

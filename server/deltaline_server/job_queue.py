@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.earlier_replies import is_streamed
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.job import Job, Join
 from deltaline_server.observer import Observer
@@ -65,7 +66,7 @@ class JobQueue:
             limits.queue_rows,
             self._num_bytes,
             limits.queue_bytes,
-            replies.used_bytes,
+            replies.used_bytes + replies.earlier.used_bytes,
             replies.limit_bytes,
         )
 
@@ -115,6 +116,13 @@ class JobQueue:
             if job.admission.step[index] == step and Fingerprint.of(job.request, source_row) == fingerprint:
                 return Join(row, job, source_row)
         return ledger.refusal(Reason.STEP_CONFLICT, request.span, slot)
+
+    def find_earlier(self, request: StepRequest, row: int, slot: int) -> KeptReply | None:
+        """A step before the last one done came again: its reply, if it was a part of a streamed prefill."""
+        if not is_streamed(request):
+            return None
+        fingerprint = Fingerprint.of(request, row)
+        return self._table.replies.get_earlier(request.span, slot, int(request.step[row]), fingerprint)
 
     def reserve(
         self, request: StepRequest, rows: NDArray[np.int64], slots: NDArray[np.int64], num_joins: int

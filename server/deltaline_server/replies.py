@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.earlier_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.step import StepRequest
 
@@ -101,6 +102,7 @@ class KeptReplies:
         self._last_number = 0
         # Of each cell: the number of what is kept for it, 0 for nothing; its row there; its bytes.
         self._number, self._row, self._bytes = np.zeros((3, num_spans, num_slots), dtype=np.int64)
+        self.earlier = EarlierReplies(KEPT_STEPS)
 
     def reserve(self, num_bytes: int, span: int, slots: NDArray[np.int64]) -> None:
         """Set aside bytes for replies to come.
@@ -109,6 +111,7 @@ class KeptReplies:
         replies, those are given up: whoever sends the next step, with none in flight, has had the one before. Raises
         RequestError REPLY_BYTES_EXHAUSTED; then nothing is set aside or given up.
         """
+        self.earlier.give_up(self.used_bytes + num_bytes + self.earlier.used_bytes - self.limit_bytes)
         if self.used_bytes + num_bytes > self.limit_bytes:
             present = int(self._bytes[span, slots].sum())
             free = self.limit_bytes - self.used_bytes + present
@@ -120,6 +123,20 @@ class KeptReplies:
                 )
             self._forget(span, slots)
         self.used_bytes += num_bytes
+
+    def keep_earlier(self, span: int, slot: int, answer: PrefillAnswer | None) -> None:
+        """A step of a cell is done: keep its answer beside those of the PREFILL steps before it; None ends them."""
+        if answer is None:
+            self.earlier.end(span, slot)
+        else:
+            self.earlier.add(span, slot, answer, self.limit_bytes - self.used_bytes - self.earlier.used_bytes)
+
+    def get_earlier(self, span: int, slot: int, step: int, fingerprint: Fingerprint) -> KeptReply | None:
+        """The reply to a PREFILL step before the latest, if it is kept and answered the same request."""
+        answer = self.earlier.get(span, slot, step)
+        if answer is None or Fingerprint.of(answer.request, 0) != fingerprint:
+            return None
+        return KeptReply(fingerprint, answer.outputs, answer.position)
 
     def cancel(self, num_bytes: int) -> None:
         """Give back bytes that were reserved for a step that was refused after all."""
@@ -145,6 +162,7 @@ class KeptReplies:
         """Forget the replies of a slot on every span."""
         for span in range(self._num_spans):
             self._forget(span, np.array([slot]))
+            self.earlier.end(span, slot)
 
     def _add(self, kept: Answers | KeptReply) -> int:
         """Keep it under a number of its own."""

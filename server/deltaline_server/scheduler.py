@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.batch import Piece, Run, choose_pieces, lay_out
+from deltaline_server.earlier_replies import PrefillAnswer, is_streamed
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.job import Job, RowState
 from deltaline_server.job_queue import JobQueue, Limits, Load
@@ -222,3 +223,9 @@ class Scheduler:
         slots, rows = job.admission.slots[finished], job.admission.rows[finished]
         answers = Answers(job.request, job.outputs, job.output_start, job.position, slots, rows)
         self._table.replies.put(span, answers, job.reserved_bytes[finished])
+        if is_streamed(job.request):
+            answer = PrefillAnswer(int(job.request.step[0]), job.request, job.outputs, int(job.position[0]))
+            self._table.replies.keep_earlier(span, int(slots[0]), answer)
+        elif self._table.replies.earlier.used_bytes:
+            for slot in slots.tolist():
+                self._table.replies.keep_earlier(span, slot, None)

@@ -20,12 +20,15 @@ from deltaline_server.observer import Observer
 from deltaline_server.request import RequestLimits
 from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequences import SequenceTable
-from deltaline_server.step import StepResult
+from deltaline_server.step import StepRequest, StepResult
 from deltaline_server.step_message import StepMessage, StreamStep, parse_step, parse_stream_step
+from deltaline_server.stream_room import StreamRoom
 
 NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
-# Steps of one stream that are taken and whose replies are not sent: it bounds what a slow reader makes the server hold.
+# Steps of a stream that are taken and whose replies are not written, and bytes of their tensors: they bound what a fast
+# writer or a slow reader makes the server hold. Enough for a prefill of 1 MiB steps with others beside it.
 STREAM_STEPS = 64
+STREAM_BYTES = 16 * 2**20
 
 
 class LayerService:
@@ -43,6 +46,7 @@ class LayerService:
         """`observer` counts what streams refuse; `clock` is the scheduler's: monotonic seconds."""
         self._table, self._scheduler, self._limits = table, scheduler, limits
         self._observer, self._clock = observer, clock
+        self._stream_readers: set[asyncio.Task[None]] = set()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -103,28 +107,32 @@ class LayerService:
     async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[bytes]:
         """Apply steps as they come and answer each when it is done.
 
-        At most STREAM_STEPS are taken and unanswered; beyond that the stream is not read, and gRPC's flow control holds
-        the client. A message that can't be parsed ends the stream once the steps before it are answered.
+        At most STREAM_STEPS with STREAM_BYTES are taken and not answered; beyond that the stream is not read, and
+        gRPC's flow control holds the client. A message that can't be parsed ends the stream once the steps before it
+        are answered; so does `end_streams`.
         """
-        answers: asyncio.Queue[tuple[int, StepResult | BaseException] | None] = asyncio.Queue()
-        room = asyncio.Semaphore(STREAM_STEPS)
+        answers: asyncio.Queue[tuple[int, int, StepResult | BaseException] | None] = asyncio.Queue()
+        room = StreamRoom(STREAM_STEPS, STREAM_BYTES)
         num_taken = 0
 
-        def answer(correlation_id: int, done: asyncio.Future[StepResult]) -> None:
-            answers.put_nowait((correlation_id, done.exception() or done.result()))
+        def answer(correlation_id: int, num_bytes: int, done: asyncio.Future[StepResult]) -> None:
+            answers.put_nowait((correlation_id, num_bytes, done.exception() or done.result()))
 
         async def take() -> None:
             nonlocal num_taken
             try:
                 async for message in messages:
-                    await room.acquire()
+                    step = self._read_safely(message.step, context)
+                    num_bytes = step.hidden.nbytes if isinstance(step, StepRequest) else 0
+                    await room.take(num_bytes)
                     num_taken += 1
-                    future = self._submit_safely(message.step, context)
-                    future.add_done_callback(partial(answer, message.correlation_id))
+                    future = self._submit_safely(step)
+                    future.add_done_callback(partial(answer, message.correlation_id, num_bytes))
             finally:
                 answers.put_nowait(None)
 
         reader = asyncio.create_task(take())
+        self._stream_readers.add(reader)
         num_answered, is_over = 0, False
         try:
             while not (is_over and num_answered == num_taken):
@@ -132,23 +140,44 @@ class LayerService:
                 if answered is None:
                     is_over = True
                 else:
-                    yield self._stream_response(*answered)
+                    correlation_id, num_bytes, result = answered
+                    yield self._stream_response(correlation_id, result)  # goes on when gRPC has taken the reply
                     num_answered += 1
-                    room.release()
-            await reader
+                    room.give(num_bytes)
+            await asyncio.wait((reader,))
+            if not reader.cancelled():
+                reader.result()
         finally:
+            self._stream_readers.discard(reader)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
+    def end_streams(self) -> None:
+        """Take no more steps from streams; each ends once those that it has taken are answered."""
+        for reader in self._stream_readers:
+            reader.cancel()
+
+    def _read(self, message: StepMessage, context: Context) -> StepRequest:
+        """Check a step. Raises: RequestError."""
+        return request.read_step(message, self._limits, now_s=self._clock(), remaining_s=context.time_remaining())
+
     def _submit(self, message: StepMessage, context: Context) -> asyncio.Future[StepResult]:
         """Check a step and hand it to the scheduler. Raises: RequestError; then nothing was taken."""
-        step = request.read_step(message, self._limits, now_s=self._clock(), remaining_s=context.time_remaining())
-        return self._scheduler.submit(step)
+        return self._scheduler.submit(self._read(message, context))
 
-    def _submit_safely(self, message: StepMessage, context: Context) -> asyncio.Future[StepResult]:
-        """As `_submit`, but what it raises is in the future."""
+    def _read_safely(self, message: StepMessage, context: Context) -> StepRequest | Exception:
+        """As `_read`, but what it raises is returned."""
         try:
-            return self._submit(message, context)
+            return self._read(message, context)
+        except Exception as error:
+            return error
+
+    def _submit_safely(self, step: StepRequest | Exception) -> asyncio.Future[StepResult]:
+        """Hand a step to the scheduler; what that raises, or what is given in place of a step, is in the future."""
+        try:
+            if isinstance(step, Exception):
+                raise step
+            return self._scheduler.submit(step)
         except Exception as error:
             failed: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
             failed.set_exception(error)

@@ -73,10 +73,15 @@ def judge(request: StepRequest, table: SequenceTable, queue: JobQueue) -> Verdic
         (Reason.NON_FINITE_INPUT, is_new & ~finite),
     ):
         refusals |= {i: ledger.refusal(reason, span, int(slots[i])) for i in held[fault].tolist()}
+    kept: dict[int, KeptReply] = {}
+    for i in held[stale].tolist():
+        earlier = queue.find_earlier(request, i, int(slots[i]))
+        if earlier is not None:
+            kept[i] = earlier
+            del refusals[i]
     new = held[is_new & finite]
     admission, refused = ledger.judge(request, new, slots[new], request.lengths[new])
     refusals |= refused
-    kept: dict[int, KeptReply] = {}
     joins: list[Join] = []
     for i in held[~(stale | gap | is_new)].tolist():
         found = queue.find_repeated(request, i, int(slots[i]))

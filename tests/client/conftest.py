@@ -31,12 +31,13 @@ from deltaline_server.errors import Reason
 HIDDEN = 8
 
 
-def status_of(reason: Reason, retry_after_s: float | None = None) -> status_pb2.Status:
+def status_of(
+    reason: Reason, retry_after_s: float | None = None, step: int = 7, position: int | None = None
+) -> status_pb2.Status:
     """The status that the service sends for a reason."""
     status = status_pb2.Status(code=reason.code, message=f"refused: {reason.name}")
-    status.details.add().Pack(
-        error_details_pb2.ErrorInfo(reason=reason.name, domain="deltaline", metadata={"step": "7"})
-    )
+    metadata = {"step": str(step)} | ({} if position is None else {"position": str(position)})
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason.name, domain="deltaline", metadata=metadata))
     if retry_after_s is not None:
         retry_info = error_details_pb2.RetryInfo()
         retry_info.retry_delay.FromNanoseconds(round(retry_after_s * 1e9))
@@ -103,6 +104,8 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self.opened: dict[bytes, list[int]] = {}
         self.faults: defaultdict[str, deque[Fault]] = defaultdict(deque)
         self.requests: defaultdict[str, list[Any]] = defaultdict(list)
+        self.streams_opened = 0
+        self.script: Callable[[Any, Any], Iterator[Any]] | None = None
         self.arrived, self.released = threading.Event(), threading.Event()
         self.lock = threading.Lock()
         self.server = grpc.server(futures.ThreadPoolExecutor(8))
@@ -136,7 +139,18 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self.faults[method].append(Fault(hang=True))
 
     def StepStream(self, request_iterator: Any, context: Any) -> Any:
-        raise NotImplementedError
+        """Steps in the order of the stream; a lost reply is a broken stream."""
+        self.streams_opened += 1
+        if self.script is not None:
+            yield from self.script(request_iterator, context)
+        for message in request_iterator:
+            answer = layers.StepStreamResponse(correlation_id=message.correlation_id)
+            if self.faults["Step"] and self.faults["Step"][0].status is not None:
+                self.requests["Step"].append(message.step)
+                answer.status.CopyFrom(self.faults["Step"].popleft().status)
+            else:
+                answer.step.CopyFrom(self.Step(message.step, context))
+            yield answer
 
     def _enter(self, method: str, request: Any, context: Any) -> Fault:
         self.requests[method].append(request)
@@ -252,7 +266,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
                 if status is None:
                     result = self._row(stream, request, row, hidden[start[row] : start[row + 1]])
                     if isinstance(result, Reason):
-                        status = status_of(result)
+                        status = status_of(result, None, stream.step, stream.position)
                     else:
                         outcome, output = result
             if status is not None:

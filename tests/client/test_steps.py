@@ -135,7 +135,7 @@ def test_a_prefill_beyond_the_inline_limit_is_cut_into_steps(driven: Any, server
     expected = {"all": sums(prompt), "last": sums(prompt)[-1:], "none": sums(prompt)[:0]}[output]
     np.testing.assert_array_equal(outputs[1], expected)
     assert sequence.position == len(prompt)
-    assert [list(request.step) for request in server.requests["Step"]] == [[1, 1], [2], [3]]
+    assert [list(request.step) for request in server.requests["Step"]] == [[1], [1], [2], [3]]
     assert max(request.query_start_loc[-1] for request in server.requests["Step"]) == limit
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -14,16 +15,18 @@ import numpy as np
 import pytest
 from programs import Program, relative_error, run_together, state_of, states_differ_by
 
+from deltaline.v1 import layer_service_pb2
 from deltaline_client import AsyncClient, AsyncSequence, Retry
 from deltaline_server.app import Server
 
 TOLERANCE = 1e-4
+Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 NUM_CLIENTS, SEQUENCES_EACH, STEPS_EACH = 8, 5, 250
 
 
 class HostileProxy(grpc.GenericRpcHandler):
-    """Forwards every unary call to the server, with faults: 6% of requests and 6% of replies are lost, 6% of requests
-    come twice (the second one later, its reply is lost), 10% of replies are late."""
+    """Forwards every call, and every step of a stream, to the server, with faults: 6% of requests and 6% of replies are
+    lost, 6% of requests come twice (the second one later, its reply is lost), 10% of replies are late."""
 
     def __init__(self, address: str, seed: int) -> None:
         self._address = address
@@ -45,37 +48,61 @@ class HostileProxy(grpc.GenericRpcHandler):
         await self._channel.close()
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
-        forward = self._channel.unary_unary(details.method)
+        if details.method.endswith("/StepStream"):
+            return grpc.stream_stream_rpc_method_handler(partial(self._stream, details.method))
+        return grpc.unary_unary_rpc_method_handler(partial(self._call, self._channel.unary_unary(details.method)))
 
-        async def handle(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-            self.faults["calls"] += 1
-            fate = self._rng.random()
-            if fate < 0.06:
-                self.faults["request lost"] += 1
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way")
-            if fate > 0.94:
-                self.faults["request doubled"] += 1
-                self._stray(forward, request, float(self._rng.choice([0.0, 0.0, 0.02])))
-            try:
-                reply: bytes = await forward(request, timeout=30)
-            except grpc.aio.AioRpcError as error:
-                context.set_trailing_metadata(error.trailing_metadata())
-                await context.abort(error.code(), error.details() or "")
-            fate = self._rng.random()
-            if fate < 0.06:
-                self.faults["reply lost"] += 1
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way back")
-            if fate > 0.90:
-                self.faults["reply late"] += 1
-                await asyncio.sleep(0.01)
-            return reply
+    async def _call(self, forward: Any, request: bytes, context: Context) -> bytes:
+        await self._go(context, partial(forward, request, timeout=30))
+        try:
+            reply: bytes = await forward(request, timeout=30)
+        except grpc.aio.AioRpcError as error:
+            context.set_trailing_metadata(error.trailing_metadata())
+            await context.abort(error.code(), error.details() or "")
+        await self._come_back(context)
+        return reply
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+    async def _stream(self, method: str, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        """Each step in turn; what is lost breaks the stream."""
+        forward, far = self._channel.unary_unary(method.replace("StepStream", "Step")), None
+        try:
+            async for request in requests:
+                step = layer_service_pb2.StepStreamRequest.FromString(request).step.SerializeToString()
+                await self._go(context, partial(forward, step, timeout=30))
+                far = far or self._channel.stream_stream(method)()
+                await far.write(request)
+                reply = await far.read()
+                await self._come_back(context)
+                yield reply
+        finally:
+            if far is not None:
+                far.cancel()
 
-    def _stray(self, forward: Callable[..., Any], request: bytes, delay_s: float) -> None:
+    async def _go(self, context: Context, forward: Callable[[], Awaitable[bytes]]) -> None:
+        """Faults on the way to the server. forward: sends the request once more."""
+        self.faults["calls"] += 1
+        fate = self._rng.random()
+        if fate < 0.06:
+            self.faults["request lost"] += 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way")
+        if fate > 0.94:
+            self.faults["request doubled"] += 1
+            self._stray(forward, float(self._rng.choice([0.0, 0.0, 0.02])))
+
+    async def _come_back(self, context: Context) -> None:
+        """Faults on the way back."""
+        fate = self._rng.random()
+        if fate < 0.06:
+            self.faults["reply lost"] += 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way back")
+        if fate > 0.90:
+            self.faults["reply late"] += 1
+            await asyncio.sleep(0.01)
+
+    def _stray(self, forward: Callable[[], Awaitable[bytes]], delay_s: float) -> None:
         async def send() -> None:
             await asyncio.sleep(delay_s)
-            await asyncio.gather(forward(request, timeout=30), return_exceptions=True)
+            await asyncio.gather(forward(), return_exceptions=True)
 
         task = asyncio.create_task(send())
         self._strays.add(task)

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
-from layer_calls import HeldEngine, make_step, reason_of, refused, status_of
+from layer_calls import HIDDEN, HeldEngine, make_step, reason_of, refused, status_of
 
+from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
-from deltaline_server.app import Server
+from deltaline_server import service
+from deltaline_server.app import STOP_GRACE_S, Server
 from deltaline_server.service import STREAM_STEPS
 
 
@@ -103,3 +106,86 @@ async def test_cancelled_stream_cancels_no_step(stub: Any, engine: HeldEngine) -
     engine.release()
     answer = await stub.Step(make_step(opened))
     assert list(answer.outcome) in ([pb.ROW_OUTCOME_REPLAYED], [pb.ROW_OUTCOME_JOINED])
+
+
+async def test_stream_takes_bounded_bytes_that_wait_for_the_device(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "STREAM_BYTES", 3 * 20 * HIDDEN * 4 + 1)
+    async with make_server(max_sequences=8) as server, grpc.aio.insecure_channel(server.address) as channel:
+        engine = HeldEngine(server, monkeypatch)
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=8))
+        stream = stub.StepStream()
+        for i, num_tokens in enumerate([20] * 7 + [100]):  # the last one is larger than all the room
+            await stream.write(pb.StepStreamRequest(correlation_id=i, step=make_prefill(opened, i, num_tokens)))
+        await stream.done_writing()
+        await engine.holds_one()
+        await asyncio.sleep(0.1)
+        assert server.runtime.scheduler.load().queued_rows == 3
+        assert (await stub.DescribeSequences(describe(opened))).sequences  # other calls go on
+        engine.release()
+        assert sorted([answer.correlation_id async for answer in stream]) == list(range(8))
+
+
+async def test_reader_that_stops_holds_the_writer(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replies of 128 KiB that nobody reads: only what is in the transport's windows and in the room gets through."""
+    num_tokens, count, room = 1024, 80, 4
+    monkeypatch.setattr(service, "STREAM_BYTES", room * num_tokens * HIDDEN * 4)
+    async with make_server(max_sequences=1) as server, grpc.aio.insecure_channel(server.address) as channel:
+        submitted = 0
+        submit = server.runtime.scheduler.submit
+
+        def counted(request: Any) -> Any:
+            nonlocal submitted
+            submitted += 1
+            return submit(request)
+
+        monkeypatch.setattr(server.runtime.scheduler, "submit", counted)
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+        stream = stub.StepStream()
+
+        async def write() -> None:
+            for i in range(count):
+                step = make_prefill(opened, 0, num_tokens, step=i + 1, position=[i * num_tokens])
+                await stream.write(pb.StepStreamRequest(correlation_id=i, step=step))
+            await stream.done_writing()
+
+        writer = asyncio.create_task(write())
+        before = -1
+        while submitted > before:  # until nothing moves any more
+            before = submitted
+            await asyncio.sleep(0.3)
+        assert not writer.done()
+        assert room < submitted < 0.75 * count
+        assert [answer.correlation_id async for answer in stream] == list(range(count))
+        await writer
+
+
+async def test_stream_ends_when_the_server_stops(make_server: Callable[..., Server]) -> None:
+    """An idle stream, as every client holds one, does not hold the stop up."""
+    async with make_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+        stream = stub.StepStream()
+        await stream.write(pb.StepStreamRequest(correlation_id=1, step=make_step(opened)))
+        assert (await stream.read()).correlation_id == 1
+        begin = asyncio.get_running_loop().time()
+        await server.stop()
+        assert asyncio.get_running_loop().time() - begin < STOP_GRACE_S / 2
+        assert await stream.code() is grpc.StatusCode.OK
+
+
+def make_prefill(opened: pb.OpenSequencesResponse, row: int, num_tokens: int, **fields: Any) -> pb.StepRequest:
+    """A prefill step of one of the opened sequences."""
+    hidden = wire.encode(np.ones((num_tokens, HIDDEN), np.float32))
+    values = {"kind": [pb.ROW_KIND_PREFILL], "query_start_loc": [0, num_tokens], "hidden": hidden}
+    number = fields.pop("step", 1)
+    return make_step(opened, number, rows=slice(row, row + 1), **(values | fields))
+
+
+def describe(opened: pb.OpenSequencesResponse) -> pb.DescribeSequencesRequest:
+    return pb.DescribeSequencesRequest(server_epoch=opened.server_epoch, sequence=opened.sequence)

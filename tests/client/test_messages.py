@@ -1,0 +1,117 @@
+"""Messages of steps as bytes, against protobuf's own parser and serialiser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from deltaline import wire
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline.v1 import tensor_pb2
+from deltaline_client import ProtocolError, QueueFull
+from deltaline_client._messages import StepAnswer, read_stream_response, step_request, stream_request
+
+
+def response(rows: int = 3, **fields: Any) -> layers.StepStreamResponse:
+    hidden = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
+    values: dict[str, Any] = {
+        "outcome": [1] * rows,
+        "position": [2**63] * rows,
+        "output_start_loc": range(rows + 1),
+        "hidden": wire.encode(hidden) if rows else None,
+        "timing": layers.StepTiming(queue_ns=5),
+    }
+    return layers.StepStreamResponse(correlation_id=2**40, step=layers.StepResponse(**(values | fields)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=str)
+def test_a_request_is_what_protobuf_reads(dtype: Any) -> None:
+    hidden = np.arange(24).reshape(6, 4).astype(dtype)
+    fields = layers.StepRequest(server_epoch=7, sequence=[1, 2], accepted=[-1, 0], priority=-3)
+    body = stream_request(300, step_request(fields, [hidden[:2], hidden[4:]]))
+    message = layers.StepStreamRequest.FromString(body)
+    assert message.correlation_id == 300
+    np.testing.assert_array_equal(wire.decode(message.step.hidden, limit_bytes=1000), hidden[[0, 1, 4, 5]])
+    message.step.ClearField("hidden")
+    assert message.step == fields
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_response_is_read_as_a_view(rows: int) -> None:
+    message = response(rows)
+    body = message.SerializeToString()
+    correlation_id, answer = read_stream_response(body)
+    assert correlation_id == 2**40
+    assert isinstance(answer, StepAnswer)
+    if rows:
+        assert answer.hidden is not None and not answer.hidden.flags.owndata
+        np.testing.assert_array_equal(answer.hidden, wire.decode(message.step.hidden, limit_bytes=1000))
+    else:
+        assert answer.hidden is None
+    message.step.ClearField("hidden")
+    assert answer.fields == message.step
+
+
+def test_a_refusal_is_an_error() -> None:
+    status = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="full")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="deltaline"))
+    message = layers.StepStreamResponse(correlation_id=5, status=status)
+    correlation_id, error = read_stream_response(message.SerializeToString())
+    assert (correlation_id, type(error)) == (5, QueueFull)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[3, 5], inline=bytes(48)),
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[-3, -4], inline=bytes(48)),
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[12], inline=bytes(48)),
+        tensor_pb2.Tensor(shape=[3, 4], inline=bytes(48)),
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[3, 4]),
+    ],
+    ids=["bytes", "negative", "rank", "dtype", "no payload"],
+)
+def test_a_malformed_tensor_is_an_error_of_its_step(hidden: tensor_pb2.Tensor) -> None:
+    correlation_id, error = read_stream_response(response(hidden=hidden).SerializeToString())
+    assert (correlation_id, type(error)) == (2**40, ProtocolError)
+
+
+def test_mutated_replies_are_read_as_protobuf_does_or_refused() -> None:
+    rng = np.random.default_rng(0)
+    sound = response().SerializeToString()
+    num_read = 0
+    for _ in range(4000):
+        body = bytearray(sound)
+        for _ in range(int(rng.integers(1, 4))):
+            at = int(rng.integers(0, len(body)))
+            match int(rng.integers(0, 3)):
+                case 0:
+                    body[at] = int(rng.integers(0, 256))
+                case 1:
+                    del body[at:]
+                case _:
+                    body[at:at] = rng.bytes(int(rng.integers(1, 5)))
+            body = body or bytearray(b"\x00")
+        try:
+            correlation_id, answer = read_stream_response(bytes(body))
+        except ProtocolError:
+            continue
+        if isinstance(answer, StepAnswer):
+            num_read += 1
+            try:
+                expected = layers.StepStreamResponse.FromString(bytes(body))
+            except DecodeError:  # invalid UTF-8 or the like in what was skipped
+                continue
+            assert correlation_id == expected.correlation_id
+            if answer.hidden is not None:
+                assert answer.hidden.tobytes() == expected.step.hidden.inline
+            expected.step.ClearField("hidden")
+            assert answer.fields.SerializeToString(deterministic=True) == expected.step.SerializeToString(
+                deterministic=True
+            )
+    assert num_read > 100

@@ -1,0 +1,228 @@
+"""Many steps in flight on one stream: order, windows, refusals in the middle, broken streams, calls side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline_client import AsyncClient, Client, Row, StepError, StepStale
+from deltaline_server.errors import Reason
+
+HIDDEN = 8
+LIMIT = 4096 // (HIDDEN * 4)
+"""Tokens that the fake takes in one request."""
+
+
+def tokens(count: int, seed: int = 0) -> NDArray[Any]:
+    return np.random.default_rng(seed).integers(-2, 3, (count, HIDDEN)).astype(np.float32)
+
+
+class Script:
+    """Takes over a fake's streams: the test sees each request and says what is answered, and when."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.came: queue.SimpleQueue[layers.StepStreamRequest] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[layers.StepStreamResponse | None] = queue.SimpleQueue()
+        server.script = self._stream
+
+    def _stream(self, requests: Any, context: Any) -> Iterator[layers.StepStreamResponse]:
+        def collect() -> None:
+            try:
+                for request in requests:
+                    self.came.put(request)
+            except grpc.RpcError:
+                pass  # the stream is over
+
+        threading.Thread(target=collect, daemon=True).start()
+        while (answer := self.answers.get(timeout=10)) is not None:
+            yield answer
+        context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+
+    def take(self, count: int) -> list[layers.StepStreamRequest]:
+        return [self.came.get(timeout=5) for _ in range(count)]
+
+    def apply(self, request: layers.StepStreamRequest) -> layers.StepStreamResponse:
+        """Run a step; return the answer to it."""
+        return layers.StepStreamResponse(
+            correlation_id=request.correlation_id, step=self._server.Step(request.step, None)
+        )
+
+    def break_off(self) -> None:
+        self.answers.put(None)
+
+
+@pytest.fixture
+def script(server: Any) -> Script:
+    return Script(server)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def test_a_long_prefill_has_a_window_of_steps_in_flight(
+    server: Any, driven: Any, script: Script, pool: ThreadPoolExecutor
+) -> None:
+    sequence = driven.do(driven.client.open())
+    prompt = tokens(12 * LIMIT - 5)
+    call = pool.submit(lambda: driven.do(sequence.prefill(prompt)))
+    first = script.take(8)
+    assert [list(request.step.step) for request in first] == [[step] for step in range(1, 9)]
+    with pytest.raises(queue.Empty):
+        script.came.get(timeout=0.1)
+    answers = [script.apply(request) for request in first]
+    for index in (7, 3, 0, 5, 1, 6, 2, 4):  # in any order
+        script.answers.put(answers[index])
+    for request in script.take(4):
+        script.answers.put(script.apply(request))
+    np.testing.assert_array_equal(call.result(5), np.cumsum(prompt, axis=0))
+    assert (sequence.position, server.streams_opened) == (len(prompt), 1)
+
+
+@pytest.mark.parametrize("output", ["all", "last", "none"])
+@pytest.mark.parametrize("fault", ["refused", "refused row", "stream broken"])
+def test_a_long_prefill_goes_on_after_a_fault_in_the_middle(driven: Any, server: Any, output: Any, fault: str) -> None:
+    client, do = driven.client, driven.do
+    sequence = do(client.open())
+    prompt = tokens(5 * LIMIT)
+    server.pass_by("Step")
+    server.pass_by("Step")
+    if fault == "refused":
+        server.refuse("Step", Reason.QUEUE_FULL, 0.002)
+    elif fault == "refused row":
+        server.refuse_rows({0: Reason.TOO_MANY_IN_FLIGHT}, 0.002)
+    else:
+        server.lose("Step")
+    expected = np.cumsum(prompt, axis=0)
+    wanted = {"all": expected, "last": expected[-1:], "none": expected[:0]}[output]
+    np.testing.assert_array_equal(do(sequence.prefill(prompt, output=output)), wanted)
+    assert (sequence.position, server.streams[sequence.handle][0].step) == (len(prompt), 5)
+    assert server.streams_opened == (2 if fault == "stream broken" else 1)
+    np.testing.assert_array_equal(do(sequence.decode(tokens(1)[0])), expected[-1] + tokens(1)[0])
+
+
+def test_a_prefill_that_is_refused_for_good_says_how_far_it_came(driven: Any, server: Any) -> None:
+    client, do = driven.client, driven.do
+    sequence, other = do(client.open_many(2))
+    prompt, fine = tokens(5 * LIMIT), tokens(3 * LIMIT, seed=1)
+    prompt[3 * LIMIT] = np.nan
+    with pytest.raises(StepError) as caught:
+        do(client.prefill([sequence, other], [prompt, fine]))
+    bad, good = caught.value.results
+    assert (list(caught.value.errors), bad.tokens, sequence.position) == ([0], 3 * LIMIT, 3 * LIMIT)
+    np.testing.assert_array_equal(bad.output, np.cumsum(prompt[: 3 * LIMIT], axis=0))
+    np.testing.assert_array_equal(good.output, np.cumsum(fine, axis=0))
+    assert not sequence.unfinished
+    np.testing.assert_array_equal(do(sequence.decode(tokens(1)[0])), prompt[: 3 * LIMIT].sum(0) + tokens(1)[0])
+
+
+@pytest.mark.parametrize("output", ["all", "last"])
+def test_replies_that_are_lost_with_the_stream(
+    driven: Any, server: Any, script: Script, pool: ThreadPoolExecutor, output: Any
+) -> None:
+    """A server that gave replies up: what was applied stays applied, and lost outputs are told."""
+    sequence = driven.do(driven.client.open())
+    prompt = tokens(3 * LIMIT)
+    call = pool.submit(lambda: driven.do(sequence.prefill(prompt, output=output)))
+    first, *others = script.take(3)
+    script.answers.put(script.apply(first))
+    for request in others:
+        script.apply(request)
+    script.break_off()
+    for request in script.take(2):
+        script.answers.put(script.apply(request))
+    if output == "all":
+        with pytest.raises(StepStale, match=f"from position {LIMIT} on were applied") as caught:
+            call.result(5)
+        cause = caught.value.__cause__
+        assert isinstance(cause, StepError)
+        np.testing.assert_array_equal(cause.results[0].output, np.cumsum(prompt[:LIMIT], axis=0))
+    else:
+        np.testing.assert_array_equal(call.result(5), prompt.sum(axis=0, keepdims=True))
+    assert (sequence.position, sequence.progress().step, sequence.unfinished) == (3 * LIMIT, 3, False)
+
+
+def test_calls_of_many_threads_share_a_stream(server: Any) -> None:
+    with Client(server.address) as client, ThreadPoolExecutor(8) as threads:
+        sequences = client.open_many(8)
+        hidden = [tokens(20, seed=row) for row in range(8)]
+
+        def run(row: int) -> NDArray[Any]:
+            return np.concatenate([sequences[row].decode(hidden[row][i : i + 1]) for i in range(20)])
+
+        for row, outputs in enumerate(threads.map(run, range(8))):
+            np.testing.assert_array_equal(outputs, np.cumsum(hidden[row], axis=0))
+    assert server.streams_opened == 1
+
+
+def test_a_broken_stream_breaks_no_call(server: Any) -> None:
+    with Client(server.address) as client, ThreadPoolExecutor(8) as threads:
+        sequences = client.open_many(8)
+        for _ in range(4):
+            for _ in range(7):
+                server.pass_by("Step")
+            server.lose("Step")
+        list(threads.map(lambda sequence: [sequence.decode(tokens(1)) for _ in range(10)], sequences))
+        assert [server.streams[sequence.handle][0].step for sequence in sequences] == [10] * 8
+        assert [sequence.position for sequence in sequences] == [10] * 8
+    assert server.streams_opened == 5
+
+
+async def test_a_cancelled_call_leaves_the_stream_to_the_others(server: Any, script: Script) -> None:
+    async with AsyncClient(server.address) as client:
+        one, other = await client.open_many(2)
+        calls = [asyncio.create_task(sequence.decode(tokens(1))) for sequence in (one, other)]
+        first, second = await asyncio.to_thread(script.take, 2)
+        calls[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[0]
+        script.answers.put(script.apply(first))  # nobody waits for it
+        script.answers.put(script.apply(second))
+        np.testing.assert_array_equal(await calls[1], tokens(1))
+        assert (one.unfinished, other.unfinished, server.streams_opened) == (True, False, 1)
+        resumed = asyncio.create_task(one.resume())
+        script.answers.put(script.apply(*(await asyncio.to_thread(script.take, 1))))
+        np.testing.assert_array_equal(await resumed, tokens(1))
+        script.break_off()
+
+
+def test_a_decode_with_a_row_out_of_the_ordinary_ends_as_a_step_does(driven: Any, server: Any) -> None:
+    client, do = driven.client, driven.do
+    sequences = do(client.open_many(4))
+    server.refuse_rows({2: Reason.QUEUE_FULL}, 0.002)
+    np.testing.assert_array_equal(do(client.decode(sequences, tokens(4))), tokens(4))
+    assert [len(request.sequence) for request in server.requests["Step"]] == [4, 1]
+    hidden = tokens(4, seed=1)
+    hidden[1] = np.inf
+    with pytest.raises(StepError) as caught:
+        do(client.decode(sequences, hidden))
+    assert (list(caught.value.errors), [one.position for one in sequences]) == ([1], [2, 1, 2, 2])
+    do(client.verify(sequences[:1], [tokens(2)]))
+    do(client.commit(sequences[:1], [1]))
+    do(client.decode(sequences, tokens(4)))
+    assert list(server.requests["Step"][-1].accepted) == [1, -1, -1, -1]
+    assert [one.position for one in sequences] == [4, 2, 3, 3]
+
+
+def test_a_row_of_a_batch_beside_long_ones(driven: Any, server: Any) -> None:
+    client, do = driven.client, driven.do
+    sequences = do(client.open_many(3))
+    hidden = [tokens(2 * LIMIT + 1), tokens(3, seed=1), tokens(3 * LIMIT, seed=2)]
+    rows = [Row.prefill(sequence, part) for sequence, part in zip(sequences, hidden, strict=True)]
+    result = do(client.step(rows))
+    for output, part in zip(result.outputs, hidden, strict=True):
+        np.testing.assert_array_equal(output, np.cumsum(part, axis=0))
+    assert result.timing.queue_s == pytest.approx(0.007)
