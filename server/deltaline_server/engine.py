@@ -174,7 +174,7 @@ class Engine:
 
 def _failure(batch: StepBatch) -> BatchResult:
     """The result of a batch that could not be computed."""
-    hidden = np.empty((0, batch.hidden.shape[1]), dtype=batch.hidden.dtype)
+    hidden = np.empty((0, batch.hidden[0].shape[1]), dtype=batch.hidden[0].dtype)
     return BatchResult(hidden, np.zeros(batch.control.shape[1] - 1, dtype=np.bool_), failed=True)
 
 

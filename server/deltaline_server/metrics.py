@@ -6,14 +6,14 @@ scraped. No label names a sequence or a client.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from wsgiref.simple_server import WSGIServer
 
 import grpc
-import numpy as np
 import prometheus_client
 from google.protobuf.descriptor import ServiceDescriptor
-from numpy.typing import ArrayLike, NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -78,20 +78,16 @@ class RpcFamilies:
 
 
 class StageSeconds(Collector):
-    """A histogram by stage and row kind that takes whole arrays: a batch of 64 rows costs as much as one of 1."""
+    """A histogram by stage and row kind that takes many rows at once: a batch of 64 costs as much as one of 1."""
 
     def __init__(self) -> None:
-        shape = (len(STAGES), len(RowKind))
-        self._counts = np.zeros((*shape, len(SECONDS_BUCKETS) + 1), np.int64)
-        self._sums = np.zeros(shape, np.float64)
+        self._counts = {(s, k): [0] * (len(SECONDS_BUCKETS) + 1) for s in STAGES for k in RowKind}
+        self._sums = dict.fromkeys(self._counts, 0.0)
 
-    def observe(self, stage: str, kind: RowKind, seconds: ArrayLike) -> None:
-        """Add one observation per element."""
-        values = np.atleast_1d(np.asarray(seconds, np.float64))
-        cell = STAGES.index(stage), kind - 1
-        buckets = np.searchsorted(SECONDS_BUCKETS, values, side="left")
-        self._counts[cell] += np.bincount(buckets, minlength=len(SECONDS_BUCKETS) + 1)
-        self._sums[cell] += values.sum()
+    def observe(self, stage: str, kind: RowKind, seconds: float, count: int = 1) -> None:
+        """Add `count` observations of so many seconds."""
+        self._counts[stage, kind][bisect_left(SECONDS_BUCKETS, seconds)] += count
+        self._sums[stage, kind] += seconds * count
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family; called by the registry."""
@@ -101,11 +97,10 @@ class StageSeconds(Collector):
             labels=("stage", "kind"),
         )
         bounds = [*map(str, SECONDS_BUCKETS), "+Inf"]
-        for i, stage in enumerate(STAGES):
-            for kind in RowKind:
-                counts = np.cumsum(self._counts[i, kind - 1]).tolist()
-                total = float(self._sums[i, kind - 1])
-                family.add_metric((stage, kind.name.lower()), list(zip(bounds, counts, strict=True)), total)
+        for (stage, kind), counts in self._counts.items():
+            cumulative = list(itertools.accumulate(counts))
+            buckets = list(zip(bounds, cumulative, strict=True))
+            family.add_metric((stage, kind.name.lower()), buckets, self._sums[stage, kind])
         yield family
 
 
@@ -125,6 +120,11 @@ class Metrics:
         }
         self._stages = StageSeconds()
         self.registry.register(self._stages)
+        self._busy = Counter(
+            "deltaline_device_busy_seconds",
+            "Time in which the engine had at least one batch; its rate is the device's busy share.",
+            registry=self.registry,
+        )
         self._batch_rows = self._histogram("deltaline_batch_rows", "Rows of a batch.", ROWS_BUCKETS)
         self._batch_tokens = self._histogram("deltaline_batch_tokens", "Tokens of a batch.", TOKENS_BUCKETS)
         steps = Counter("deltaline_steps", "Rows answered.", ("outcome",), registry=self.registry)
@@ -139,18 +139,19 @@ class Metrics:
         )
         self._server: WSGIServer | None = None
 
-    def batch_done(self, kinds: NDArray[np.uint8], tokens: int, timing: BatchTiming) -> None:
+    def batch_done(self, timing: BatchTiming) -> None:
         """Count a batch. The stages after the queue count once for each kind that the batch holds."""
-        self._batch_rows.observe(len(kinds))
-        self._batch_tokens.observe(tokens)
-        for kind in RowKind:
-            rows = kinds == kind
-            if rows.any():
-                waited_s = timing.queue_s[rows]
-                self._stages.observe("queue", kind, waited_s[~np.isnan(waited_s)])
-                self._stages.observe("copy_in", kind, timing.copy_in_s)
-                self._stages.observe("compute", kind, timing.compute_s)
-                self._stages.observe("copy_out", kind, timing.copy_out_s)
+        stages = self._stages
+        self._busy.inc(timing.busy_s)
+        self._batch_rows.observe(sum(timing.num_of_kind.values()))
+        self._batch_tokens.observe(timing.num_tokens)
+        for kind, count, waited_s in timing.queued:
+            stages.observe("queue", kind, waited_s, count)
+        for kind, count in timing.num_of_kind.items():
+            if count:
+                stages.observe("copy_in", kind, timing.copy_in_s)
+                stages.observe("compute", kind, timing.compute_s)
+                stages.observe("copy_out", kind, timing.copy_out_s)
 
     def steps(self, outcome: str, count: int) -> None:
         """Count rows answered: "executed", "replayed" or "joined"."""

@@ -99,7 +99,7 @@ class Runtime:
         control = np.array([[0, 1, num_tokens], [0] * 3, [-1] * 3, [1, WARM_UP_TOKENS, 0], [0] * 3, [0] * 3], np.int32)
         hidden = np.full((num_tokens, self.model.hidden_size), 0.5, self.model.numpy_dtype)
         for span in range(len(self.model.spans)):
-            if (await self._compute(StepBatch(span, control, 1, hidden, None))).failed:
+            if (await self._compute(StepBatch(span, control, 1, (hidden,), None))).failed:
                 raise ModelError(f"span {span}: the first batch failed on this device; the log says why")
 
     async def _compute(self, batch: StepBatch) -> BatchResult:

@@ -50,7 +50,7 @@ class CpuStaging:
         begin = time.perf_counter()
         control = _as_tensor(batch.control)
         # torch takes no bfloat16 from numpy: both sides see integers of the same size.
-        hidden = _as_tensor(batch.hidden.view(f"i{self._dtype.itemsize}")).view(self._dtype)
+        hidden = _as_tensor(_joined(batch).view(f"i{self._dtype.itemsize}")).view(self._dtype)
         wanted = None if batch.wanted is None else _as_tensor(batch.wanted)
         self._clock = (begin, time.perf_counter(), 0.0, 0.0)
         return control, hidden, wanted
@@ -79,7 +79,7 @@ class CudaStaging:
 
     def copy_in(self, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         control = self._control.fill(batch.control, torch.int32)
-        hidden = self._hidden.fill(batch.hidden, self._dtype)
+        hidden = self._hidden.fill(_joined(batch), self._dtype)
         wanted = None if batch.wanted is None else self._wanted.fill(batch.wanted, torch.int64)
         self._events[0].record()
         on_device = (
@@ -129,6 +129,11 @@ class _PinnedBuffer:
     def _allocate(self, size: int) -> None:
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._array = self._bytes.numpy()
+
+
+def _joined(batch: StepBatch) -> NDArray[Any]:
+    """The batch's hidden states in one array, copied when there is more than one piece."""
+    return batch.hidden[0] if len(batch.hidden) == 1 else np.concatenate(batch.hidden)
 
 
 def _as_tensor(array: NDArray[Any]) -> Tensor:

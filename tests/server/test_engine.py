@@ -91,7 +91,7 @@ def make_batch(
     if hidden is None:
         hidden = np.random.default_rng(len(lengths)).standard_normal((starts[-1], HIDDEN)).astype(dtype)
     num_short = next((i for i, n in enumerate(lengths) if n > MAX_DRAFT), len(lengths))
-    return StepBatch(span, control, num_short, hidden, None if wanted is None else np.array(wanted, dtype=np.int64))
+    return StepBatch(span, control, num_short, (hidden,), None if wanted is None else np.array(wanted, dtype=np.int64))
 
 
 def test_a_batch_comes_back_as_the_model_computes_it(load: LoadFunction, driver: Driver) -> None:
@@ -102,7 +102,7 @@ def test_a_batch_comes_back_as_the_model_computes_it(load: LoadFunction, driver:
         for batch, result in zip((first, second), whole, strict=True):
             begin, end = batch.control[0, row : row + 2]
             fresh = batch is first
-            alone = driver.run(make_batch([end - begin], [line], hidden=batch.hidden[begin:end], fresh=fresh))
+            alone = driver.run(make_batch([end - begin], [line], hidden=batch.hidden[0][begin:end], fresh=fresh))
             np.testing.assert_allclose(result.hidden[begin:end], alone.hidden, rtol=1e-4, atol=1e-5)
     assert whole[0].finite.tolist() == [True] * 3
     assert not whole[0].failed
@@ -127,7 +127,7 @@ def test_hidden_states_keep_their_dtype(load: LoadFunction, dtype: torch.dtype, 
     driver, exact = Driver(load(dtype)), Driver(load())
     batch = make_batch([5, 7], [1, 2], fresh=True, dtype=numpy_dtype)
     result = driver.run(batch)
-    reference = exact.run(make_batch([5, 7], [1, 2], fresh=True, hidden=batch.hidden.astype(np.float32)))
+    reference = exact.run(make_batch([5, 7], [1, 2], fresh=True, hidden=batch.hidden[0].astype(np.float32)))
     for each in (driver, exact):
         each.engine.close()
     assert result.hidden.dtype == np.dtype(numpy_dtype) == driver.model.numpy_dtype
@@ -137,16 +137,16 @@ def test_hidden_states_keep_their_dtype(load: LoadFunction, dtype: torch.dtype, 
 
 def test_arrays_that_cannot_be_written_are_taken(driver: Driver) -> None:
     batch = make_batch([2], [1], fresh=True)
-    frozen = np.frombuffer(batch.hidden.tobytes(), dtype=np.float32).reshape(2, HIDDEN)
+    frozen = np.frombuffer(batch.hidden[0].tobytes(), dtype=np.float32).reshape(2, HIDDEN)
     result = driver.run(make_batch([2], [1], hidden=frozen, fresh=True))
     np.testing.assert_array_equal(result.hidden, driver.run(batch).hidden)
 
 
 def test_inputs_are_left_as_they_are(driver: Driver) -> None:
     batch = make_batch([2, 70], [1, 2], fresh=True)
-    hidden, control = batch.hidden.copy(), batch.control.copy()
+    hidden, control = batch.hidden[0].copy(), batch.control.copy()
     driver.run(batch)
-    np.testing.assert_array_equal(batch.hidden, hidden)
+    np.testing.assert_array_equal(batch.hidden[0], hidden)
     np.testing.assert_array_equal(batch.control, control)
 
 
@@ -181,7 +181,7 @@ def test_zeroed_lines_read_as_new_to_the_batches_behind(driver: Driver) -> None:
 def test_a_row_that_is_not_finite_is_flagged_and_its_neighbours_are_not_changed(driver: Driver) -> None:
     lengths, lines = [1, 3, 2, 70, 65], [1, 2, 3, 4, 5]
     clean = make_batch(lengths, lines, fresh=True)
-    poisoned = clean.hidden.copy()
+    poisoned = clean.hidden[0].copy()
     poisoned[2, 5], poisoned[80, 0] = np.nan, np.inf
     expected = driver.run(clean)
     result = driver.run(make_batch(lengths, lines, hidden=poisoned, fresh=True, wanted=[]))
