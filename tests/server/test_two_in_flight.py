@@ -231,7 +231,9 @@ class History:
                 assert outputs(future.result()) == [checksum(base + new[: n + 1]) for n in range(len(new))]
                 continue
             # What is behind a refused step is refused: nothing of it counts, and the sequence is where it was.
-            assert all(reason(behind.result()) for behind, *_ in self.sent if behind.done())
+            reasons = [reason(behind.result()) for behind, *_ in self.sent]
+            assert all(reasons)
+            outcomes.update(refused.name for refused in reasons if refused)
             self.tokens, self.draft, self.step = before, draft, self.step - len(self.sent) - 1
             lives = why is not Reason.STATE_POISONED
             self.sent.clear()
@@ -248,7 +250,7 @@ async def test_random_histories_with_two_batches_in_flight(seed: int) -> None:
     live: dict[int, list[History]] = {}
     outcomes: Counter[str] = Counter()
     most_in_flight = 0
-    for _ in range(600):
+    for _ in range(300):
         while rig.lines.num_used < 6:
             live[rig.open()[0]] = [History(), History()]
         if not live:  # all are closing
@@ -295,5 +297,5 @@ async def test_random_histories_with_two_batches_in_flight(seed: int) -> None:
             assert not history.sent
     load = rig.scheduler.load()
     assert load.queued_rows == load.queued_bytes == 0 and not rig.scheduler.has_failed
-    assert most_in_flight == 2 and outcomes["executed"] > 200
+    assert most_in_flight == 2 and outcomes["executed"] > 100
     assert {"QUEUE_DEADLINE", "PREDECESSOR_REFUSED", "STATE_POISONED"} <= set(outcomes)
