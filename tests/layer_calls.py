@@ -44,7 +44,8 @@ class HeldEngine:
     async def holds_two(self) -> None:
         """Wait until a further batch can't be submitted."""
         while len(self._held) < 2:
-            await asyncio.sleep(0.001)
+            self._came.clear()
+            await asyncio.wait_for(self._came.wait(), 5)
 
     def release(self) -> None:
         self._is_open = True
