@@ -14,6 +14,7 @@ import numpy as np
 
 from deltaline_client._bench_arrivals import ArrivalThread, arrivals
 from deltaline_client._bench_client import BenchClient, connect
+from deltaline_client._bench_inline import InlineNotes
 from deltaline_client._bench_options import BenchOptions
 from deltaline_client._bench_samples import COLUMNS, Sample, Samples
 from deltaline_client._exceptions import DeltalineError
@@ -53,10 +54,12 @@ class Load:
         self._samples: list[Sample] = []
         self._unserved: list[float] = []
         self._stack = AsyncExitStack()
+        self._notes = InlineNotes()
         self._steps_left = share.steps(options)
 
     async def __aenter__(self) -> Self:
         try:
+            self._stack.enter_context(self._notes)
             for number in self._share.clients(self._options):
                 connection = await self._stack.enter_async_context(connect(self._address, self._options))
                 client = BenchClient(connection, self._options, seed=number)
@@ -76,7 +79,8 @@ class Load:
     async def run(self, start_s: float) -> Samples:
         """Load the server from `start_s` on, ramp-up first, then what is measured; return all samples.
 
-        Raises DeltalineError when a step fails: a run with errors measures something else.
+        Raises DeltalineError when a step fails, and ValueError when tensors went inline that should have been in shared
+        memory: such a run measures something else.
         """
         begin_s = start_s + self._options.ramp_up_s
         end_s = begin_s + self._options.duration_s if self._options.steps is None else float("inf")
@@ -103,6 +107,8 @@ class Load:
             cpu_s.cancel()
             with suppress(asyncio.CancelledError):
                 await cpu_s
+        if self._options.shared_memory_bytes and self._notes.texts:
+            raise ValueError(f"--shared-memory-bytes: not all tensors went through it: {self._notes.texts[0]}")
         now_s = time.monotonic()
         if self._options.steps is not None:  # until the last step was done; of an open loop, until it was due
             when = COLUMNS.index("due" if open_loop else "done")

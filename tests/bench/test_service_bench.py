@@ -133,11 +133,17 @@ def test_mixed_load_is_held_to_each_alone() -> None:
 
 
 def test_steady_needs_metrics_that_stand_still() -> None:
-    page = {memory.COMPILATIONS: 30.0, memory.CAPTURES: 12.0, "deltaline_device_reserved_bytes": 1e9}
+    page = {
+        memory.COMPILATIONS: 30.0,
+        memory.CAPTURES: 12.0,
+        memory.ALLOCATIONS: 40.0,
+        "deltaline_device_reserved_bytes": 1e9,
+    }
     assert names(steady.judge(H200, 5, page, dict(page))) == []
     for name, figure in (
         (memory.COMPILATIONS, "compilations"),
         (memory.CAPTURES, "graph captures"),
+        (memory.ALLOCATIONS, "device allocations"),
         ("deltaline_device_reserved_bytes", "device memory, growth"),
     ):
         assert names(steady.judge(H200, 5, page, page | {name: 2e9})) == [figure]

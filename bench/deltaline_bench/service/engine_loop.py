@@ -30,10 +30,18 @@ async def rows_per_second(size: Size, model: Path, rows: int) -> tuple[float, fl
     runtime = await asyncio.to_thread(Runtime.build, config, Metrics([]), time.monotonic)
     runtime.engine.start()
     try:
-        await runtime.warm_up()
+        await _prepare(runtime)
         return await asyncio.to_thread(_loop, runtime, size, rows)
     finally:
         await asyncio.to_thread(runtime.engine.close)
+
+
+async def _prepare(runtime: Any) -> None:
+    """Let the engine compile and capture; the name of that differs between versions."""
+    if hasattr(runtime, "prepare"):
+        await runtime.prepare(lambda done, total: None)
+    else:
+        await runtime.warm_up()
 
 
 def _loop(runtime: Runtime, size: Size, rows: int) -> tuple[float, float]:

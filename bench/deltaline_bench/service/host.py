@@ -19,6 +19,7 @@ from urllib.request import urlopen
 
 from deltaline_bench.service.size import Size
 from deltaline_client import AsyncClient
+from deltaline_client._bench_inline import InlineNotes
 from deltaline_server.config import Config
 
 START_TIMEOUT_S = 300.0
@@ -39,14 +40,30 @@ def why_no_shared_memory() -> str:
     return ""
 
 
-def connect(address: str, *, shared_memory_bytes: int = 0) -> AsyncClient:
-    """Make the Python client. Raises HostError where it has no shared memory."""
-    chosen: dict[str, Any] = {}
-    if shared_memory_bytes:
-        if why := why_no_shared_memory():
-            raise HostError(why)
-        chosen["shared_memory_bytes"] = shared_memory_bytes
-    return AsyncClient(address, **chosen)
+def connect(address: str) -> AsyncClient:
+    """Make the Python client without shared memory."""
+    return AsyncClient(address)
+
+
+@asynccontextmanager
+async def connect_shared(address: str, size_bytes: int) -> AsyncIterator[AsyncClient]:
+    """A Python client with shared memory. Raises HostError where it has none, and when tensors went inline after all."""
+    if why := why_no_shared_memory():
+        raise HostError(why)
+    chosen: dict[str, Any] = {"shared_memory_bytes": size_bytes}
+    with InlineNotes() as notes:
+        async with AsyncClient(address, **chosen) as client:
+            yield client
+    if notes.texts:
+        raise HostError(f"not all tensors went through shared memory: {notes.texts[0]}")
+
+
+async def place(client: AsyncClient, hidden: Any) -> Any:
+    """Hidden states in the client's shared memory, from where a step takes them without a copy."""
+    empty: Any = getattr(client, "empty")  # noqa: B009 not every version has it
+    room = await empty(hidden.shape)
+    room[...] = hidden
+    return room
 
 
 def server_options(size: Size, model: Path, folder: Path) -> dict[str, Any]:

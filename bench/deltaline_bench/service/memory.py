@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 COMPILATIONS = "deltaline_compilations_total"
 CAPTURES = "deltaline_graph_captures_total"
+ALLOCATIONS = "deltaline_device_allocations_total"
 _DEVICE_BYTES = re.compile(r"deltaline_device_\w*bytes")
 
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from deltaline_bench.service.figure import Figure
-from deltaline_bench.service.host import Host, HostError, connect, why_no_shared_memory
+from deltaline_bench.service.host import Host, HostError, connect, connect_shared, place, why_no_shared_memory
 from deltaline_bench.service.raw import DecodeStream, percentile_us
 from deltaline_bench.service.size import Size
 
@@ -117,12 +117,15 @@ def prefill_loop(address: str, size: Size, pipe: Connection) -> None:
 
 
 async def _prefill_loop(address: str, size: Size, pipe: Connection) -> None:
-    shared = 0 if why_no_shared_memory() else 2 * PREFILLS * size.mixed_tokens * size.token_bytes
+    is_shared = not why_no_shared_memory()
+    room_bytes = 2 * PREFILLS * size.mixed_tokens * size.token_bytes
     done: list[float] = []
-    async with connect(address, shared_memory_bytes=shared) as client:
+    async with connect_shared(address, room_bytes) if is_shared else connect(address) as client:
         info = await client.info()
         rng = np.random.default_rng(0)
         hidden = rng.standard_normal((size.mixed_tokens, size.hidden), dtype=np.float32).astype(info.dtype)
+        if is_shared:
+            hidden = await place(client, hidden)
 
         async def prefills() -> None:
             while True:

@@ -26,7 +26,11 @@ def judge(size: Size, rows: int, before: dict[str, float], after: dict[str, floa
     figures = [
         Figure(PART, "rows of random kinds and lengths", rows, "rows", "client", note=f"{size.steady_steps} steps")
     ]
-    for name, metric in (("compilations", memory.COMPILATIONS), ("graph captures", memory.CAPTURES)):
+    for name, metric in (
+        ("compilations", memory.COMPILATIONS),
+        ("graph captures", memory.CAPTURES),
+        ("device allocations", memory.ALLOCATIONS),
+    ):
         grown = memory.growth(before, after, metric)
         figures.append(
             Figure(PART, name, grown, "", "metrics", nothing, memory.missing(metric) if grown is None else "")

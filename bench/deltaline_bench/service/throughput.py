@@ -21,7 +21,7 @@ async def measure(host: Host) -> list[Figure]:
     runs = {"inline": await _bench(host, 0)}
     if not why_no_shared_memory():
         tensor_bytes = size.decode_rows * size.token_bytes
-        runs["shared memory"] = await _bench(host, max(8 * tensor_bytes, 2**22))
+        runs["shared memory"] = await _bench(host, max(64 * tensor_bytes, 2**24))
     engine = await rows_per_second(size, host.model, size.clients * size.decode_rows)
     return judge(size, runs, engine)
 
