@@ -137,14 +137,14 @@ def test_steady_needs_metrics_that_stand_still() -> None:
         memory.COMPILATIONS: 30.0,
         memory.CAPTURES: 12.0,
         memory.ALLOCATIONS: 40.0,
-        "deltaline_device_reserved_bytes": 1e9,
+        "deltaline_device_bytes": 1e9,
     }
     assert names(steady.judge(H200, 5, page, dict(page))) == []
     for name, figure in (
         (memory.COMPILATIONS, "compilations"),
         (memory.CAPTURES, "graph captures"),
         (memory.ALLOCATIONS, "device allocations"),
-        ("deltaline_device_reserved_bytes", "device memory, growth"),
+        ("deltaline_device_bytes", "device memory, growth"),
     ):
         assert names(steady.judge(H200, 5, page, page | {name: 2e9})) == [figure]
         bare = {key: value for key, value in page.items() if key != name}

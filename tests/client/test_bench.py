@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import logging
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from deltaline_client import _bench_verdict
+from deltaline_client._bench_inline import InlineNotes
 from deltaline_client._bench_run import BenchError, _receive
 from deltaline_client._cli import main
 
@@ -150,3 +152,19 @@ def test_long_prefills_are_more_than_the_block_holds(server: Any) -> None:
     arguments = ["--steps", "2", "--mix", "prefill=1", "--prefill-tokens", "3000"]
     assert main(["bench", server.address, *SMALL, *arguments]) == 0
     assert {request.query_start_loc[-1] for request in server.requests["Step"]} == {3000}
+
+
+def test_shared_memory_that_is_not_used_is_an_error(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", server.address, *DECODE, "--steps", "3", "--shared-memory-bytes", "65536"]) == 1
+    assert "--shared-memory-bytes: " in capsys.readouterr().err
+
+
+def test_what_the_client_logs_of_shared_memory_is_noted() -> None:
+    log = logging.getLogger("deltaline_client._shared")
+    before = log.getEffectiveLevel()
+    with InlineNotes() as notes:
+        log.info("shared memory is full (%d bytes): steps that find no room go inline", 5)
+        log.info("something else")
+    log.info("shared memory is gone")
+    assert notes.texts == ["shared memory is full (5 bytes): steps that find no room go inline"]
+    assert log.getEffectiveLevel() == before

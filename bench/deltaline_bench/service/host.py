@@ -47,7 +47,7 @@ def connect(address: str) -> AsyncClient:
 
 @asynccontextmanager
 async def connect_shared(address: str, size_bytes: int) -> AsyncIterator[AsyncClient]:
-    """A Python client with shared memory. Raises HostError where it has none, and when tensors went inline after all."""
+    """A Python client with shared memory. Raises HostError where there is none, and when tensors went inline."""
     if why := why_no_shared_memory():
         raise HostError(why)
     chosen: dict[str, Any] = {"shared_memory_bytes": size_bytes}
