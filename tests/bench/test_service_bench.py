@@ -161,6 +161,7 @@ def test_soak_is_flat_and_does_its_rows() -> None:
         "device memory, growth",
     ]
     assert names(soak.judge(H200, 1_000_000, [1000], [None])) == ["device memory, growth"]
+    assert names(soak.judge(replace(H200, soak_s=300.0), 500_000, [1000, 1005], flat)) == []
 
 
 def test_sizes_are_models_that_the_server_can_read() -> None:

@@ -46,7 +46,7 @@ async def measure(host: Host) -> list[Figure]:
 def judge(size: Size, rows: int, resident: list[int], device: list[float | None]) -> list[Figure]:
     """Make the figures of memory in bytes, as it was looked at after the warm-up."""
     flat = size.bar(0.01)
-    goal = size.bar(ROWS_GOAL, is_least=True) if size.soak_s >= ROWS_GOAL_S else None
+    goal = size.bar(ROWS_GOAL * size.soak_s / ROWS_GOAL_S, is_least=True)
     known = [value for value in device if value is not None]
     figures = [
         Figure(PART, "decode rows", rows, "rows", "raw", goal, f"in {size.soak_s:g} s"),
