@@ -140,6 +140,8 @@ class Rig:
         queue_bytes: int = 1 << 20,
         reply_bytes: int = 1 << 20,
         chunk_tokens: int = 64,
+        batch_rows: int = 10_000,
+        long_rows: int = 10_000,
     ) -> None:
         self.now = 100.0
         self.zeroed: list[int] = []
@@ -159,7 +161,7 @@ class Rig:
         self.scheduler = Scheduler(
             table=self.table,
             engine=self.engine,
-            limits=Limits(queue_rows, queue_bytes, chunk_tokens, MAX_DRAFT),
+            limits=Limits(queue_rows, queue_bytes, chunk_tokens, MAX_DRAFT, batch_rows, long_rows),
             observer=self.counts,
             clock=lambda: self.now,
         )

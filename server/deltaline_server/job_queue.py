@@ -26,12 +26,17 @@ from deltaline_server.step import StepRequest
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of the queue and of a batch. A row is short when it has at most max_short tokens left."""
+    """Bounds of the queue, and of a batch: tokens of its long rows, and rows of either kind.
+
+    A row is short when it has at most max_short tokens left.
+    """
 
     queue_rows: int
     queue_bytes: int
     chunk_tokens: int
     max_short: int
+    short_rows: int
+    long_rows: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class JobQueue:
         num_spans = table.ledger.num_spans
         self._jobs: list[dict[int, Job]] = [{} for _ in range(num_spans)]
         self._cells = [Cells(table.num_slots, table.ledger.max_in_flight) for _ in range(num_spans)]
-        self.ready = [ReadyRows(limits.max_short, limits.chunk_tokens) for _ in range(num_spans)]
+        sizes = limits.max_short, limits.chunk_tokens, limits.short_rows, limits.long_rows
+        self.ready = [ReadyRows(*sizes) for _ in range(num_spans)]
         self._deadlines: list[tuple[float, int, int]] = []
         self._ended: list[Job] = []
         self._num_rows = self._num_bytes = 0

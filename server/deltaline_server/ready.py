@@ -1,9 +1,9 @@
 """Ready rows: what a span could run now, in the order in which it will.
 
-Short rows go all at once. Long ones share a budget of tokens: the highest priority first, and within a priority one
-client after another, each for a quantum of tokens, so that many prefills of one do not starve a single one of another.
-Knows rows that may run; not why the others may not (job_queue.py). Taking costs what is taken, not what waits: rows
-that were dropped meanwhile are skipped when their turn comes.
+Short rows go at once, as many as a batch may have. Long ones share a budget of tokens: the highest priority first, and
+within a priority one client after another, each for a quantum of tokens, so that many prefills of one do not starve a
+single one of another. Knows rows that may run; not why the others may not (job_queue.py). Taking costs what is taken,
+not what waits: rows that were dropped meanwhile are skipped when their turn comes.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ class _Rounds:
             self._turns.append(client)
         self._rows[client].append(row)
 
-    def take(self, budget: int, max_short: int, chosen: list[_LongRow]) -> int:
-        """Take tokens of the rows whose turn it is, add the rows to `chosen`; return what is left of the budget."""
+    def take(self, budget: int, max_short: int, most: int, chosen: list[_LongRow]) -> int:
+        """Take tokens of the rows whose turn it is, add the rows to `chosen`; return what is left of the budget.
+
+        No more than `most` rows are chosen.
+        """
         while self._turns:
             rows = self._rows[self._turns[0]]
             row = rows[0]
@@ -69,7 +72,7 @@ class _Rounds:
                     del self._rows[self._turns.popleft()]
                     self._credit = self._quantum
                 continue
-            if not _chunk(left, budget):
+            if not _chunk(left, budget) or (len(chosen) == most and not row.taken):
                 break
             chunk = _chunk(left, min(budget, self._credit))
             if not chunk:  # its turn is over
@@ -87,9 +90,10 @@ class _Rounds:
 class ReadyRows:
     """Rows of one span that may run now. A row is short when it has at most max_short tokens left."""
 
-    def __init__(self, max_short: int, quantum: int) -> None:
-        """quantum: tokens that a client's long rows get in its turn."""
+    def __init__(self, max_short: int, quantum: int, short_rows: int, long_rows: int) -> None:
+        """quantum: tokens that a client's long rows get in its turn. short_rows, long_rows: of a batch, at most."""
         self._max_short, self._quantum = max_short, quantum
+        self._short_rows, self._long_rows = short_rows, long_rows
         self._short: dict[int, list[tuple[Job, NDArray[np.int64], int]]] = {}
         self._long: dict[int, _Rounds] = {}
         self.num_short = 0
@@ -110,26 +114,33 @@ class ReadyRows:
         self._add_short(job, index, 0)
 
     def take(self, budget: int) -> tuple[list[Piece], list[Piece]]:
-        """The next batch's short rows, all of them, and its long rows, with at most `budget` tokens together.
+        """The next batch's short rows, and its long rows with at most `budget` tokens together.
 
-        Short rows leave, and so do long ones with all their tokens. What is left of one may run when its piece was
-        taken: the caller moves the cursor before it asks again.
+        Short rows that are taken leave, and so do long ones with all their tokens. What is left of one may run when its
+        piece was taken: the caller moves the cursor before it asks again.
         """
+        return self._take_short(), self._take_long(budget) if self._long else []
+
+    def _take_short(self) -> list[Piece]:
         short, self._short, self.num_short = self._short, {}, 0
-        pieces = []
+        pieces, room = [], self._short_rows
         for priority in sorted(short, reverse=True):
             for job, index, cursor in short[priority]:
                 waiting = index[job.state[index] == RowState.WAITING] if job.is_marred else index
+                if len(waiting) > room:
+                    self._add_short(job, waiting[room:], cursor)
+                    waiting = waiting[:room]
                 if len(waiting):
                     all_rows = not cursor and len(waiting) == len(job.length)
                     lengths = job.length if all_rows else job.length[waiting] - cursor
                     pieces.append(Piece(job, waiting, lengths, cursor, True))
-        return pieces, self._take_long(budget) if self._long else []
+                    room -= len(waiting)
+        return pieces
 
     def _take_long(self, budget: int) -> list[Piece]:
         chosen: list[_LongRow] = []
         for priority in sorted(self._long, reverse=True):
-            budget = self._long[priority].take(budget, self._max_short, chosen)
+            budget = self._long[priority].take(budget, self._max_short, self._long_rows, chosen)
             if not self._long[priority]:
                 del self._long[priority]
         pieces = []

@@ -614,3 +614,19 @@ async def test_a_bug_while_a_batch_completes_ends_the_scheduler(monkeypatch: pyt
     rig.engine.run()
     await asyncio.sleep(0.01)
     assert rig.scheduler.has_failed
+
+
+async def test_a_batch_has_no_more_rows_than_it_may() -> None:
+    rig = Rig(eager=False, batch_rows=3, long_rows=2, chunk_tokens=256)
+    handles = rig.open(8)
+    decodes = [rig.scheduler.submit(rig.request(*((h, DECODE, 1, 0, -1, [1.0]) for h in handles[:5])))]
+    prefills = [rig.scheduler.submit(rig.request((h, PREFILL, 1, 0, -1, [1.0] * 64))) for h in handles[5:]]
+    while rig.scheduler.load().queued_rows:
+        await asyncio.sleep(0)
+        if rig.engine.waiting:
+            rig.engine.run()
+    for done in await asyncio.gather(*decodes, *prefills):
+        assert (done.outcome == RowOutcome.EXECUTED).all()
+    sizes = [(batch.num_short, batch.control.shape[1] - 1 - batch.num_short) for batch in rig.engine.batches]
+    assert max(short for short, _ in sizes) == 3 and sum(short for short, _ in sizes) == 5
+    assert max(long for _, long in sizes) == 2 and sum(long for _, long in sizes) == 3

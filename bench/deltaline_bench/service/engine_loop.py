@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,22 +24,21 @@ WARM_UP = 5
 
 async def rows_per_second(size: Size, model: Path, rows: int) -> tuple[float, float]:
     """Decode batches of `rows` rows for the size's time; return rows per second and the share of the time computed."""
-    config = Config(random_init=str(model), dtype=size.dtype, max_sequences=size.max_sequences, metrics_port=-1)
+    config = Config(
+        random_init=str(model),
+        dtype=size.dtype,
+        max_sequences=size.max_sequences,
+        batch_rows=size.batch_rows,
+        chunk_tokens=size.chunk_tokens,
+        metrics_port=-1,
+    )
     runtime = await asyncio.to_thread(Runtime.build, config, Metrics([]), time.monotonic)
     runtime.engine.start()
     try:
-        await _prepare(runtime)
+        await runtime.prepare(lambda done, total: None)
         return await asyncio.to_thread(_loop, runtime, size, rows)
     finally:
         await asyncio.to_thread(runtime.engine.close)
-
-
-async def _prepare(runtime: Any) -> None:
-    """Let the engine compile and capture; the name of that differs between versions."""
-    if hasattr(runtime, "prepare"):
-        await runtime.prepare(lambda done, total: None)
-    else:
-        await runtime.warm_up()
 
 
 def _loop(runtime: Runtime, size: Size, rows: int) -> tuple[float, float]:
@@ -85,6 +82,4 @@ def _decode_batch(runtime: Runtime, rows: int) -> StepBatch:
     control[3, :rows] = 1
     rng = np.random.default_rng(0)
     hidden = rng.standard_normal((rows, runtime.model.hidden_size), dtype=np.float32).astype(runtime.model.numpy_dtype)
-    in_pieces = next(option.type for option in fields(StepBatch) if option.name == "hidden")
-    packed: Any = (hidden,) if str(in_pieces).startswith("tuple") else hidden
-    return StepBatch(0, control, rows, packed, None)
+    return StepBatch(0, control, rows, (hidden,), None)

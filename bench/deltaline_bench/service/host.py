@@ -72,6 +72,8 @@ def server_options(size: Size, model: Path, folder: Path) -> dict[str, Any]:
         "random_init": str(model),
         "dtype": size.dtype,
         "max_sequences": size.max_sequences,
+        "batch_rows": size.batch_rows,
+        "chunk_tokens": size.chunk_tokens,
         "reply_bytes": 2**31,
         "queue_bytes": 2**31,
         "uds": str(folder / "server.sock"),

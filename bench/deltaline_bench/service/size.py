@@ -29,6 +29,7 @@ class Size:
     decode_steps: int
     client_steps: int
     clients: int
+    chunk_tokens: int
     throughput_s: float
     prefill_tokens: int
     prefill_rounds: int
@@ -43,6 +44,11 @@ class Size:
     def token_bytes(self) -> int:
         """Bytes of one token's hidden state."""
         return self.hidden * (2 if self.dtype == "bfloat16" else 4)
+
+    @property
+    def batch_rows(self) -> int:
+        """Short rows of a batch: those of all clients at once."""
+        return self.clients * self.decode_rows
 
     @property
     def max_sequences(self) -> int:
@@ -87,6 +93,7 @@ H200 = Size(
     decode_steps=20_000,
     client_steps=2_000,
     clients=8,
+    chunk_tokens=4096,
     throughput_s=10.0,
     prefill_tokens=16_384,
     prefill_rounds=10,
@@ -112,6 +119,7 @@ SMALL = Size(
     decode_steps=400,
     client_steps=100,
     clients=2,
+    chunk_tokens=512,
     throughput_s=1.5,
     prefill_tokens=1_024,
     prefill_rounds=3,
