@@ -7,11 +7,8 @@ With G_t the sum of the first t gates, h the state before them, and k and q afte
     h = exp(G_n) h + sum_t exp(G_n - G_t) u_t k_t^T
 
 So all products of the state are one, of h and the row's keys and queries, and what does not need the state is computed
-while it is on its way. A program holds BLOCK_V rows of one head's state in the registers of its warps, as a tuple of
-`[BLOCK_V, BLOCK_K]` tensors in which 4 threads share a row, 16 bytes each.
-
-Matrix instructions want other threads to hold the values of a row. Their products may have the columns in any order,
-as long as it is the same one for both sides: `_reorder` picks the one in which nothing changes hands.
+while it is on its way. A program has some rows of one head's state in the registers of one warp: it folds the replayed
+drafts, stores the state if the row commits nothing itself, then computes the row's tokens.
 """
 
 import math
@@ -23,109 +20,27 @@ from torch import Tensor
 
 from deltaline_kernels.gated_delta.gates import read_gates
 from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
-from deltaline_kernels.gated_delta.tile import below, load_tile, load_values, scale, store_tile, to_fp32
+from deltaline_kernels.gated_delta.tile import below, load_tile, scale, store_tile, to_fp32
+from deltaline_kernels.gated_delta.verify_tile import (
+    TOKENS,
+    compare,
+    fold_at_once,
+    load_keys,
+    load_records,
+    load_tokens,
+    multiply_tokens,
+    remain,
+)
 from deltaline_kernels.rows import Rows
 
-# Tokens of the longest row; keys and queries together are what a matrix instruction has at least.
-MOST_TOKENS = 8
-TOKENS = tl.constexpr(MOST_TOKENS)
 KEYS = (64, 128)
 # Threads that share a row of the state, and bytes that each loads at once.
 ROW_THREADS, LOAD_BYTES = 4, 16
-# Rows of a part of the state: those of a matrix instruction.
+# Rows of a part of the state.
 SUB = 16
-# Parts of the state per program, warps, registers, and records whose loads are on their way at once, for few and many
-# programs. Measurements: docs/log.md.
-FEW, MANY = (1, 1, None, 2), (2, 1, 255, 2)
-# The bits of fp32 that a matrix instruction reads.
-TF32_BITS = tl.constexpr(-(2**13))
-
-
-@triton.jit
-def _reorder(block, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return `[ROWS, BLOCK_K]` with its columns in the order in which 4 threads a row have them as operands."""
-    split = tl.reshape(block, (ROWS, 4, BLOCK_K // 8, 2))
-    return tl.reshape(tl.permute(split, (0, 2, 1, 3)), (ROWS, BLOCK_K))
-
-
-@triton.jit
-def _halves(pair, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the left and the right half of `[ROWS, 2 * COLUMNS]`."""
-    return tl.split(tl.permute(tl.reshape(pair, (ROWS, 2, COLUMNS)), (0, 2, 1)))
-
-
-@triton.jit
-def _quarters(gram):
-    """Return the products k.k, k.q and q.q, each `[TOKENS, TOKENS]`, of those of keys and queries with each other."""
-    left, right = _halves(gram, 2 * TOKENS, TOKENS)
-    kk, _ = tl.split(tl.permute(tl.reshape(left, (2, TOKENS, TOKENS)), (1, 2, 0)))
-    kq, qq = tl.split(tl.permute(tl.reshape(right, (2, TOKENS, TOKENS)), (1, 2, 0)))
-    return kk, kq, qq
-
-
-@triton.jit
-def _remain(g):
-    """Return what TOKENS tokens, of log decays g, leave of the state before them, and of each of them."""
-    o_t = tl.arange(0, TOKENS)
-    later = tl.where(o_t[None, :] > o_t[:, None], g[None, :], 0.0)
-    return tl.exp(tl.sum(g)), tl.exp(tl.sum(later, axis=1))
-
-
-@triton.jit
-def _fold(tile, left, first, count, updates, keys, PARTS: tl.constexpr, BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Return the tile after tokens first..first+AT_ONCE of `count`, of which `left` is left."""
-    for j in tl.static_range(AT_ONCE):
-        if first + j < count:
-            factor = tl.sum(tl.where(tl.arange(0, TOKENS) == first + j, left, 0.0))
-            folded = ()
-            for r in tl.static_range(PARTS):
-                update = updates[j][r] * factor
-                for i in tl.static_range(BLOCKS):
-                    u, k = tl.broadcast(update, keys[j][i])
-                    folded = folded + (tl.fma(u, k, tile[r * BLOCKS + i]),)
-            tile = folded
-    return tile
-
-
-@triton.jit
-def _load_keys(pointer, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return K values at `pointer` as a tuple of `[1, BLOCK_K]`, as they come."""
-    keys = ()
-    for j in tl.static_range(K // BLOCK_K):
-        keys = keys + (tl.load(pointer + j * BLOCK_K + tl.arange(0, BLOCK_K))[None, :],)
-    return keys
-
-
-@triton.jit
-def _load_tokens(pointer, n, stride, H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the keys of a row's tokens, then their queries, as a tuple of `[2 * TOKENS, BLOCK_K]`, as they come.
-
-    `pointer` is the first query's. Zero from token n on.
-    """
-    o_x = tl.arange(0, 2 * TOKENS)[:, None]
-    o_k = tl.arange(0, BLOCK_K)[None, :]
-    tokens = ()
-    for j in tl.static_range(K // BLOCK_K):
-        p_x = pointer + (o_x % TOKENS) * stride + (1 - o_x // TOKENS) * (H * K) + j * BLOCK_K + o_k
-        tokens = tokens + (tl.load(p_x, mask=o_x % TOKENS < n, other=0.0),)
-    return tokens
-
-
-@triton.jit
-def _multiply(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the products of a part's rows, the tensors of `tile` from `first` on, and keys and queries.
-
-    Two tensors, fp32 `[SUB, TOKENS]`. Exact to about 2^-20: tokens are exact in TF32, and a state is the sum of its high
-    bits and of the rest.
-    """
-    products = tl.zeros((SUB, 2 * TOKENS), tl.float32)
-    for j in tl.static_range(BLOCKS):
-        right = tl.trans(_reorder(tokens[j], 2 * TOKENS, BLOCK_K).to(tl.float32))
-        left = _reorder(tile[first + j], SUB, BLOCK_K)
-        high = (left.to(tl.int32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
-        products = tl.dot(high, right, products, input_precision="tf32")
-        products = tl.dot(left - high, right, products, input_precision="tf32")
-    return _halves(products, SUB, TOKENS)
+# Parts of the state per program, registers, and records that are loaded beside the state, then at once, for few and for
+# many programs. Each is one warp: several would exchange operands. Measurements: docs/log.md.
+FEW, MANY = (1, None, 2, 1), (2, 255, 1, 2)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -158,6 +73,7 @@ def _verify(
     PARTS: tl.constexpr,
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = K // BLOCK_K
@@ -185,9 +101,11 @@ def _verify(
     o_v = i_v * BLOCK_V + tl.arange(0, SUB)[:, None]
     p_state = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K)
     raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
+    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+    early = load_records(p_old, 0, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, EARLY)
 
     p_token = qkv + begin * qkv_stride
-    tokens = _load_tokens(p_token + i_h * K, n, qkv_stride, H, K, BLOCK_K)
+    tokens = load_tokens(p_token + i_h * K, n, qkv_stride, H, K, BLOCK_K)
     o_t = tl.arange(0, TOKENS)
     o_row = o_t[:, None]
     o_column = o_t[None, :]
@@ -204,11 +122,7 @@ def _verify(
         b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
 
     # What the row's tokens are to each other: rows are earlier tokens, columns later ones.
-    gram = tl.zeros((2 * TOKENS, 2 * TOKENS), tl.float32)
-    for j in tl.static_range(BLOCKS):
-        both = _reorder(tokens[j], 2 * TOKENS, BLOCK_K)
-        gram = tl.dot(both, tl.trans(both), gram)
-    kk, kq, qq = _quarters(gram)
+    kk, kq, qq = compare(tokens, BLOCK_K, BLOCKS)
     g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
     g = tl.where(o_t < n, g, 0.0)
     factor_k, factor_q = tl.full((TOKENS,), 1.0, tl.float32), query_scale
@@ -231,28 +145,22 @@ def _verify(
 
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
-        p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
-        p_gate = p_old + o_t * RECORD + GATES + i_hv
-        kept, left = _remain(tl.load(p_gate, mask=o_t < replayed, other=0.0))
+        kept, left = remain(tl.load(p_old + o_t * RECORD + GATES + i_hv, mask=o_t < replayed, other=0.0))
         tile = scale(tile, kept, PARTS * BLOCKS)
-        for first in range(0, replayed, AT_ONCE):
-            folds, keys = (), ()
-            for j in tl.static_range(AT_ONCE):
-                # The last one comes again.
-                p_record = p_old + tl.minimum(first + j, replayed - 1) * RECORD
-                folds = folds + (load_values(p_record + H * K + i_hv * V, True, o_v, V, PARTS, SUB),)
-                keys = keys + (_load_keys(p_record + i_h * K, K, BLOCK_K),)
-            tile = _fold(tile, left, first, replayed, folds, keys, PARTS, BLOCKS, AT_ONCE)
+        tile = fold_at_once(tile, left, 0, replayed, early[0], early[1], PARTS, BLOCKS, EARLY)
+        for first in range(EARLY, replayed, AT_ONCE):
+            more = load_records(p_old, first, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, AT_ONCE)
+            tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
     p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K)
     if (write > 0) & (committed == 0) & ((replayed > 0) | (write != read)):
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
     # Once more: to keep them takes registers that the state needs.
-    tokens = _load_tokens(p_token + i_h * K, n, qkv_stride, H, K, BLOCK_K)
+    tokens = load_tokens(p_token + i_h * K, n, qkv_stride, H, K, BLOCK_K)
     # Column t is u_t as soon as what the tokens before it add is in it.
     updates, outputs = (), ()
     for r in tl.static_range(PARTS):
-        seen_k, seen_q = _multiply(tile, r * BLOCKS, tokens, SUB, BLOCK_K, BLOCKS)
+        seen_k, seen_q = multiply_tokens(tile, r * BLOCKS, tokens, SUB, BLOCK_K, BLOCKS)
         updates = updates + (beta[None, :] * (values[r].to(tl.float32) - total_k * seen_k),)
         outputs = outputs + (total_q * seen_q,)
     for t in range(0, n):
@@ -286,21 +194,21 @@ def _verify(
                 tl.store(p_draft + i_h * K + o_row * RECORD + o_k, key, mask=o_row < n)
 
     if (write > 0) & (committed > 0):
-        kept, left = _remain(g)
+        kept, left = remain(g)
         tile = scale(tile, kept, PARTS * BLOCKS)
         for t in range(0, n):
             columns = ()
             for r in tl.static_range(PARTS):
                 columns = columns + (tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True),)
             factor = tl.sum(tl.where(o_t == t, factor_k, 0.0))
-            key = to_fp32(_load_keys(p_token + (H + i_h) * K + t * qkv_stride, K, BLOCK_K), BLOCKS)
-            tile = _fold(tile, left, t, n, (columns,), (scale(key, factor, BLOCKS),), PARTS, BLOCKS, 1)
+            key = to_fp32(load_keys(p_token + (H + i_h) * K + t * qkv_stride, True, K, BLOCK_K), BLOCKS)
+            tile = fold_at_once(tile, left, t, n, (columns,), (scale(key, factor, BLOCKS),), PARTS, BLOCKS, 1)
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
 
 def can_verify(qkv: Tensor, drafts: Tensor, heads: Heads, rows: Rows) -> bool:
     """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, keys of a size that it has."""
-    fits = 1 < rows.max_length <= MOST_TOKENS and drafts.shape[2] <= MOST_TOKENS
+    fits = 1 < rows.max_length <= TOKENS.value and drafts.shape[2] <= TOKENS.value
     return fits and qkv.dtype != torch.float32 and heads.key_dim in KEYS
 
 
@@ -326,11 +234,10 @@ def launch_verify(
     if rows.num_rows == 0:
         return
     many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
-    parts, num_warps, max_registers, at_once = MANY if many else FEW
-    sub = SUB * num_warps
+    parts, max_registers, early, at_once = MANY if many else FEW
     vector = LOAD_BYTES // state.element_size()
     unit = math.gcd(vector, qkv.stride(0))
-    _verify[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * sub),)](
+    _verify[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * SUB),)](
         qkv,
         a,
         b,
@@ -356,10 +263,11 @@ def launch_verify(
         LINE_SHIFT=line_shift,
         UNIT=unit,
         PARTS=parts,
-        SUB=sub,
+        SUB=SUB,
         BLOCK_K=ROW_THREADS * vector,
+        EARLY=early,
         AT_ONCE=at_once,
-        num_warps=num_warps,
+        num_warps=1,
         num_stages=1,
         maxnreg=max_registers,
     )
