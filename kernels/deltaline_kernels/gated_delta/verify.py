@@ -99,11 +99,6 @@ def _verify(
     n = tl.where((read == -1) & (write == -1), 0, length)
 
     o_v = i_v * BLOCK_V + tl.arange(0, SUB)[:, None]
-    p_state = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K)
-    raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
-    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
-    early = load_records(p_old, 0, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, EARLY)
-
     p_token = qkv + begin * qkv_stride
     tokens = load_tokens(p_token + i_h * K, n, qkv_stride, H, K, BLOCK_K)
     o_t = tl.arange(0, TOKENS)
@@ -121,27 +116,33 @@ def _verify(
         b_rate = tl.load(A_log + i_hv).to(tl.float32)
         b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
 
-    # What the row's tokens are to each other: rows are earlier tokens, columns later ones.
-    kk, kq, qq = compare(tokens, BLOCK_K, BLOCKS)
-    g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
-    g = tl.where(o_t < n, g, 0.0)
-    factor_k, factor_q = tl.full((TOKENS,), 1.0, tl.float32), query_scale
-    if NORM:
-        same = o_row == o_column
-        factor_k = tl.rsqrt(tl.sum(tl.where(same, kk, 0.0), axis=0) + eps)
-        factor_q = query_scale * tl.rsqrt(tl.sum(tl.where(same, qq, 0.0), axis=0) + eps)
-    later = o_column > o_row
-    # Added up gate by gate: a difference of prefix sums would cancel behind a strong gate.
-    decay = tl.exp(tl.cumsum(tl.where(later, g[None, :], 0.0), axis=1)) * factor_k[:, None]
-    to_updates = tl.where(later, kk * decay * (-beta * factor_k)[None, :], 0.0)
-    total = tl.exp(tl.cumsum(g, axis=0))
-    total_k = (total * factor_k)[None, :]
-    total_q = (total * factor_q)[None, :]
-    if NORM:
-        decay *= factor_q[None, :]
-    else:
-        decay *= factor_q
-    to_outputs = tl.where(o_column >= o_row, kq * decay, 0.0)
+    p_state = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K)
+    raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
+    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+    early = load_records(p_old, 0, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, EARLY)
+    # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
+    g = tl.zeros((TOKENS,), tl.float32)
+    beta, factor_k, total_k, total_q = g, g, g, g
+    to_updates = tl.zeros((TOKENS, TOKENS), tl.float32)
+    to_outputs = to_updates
+    if n > 0:
+        # What the row's tokens are to each other: rows are earlier tokens, columns later ones.
+        kk, kq, qq = compare(tokens, BLOCK_K, BLOCKS)
+        g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
+        g = tl.where(o_t < n, g, 0.0)
+        factor_k += 1.0
+        factor_q = query_scale + total_q
+        if NORM:
+            same = o_row == o_column
+            factor_k = tl.rsqrt(tl.sum(tl.where(same, kk, 0.0), axis=0) + eps)
+            factor_q = query_scale * tl.rsqrt(tl.sum(tl.where(same, qq, 0.0), axis=0) + eps)
+        later = o_column > o_row
+        # Added up gate by gate: a difference of prefix sums would cancel behind a strong gate.
+        decay = tl.exp(tl.cumsum(tl.where(later, g[None, :], 0.0), axis=1)) * factor_k[:, None]
+        to_updates = tl.where(later, kk * decay * (-beta * factor_k)[None, :], 0.0)
+        to_outputs = tl.where(o_column >= o_row, kq * decay * factor_q[None, :], 0.0)
+        total = tl.exp(tl.cumsum(g, axis=0))
+        total_k, total_q = total * factor_k, total * factor_q
 
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
@@ -161,8 +162,8 @@ def _verify(
     updates, outputs = (), ()
     for r in tl.static_range(PARTS):
         seen_k, seen_q = multiply_tokens(tile, r * BLOCKS, tokens, SUB, BLOCK_K, BLOCKS)
-        updates = updates + (beta[None, :] * (values[r].to(tl.float32) - total_k * seen_k),)
-        outputs = outputs + (total_q * seen_q,)
+        updates = updates + (beta[None, :] * (values[r].to(tl.float32) - total_k[None, :] * seen_k),)
+        outputs = outputs + (total_q[None, :] * seen_q,)
     for t in range(0, n):
         row_u = tl.sum(tl.where(o_row == t, to_updates, 0.0), axis=0, keep_dims=True)
         row_o = tl.sum(tl.where(o_row == t, to_outputs, 0.0), axis=0, keep_dims=True)
