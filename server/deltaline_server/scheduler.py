@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 MAX_BATCHES_IN_FLIGHT = 2
 # The event loop's timers are that coarse (epoll counts milliseconds, and rounds up).
 TIMER_S = 1e-3
+# Turns of the event loop that a reply takes from its future to gRPC: a stream's goes through a callback and a task.
+REPLY_TURNS = 3
 
 
 class BatchEngine(Protocol):
@@ -238,7 +240,14 @@ class Scheduler:
         self._unsettled = run, result, busy_s
         may_answer_first = self._in_flight or not self._queue.ready_spans()
         if may_answer_first and run.answer(result):
-            asyncio.get_running_loop().call_soon(self._guarded, self._settle_rest)
+            self._settle_later(REPLY_TURNS)
+        else:
+            self._settle_rest()
+
+    def _settle_later(self, turns: int) -> None:
+        """Settle in so many turns of the event loop, so that the replies are on their way before."""
+        if turns:
+            asyncio.get_running_loop().call_soon(self._guarded, self._settle_later, turns - 1)
         else:
             self._settle_rest()
 

@@ -40,7 +40,7 @@ ROW_THREADS, LOAD_BYTES = 4, 16
 SUB = 16
 # Parts of the state per program, registers, and records that are loaded beside the state, then at once, for few and for
 # many programs. Each is one warp: several would exchange operands. Measurements: docs/log.md.
-FEW, MANY = (1, None, 2, 1), (2, 255, 1, 2)
+FEW, MANY = (1, 168, 0, 3), (2, 255, 0, 3)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
