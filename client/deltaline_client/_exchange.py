@@ -30,8 +30,8 @@ from deltaline_client._state import ClientState
 from deltaline_client._statuses import from_status
 from deltaline_client._types import RowOutcome, ServerInfo, StepOptions, StepTiming
 
-# Most bytes of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones cost
-# fewer messages, each of which is milliseconds of work for both sides.
+# Most bytes of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones
+# cost fewer messages, each of which is milliseconds of work for both sides.
 CHUNK_BYTES = 4 * 2**20
 
 _OUTPUT_ROWS = {"all": layers.OUTPUT_ROWS_ALL, "last": layers.OUTPUT_ROWS_LAST, "none": layers.OUTPUT_ROWS_NONE}

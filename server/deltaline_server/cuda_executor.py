@@ -57,16 +57,16 @@ class CudaExecutor:
         slot = self._free.get()
         try:
             torch.cuda.set_stream(self._in)
-            wanted = slot.copy_in(batch, bucket.layout)
+            wanted = slot.copy_in(batch, bucket.layout, self._in)
             torch.cuda.set_stream(self._compute)
             self._compute.wait_event(slot.events[1])
-            slot.events[2].record()
+            slot.events[2].record(self._compute)
             self._graphs.replay(slot, batch.span, bucket)
             slot.select(bucket.layout, wanted)
-            slot.events[3].record()
+            slot.events[3].record(self._compute)
             torch.cuda.set_stream(self._out)
             self._out.wait_event(slot.events[3])
-            slot.copy_out(batch, bucket.layout)
+            slot.copy_out(batch, bucket.layout, self._out)
         except BaseException:
             self._free.put(slot)
             raise

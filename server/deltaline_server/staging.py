@@ -20,6 +20,8 @@ from deltaline_server.step import BatchResult, StepBatch, finite_rows
 
 # Smaller arrays are sooner copied than asked where they lie.
 DIRECT_BYTES = 1 << 16
+# Views of a slot's memory that are remembered.
+MOST_PARTS = 1024
 # Bytes between whose multiples tensors of a slot begin.
 ALIGNMENT = 256
 
@@ -76,8 +78,8 @@ class Slot:
         output = self._outbound.device[begin : begin + layout.tokens * self._token_bytes].view(self._dtype)
         return sizes, output.view(-1, self._hidden_size)
 
-    def copy_in(self, batch: StepBatch, layout: Layout) -> Tensor | None:
-        """Copy a batch to `inputs` on the current stream; return its wanted tokens, int64.
+    def copy_in(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> Tensor | None:
+        """Copy a batch to `inputs` on a stream, the current one; return its wanted tokens, int64.
 
         Rows of the layout that the batch has not have no token and are skipped.
         """
@@ -98,14 +100,14 @@ class Slot:
         if batch.wanted is not None:
             wanted = self._wanted.array[: batch.wanted.nbytes].view(np.int64)
             wanted[:] = batch.wanted
-        self.events[0].record()
+        self.events[0].record(stream)  # told the stream, it is sooner done than when it has to ask
         # What lies in pinned memory goes from where it is; all else by way of this slot's, neighbours at once.
         for before, first, last, source in pinned:
             inbound.send(before, first)
             inbound.device[first:last].copy_(source, non_blocking=True)
         inbound.send(filled, end)
         sent = None if wanted is None else self._wanted.send(0, wanted.nbytes).view(torch.int64)
-        self.events[1].record()
+        self.events[1].record(stream)
         return sent
 
     def select(self, layout: Layout, wanted: Tensor | None) -> None:
@@ -113,8 +115,8 @@ class Slot:
         if wanted is not None and len(wanted):
             torch.index_select(self.outputs(layout)[1], 0, wanted, out=self._selected[: len(wanted)])
 
-    def copy_out(self, batch: StepBatch, layout: Layout) -> None:
-        """Begin to copy sizes and the wanted outputs to the host on the current stream."""
+    def copy_out(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> None:
+        """Begin to copy sizes and the wanted outputs to the host on a stream, the current one."""
         outbound, begin = self._outbound, layout.size_bytes
         if batch.wanted is None:
             outbound.receive(0, begin + batch.num_tokens * self._token_bytes)
@@ -123,7 +125,7 @@ class Slot:
             end = begin + len(batch.wanted) * self._token_bytes
             if begin < end:
                 outbound.tensor[begin:end].copy_(self._selected[: len(batch.wanted)].view(-1).view(torch.uint8), True)
-        self.events[4].record()
+        self.events[4].record(stream)
 
     def wait(self, batch: StepBatch, layout: Layout) -> BatchResult:
         """Wait for the copy out and return the result, whose arrays are the caller's."""
@@ -150,17 +152,29 @@ class _Crossing:
         self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.array: NDArray[np.uint8] = self.tensor.numpy()
         self.device = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def send(self, begin: int, end: int) -> Tensor:
         """Begin to copy these bytes to the device; return them there."""
+        host, device = self._parts(begin, end)
         if begin < end:
-            self.device[begin:end].copy_(self.tensor[begin:end], non_blocking=True)
-        return self.device[begin:end]
+            device.copy_(host, non_blocking=True)
+        return device
 
     def receive(self, begin: int, end: int) -> None:
         """Begin to copy these bytes to the host."""
         if begin < end:
-            self.tensor[begin:end].copy_(self.device[begin:end], non_blocking=True)
+            host, device = self._parts(begin, end)
+            host.copy_(device, non_blocking=True)
+
+    def _parts(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """These bytes on both sides: made once for each, since the same sizes come again and again."""
+        parts = self._made.get((begin, end))
+        if parts is None:
+            if len(self._made) == MOST_PARTS:
+                self._made.clear()
+            parts = self._made[begin, end] = self.tensor[begin:end], self.device[begin:end]
+        return parts
 
 
 def _as_pinned(array: NDArray[Any]) -> Tensor | None:
