@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from deltaline_server.step import BatchResult, StepBatch, finite_rows
 
 # Smaller arrays are sooner copied than asked where they lie.
 DIRECT_BYTES = 1 << 16
+# Arrays from this size on are copied by several threads; for smaller ones, waking these takes longer.
+LARGE_BYTES, COPY_THREADS = 1 << 21, 4
 # Views of a slot's memory that are remembered.
 MOST_PARTS = 1024
 # Bytes between whose multiples tensors of a slot begin.
@@ -43,6 +46,28 @@ class Layout:
         return _aligned(self.tokens * 4)
 
 
+class Copier:
+    """Copies between arrays of the host, large ones with several threads at once."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+
+    def copy(self, target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+        """Copy bytes `[n]`; mutates `target`."""
+        if len(target) < LARGE_BYTES:
+            target[:] = source
+            return
+        part = -(-len(target) // COPY_THREADS)
+        begins = range(0, len(target), part)
+        waiting = [self._pool.submit(np.copyto, target[i : i + part], source[i : i + part]) for i in begins[1:]]
+        np.copyto(target[:part], source[:part])
+        for done in waiting:
+            done.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
 class Slot:
     """Memory of one batch in flight, allocated once, and the events that time its stages.
 
@@ -51,9 +76,15 @@ class Slot:
     """
 
     def __init__(
-        self, layouts: Sequence[Layout], hidden_size: int, dtype: torch.dtype, numpy_dtype: np.dtype[Any]
+        self,
+        layouts: Sequence[Layout],
+        hidden_size: int,
+        dtype: torch.dtype,
+        numpy_dtype: np.dtype[Any],
+        copier: Copier,
     ) -> None:
         """Allocate what batches of these layouts need on the current CUDA device."""
+        self._copier = copier
         self._hidden_size, self._dtype, self._numpy_dtype = hidden_size, dtype, numpy_dtype
         self._token_bytes = hidden_size * dtype.itemsize
         tokens = max(layout.tokens for layout in layouts)
@@ -92,7 +123,7 @@ class Slot:
             first, end = end, end + piece.nbytes
             source = _as_pinned(piece)
             if source is None:
-                inbound.array[first:end] = piece.view(np.uint8).reshape(-1)
+                self._copier.copy(inbound.array[first:end], piece.view(np.uint8).reshape(-1))
             else:
                 pinned.append((filled, first, end, source))
                 filled = end
@@ -133,11 +164,13 @@ class Slot:
         begin, num_tokens = layout.size_bytes, batch.num_tokens
         sizes = self._outbound.array[: num_tokens * 4].view(np.float32)
         num_returned = num_tokens if batch.wanted is None else len(batch.wanted)
-        hidden = self._outbound.array[begin : begin + num_returned * self._token_bytes].view(self._numpy_dtype)
+        hidden = np.empty((num_returned, self._hidden_size), self._numpy_dtype)
+        returned = self._outbound.array[begin : begin + hidden.nbytes]
+        self._copier.copy(hidden.view(np.uint8).reshape(-1), returned)
         events = self.events
         copy_in_s, _, compute_s, copy_out_s = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
         return BatchResult(
-            hidden.reshape(num_returned, self._hidden_size).copy(),
+            hidden,
             finite_rows(batch.control[0], sizes),
             copy_in_s,
             compute_s,
