@@ -19,12 +19,14 @@ DeltalineError
 │   ├── UnknownSpan
 │   ├── AcceptedOutOfRange
 │   ├── NonFiniteInput
+│   ├── InvalidSharedMemory
 │   └── MessageTooLarge
 ├── CapacityError            the server is full: nothing ran, later it may
 │   ├── NoFreeLines
 │   ├── QueueFull
 │   ├── ReplyBytesExhausted
 │   ├── TooManyInFlight
+│   ├── SharedMemoryExhausted
 │   └── QueueDeadline
 ├── StateError               the state of the sequence is gone
 │   ├── SequenceUnknown
@@ -41,6 +43,7 @@ DeltalineError
 │   ├── NothingToCommit
 │   ├── CommitConflict
 │   ├── SpanTooFarAhead
+│   ├── SharedMemoryOff
 │   ├── PredecessorRefused
 │   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
 │   └── SequenceBusy         raised here: another call is stepping this sequence right now
@@ -137,6 +140,12 @@ class NonFiniteInput(RequestError):
     reason = "NON_FINITE_INPUT"
 
 
+class InvalidSharedMemory(RequestError):
+    """A slice of shared memory is out of its region, or the server does not have the region (any more)."""
+
+    reason = "INVALID_SHARED_MEMORY"
+
+
 class MessageTooLarge(RequestError):
     """The tensor is larger than the server takes inline."""
 
@@ -169,6 +178,12 @@ class TooManyInFlight(CapacityError):
     """Too many steps of one sequence are in flight."""
 
     reason = "TOO_MANY_IN_FLIGHT"
+
+
+class SharedMemoryExhausted(CapacityError):
+    """The server has no more memory to share."""
+
+    reason = "SHARED_MEMORY_EXHAUSTED"
 
 
 class QueueDeadline(CapacityError):
@@ -261,6 +276,12 @@ class SpanTooFarAhead(ConflictError):
     """Another span of the sequence is too far behind."""
 
     reason = "SPAN_TOO_FAR_AHEAD"
+
+
+class SharedMemoryOff(ConflictError):
+    """The server shares no memory."""
+
+    reason = "SHARED_MEMORY_OFF"
 
 
 class PredecessorRefused(ConflictError):

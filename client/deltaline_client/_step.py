@@ -19,6 +19,7 @@ from deltaline_client._exceptions import (
     DeadlineExceeded,
     DeltalineError,
     DuplicateSequence,
+    InvalidSharedMemory,
     ProtocolError,
     QueueDeadline,
     StepUnfinished,
@@ -28,6 +29,7 @@ from deltaline_client._flow import Flow, Sleep, call
 from deltaline_client._retry import is_retryable
 from deltaline_client._rows import Row, RowResult, StepError, StepResult
 from deltaline_client._sequence import Job, SequenceRecord
+from deltaline_client._shared import Placement
 from deltaline_client._state import MAX_MESSAGE_BYTES, STEP, ClientState, info
 from deltaline_client._statuses import from_status
 from deltaline_client._types import Output, RowOutcome, ServerInfo, StepOptions, StepTiming
@@ -85,6 +87,7 @@ def _run(client: ClientState, jobs: list[Job], limits: ServerInfo, options: Step
     if len({id(job.sequence) for job in jobs}) != len(jobs):
         raise DuplicateSequence("a sequence is in the batch twice")
     held: list[Job] = []
+    yield from client._shared.ready(limits)
     exchange = _Exchange(client, limits, options)
     try:
         for job in jobs:
@@ -127,6 +130,8 @@ class _Exchange:
     """The requests of one call: sends waves of rows and applies the answers. One deadline for all of them."""
 
     def __init__(self, client: ClientState, limits: ServerInfo, options: StepOptions) -> None:
+        self._shared = client._shared
+        self._placement: Placement | None = None
         self._limits = limits
         self._options = options
         self._attempts = client._attempts(options.get("timeout_s"))
@@ -152,7 +157,7 @@ class _Exchange:
             left = [job for job in errors if job.error is None]
             if left and delay_s is not None:
                 yield Sleep(delay_s)
-            if len(left) != len(wave):
+            if len(left) != len(wave) or isinstance(self.request_error, InvalidSharedMemory):
                 wave, request = left, self._request(left)
         self._attempts.progressed()
 
@@ -187,8 +192,16 @@ class _Exchange:
             priority=self._options.get("priority", 0),
             queue_timeout_us=round((self._options.get("queue_timeout_s") or 0.0) * 1e6),
         )
-        hidden = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        tensor = wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, wire.tensor_pieces(hidden))
+        num_outputs = {"all": sum(job.piece for job in wave), "last": len(wave), "none": 0}[wave[0].output]
+        self._placement = placement = self._shared.place(pieces, num_outputs)
+        if placement is None:
+            hidden = wire.tensor_pieces(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        else:
+            request.output_slice.CopyFrom(placement.output_slice())
+            hidden = [placement.tensor()]
+            for job in wave:
+                job.placements.append(placement)
+        tensor = wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, hidden)
         return b"".join([request.SerializeToString(), *tensor])
 
     def _apply(self, wave: list[Job], doubts: list[bool], response: layers.StepResponse) -> dict[Job, DeltalineError]:
@@ -225,6 +238,9 @@ class _Exchange:
         empty = np.empty((0, self._limits.hidden_size), self._limits.dtype)
         if not response.output_start_loc or response.output_start_loc[-1] == 0:
             return empty
+        if self._placement is not None and response.hidden.HasField("shared"):
+            outputs = self._placement.outputs(response.hidden)
+            return outputs.copy() if self._options.get("copy", True) else outputs
         try:
             outputs = wire.decode(response.hidden, limit_bytes=MAX_MESSAGE_BYTES, field="hidden")
         except wire.WireError as error:
@@ -237,4 +253,4 @@ class _Exchange:
         """Tell whether a row or request is sent again. A queue deadline that the caller set is final."""
         if isinstance(error, QueueDeadline) and self._options.get("queue_timeout_s"):
             return False
-        return is_retryable(error)
+        return is_retryable(error) or self._shared.lost(error)

@@ -5,6 +5,7 @@ Knows element types, sizes and limits. Does not know what a tensor means, nor gR
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,18 +86,8 @@ def decode(tensor: tensor_pb2.Tensor, *, limit_bytes: int, field: str = "tensor"
     Raises: TensorTooLargeError above the limit; WireError for an unknown dtype, a wrong rank, a dimension out of range,
         an absent payload or a payload whose length differs from the shape's.
     """
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise WireError(f"{field}.dtype", "FLOAT32, BFLOAT16 or FLOAT16", str(tensor.dtype))
-    rank = len(tensor.shape)
-    if not 1 <= rank <= MAX_RANK:
-        raise WireError(f"{field}.shape", f"1 to {MAX_RANK} dimensions", str(rank))
-    shape = tuple(tensor.shape)
-    num_bytes = dtype.itemsize
-    for dim in shape:  # at most MAX_RANK of them, in Python integers: the product can't wrap
-        if not 1 <= dim <= MAX_DIM:
-            raise WireError(f"{field}.shape", f"dimensions in 1 .. {MAX_DIM}", str(dim))
-        num_bytes *= dim
+    dtype, shape = decode_header(tensor, field=field)
+    num_bytes = math.prod(shape) * dtype.itemsize  # of at most MAX_RANK Python integers: the product can't wrap
     if tensor.WhichOneof("payload") != "inline":
         raise WireError(f"{field}.inline", "the elements", "no payload")
     if num_bytes > limit_bytes:
@@ -105,6 +96,23 @@ def decode(tensor: tensor_pb2.Tensor, *, limit_bytes: int, field: str = "tensor"
     if len(payload) != num_bytes:
         raise WireError(f"{field}.inline", f"{num_bytes} bytes for the shape", str(len(payload)))
     return np.frombuffer(payload, dtype).reshape(shape)
+
+
+def decode_header(tensor: tensor_pb2.Tensor, *, field: str = "tensor") -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return element type and shape of a tensor, wherever its elements are.
+
+    Raises: WireError for an unknown dtype, a wrong rank or a dimension out of range; `field` is its name in it.
+    """
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise WireError(f"{field}.dtype", "FLOAT32, BFLOAT16 or FLOAT16", str(tensor.dtype))
+    shape = tuple(tensor.shape)
+    if not 1 <= len(shape) <= MAX_RANK:
+        raise WireError(f"{field}.shape", f"1 to {MAX_RANK} dimensions", str(len(shape)))
+    for dim in shape:
+        if not 1 <= dim <= MAX_DIM:
+            raise WireError(f"{field}.shape", f"dimensions in 1 .. {MAX_DIM}", str(dim))
+    return dtype, shape
 
 
 def tensor_pieces(array: NDArray[Any]) -> list[Piece]:

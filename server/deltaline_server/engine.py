@@ -123,6 +123,7 @@ class Engine:
                 with self._lock:
                     self._turn = time.monotonic()
                     self._unfinished -= 1
+                del job  # nothing of it is held while the thread waits: its arrays may lie in memory to be unmapped
 
     def _run(self, job: _Run) -> None:
         result = _failure(job.batch)

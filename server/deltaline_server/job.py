@@ -84,8 +84,14 @@ class Job:
         return self.num_unfinished == 0 and all(join.source.is_finished for join in self.joins)
 
     def lay_out_outputs(self, rows: NDArray[np.int64]) -> None:
-        """Give each of these request rows its place in the reply."""
+        """Give each of these request rows its place in the reply.
+
+        In memory of the client's every row has one: kept replies lie there, so the same step sent again must find and
+        leave each where it was, whatever is refused this time.
+        """
         counts = np.zeros(self.request.num_rows, dtype=np.int64)
+        if self.request.output_memory is not None:
+            rows = np.arange(self.request.num_rows)
         counts[rows] = self.request.output_counts[rows]
         np.cumsum(counts, out=self.output_start[1:])
 
@@ -94,14 +100,15 @@ class Job:
         """Outputs [rows, hidden] of the reply, in row order; rows that are not done are undefined."""
         if self._outputs is None:
             shape = (int(self.output_start[-1]), self.request.hidden.shape[1])
-            self._outputs = np.empty(shape, dtype=self.request.hidden.dtype)
+            given, dtype = self.request.output_memory, self.request.hidden.dtype
+            self._outputs = np.empty(shape, dtype) if given is None else given.memory.view(dtype).reshape(shape)
         return self._outputs
 
     def put_outputs(self, places: NDArray[np.int64] | slice, values: NDArray[Any]) -> None:
         """Put outputs of a batch at their places. A batch of nothing but these outputs is taken over without a copy."""
         is_whole_batch = values.base is None or values.base.nbytes == values.nbytes
         is_whole_reply = isinstance(places, slice) and places == slice(0, int(self.output_start[-1]))
-        if self._outputs is None and is_whole_batch and is_whole_reply:
+        if self._outputs is None and self.request.output_memory is None and is_whole_batch and is_whole_reply:
             self._outputs = values
         else:
             self.outputs[places] = values
@@ -166,7 +173,9 @@ class Job:
         refused = self.outcome == RowOutcome.REFUSED
         counts = np.diff(self.output_start)
         outputs, start = self.outputs, self.output_start
-        if counts[refused].any():  # rows that were refused after they had been given a place
+        if (
+            self.request.output_memory is None and counts[refused].any()
+        ):  # rows that were refused after they had been given a place
             outputs = outputs[np.repeat(~refused, counts)]
             start = np.concatenate(([0], np.cumsum(np.where(refused, 0, counts))))
         return StepResult(
@@ -176,6 +185,7 @@ class Job:
             outputs,
             dict(sorted(self.refusals.items())),
             self.timing if self.timing.batch_rows else None,
+            self.request.output_memory,
         )
 
 

@@ -7,7 +7,7 @@ calls: it makes messages and bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from google.protobuf import duration_pb2
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import tensor_pb2
 from deltaline_server.errors import DOMAIN, Refusal
+from deltaline_server.regions import OutputMemory
 from deltaline_server.sequence import SequenceDescription, SequenceState
 from deltaline_server.step import StepResult, StepTiming
 
@@ -51,8 +53,16 @@ def step_response(result: StepResult) -> bytes:
     response.outcome.extend(result.outcome.tolist())
     response.position.extend(result.position.tolist())
     response.output_start_loc.extend(result.output_start_loc.tolist())
-    hidden = wire.field_pieces(pb.StepResponse.HIDDEN_FIELD_NUMBER, wire.tensor_pieces(result.hidden))
+    memory = result.output_memory
+    tensor = wire.tensor_pieces(result.hidden) if memory is None else [_shared_tensor(result.hidden, memory)]
+    hidden = wire.field_pieces(pb.StepResponse.HIDDEN_FIELD_NUMBER, tensor)
     return b"".join([response.SerializeToString(), *hidden])
+
+
+def _shared_tensor(hidden: NDArray[Any], memory: OutputMemory) -> bytes:
+    """Serialise the Tensor of outputs that lie in shared memory."""
+    shared = tensor_pb2.SharedSlice(region=memory.region, offset=memory.offset)
+    return tensor_pb2.Tensor(dtype=wire.data_type(hidden.dtype), shape=hidden.shape, shared=shared).SerializeToString()
 
 
 def stream_response(correlation_id: int, step: bytes) -> bytes:

@@ -7,7 +7,7 @@ what is wrong with one row is the scheduler's to say. No Python loop over rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.regions import OutputMemory, Regions
 from deltaline_server.step import OutputRows, RowKind, StepRequest
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
@@ -30,7 +31,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request may ask of this server; constant while the process lives."""
+    """What a request may ask of this server; constant while the process lives. regions: where shared tensors are."""
 
     num_spans: int
     hidden_size: int
@@ -39,6 +40,7 @@ class RequestLimits:
     max_draft_tokens: int
     inline_limit_bytes: int
     max_lease_ms: int
+    regions: Regions
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def read_commit(message: pb.CommitSequencesRequest, limits: RequestLimits) -> Co
 def read_step(
     message: pb.StepRequest, limits: RequestLimits, *, now_s: float, remaining_s: float | None
 ) -> StepRequest:
-    """Return the arrays of a StepRequest; the hidden states are a read-only view of the message's bytes.
+    """Return the arrays of a StepRequest; hidden states are a view, of the message's bytes (read-only) or of a region.
 
     Args: now_s, the scheduler's clock; remaining_s, time to the RPC's own deadline, None for none.
     Raises: RequestError with the field at fault.
@@ -130,7 +132,7 @@ def read_step(
     _check_lengths(query_start_loc, kind, len(hidden), limits.max_draft_tokens)
     if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
-    return StepRequest(
+    request = StepRequest(
         server_epoch=epoch,
         span=span,
         handle=handle,
@@ -143,7 +145,11 @@ def read_step(
         output=_read_output(message.output),
         priority=message.priority,
         deadline_s=_read_deadline_s(message.queue_timeout_us, now_s, remaining_s),
+        is_input_shared=message.hidden.HasField("shared"),
     )
+    if message.HasField("output_slice"):
+        return replace(request, output_memory=_read_output_memory(message.output_slice, request, limits.regions))
+    return request
 
 
 def _read_span(span: int, limits: RequestLimits) -> int:
@@ -171,7 +177,12 @@ def _read_counters(field: str, values: Collection[int], length: int) -> NDArray[
 def _read_hidden(message: pb.StepRequest, limits: RequestLimits) -> NDArray[Any]:
     """The packed hidden states [T, hidden] in the server's dtype."""
     try:
-        hidden = wire.decode(message.hidden, limit_bytes=limits.inline_limit_bytes, field="hidden")
+        if message.hidden.HasField("shared"):
+            dtype, shape = wire.decode_header(message.hidden, field="hidden")
+            shared = message.hidden.shared
+            hidden = limits.regions.tensor("hidden", shared.region, shared.offset, dtype, shape)
+        else:
+            hidden = wire.decode(message.hidden, limit_bytes=limits.inline_limit_bytes, field="hidden")
     except wire.TensorTooLargeError as error:
         raise RequestError(Reason.MESSAGE_TOO_LARGE, str(error), field=error.field) from error
     except wire.WireError as error:
@@ -181,6 +192,12 @@ def _read_hidden(message: pb.StepRequest, limits: RequestLimits) -> NDArray[Any]
     if hidden.ndim != 2 or hidden.shape[1] != limits.hidden_size:
         raise _tensor("hidden.shape", f"must be [tokens, {limits.hidden_size}], got {list(hidden.shape)}")
     return hidden
+
+
+def _read_output_memory(place: pb.OutputSlice, request: StepRequest, regions: Regions) -> OutputMemory:
+    """Where the outputs of a request go."""
+    needed = int(request.output_counts.sum()) * request.token_bytes
+    return regions.output("output_slice", place.region, place.offset, place.size_bytes, needed, request.hidden)
 
 
 def _check_lengths(

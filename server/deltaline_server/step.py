@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
+from deltaline_server.regions import OutputMemory
 
 # The exponent bits of each type of hidden states: all of them are set in infinities and NaNs, and in nothing else.
 EXPONENTS: dict[str, Any] = {
@@ -69,6 +70,10 @@ class StepRequest:
     priority: int
     deadline_s: float | None
     """When the rows must have begun, on the scheduler's monotonic clock; None for no limit."""
+    is_input_shared: bool = False
+    """Whether `hidden` lies in memory that the client shares, and has promised not to touch."""
+    output_memory: OutputMemory | None = None
+    """Where the outputs go, with room for all that `output` asks for; None for memory of the server's own."""
 
     @property
     def num_rows(self) -> int:
@@ -127,6 +132,8 @@ class StepResult:
     hidden: NDArray[Any]
     refusals: dict[int, Refusal] = field(default_factory=dict)
     timing: StepTiming | None = None
+    output_memory: OutputMemory | None = None
+    """Where `hidden` lies, None for memory of the server's own. In it refused rows have a place as well."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,184 @@
+"""Shared memory: a region of the server's in which this client places the tensors of its steps. Flows; no channel.
+
+Everything here may fail, and then tensors travel in the messages, as without it; the log says so once. Whether the
+server is on this host is not asked: a region can be opened here and begins with the server's nonce, or is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deltaline import wire
+from deltaline.v1 import admin_service_pb2 as admin
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline.v1 import tensor_pb2
+from deltaline_client._arena import Arena
+from deltaline_client._arrays import Array
+from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
+from deltaline_client._flow import Flow, Method, call
+from deltaline_client._types import ServerInfo
+
+_ADMIN = "/deltaline.v1.AdminService/"
+
+CREATE = Method(_ADMIN + "CreateSharedMemory", admin.CreateSharedMemoryRequest, admin.CreateSharedMemoryResponse)
+RELEASE = Method(_ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryRequest, admin.ReleaseSharedMemoryResponse)
+
+CREATE_TIMEOUT_S = 10.0
+RELEASE_TIMEOUT_S = 1.0
+# Only such a name is opened, whatever a server says.
+_NAME = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
+_MEMORY_FILE = "/memfd:deltaline"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tensors of one request are: hidden [T, hidden_size], and room for its outputs [rows, hidden_size].
+
+    Whoever holds it holds the memory. It must be held until the step's outcome is known.
+    """
+
+    region: int
+    hidden: Array
+    hidden_offset: int
+    room: Array
+    room_offset: int
+
+    def output_slice(self) -> layers.OutputSlice:
+        """What StepRequest.output_slice is to be."""
+        return layers.OutputSlice(region=self.region, offset=self.room_offset, size_bytes=self.room.nbytes)
+
+    def tensor(self) -> bytes:
+        """The serialised Tensor that StepRequest.hidden is to be."""
+        shared = tensor_pb2.SharedSlice(region=self.region, offset=self.hidden_offset)
+        dtype = wire.data_type(self.hidden.dtype)
+        return tensor_pb2.Tensor(dtype=dtype, shape=self.hidden.shape, shared=shared).SerializeToString()
+
+    def outputs(self, tensor: tensor_pb2.Tensor) -> Array:
+        """The reply's outputs, a view [rows, hidden_size] of the room. Raises ProtocolError."""
+        shared, shape = tensor.shared, tuple(tensor.shape)
+        if (shared.region, shared.offset) != (self.region, self.room_offset) or shape != self.room.shape:
+            raise ProtocolError("the reply's outputs are not where they were asked for")
+        return self.room
+
+
+class SharedMemory:
+    """What a client knows of its region. Threads may share it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """size_bytes: how much to ask for; 0 for none, ever."""
+        if size_bytes < 0:
+            raise ValueError(f"shared_memory_bytes: expected 0 or more, got {size_bytes}")
+        self._size_bytes = size_bytes
+        self._is_off = size_bytes == 0
+        self._told_full = False
+        self._making = threading.Lock()
+        self._region: tuple[int, Arena] | None = None
+
+    def ready(self, limits: ServerInfo) -> Flow[None]:
+        """Ask for a region unless there is one or can be none. While another call asks, this one goes without."""
+        if self._is_off or self._region is not None or not self._making.acquire(blocking=False):
+            return
+        try:
+            if not limits.shared_memory_bytes:
+                self._give_up("the server has it off")
+                return
+            request = admin.CreateSharedMemoryRequest(size_bytes=self._size_bytes)
+            response = yield from call(CREATE, request, CREATE_TIMEOUT_S)
+            try:
+                arena = Arena(_open(response))
+            except (OSError, ValueError) as error:
+                self._give_up(f"the server's memory can't be opened here ({error})")
+                yield from self._release(response.region)
+            else:
+                self._region = response.region, arena
+        except DeltalineError as error:
+            self._give_up(str(error))
+        finally:
+            self._making.release()
+
+    def place(self, hidden: Sequence[Array], num_outputs: int) -> Placement | None:
+        """Put the rows of a request, each [n, hidden_size], beside each other in the region, with room for its outputs.
+
+        A single array that lies there already is used as it is. None when there is no region or no room: then the
+        request goes inline.
+        """
+        if self._region is None:
+            return None
+        number, arena = self._region
+        width, dtype = hidden[0].shape[1], hidden[0].dtype
+        packed: Array | None = hidden[0] if len(hidden) == 1 and arena.offset(hidden[0]) is not None else None
+        if packed is None:
+            packed = arena.empty((sum(map(len, hidden)), width), dtype)
+            if packed is not None:
+                np.concatenate(hidden, out=packed)
+        room = arena.empty((num_outputs, width), dtype)
+        if packed is None or room is None:
+            if not self._told_full:
+                _log.info("shared memory is full (%d bytes): steps that find no room go inline", arena.size)
+            self._told_full = True
+            return None
+        return Placement(number, packed, arena.offset(packed) or 0, room, arena.offset(room) or 0)
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """An array in the region; where there is none or it is full, anywhere."""
+        array = None if self._region is None else self._region[1].empty(shape, dtype)
+        return np.empty(shape, dtype) if array is None else array
+
+    def lost(self, error: DeltalineError) -> bool:
+        """Tell whether a request failed because the server no longer has the region: sent again, it goes inline.
+
+        The next call asks for another region.
+        """
+        if not isinstance(error, InvalidSharedMemory):
+            return False
+        if self._region is not None:
+            _log.info("shared memory is gone (%s): steps under way go inline", error)
+        self._region = None
+        return True
+
+    def end(self) -> Flow[None]:
+        """Give the region back, if there is one; there will be no other."""
+        region, self._region, self._is_off = self._region, None, True
+        if region is not None:
+            yield from self._release(region[0])
+
+    def _release(self, number: int) -> Flow[None]:
+        try:
+            yield from call(RELEASE, admin.ReleaseSharedMemoryRequest(region=number), RELEASE_TIMEOUT_S)
+        except DeltalineError as error:  # its lease ends it
+            _log.debug("shared memory could not be released: %s", error)
+
+    def _give_up(self, why: str) -> None:
+        _log.info("no shared memory, tensors travel in messages: %s", why)
+        self._is_off = True
+
+
+def _open(response: admin.CreateSharedMemoryResponse) -> mmap.mmap:
+    """Map a region. Raises OSError, ValueError when it is not one, not the server's or could shrink under us."""
+    name = response.name
+    if not _NAME.fullmatch(name) or not os.readlink(name).startswith(_MEMORY_FILE):
+        raise ValueError("no such memory on this host")
+    import fcntl  # only Linux has seals, and such names
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals or os.fstat(fd).st_size != response.size_bytes:
+            raise ValueError("expected sealed memory of the size told")
+        mapping = mmap.mmap(fd, response.size_bytes)
+    finally:
+        os.close(fd)
+    if not response.nonce or mapping[: len(response.nonce)] != response.nonce:
+        raise ValueError("another server's memory")
+    return mapping
