@@ -24,7 +24,6 @@ from deltaline_client._exceptions import (
     DuplicateSequence,
     InvalidBatch,
     InvalidRequest,
-    InvalidSharedMemory,
     InvalidTensor,
     MessageTooLarge,
     NoFreeLines,
@@ -42,8 +41,6 @@ from deltaline_client._exceptions import (
     SequenceExpired,
     SequenceUnknown,
     ServerError,
-    SharedMemoryExhausted,
-    SharedMemoryOff,
     SpanTooFarAhead,
     StateError,
     StateLost,
@@ -61,6 +58,7 @@ from deltaline_client._exceptions import (
 )
 from deltaline_client._retry import Retry
 from deltaline_client._rows import Row, RowResult, StepError, StepResult
+from deltaline_client._shared_exceptions import InvalidSharedMemory, SharedMemoryExhausted, SharedMemoryOff
 from deltaline_client._types import (
     LayerSpan,
     Output,

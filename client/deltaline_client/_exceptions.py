@@ -1,9 +1,6 @@
 """The errors of the client. Knows reasons; not statuses (`_statuses`), nor when a call is sent again (`_retry`).
 
-    try:
-        outputs = sequence.decode(hidden)
-    except deltaline_client.StateError:
-        ...  # the state is gone: open a new sequence, prefill it again
+    except deltaline_client.StateError:  # the state is gone: open a new sequence, prefill it again
 
 DeltalineError
 ├── TransportError           no answer, or none that can be read: the outcome is unknown until the step is resumed
@@ -19,15 +16,15 @@ DeltalineError
 │   ├── UnknownSpan
 │   ├── AcceptedOutOfRange
 │   ├── NonFiniteInput
-│   ├── InvalidSharedMemory
-│   └── MessageTooLarge
+│   ├── MessageTooLarge
+│   └── InvalidSharedMemory
 ├── CapacityError            the server is full: nothing ran, later it may
 │   ├── NoFreeLines
 │   ├── QueueFull
 │   ├── ReplyBytesExhausted
 │   ├── TooManyInFlight
-│   ├── SharedMemoryExhausted
-│   └── QueueDeadline
+│   ├── QueueDeadline
+│   └── SharedMemoryExhausted
 ├── StateError               the state of the sequence is gone
 │   ├── SequenceUnknown
 │   ├── SequenceClosed
@@ -43,10 +40,10 @@ DeltalineError
 │   ├── NothingToCommit
 │   ├── CommitConflict
 │   ├── SpanTooFarAhead
-│   ├── SharedMemoryOff
 │   ├── PredecessorRefused
 │   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
-│   └── SequenceBusy         raised here: another call is stepping this sequence right now
+│   ├── SequenceBusy         raised here: another call is stepping this sequence right now
+│   └── SharedMemoryOff
 ├── ServerError              the server is going away, or has a bug
 │   ├── Draining
 │   ├── Stopping
@@ -140,12 +137,6 @@ class NonFiniteInput(RequestError):
     reason = "NON_FINITE_INPUT"
 
 
-class InvalidSharedMemory(RequestError):
-    """A slice of shared memory is out of its region, or the server does not have the region (any more)."""
-
-    reason = "INVALID_SHARED_MEMORY"
-
-
 class MessageTooLarge(RequestError):
     """The tensor is larger than the server takes inline."""
 
@@ -178,12 +169,6 @@ class TooManyInFlight(CapacityError):
     """Too many steps of one sequence are in flight."""
 
     reason = "TOO_MANY_IN_FLIGHT"
-
-
-class SharedMemoryExhausted(CapacityError):
-    """The server has no more memory to share."""
-
-    reason = "SHARED_MEMORY_EXHAUSTED"
 
 
 class QueueDeadline(CapacityError):
@@ -276,12 +261,6 @@ class SpanTooFarAhead(ConflictError):
     """Another span of the sequence is too far behind."""
 
     reason = "SPAN_TOO_FAR_AHEAD"
-
-
-class SharedMemoryOff(ConflictError):
-    """The server shares no memory."""
-
-    reason = "SHARED_MEMORY_OFF"
 
 
 class PredecessorRefused(ConflictError):

@@ -23,8 +23,9 @@ from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
 from deltaline_client._arena import Arena
 from deltaline_client._arrays import Array
-from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
+from deltaline_client._exceptions import DeltalineError, ProtocolError
 from deltaline_client._flow import Flow, Method, call
+from deltaline_client._shared_exceptions import InvalidSharedMemory
 from deltaline_client._types import ServerInfo
 
 _ADMIN = "/deltaline.v1.AdminService/"

@@ -19,7 +19,6 @@ from deltaline_client._exceptions import (
     DeadlineExceeded,
     DeltalineError,
     DuplicateSequence,
-    InvalidSharedMemory,
     ProtocolError,
     QueueDeadline,
     StepUnfinished,
@@ -30,6 +29,7 @@ from deltaline_client._retry import is_retryable
 from deltaline_client._rows import Row, RowResult, StepError, StepResult
 from deltaline_client._sequence import Job, SequenceRecord
 from deltaline_client._shared import Placement
+from deltaline_client._shared_exceptions import InvalidSharedMemory
 from deltaline_client._state import MAX_MESSAGE_BYTES, STEP, ClientState, info
 from deltaline_client._statuses import from_status
 from deltaline_client._types import Output, RowOutcome, ServerInfo, StepOptions, StepTiming
