@@ -21,7 +21,6 @@ from deltaline_client._exceptions import (
     SequenceBusy,
     StepUnfinished,
 )
-from deltaline_client._shared import Placement
 from deltaline_client._state import ClientState
 from deltaline_client._types import Output, RowOutcome
 
@@ -127,8 +126,6 @@ class Job:
     outputs: list[Array] = field(default_factory=list)
     outcome: RowOutcome = RowOutcome.REFUSED
     error: DeltalineError | None = None
-    placements: list[Placement] = field(default_factory=list)
-    """Shared memory that the step under way may still write: of every attempt at it."""
 
     @property
     def is_over(self) -> bool:
@@ -172,7 +169,6 @@ class Job:
             self.outputs.clear()
         self.outputs.append(output)
         self.tokens_done += self.piece
-        self.placements.clear()
         self.outcome, self.in_doubt = outcome, False
 
     def leave(self) -> None:

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 class Placement:
     """Where the tensors of one request are: hidden [T, hidden_size], and room for its outputs [rows, hidden_size].
 
-    Whoever holds it holds the memory. It must be held until the step's outcome is known.
+    Whoever holds it holds the memory: SharedMemory does from an attempt without an answer on.
     """
 
     region: int
@@ -85,12 +85,17 @@ class SharedMemory:
         self._told_full = False
         self._making = threading.Lock()
         self._region: tuple[int, Arena] | None = None
+        # Of requests that may still reach the server, which would then write their outputs.
+        self._unsettled: dict[int, Placement] = {}
+        self._to_release: list[int] = []
 
     def ready(self, limits: ServerInfo) -> Flow[None]:
         """Ask for a region unless there is one or can be none. While another call asks, this one goes without."""
         if self._is_off or self._region is not None or not self._making.acquire(blocking=False):
             return
         try:
+            while self._to_release:
+                yield from self._release(self._to_release.pop())
             if not limits.shared_memory_bytes:
                 self._give_up("the server has it off")
                 return
@@ -125,11 +130,23 @@ class SharedMemory:
                 np.concatenate(hidden, out=packed)
         room = arena.empty((num_outputs, width), dtype)
         if packed is None or room is None:
-            if not self._told_full:
+            if any(placement.region == number for placement in list(self._unsettled.values())):
+                self._replace(number)
+            elif not self._told_full:
                 _log.info("shared memory is full (%d bytes): steps that find no room go inline", arena.size)
-            self._told_full = True
+                self._told_full = True
             return None
         return Placement(number, packed, arena.offset(packed) or 0, room, arena.offset(room) or 0)
+
+    def settle(self, placement: Placement, *, is_over: bool) -> None:
+        """Tell how an attempt ended. Not over: no answer came, so the server may still read and write the placement.
+
+        Then its memory is held until the same request is answered after all, or until the region's end.
+        """
+        if is_over:
+            self._unsettled.pop(id(placement), None)
+        else:
+            self._unsettled[id(placement)] = placement
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         """An array in the region; where there is none or it is full, anywhere."""
@@ -148,11 +165,20 @@ class SharedMemory:
         self._region = None
         return True
 
+    def _replace(self, number: int) -> None:
+        """Go on in another region, from the next call on: this one is full, in part of what nobody will settle."""
+        _log.info("shared memory is full of steps without an answer: another region takes its place")
+        self._region = None
+        self._unsettled.clear()
+        self._to_release.append(number)
+
     def end(self) -> Flow[None]:
         """Give the region back, if there is one; there will be no other."""
-        region, self._region, self._is_off = self._region, None, True
-        if region is not None:
-            yield from self._release(region[0])
+        if self._region is not None:
+            self._to_release.append(self._region[0])
+        self._region, self._is_off = None, True
+        while self._to_release:
+            yield from self._release(self._to_release.pop())
 
     def _release(self, number: int) -> Flow[None]:
         try:

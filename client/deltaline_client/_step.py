@@ -166,13 +166,20 @@ class _Exchange:
         doubts = [job.in_doubt for job in wave]
         for job in wave:
             job.in_doubt = True
+        is_over = False
         try:
-            return self._apply(wave, doubts, (yield from call(STEP, request, timeout_s)))
+            response = yield from call(STEP, request, timeout_s)
+            is_over = True
+            return self._apply(wave, doubts, response)
         except DeltalineError as error:
+            is_over = is_over or not isinstance(error, TransportError)
             self.request_error = error
             for job, doubt in zip(wave, doubts, strict=True):
                 job.in_doubt = doubt or isinstance(error, TransportError)
             return dict.fromkeys(wave, error)
+        finally:
+            if self._placement is not None:
+                self._shared.settle(self._placement, is_over=is_over)
 
     def _request(self, wave: list[Job]) -> bytes:
         """The serialised StepRequest for the current piece of each job; b"" for no jobs."""
@@ -199,8 +206,6 @@ class _Exchange:
         else:
             request.output_slice.CopyFrom(placement.output_slice())
             hidden = [placement.tensor()]
-            for job in wave:
-                job.placements.append(placement)
         tensor = wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, hidden)
         return b"".join([request.SerializeToString(), *tensor])
 

@@ -142,7 +142,9 @@ class Job:
     def replay(self, row: int, reply: KeptReply) -> None:
         """A request row has a kept reply."""
         self.outcome[row], self.position[row] = RowOutcome.REPLAYED, reply.position
-        self.output_of(row)[:] = reply.hidden
+        place = self.output_of(row)
+        if place.ctypes.data != reply.hidden.ctypes.data:  # else it lies there already, in memory of the client's
+            place[:] = reply.hidden
 
     def is_waiting(self, index: int) -> bool:
         """Whether an admitted row waits for its next batch."""
@@ -165,7 +167,9 @@ class Job:
                 continue
             self.outcome[join.row] = RowOutcome.JOINED
             self.position[join.row] = source.position[join.source_row]
-            self.output_of(join.row)[:] = source.output_of(join.source_row)
+            place, outputs = self.output_of(join.row), source.output_of(join.source_row)
+            if place.ctypes.data != outputs.ctypes.data:
+                place[:] = outputs
         if not self.future.done():
             self.future.set_result(self._result())
 

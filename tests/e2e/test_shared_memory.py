@@ -22,7 +22,7 @@ from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
-from deltaline_client import AsyncClient, Client
+from deltaline_client import AsyncClient, Client, DeadlineExceeded, Retry
 from deltaline_client import _shared as shared_module
 from deltaline_client._shared import _open
 from deltaline_server.app import Server
@@ -423,3 +423,66 @@ async def test_a_full_region_sends_steps_inline(target: Target, caplog: pytest.L
                 assert region is not None and (region[1].offset(output) is None) == (turn < 2)
         told = [record.getMessage() for record in caplog.records if record.name.startswith("deltaline_client")]
         assert len(told) == 1 and "full" in told[0]
+
+
+async def test_memory_of_a_step_without_an_answer_is_not_used_again(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may run it at any time, and writes its outputs where it was told."""
+    retry = Retry(max_attempts=1)
+    async with AsyncClient(target.server.address, shared_memory_bytes=MIB, retry=retry) as client:
+        lost, other, twin = await client.open_many(3)
+        held = HeldEngine(target.server, monkeypatch)
+        with pytest.raises(DeadlineExceeded):
+            await lost.prefill(draw(1000, 1), timeout_s=0.5)
+        del lost
+        everything = [await client.empty((1, HIDDEN)) for _ in range(MIB // ROW_BYTES - 2100)]
+        for array in everything:
+            array[:] = 1
+        held.release()
+        [first, second] = [await sequence.decode(draw(1, 2)) for sequence in (other, twin)]
+        assert first.tobytes() == second.tobytes()
+        assert all((array == 1).all() for array in everything)
+        regions = target.server.runtime.regions
+        [old] = regions._regions
+        del everything
+        await other.prefill(
+            draw(1500, 3)
+        )  # more than is left beside it: it goes inline, and the next in another region
+        assert list(regions._regions) == [old]
+        await other.prefill(draw(1500, 3))
+        [new] = regions._regions
+        assert new != old
+
+
+async def test_lost_calls_change_no_bit(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of the attempts get no answer, before or after the server has taken them."""
+    programs = [Program.draw(seed, 40, HIDDEN, lengths=(1, 2, 17)) for seed in range(4)]
+    rng, faults = np.random.default_rng(5), 0
+    retry = Retry(initial_backoff_s=0.002, max_backoff_s=0.01)
+    async with AsyncClient(target.server.address, shared_memory_bytes=MIB // 4, retry=retry) as client:
+        sequences = await client.open_many(4)
+        path = "/deltaline.v1.LayerService/Step"
+        step = client._methods[path]
+        nothing = grpc.aio.Metadata()
+        broken = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "lost")
+
+        async def faulty(request: bytes, **options: Any) -> pb.StepResponse:
+            nonlocal faults
+            fate = rng.random()
+            faults += fate < 0.33
+            if fate < 0.15:
+                raise broken
+            response: pb.StepResponse = await step(request, **options)
+            if fate < 0.33:
+                raise broken
+            return response
+
+        client._methods[path] = faulty
+        mine = await run_together(client, sequences, programs)
+    theirs = await run_together(target.client, await target.client.open_many(4), programs)
+    for one, other in zip(mine, theirs, strict=True):
+        assert [array.tobytes() for array in one] == [array.tobytes() for array in other]
+    assert faults > 10
+    target.close_strays()
+    await target.check_unharmed()
