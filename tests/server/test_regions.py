@@ -9,6 +9,8 @@ import gc
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +77,16 @@ async def reason_of(call: Any) -> Reason:
     with pytest.raises(RequestError) as caught:
         await call
     return caught.value.refusal.reason
+
+
+def memory_files() -> tuple[int, int]:
+    """Regions that this process has open as files, and as mappings."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return sum("memfd:deltaline" in link for link in links), sum("memfd:deltaline" in line for line in maps)
 
 
 def mapped_by_name(region: Region) -> mmap.mmap:
@@ -173,10 +185,10 @@ async def test_what_the_host_can_not_give_is_refused(monkeypatch: pytest.MonkeyP
     def refuse(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    regions, num_fds = make(), len(os.listdir("/proc/self/fd"))
+    regions, before = make(), memory_files()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert await reason_of(regions.create(1, None)) is Reason.SHARED_MEMORY_EXHAUSTED
-    assert (regions.used_bytes, len(os.listdir("/proc/self/fd"))) == (0, num_fds)
+    assert (regions.used_bytes, memory_files()) == (0, before)
 
 
 @pytest.mark.parametrize(
@@ -302,12 +314,8 @@ async def test_a_caller_that_leaves_during_the_creation_leaves_nothing_behind() 
 async def test_regions_that_come_and_go_leave_no_file_and_no_mapping() -> None:
     regions = make()
 
-    def held() -> tuple[int, int]:
-        with open("/proc/self/maps", encoding="utf-8") as maps:
-            return len(os.listdir("/proc/self/fd")), sum("memfd:deltaline" in line for line in maps)
-
-    before = held()
+    before = memory_files()
     for _ in range(20):
         regions.release((await regions.create(PAGE, None)).id)
     await settle(regions)
-    assert held() == before
+    assert memory_files() == before
