@@ -105,7 +105,7 @@ class Server:
             raise
         self._is_ready = True
         self._tasks = [
-            asyncio.create_task(self._every(self.config.lease_tick_s, runtime.table.reap), name="leases"),
+            asyncio.create_task(self._every(self.config.lease_tick_s, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
         ]
         event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=self.config.uds or "none")
@@ -148,7 +148,7 @@ class Server:
         await self._server.stop(self._grace_s)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
-        await asyncio.to_thread(self.runtime.engine.close)
+        await self.runtime.close()
         await asyncio.to_thread(self.metrics.close)
         event(_log, "stopped")
 
@@ -225,7 +225,9 @@ class Server:
             observer=self.metrics,
             clock=self._clock,
         )
-        admin_service = AdminService(info=runtime.info(), table=table, scheduler=scheduler, drain=self.drain)
+        admin_service = AdminService(
+            info=runtime.info(), table=table, scheduler=scheduler, regions=runtime.regions, drain=self.drain
+        )
         self._health = Health({"": self._is_live, service.NAME: self._takes_work})
         handlers = (self._layer_service.handlers(), admin_service.handlers(), self._health.handlers())
         self._server.add_generic_rpc_handlers(handlers)
@@ -246,6 +248,7 @@ class Server:
             ("device_allocations", "Allocations of device memory.", lambda: counts().allocations),
         ):
             self.metrics.total(f"deltaline_{name}", text, count)
+        gauge("deltaline_shared_memory_bytes", "Bytes of shared memory.", lambda: runtime.regions.used_bytes)
         self.metrics.total("deltaline_sequences_expired", "Leases that ran out.", lambda: table.num_expired)
 
     def _is_live(self) -> bool:

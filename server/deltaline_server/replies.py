@@ -83,8 +83,11 @@ class Answers:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the arrays take more than twice what is kept of them."""
-        return self.request.hidden.nbytes + self.outputs.nbytes > 2 * self.live_bytes
+        """Whether the arrays take more than twice what is kept of them; shared memory is not taken from the server."""
+        request = self.request
+        taken = (not request.is_input_shared) * request.hidden.nbytes
+        taken += (request.output_memory is None) * self.outputs.nbytes
+        return taken > 2 * self.live_bytes
 
 
 class KeptReplies:

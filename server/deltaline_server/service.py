@@ -123,7 +123,7 @@ class LayerService:
             try:
                 async for message in messages:
                     step = self._read_safely(message.step, context)
-                    num_bytes = step.hidden.nbytes if isinstance(step, StepRequest) else 0
+                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else 0
                     await room.take(num_bytes)
                     num_taken += 1
                     future = self._submit_safely(step)
