@@ -41,6 +41,12 @@ class HeldEngine:
     async def holds_one(self) -> None:
         await asyncio.wait_for(self._came.wait(), 5)
 
+    async def holds_two(self) -> None:
+        """Wait until a further batch can't be submitted."""
+        while len(self._held) < 2:
+            self._came.clear()
+            await asyncio.wait_for(self._came.wait(), 5)
+
     def release(self) -> None:
         self._is_open = True
         for batch, on_done in self._held:

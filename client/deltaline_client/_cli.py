@@ -9,8 +9,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
-from deltaline_client._cli_bench import BenchOptions, bench
+from deltaline_client._bench_lengths import Lengths
+from deltaline_client._bench_options import BenchOptions, parse_mix
+from deltaline_client._bench_run import BenchError
+from deltaline_client._cli_bench import bench
 from deltaline_client._cli_demo import DemoError, demo
 from deltaline_client._cli_text import mebibytes, table
 from deltaline_client._client import Client
@@ -26,10 +31,19 @@ Talks to a deltaline server: a service that holds the recurrent layers of a lang
 """
 _SERVER = "host:port, or unix:/path [%(default)s]"
 _BENCH = """\
-Drives a server in a closed loop: every client sends its next step when the last is answered. Prefills, decodes and
-verifies are measured one after the other, so that the kinds do not disturb each other. Prints percentiles of the time
-that a step took as the client saw it (total), of the server's stages, and of what is left (transport: gRPC, both ends).
-The stages of a step that was computed in several batches are sums: they can exceed the total, and leave no transport.
+Loads a server and tells what its steps took. In a closed loop every client sends its next step when the last is
+answered: that finds the most that the server does. With --rate steps arrive by themselves, at random (Poisson) and at
+that rate, and whichever client is idle sends them: that finds what a step takes under a given load. A step's time then
+counts from when it was due, not from when a client came to it, so that a slow server can't hide its queue; and when
+the load was not held, the command says which side was slow, and reports no latencies (exit code 1).
+
+A decode or verify step holds a row of each of the client's sequences; a prefill is a step of one row. The ramp-up and
+a first step of each kind are not measured. Printed are percentiles of the time that a step took (total), of the wait
+for a client (open loop), of the server's stages, and of what is left (transport: gRPC, both ends). The stages of a step
+that was computed in several batches are sums: they can exceed the total, and leave no transport.
+
+  deltaline bench --mix decode=1 --rows 64 --clients 8           the most decode rows per second
+  deltaline bench --rate 200 --mix prefill=1,decode=20           latencies at 200 steps per second
 """
 _DEMO = """\
 Writes a small checkpoint, starts a server for it as a process of its own, lets four clients step at once, then
@@ -44,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _terminable():
             return _run(options)
-    except (DeltalineError, DemoError, ValueError) as error:
+    except (BenchError, DeltalineError, DemoError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -71,8 +85,15 @@ def _run(options: argparse.Namespace) -> int:
         case "demo":
             return demo(keep=options.keep)
         case _:
-            sizes = {size.name: getattr(options, size.name) for size in fields(BenchOptions)}
-            return bench(options.server, BenchOptions(**sizes))
+            return bench(options.server, bench_options(options))
+
+
+def bench_options(options: argparse.Namespace) -> BenchOptions:
+    """What `deltaline bench` was asked for. Raises ValueError naming the option."""
+    values: dict[str, Any] = {option.name: getattr(options, option.name) for option in fields(BenchOptions)}
+    values["mix"] = parse_mix(options.mix)
+    values["prefill_tokens"] = Lengths.parse(options.prefill_tokens)
+    return BenchOptions(**values)
 
 
 def show_info(address: str) -> int:
@@ -130,15 +151,52 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("info", parents=[served], help=about, description=about)
     about = "how full a server is now"
     commands.add_parser("load", parents=[served], help=about, description=about)
-    about = "measure a server in a closed loop"
-    runs = commands.add_parser("bench", parents=[served], help=about, description=_BENCH, formatter_class=raw)
-    runs.add_argument("--clients", type=int, default=4, help="clients that step at once [%(default)s]")
-    runs.add_argument("--rows", type=int, default=8, help="sequences of each client, all in one step [%(default)s]")
-    runs.add_argument("--steps", type=int, default=100, help="decode steps, and verify steps, per client [%(default)s]")
-    runs.add_argument("--prefill", type=int, default=128, help="tokens of the prefill of each sequence [%(default)s]")
-    runs.add_argument("--drafts", type=int, default=4, help="tokens of a verify row; 0 for no verifies [%(default)s]")
-    runs.add_argument("--timeout", type=int, default=10, help="seconds until a step has failed [%(default)s]")
+    _add_bench(commands, served)
     about = "start a server and drive it from a few clients"
     shows = commands.add_parser("demo", help=about, description=_DEMO, formatter_class=raw)
     shows.add_argument("--keep", action="store_true", help="leave the server running afterwards, until Ctrl-C")
     return parser
+
+
+def _add_bench(commands: Any, served: argparse.ArgumentParser) -> None:
+    """The options of `deltaline bench`; their defaults are those of BenchOptions."""
+    about, default = "load a server, and tell what its steps took", BenchOptions()
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser("bench", parents=[served], help=about, description=_BENCH, formatter_class=raw)
+    mix = ",".join(f"{kind}={weight:g}" for kind, weight in default.mix.items())
+
+    def add(group: Any, flag: str, value: object, metavar: str, text: str, **more: Any) -> None:
+        kind = more.pop("type", type(value))
+        group.add_argument(flag, default=value, metavar=metavar, help=text, type=kind, **more)
+
+    load = parser.add_argument_group("load")
+    add(load, "--clients", default.clients, "N", "steps that may be under way at once [%(default)s]")
+    add(load, "--rows", default.rows, "N", "sequences of each client, all in one decode or verify step [%(default)s]")
+    text = "steps per second that arrive by themselves, in all (open loop); without it, a closed loop"
+    add(load, "--rate", default.rate, "R", text, type=float)
+    add(load, "--mix", mix, "KIND=WEIGHT,...", "how often a step is a prefill, decode or verify [%(default)s]")
+    text = (
+        "tokens of a prefill: N, LOW:HIGH (all alike), or lognormal:MEDIAN,P99 (many short ones, few long ones) "
+        "[%(default)s]"
+    )
+    add(load, "--prefill-tokens", str(default.prefill_tokens), "TOKENS", text)
+    add(load, "--drafts", default.drafts, "N", "tokens of a verify row [%(default)s]")
+    text = "have tensors of up to so many bytes go through memory that both sides share; on the server's host only [0]"
+    add(load, "--shared-memory-bytes", default.shared_memory_bytes, "BYTES", text)
+    text = "processes that the clients are spread over, when one core can't keep up [%(default)s]"
+    add(load, "--processes", default.processes, "N", text)
+    time = parser.add_argument_group("time")
+    end = time.add_mutually_exclusive_group()
+    text = "seconds that are measured [%(default)s]"
+    add(end, "--duration", default.duration_s, "SECONDS", text, type=float, dest="duration_s")
+    text = "or the number of steps that are, by all clients together"
+    add(end, "--steps", default.steps, "N", text, type=int)
+    text = "seconds in which the load grows, before anything is measured [%(default)s]"
+    add(time, "--ramp-up", default.ramp_up_s, "SECONDS", text, type=float, dest="ramp_up_s")
+    text = "seconds until a step has failed, which ends the run [%(default)s]"
+    add(time, "--timeout", default.timeout_s, "SECONDS", text, type=float, dest="timeout_s")
+    report = parser.add_argument_group("report")
+    text = "the server's metrics (http://HOST:9464/metrics), for the share of the time in which the device was busy"
+    add(report, "--metrics-url", default.metrics_url, "URL", text, type=str)
+    text = "write the figures to this file, and with matplotlib a plot beside it (FILE.svg)"
+    add(report, "--output", default.output, "FILE.json", text, type=Path)

@@ -18,7 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from deltaline_client._cli_bench import BenchOptions, print_phases, run_phases
+from deltaline_client._bench_lengths import Lengths
+from deltaline_client._bench_options import BenchOptions
+from deltaline_client._cli_bench import bench
 from deltaline_client._client import Client
 from deltaline_client._exceptions import TransportError
 from deltaline_client._retry import Retry
@@ -28,7 +30,7 @@ _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 5.0
 _LOG_LINES = 20
 _SERVER_NEEDS = ("torch", "safetensors", "grpc_health", "grpc_reflection", "prometheus_client")
-_SIZES = BenchOptions(clients=4, rows=6, steps=60, prefill=64, drafts=4)
+_LOAD = BenchOptions(clients=4, rows=6, steps=240, prefill_tokens=Lengths(16, 64), ramp_up_s=0.5)
 
 # What is served where transformers is not there to write a checkpoint.
 _CONFIG = {
@@ -67,10 +69,11 @@ def demo(*, keep: bool) -> int:
         else:
             model = ["--model", str(checkpoint)]
         with _server(model, directory / "server.log") as address:
-            _say(f"{_SIZES.clients} clients step {_SIZES.rows} sequences each, in mixed batches")
-            print_phases(run_phases(address, _SIZES, [("prefill", 1), ("mixed", _SIZES.steps)]))
+            _say(f"{_LOAD.clients} clients step {_LOAD.rows} sequences each, all kinds of steps side by side")
+            code = bench(address, _LOAD)
             print("The stages of a step that was cut into several batches are sums: they can exceed the total.")
-            code = 0 if checkpoint is None else _generate(checkpoint, address)
+            if checkpoint is not None and code == 0:
+                code = _generate(checkpoint, address)
             if keep:
                 _say(f"the server stays on {address} until Ctrl-C; try: deltaline bench {address}")
                 _wait_for_interrupt()

@@ -25,21 +25,21 @@ def mebibytes(count: int) -> str:
 class ProgressLine:
     """Shows how far something is on stderr: rewritten in place on a terminal, a line at its end elsewhere.
 
-    Threads may share it. Use as a context manager.
+    total: how many there will be, None where that is not known. Threads may share it. Use as a context manager.
     """
 
     _EVERY_S = 0.1
 
-    def __init__(self, what: str, total: int) -> None:
+    def __init__(self, what: str, total: int | None = None) -> None:
         self._what, self._total, self._done = what, total, 0
         self._begin_s, self._shown_s = time.monotonic(), 0.0
         self._lock = threading.Lock()
         self._in_place = sys.stderr.isatty()
 
-    def advance(self) -> None:
-        """One more is done."""
+    def advance(self, count: int = 1) -> None:
+        """So many more are done."""
         with self._lock:
-            self._done += 1
+            self._done += count
             now_s = time.monotonic()
             if self._in_place and now_s - self._shown_s > self._EVERY_S:
                 self._shown_s = now_s
@@ -48,7 +48,8 @@ class ProgressLine:
     def _show(self, end: str) -> None:
         start = "\r" if self._in_place else ""
         took_s = time.monotonic() - self._begin_s
-        print(f"{start}{self._what}: {self._done}/{self._total}, {took_s:.1f} s", end=end, file=sys.stderr, flush=True)
+        of = "" if self._total is None else f"/{self._total}"
+        print(f"{start}{self._what}: {self._done}{of}, {took_s:.1f} s", end=end, file=sys.stderr, flush=True)
 
     def __enter__(self) -> ProgressLine:
         return self

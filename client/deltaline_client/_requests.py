@@ -19,9 +19,9 @@ from deltaline_client._shared import Placement, SharedMemory
 from deltaline_client._shared_exceptions import SharedMemoryExhausted
 from deltaline_client._types import ServerInfo, StepOptions
 
-# Size of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones cost
-# fewer messages.
-CHUNK_BYTES = 2**20
+# Most bytes of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones
+# cost fewer messages, each of which is milliseconds of work for both sides.
+CHUNK_BYTES = 4 * 2**20
 
 _OUTPUT_ROWS = {"all": layers.OUTPUT_ROWS_ALL, "last": layers.OUTPUT_ROWS_LAST, "none": layers.OUTPUT_ROWS_NONE}
 

@@ -89,8 +89,8 @@ class Config:
     max_lease_ms: int = _option(86_400_000, "state", "longest lease, milliseconds", low=1, high=2**53)
     lease_tick_s: float = _option(1.0, "state", "how often leases are looked at, seconds", low=0.01, high=3600)
 
-    chunk_tokens: int = _option(512, "batches", "tokens of long rows per batch (prefill chunk)", low=64)
-    batch_rows: int = _option(256, "batches", "short rows (decode, verify) per batch", low=1, high=4096)
+    chunk_tokens: int = _option(2048, "batches", "tokens of long rows per batch, at most (prefill chunk)", low=64)
+    batch_rows: int = _option(256, "batches", "short rows (decode, verify) per batch, at most", low=1, high=4096)
     queue_rows: int = _option(4096, "batches", "rows that may wait or run", low=1)
     queue_bytes: int = _option(2**28, "batches", "bytes of hidden states that may wait or run", low=1)
 

@@ -110,9 +110,13 @@ class Graphs:
 
     def find(self, batch: StepBatch) -> Bucket:
         """Return the smallest bucket that holds a batch. Raises: ValueError when it is beyond the limits."""
-        lengths, short = np.diff(batch.control[0]), batch.num_short
-        sizes = short, len(lengths) - short, batch.num_tokens
-        longest_short, longest = int(lengths[:short].max(initial=0)), int(lengths.max(initial=0))
+        short, num_rows = batch.num_short, batch.control.shape[1] - 1
+        sizes = short, num_rows - short, batch.num_tokens
+        if sizes == (num_rows, 0, num_rows):
+            longest_short = longest = 1  # no row is empty: the usual batch, found without a look at its lengths
+        else:
+            lengths = np.diff(batch.control[0])
+            longest_short, longest = int(lengths[:short].max(initial=0)), int(lengths.max(initial=0))
         for bucket in self._buckets:
             if bucket.holds(*sizes, longest_short, longest):
                 return bucket

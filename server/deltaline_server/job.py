@@ -1,6 +1,6 @@
 """A job: one step request in the queue, from admission to its result.
 
-Knows its rows' chunks and outputs; not other jobs' order (scheduler.py), nor steps' rules (ledger.py).
+Knows its rows' chunks and outputs; not other jobs' order (ready.py), nor steps' rules (ledger.py).
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.admission import Admission
+from deltaline_server.admission import NO_COMMIT, Admission
 from deltaline_server.errors import Refusal
 from deltaline_server.replies import KeptReply
-from deltaline_server.step import OutputRows, RowOutcome, StepRequest, StepResult, StepTiming
+from deltaline_server.step import OutputRows, RowKind, RowOutcome, StepRequest, StepResult, StepTiming
 
 
 class RowState:
-    """Where an admitted row is. Plain integers: enum members are slow to reach, and these are for arrays."""
+    """Where an admitted row is. Plain integers: enum members are slow to reach, and these are for arrays.
+
+    WAITING: it has tokens that no batch has taken. RUNNING: all of them are taken, some are in flight. DOOMED: its
+    state can't be trusted, and it is refused once nothing of its sequence is in flight.
+    """
 
     WAITING: Final = 0
     RUNNING: Final = 1
-    DONE: Final = 2
-    REFUSED: Final = 3
+    DOOMED: Final = 2
+    DONE: Final = 3
+    REFUSED: Final = 4
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Job:
     """Admitted rows of a request with their cursors, and the reply being put together.
 
     Arrays named after admitted rows are indexed by the position in `admission`; `outcome`, `position` and
-    `output_start` by the request's rows.
+    `output_start` by the request's rows. cursor: tokens that batches have taken, in flight or done.
     """
 
     def __init__(
@@ -55,28 +60,39 @@ class Job:
         self.number, self.arrival_s = number, arrival_s
         self.future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
         rows = admission.rows
-        self.kind = request.kind[rows]
-        self.length = request.lengths[rows]
-        self.begin = request.query_start_loc[rows]
-        self.cursor = np.zeros(len(rows), dtype=np.int64)
-        self.state = np.full(len(rows), RowState.WAITING, dtype=np.uint8)
-        self.num_unfinished = len(rows)
-        self.is_finished = False
+        num_rows = len(rows)
+        self.is_whole = num_rows == request.num_rows
+        """Whether every row of the request was admitted, so that positions in the admission are its rows."""
+        self.position: NDArray[np.int64]
+        self.begin: NDArray[np.int64]
+        if self.is_whole:
+            self.kind, self.length, self.begin = request.kind, request.lengths, request.query_start_loc[:-1]
+            self.outcome = np.full(num_rows, RowOutcome.EXECUTED.value, dtype=np.uint8)
+            self.position = admission.position.copy()
+        else:
+            self.kind, self.length = request.kind[rows], request.lengths[rows]
+            self.begin = request.query_start_loc[rows]
+            self.outcome = np.full(request.num_rows, RowOutcome.REFUSED.value, dtype=np.uint8)
+            self.outcome[rows] = RowOutcome.EXECUTED
+            self.position = np.zeros(request.num_rows, dtype=np.int64)
+            self.position[rows] = admission.position
+        self.cursor = np.zeros(num_rows, dtype=np.int64)
+        self.state = np.zeros(num_rows, dtype=np.uint8)
+        self.num_unfinished = num_rows
+        self.is_finished = self.is_marred = False
+        """is_marred: whether a row was doomed or refused, so that states must be looked at one by one."""
+        kinds = self.kind.tobytes()
+        self.num_of_kind = {kind: kinds.count(kind) for kind in RowKind}
+        self.has_commits = bool((admission.commit != NO_COMMIT).any())
+        self.has_replays = bool(admission.num_replayed.any())
         self.reserved_bytes = reserved_bytes
-        self.outcome = np.full(request.num_rows, RowOutcome.REFUSED, dtype=np.uint8)
-        self.outcome[rows] = RowOutcome.EXECUTED
-        self.position = np.zeros(request.num_rows, dtype=np.int64)
-        self.position[rows] = admission.position
         self.refusals: dict[int, Refusal] = {}
         self.joins: list[Join] = []
+        self.joiners: list[Job] = []
+        """Jobs that wait for this one."""
         self.timing = StepTiming()
-        self.output_start = np.zeros(request.num_rows + 1, dtype=np.int64)
+        self.output_start: NDArray[np.int64]
         self._outputs: NDArray[Any] | None = None
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Jobs run in this order: higher priority first, then the one that came first."""
-        return -self.request.priority, self.number
 
     @property
     def can_finish(self) -> bool:
@@ -84,15 +100,19 @@ class Job:
         return self.num_unfinished == 0 and all(join.source.is_finished for join in self.joins)
 
     def lay_out_outputs(self, rows: NDArray[np.int64]) -> None:
-        """Give each of these request rows its place in the reply.
+        """Give each of these request rows, and no other, its place in the reply.
 
         In memory of the client's every row has one: kept replies lie there, so the same step sent again must find and
         leave each where it was, whatever is refused this time.
         """
-        counts = np.zeros(self.request.num_rows, dtype=np.int64)
         if self.request.output_memory is not None:
             rows = np.arange(self.request.num_rows)
+        if len(rows) == self.request.num_rows and self.request.output is OutputRows.ALL:
+            self.output_start = self.request.query_start_loc
+            return
+        counts = np.zeros(self.request.num_rows, dtype=np.int64)
         counts[rows] = self.request.output_counts[rows]
+        self.output_start = np.zeros(self.request.num_rows + 1, dtype=np.int64)
         np.cumsum(counts, out=self.output_start[1:])
 
     @property
@@ -113,16 +133,6 @@ class Job:
         else:
             self.outputs[places] = values
 
-    def output_places(self, index: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64] | slice:
-        """Where the outputs of a chunk of admitted rows go; to be asked before their cursors move."""
-        starts = self.output_start[self.admission.rows[index]]
-        if self.request.output is OutputRows.ALL:
-            return token_range(starts + self.cursor[index], lengths)
-        if self.request.output is OutputRows.LAST:
-            ends = self.cursor[index] + lengths == self.length[index]
-            return token_range(starts[ends], np.ones(int(ends.sum()), dtype=np.int64))
-        return slice(0, 0)
-
     def output_of(self, row: int) -> NDArray[Any]:
         """Outputs of one request row, a view."""
         return self.outputs[self.output_start[row] : self.output_start[row + 1]]
@@ -131,6 +141,7 @@ class Job:
         """An admitted row does not run after all, or its computation failed."""
         row = int(self.admission.rows[index])
         self.state[index] = RowState.REFUSED
+        self.is_marred = True
         self.num_unfinished -= 1
         self.set_refusal(row, refusal)
 
@@ -146,12 +157,8 @@ class Job:
         if place.ctypes.data != reply.hidden.ctypes.data:  # else it lies there already, in memory of the client's
             place[:] = reply.hidden
 
-    def is_waiting(self, index: int) -> bool:
-        """Whether an admitted row waits for its next batch."""
-        return bool(self.state[index] == RowState.WAITING)
-
     def not_begun(self) -> NDArray[np.int64]:
-        """Admitted rows (positions) that wait for their first chunk."""
+        """Admitted rows (positions) of which no batch has taken a token."""
         return np.flatnonzero((self.state == RowState.WAITING) & (self.cursor == 0))
 
     def finish(self) -> None:
@@ -174,31 +181,12 @@ class Job:
             self.future.set_result(self._result())
 
     def _result(self) -> StepResult:
-        refused = self.outcome == RowOutcome.REFUSED
-        counts = np.diff(self.output_start)
         outputs, start = self.outputs, self.output_start
-        if (
-            self.request.output_memory is None and counts[refused].any()
-        ):  # rows that were refused after they had been given a place
-            outputs = outputs[np.repeat(~refused, counts)]
-            start = np.concatenate(([0], np.cumsum(np.where(refused, 0, counts))))
-        return StepResult(
-            self.outcome,
-            self.position,
-            start,
-            outputs,
-            dict(sorted(self.refusals.items())),
-            self.timing if self.timing.batch_rows else None,
-            self.request.output_memory,
-        )
-
-
-def token_range(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64] | slice:
-    """Indices of tokens start .. start + length - 1 of each row: a slice when they are contiguous, else int64 [sum]."""
-    if len(starts) == 0:
-        return slice(0, 0)
-    ends = starts + lengths
-    if (starts[1:] == ends[:-1]).all():
-        return slice(int(starts[0]), int(ends[-1]))
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+        memory = self.request.output_memory
+        if self.refusals and memory is None:
+            refused, counts = self.outcome == RowOutcome.REFUSED, np.diff(start)
+            if counts[refused].any():  # rows that were refused after they had been given a place
+                outputs = outputs[np.repeat(~refused, counts)]
+                start = np.concatenate(([0], np.cumsum(np.where(refused, 0, counts))))
+        timing, refusals = self.timing if self.timing.batch_rows else None, dict(sorted(self.refusals.items()))
+        return StepResult(self.outcome, self.position, start, outputs, refusals, timing, memory)

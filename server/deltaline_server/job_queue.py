@@ -1,20 +1,24 @@
-"""The job queue: what waits or runs on each span, within its bounds, and how rows leave it.
+"""The job queue: what waits or runs on each span, within its bounds, and how rows enter and leave it.
 
-Knows jobs and cells (span, slot); not when batches run (scheduler.py) nor what is in them (batch.py).
+Knows jobs and cells (span, slot); not when batches run (scheduler.py) nor the order of what is ready (ready.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.cells import Cells
 from deltaline_server.earlier_replies import is_streamed
 from deltaline_server.errors import Reason, Refusal, RequestError
-from deltaline_server.job import Job, Join
+from deltaline_server.job import Job, Join, RowState
 from deltaline_server.observer import Observer
+from deltaline_server.piece import Piece
+from deltaline_server.ready import ReadyRows
 from deltaline_server.replies import Fingerprint, KeptReply, fingerprint_bytes
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.step import StepRequest
@@ -22,12 +26,17 @@ from deltaline_server.step import StepRequest
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of the queue and of a batch. A row is short when it has at most max_short tokens left."""
+    """Bounds of the queue, and of a batch: tokens of its long rows, and rows of either kind.
+
+    A row is short when it has at most max_short tokens left.
+    """
 
     queue_rows: int
     queue_bytes: int
     chunk_tokens: int
     max_short: int
+    short_rows: int
+    long_rows: int
 
 
 @dataclass(frozen=True)
@@ -43,17 +52,22 @@ class Load:
 
 
 class JobQueue:
-    """Unfinished jobs by span, and the admitted rows of each cell in the order of their steps.
+    """Unfinished jobs by span, the admitted rows of each cell in the order of their steps, and what may run.
 
-    Rows count until they are done or refused, joined ones until their job is finished; a job's bytes count until its
-    last row has left.
+    A row may run when every token of the step before it was given to the engine: the engine computes in order. Rows
+    count until they are done or refused, joined ones until their job is finished; a job's bytes count until its last
+    row has left.
     """
 
     def __init__(self, table: SequenceTable, limits: Limits, observer: Observer) -> None:
         self._table, self._limits, self._observer = table, limits, observer
         num_spans = table.ledger.num_spans
         self._jobs: list[dict[int, Job]] = [{} for _ in range(num_spans)]
-        self._cells: list[dict[int, list[tuple[Job, int]]]] = [{} for _ in range(num_spans)]
+        self._cells = [Cells(table.num_slots, table.ledger.max_in_flight) for _ in range(num_spans)]
+        sizes = limits.max_short, limits.chunk_tokens, limits.short_rows, limits.long_rows
+        self.ready = [ReadyRows(*sizes) for _ in range(num_spans)]
+        self._deadlines: list[tuple[float, int, int]] = []
+        self._ended: list[Job] = []
         self._num_rows = self._num_bytes = 0
         self._last_span = num_spans - 1
         self._idle = asyncio.Event()
@@ -70,29 +84,15 @@ class JobQueue:
             replies.limit_bytes,
         )
 
-    @property
-    def num_jobs(self) -> int:
-        return sum(len(jobs) for jobs in self._jobs)
-
     async def empty(self) -> None:
         """Return once nothing waits or runs."""
         await self._idle.wait()
 
-    def jobs(self, span: int) -> list[Job]:
-        """Unfinished jobs of a span in the order in which they run."""
-        return sorted(self._jobs[span].values(), key=lambda job: job.order)
-
-    def spans(self) -> list[int]:
-        """Spans with unfinished jobs: the highest priority first, among equals the one that was served longest ago."""
-        busy = [span for span, jobs in enumerate(self._jobs) if jobs]
-        after, count = self._last_span + 1, len(self._jobs)
-        return sorted(
-            busy,
-            key=lambda span: (
-                -max(job.request.priority for job in self._jobs[span].values()),
-                (span - after) % count,
-            ),
-        )
+    def ready_spans(self) -> list[int]:
+        """Spans with rows that may run: the highest priority first, among equals the one served longest ago."""
+        found = [(priority, span) for span, ready in enumerate(self.ready) if (priority := ready.priority) is not None]
+        after, count = self._last_span + 1, len(self.ready)
+        return [span for _, span in sorted(found, key=lambda entry: (-entry[0], (entry[1] - after) % count))]
 
     def served(self, span: int) -> None:
         """A batch of this span runs."""
@@ -102,20 +102,21 @@ class JobQueue:
 
     def find_repeated(self, request: StepRequest, row: int, slot: int) -> KeptReply | Join | Refusal:
         """A step that is done or in flight came again: its kept reply, the job to join, or why neither."""
-        ledger = self._table.ledger
+        ledger, span = self._table.ledger, request.span
         fingerprint = Fingerprint.of(request, row)
         step = int(request.step[row])
-        if step == ledger.done.step[request.span, slot]:
-            reply = self._table.replies.get(request.span, slot)
+        if step == ledger.done.step[span, slot]:
+            reply = self._table.replies.get(span, slot)
             if reply is None:
-                return ledger.refusal(Reason.STEP_STALE, request.span, slot)
+                return ledger.refusal(Reason.STEP_STALE, span, slot)
             if reply.fingerprint == fingerprint:
                 return reply
-        for job, index in self._cells[request.span].get(slot, ()):
+        elif ledger.done.step[span, slot] < step <= ledger.tail.step[span, slot]:
+            job, index = self._entry(span, slot, step)
             source_row = int(job.admission.rows[index])
-            if job.admission.step[index] == step and Fingerprint.of(job.request, source_row) == fingerprint:
+            if Fingerprint.of(job.request, source_row) == fingerprint:
                 return Join(row, job, source_row)
-        return ledger.refusal(Reason.STEP_CONFLICT, request.span, slot)
+        return ledger.refusal(Reason.STEP_CONFLICT, span, slot)
 
     def find_earlier(self, request: StepRequest, row: int, slot: int) -> KeptReply | None:
         """A step before the last one done came again: its reply, if it was a part of a streamed prefill."""
@@ -148,89 +149,134 @@ class JobQueue:
         outputs = request.output_counts[rows] * request.token_bytes
         reserved = outputs + fingerprint_bytes(request.lengths[rows] * request.token_bytes)
         ledger, span = self._table.ledger, request.span
-        is_idle = ledger.tail.step[span, slots] == ledger.done.step[span, slots]
-        self._table.replies.reserve(int(reserved.sum()), span, slots[is_idle])
+        is_idle = ledger.tail.step[span][slots] == ledger.done.step[span][slots]
+        self._table.replies.reserve(int(reserved.sum()), span, slots if is_idle.all() else slots[is_idle])
         return reserved
 
     def add(self, job: Job) -> None:
-        """Queue a job whose rows were reserved."""
-        cells = self._cells[job.request.span]
-        for index, slot in enumerate(job.admission.slots.tolist()):
-            cells.setdefault(slot, []).append((job, index))
-        self._num_rows += len(job.admission.rows) + len(job.joins)
+        """Queue a job whose rows were reserved and taken by the ledger."""
+        admission, span = job.admission, job.request.span
+        if len(admission.rows):
+            index = self._cells[span].add(admission.slots, admission.step, job.number)
+            if len(index):
+                self.ready[span].add(job, index)
+        for join in job.joins:
+            join.source.joiners.append(job)
+        self._num_rows += len(admission.rows) + len(job.joins)
         self._num_bytes += job.request.hidden.nbytes
-        self._jobs[job.request.span][job.number] = job
+        self._jobs[span][job.number] = job
         self._idle.clear()
+        if job.request.deadline_s is not None:
+            self._watch_deadline(job)
 
-    # -- leaving ---------------------------------------------------------------------------------------------------
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def take(self, piece: Piece) -> None:
+        """The engine was given a piece: the rows behind those that it ends may run."""
+        job, index = piece.job, piece.index
+        job.cursor[index] += piece.lengths
+        span = job.request.span
+        cells = self._cells[span]
+        cells.in_flight[piece.slots] += 1
+        if piece.ends:
+            job.state[index] = RowState.RUNNING
+            for number, behind in cells.given(piece.slots, job.admission.step[index]):
+                self.ready[span].add(self._jobs[span][number], behind)
+
+    def returned(self, piece: Piece) -> None:
+        """A piece came back from the engine."""
+        self._cells[piece.job.request.span].in_flight[piece.slots] -= 1
 
     def done(self, job: Job, index: NDArray[np.int64]) -> None:
         """Rows (positions in the job's admission) are done; they were the first of their cells."""
-        cells = self._cells[job.request.span]
-        for slot in job.admission.slots[index].tolist():
-            if len(cells[slot]) == 1:
-                del cells[slot]
-            else:
-                cells[slot].pop(0)
+        job.state[index] = RowState.DONE
+        job.num_unfinished -= len(index)
         self._num_rows -= len(index)
+        if not job.num_unfinished:
+            self._ended.append(job)
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
 
     def refuse(self, job: Job, index: int, refusal: Refusal) -> None:
-        """An admitted row that is not running is dropped; the steps behind it on its cell are refused untouched."""
-        span, slot = job.request.span, int(job.admission.slots[index])
-        ledger, cells = self._table.ledger, self._cells[span]
-        cell = cells[slot]
-        place = next(i for i, entry in enumerate(cell) if entry[0] is job and entry[1] == index)
+        """Drop an admitted row; the steps behind it on its cell are refused untouched. None of them is in flight."""
+        span, slot, first = job.request.span, int(job.admission.slots[index]), int(job.admission.step[index])
+        ledger = self._table.ledger
         behind = ledger.refusal(Reason.PREDECESSOR_REFUSED, span, slot)
-        for i, (dropped, at) in enumerate(cell[place:]):
-            reason = behind if i else refusal
+        for step in range(first, int(ledger.tail.step[span, slot]) + 1):
+            dropped, at = self._entry(span, slot, step)
+            reason = behind if step > first else refusal
             self._table.replies.cancel(int(dropped.reserved_bytes[at]))
+            if dropped.cursor[at] < dropped.length[at]:
+                self._cells[span].not_given[slot] -= 1
             dropped.refuse(at, reason)
             self._num_rows -= 1
             self._observer.refused(reason.reason, 1)
-        del cell[place:]
+            if not dropped.num_unfinished:
+                self._ended.append(dropped)
         ledger.fall_back(span, slot)
-        if cell:  # the tail is the last step that is still in flight
-            last, at = cell[-1]
+        if first > ledger.done.step[span, slot] + 1:  # the tail is the last step that is still in flight
+            last, at = self._entry(span, slot, first - 1)
             ledger.take(span, last.admission, np.array([at]))
-        else:
-            del cells[slot]
         self._table.settle(np.array([slot]))
 
-    def refuse_slot(self, slot: int, reason: Reason) -> None:
-        """Refuse whatever waits for a slot, on every span. No row of the slot is running."""
+    def poison(self, slot: int) -> None:
+        """A slot's state can't be trusted: refuse its rows, on spans where some are in flight once they are back."""
+        ledger = self._table.ledger
+        self._table.poison(slot)
         for span, cells in enumerate(self._cells):
-            if slot in cells:
-                job, index = cells[slot][0]
-                self.refuse(job, index, self._table.ledger.refusal(reason, span, slot))
+            steps = range(int(ledger.done.step[span, slot]) + 1, int(ledger.tail.step[span, slot]) + 1)
+            if cells.in_flight[slot]:
+                for step in steps:
+                    job, index = self._entry(span, slot, step)
+                    job.state[index], job.is_marred = RowState.DOOMED, True
+            elif steps:
+                job, index = self._entry(span, slot, steps[0])
+                self.refuse(job, index, ledger.refusal(Reason.STATE_POISONED, span, slot))
 
     def refuse_all(self, reason: Reason) -> None:
-        """Refuse every row that waits; those that run go on."""
-        for span, cells in enumerate(self._cells):
-            for slot, cell in list(cells.items()):
-                waiting = [(job, index) for job, index in cell if job.is_waiting(index)]
-                if waiting:
-                    job, index = waiting[0]
-                    self.refuse(job, index, self._table.ledger.refusal(reason, span, slot))
-
-    def drop_overdue(self, now: float) -> None:
-        """Refuse rows whose queue deadline passed before their first chunk, and what waits behind them."""
+        """Refuse every row of which no token was taken; the others go on."""
         for span, jobs in enumerate(self._jobs):
             for job in list(jobs.values()):
-                deadline = job.request.deadline_s
-                if deadline is not None and deadline <= now:
-                    for index in job.not_begun().tolist():
-                        if job.is_waiting(index):  # not dropped meanwhile with the one before it
-                            slot = int(job.admission.slots[index])
-                            self.refuse(job, index, self._table.ledger.refusal(Reason.QUEUE_DEADLINE, span, slot))
+                self._refuse_not_begun(job, span, reason)
+
+    def drop_overdue(self, now_s: float) -> None:
+        """Refuse rows whose queue deadline passed before their first chunk, and what waits behind them."""
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, number, span = heapq.heappop(self._deadlines)
+            if number in self._jobs[span]:
+                self._refuse_not_begun(self._jobs[span][number], span, Reason.QUEUE_DEADLINE)
 
     def finish(self) -> None:
-        """Complete finished jobs, oldest first, so that a join's source is complete before its joiner."""
-        for jobs in self._jobs:
-            for job in [job for job in jobs.values() if job.num_unfinished == 0]:
-                if job.can_finish:
+        """Complete finished jobs, a join's source before its joiner."""
+        while self._ended:
+            ended, self._ended = self._ended, []
+            for job in ended:
+                jobs = self._jobs[job.request.span]
+                if job.number in jobs and job.can_finish:
                     job.finish()
                     del jobs[job.number]
                     self._num_rows -= len(job.joins)
                     self._num_bytes -= job.request.hidden.nbytes
+                    self._ended += job.joiners
         if not any(self._jobs):
             self._idle.set()
+
+    def _refuse_not_begun(self, job: Job, span: int, reason: Reason) -> None:
+        for index in job.not_begun().tolist():
+            if job.state[index] == RowState.WAITING:  # not dropped meanwhile with the one before it
+                slot = int(job.admission.slots[index])
+                self.refuse(job, index, self._table.ledger.refusal(reason, span, slot))
+
+    def _watch_deadline(self, job: Job) -> None:
+        """Remember a job's deadline; those of finished jobs are forgotten once they are the most."""
+        span, deadline_s = job.request.span, job.request.deadline_s
+        assert deadline_s is not None
+        heapq.heappush(self._deadlines, (deadline_s, job.number, span))
+        if len(self._deadlines) > 64 + 2 * sum(map(len, self._jobs)):
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._jobs[entry[2]]]
+            heapq.heapify(self._deadlines)
+
+    def _entry(self, span: int, slot: int, step: int) -> tuple[Job, int]:
+        """The job and the position in its admission of a step in flight."""
+        number, index = self._cells[span].entry(slot, step)
+        return self._jobs[span][number], index

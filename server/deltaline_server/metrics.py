@@ -6,15 +6,14 @@ scraped. No label names a sequence or a client.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from wsgiref.simple_server import WSGIServer
 
 import grpc
-import numpy as np
 import prometheus_client
 from google.protobuf.descriptor import ServiceDescriptor
-from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -43,7 +42,6 @@ SECONDS_BUCKETS = (
     5.0,
     10.0,
 )
-_BOUNDS = np.array(SECONDS_BUCKETS)
 ROWS_BUCKETS = tuple(float(2**i) for i in range(11))
 TOKENS_BUCKETS = tuple(float(2**i) for i in range(15))
 STAGES = ("queue", "copy_in", "compute", "copy_out")
@@ -80,23 +78,16 @@ class RpcFamilies:
 
 
 class StageSeconds(Collector):
-    """A histogram by stage and row kind that takes whole arrays: a batch of 64 rows costs as much as one of 1."""
+    """A histogram by stage and row kind that takes many rows at once: a batch of 64 costs as much as one of 1."""
 
     def __init__(self) -> None:
-        shape = (len(STAGES), len(RowKind))
-        self._counts = np.zeros((*shape, len(SECONDS_BUCKETS) + 1), np.int64)
-        self._sums = np.zeros(shape, np.float64)
+        self._counts = {(s, k): [0] * (len(SECONDS_BUCKETS) + 1) for s in STAGES for k in RowKind}
+        self._sums = dict.fromkeys(self._counts, 0.0)
 
-    def observe(self, stage: str, kind: RowKind, seconds: float | NDArray[np.float64]) -> None:
-        """Add one observation, or one per element."""
-        cell = STAGES.index(stage), kind - 1
-        if isinstance(seconds, float):  # far cheaper than numpy's way for one value
-            self._counts[cell][bisect_left(SECONDS_BUCKETS, seconds)] += 1
-            self._sums[cell] += seconds
-            return
-        buckets = np.searchsorted(_BOUNDS, seconds, side="left")
-        self._counts[cell] += np.bincount(buckets, minlength=len(SECONDS_BUCKETS) + 1)
-        self._sums[cell] += seconds.sum()
+    def observe(self, stage: str, kind: RowKind, seconds: float, count: int = 1) -> None:
+        """Add `count` observations of so many seconds."""
+        self._counts[stage, kind][bisect_left(SECONDS_BUCKETS, seconds)] += count
+        self._sums[stage, kind] += seconds * count
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family; called by the registry."""
@@ -106,11 +97,10 @@ class StageSeconds(Collector):
             labels=("stage", "kind"),
         )
         bounds = [*map(str, SECONDS_BUCKETS), "+Inf"]
-        for i, stage in enumerate(STAGES):
-            for kind in RowKind:
-                counts = np.cumsum(self._counts[i, kind - 1]).tolist()
-                total = float(self._sums[i, kind - 1])
-                family.add_metric((stage, kind.name.lower()), list(zip(bounds, counts, strict=True)), total)
+        for (stage, kind), counts in self._counts.items():
+            cumulative = list(itertools.accumulate(counts))
+            buckets = list(zip(bounds, cumulative, strict=True))
+            family.add_metric((stage, kind.name.lower()), buckets, self._sums[stage, kind])
         yield family
 
 
@@ -130,6 +120,11 @@ class Metrics:
         }
         self._stages = StageSeconds()
         self.registry.register(self._stages)
+        self._busy = Counter(
+            "deltaline_device_busy_seconds",
+            "Time in which the engine had at least one batch; its rate is the device's busy share.",
+            registry=self.registry,
+        )
         self._batch_rows = self._histogram("deltaline_batch_rows", "Rows of a batch.", ROWS_BUCKETS)
         self._batch_tokens = self._histogram("deltaline_batch_tokens", "Tokens of a batch.", TOKENS_BUCKETS)
         steps = Counter("deltaline_steps", "Rows answered.", ("outcome",), registry=self.registry)
@@ -144,18 +139,19 @@ class Metrics:
         )
         self._server: WSGIServer | None = None
 
-    def batch_done(self, kinds: NDArray[np.uint8], tokens: int, timing: BatchTiming) -> None:
+    def batch_done(self, timing: BatchTiming) -> None:
         """Count a batch. The stages after the queue count once for each kind that the batch holds."""
-        self._batch_rows.observe(len(kinds))
-        self._batch_tokens.observe(tokens)
-        present = kinds.tobytes()
-        for kind in RowKind:
-            if kind in present:
-                waited_s = timing.queue_s[kinds == kind]
-                self._stages.observe("queue", kind, waited_s[~np.isnan(waited_s)])
-                self._stages.observe("copy_in", kind, timing.copy_in_s)
-                self._stages.observe("compute", kind, timing.compute_s)
-                self._stages.observe("copy_out", kind, timing.copy_out_s)
+        stages = self._stages
+        self._busy.inc(timing.busy_s)
+        self._batch_rows.observe(sum(timing.num_of_kind.values()))
+        self._batch_tokens.observe(timing.num_tokens)
+        for kind, count, waited_s in timing.queued:
+            stages.observe("queue", kind, waited_s, count)
+        for kind, count in timing.num_of_kind.items():
+            if count:
+                stages.observe("copy_in", kind, timing.copy_in_s)
+                stages.observe("compute", kind, timing.compute_s)
+                stages.observe("copy_out", kind, timing.copy_out_s)
 
     def steps(self, outcome: str, count: int) -> None:
         """Count rows answered: "executed", "replayed" or "joined"."""

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from deltaline_server.errors import Reason
+from deltaline_server.step import RowKind
 
 
 @dataclass(frozen=True)
 class BatchTiming:
-    """Seconds of a batch per stage. queue_s float64 [N]: from arrival to here, NaN for rows that had begun before."""
+    """A batch that is done. num_of_kind: its rows by kind. queued: (kind, rows, seconds from arrival to the device) of
+    rows that began with it. busy_s: seconds, not counted with other batches, in which the engine had this one.
+    """
 
-    queue_s: NDArray[np.float64]
+    num_of_kind: Mapping[RowKind, int]
+    num_tokens: int
+    queued: Sequence[tuple[RowKind, int, float]]
     copy_in_s: float
     compute_s: float
     copy_out_s: float
+    busy_s: float
 
 
 class Observer(Protocol):
     """Who counts what the scheduler does. Called on the event loop."""
 
-    def batch_done(self, kinds: NDArray[np.uint8], tokens: int, timing: BatchTiming) -> None: ...
+    def batch_done(self, timing: BatchTiming) -> None: ...
 
     def steps(self, outcome: str, count: int) -> None: ...
 

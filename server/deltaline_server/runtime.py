@@ -65,7 +65,8 @@ class Runtime:
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
             check_kernels(model.device, model.dtype, model.shape, options)
         pool = model.make_pool(options)
-        executor = make_executor(model, pool, batch_limits(config))
+        bounds = batch_limits(config)
+        executor = make_executor(model, pool, bounds)
         engine = Engine(executor, model.device)
         num_spans = len(model.spans)
         table = SequenceTable(
@@ -83,6 +84,8 @@ class Runtime:
             queue_bytes=config.queue_bytes,
             chunk_tokens=config.chunk_tokens,
             max_short=config.max_draft_tokens,
+            short_rows=bounds.short_rows,
+            long_rows=bounds.long_rows,
         )
         scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
         regions = Regions(

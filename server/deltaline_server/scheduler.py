@@ -1,26 +1,30 @@
 """The scheduler: takes step requests, merges their rows into batches for the engine, and completes them.
 
 Knows jobs, cells and limits; not protobuf, gRPC or torch. Everything here runs on one event loop; the engine calls
-back from its own thread and is brought over. One batch runs at a time: whatever waits when the device is free forms
-the next.
+back from its own thread and is brought over. Two batches may be in flight, so that the device finds the next one when
+it ends one; the second is formed as late as is safe, so that rows which come meanwhile are in it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.batch import Piece, Run, choose_pieces, lay_out
+from deltaline_server.admission import Slots
+from deltaline_server.batch import Run, lay_out
 from deltaline_server.earlier_replies import PrefillAnswer, is_streamed
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.job import Job, RowState
 from deltaline_server.job_queue import JobQueue, Limits, Load
 from deltaline_server.observer import Observer
+from deltaline_server.pace import Pace
+from deltaline_server.piece import Piece
 from deltaline_server.replies import Answers
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.step import BatchResult, RowKind, StepBatch, StepRequest, StepResult
@@ -28,12 +32,18 @@ from deltaline_server.verdict import judge
 
 _log = logging.getLogger(__name__)
 
+MAX_BATCHES_IN_FLIGHT = 2
+# The event loop's timers are that coarse (epoll counts milliseconds, and rounds up).
+TIMER_S = 1e-3
+# Turns of the event loop that a reply takes from its future to gRPC: a stream's goes through a callback and a task.
+REPLY_TURNS = 3
+
 
 class BatchEngine(Protocol):
     """What the scheduler needs of an engine."""
 
     def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None]) -> None:
-        """Compute a batch, in the order of submission; `on_done` is called on the engine's thread."""
+        """Compute a batch; `on_done` is called on a thread of the engine's. Both in the order of submission."""
 
 
 class Scheduler:
@@ -48,11 +58,17 @@ class Scheduler:
         observer: Observer,
         clock: Callable[[], float],
     ) -> None:
-        self._table, self._engine, self._limits = table, engine, limits
+        """clock: monotonic seconds, called on the engine's threads too."""
+        self._table, self._engine = table, engine
         self._observer, self._clock = observer, clock
         self._queue = JobQueue(table, limits, observer)
-        self._num_jobs = 0
-        self._running = self._pump_is_due = self._is_stopped = False
+        self._pace = Pace(table.ledger.num_spans, limits.chunk_tokens)
+        self._in_flight: deque[Run] = deque()
+        self._unsettled: tuple[Run, BatchResult, float] | None = None
+        self._due: asyncio.TimerHandle | None = None
+        self._num_jobs = self._num_awaited = 0
+        self._last_completed_s = float("-inf")
+        self._pump_is_due = self._is_stopped = False
         self.has_failed = False
         """Whether the scheduler itself broke: it runs nothing more, and the process should end."""
 
@@ -64,7 +80,7 @@ class Scheduler:
         await self._queue.empty()
 
     def stop(self) -> None:
-        """Refuse what waits and what comes, UNAVAILABLE STOPPING; what runs is finished. Idempotent."""
+        """Refuse what waits and what comes, UNAVAILABLE STOPPING; what has begun is finished. Idempotent."""
         self._is_stopped = True
         self._queue.refuse_all(Reason.STOPPING)
         self._queue.finish()
@@ -86,18 +102,20 @@ class Scheduler:
         self._table.touch(verdict.live_slots)
         job = Job(request, admission, reserved_bytes, self._num_jobs, self._clock())
         self._num_jobs += 1
-        job.lay_out_outputs(verdict.answered_rows)
+        job.lay_out_outputs(admission.rows if job.is_whole else verdict.answered_rows)
         job.joins = verdict.joins
         for row, refusal in verdict.refusals.items():
             job.set_refusal(row, refusal)
             self._observer.refused(refusal.reason, 1)
         for row, reply in verdict.kept.items():
             job.replay(row, reply)
-        self._observer.steps("replayed", len(verdict.kept))
-        self._observer.steps("joined", len(verdict.joins))
+        if not job.is_whole:
+            self._observer.steps("replayed", len(verdict.kept))
+            self._observer.steps("joined", len(verdict.joins))
         if job.can_finish:
             job.finish()
         else:
+            self._num_awaited -= job.num_of_kind[RowKind.DECODE] + job.num_of_kind[RowKind.VERIFY]
             self._queue.add(job)
             self._pump_soon()
         return job.future
@@ -106,126 +124,184 @@ class Scheduler:
 
     def _pump_soon(self) -> None:
         """Form a batch after the callbacks that are ready now, so that requests that came together run together."""
-        if not self._running and not self._pump_is_due:
+        if not self._pump_is_due and len(self._in_flight) < MAX_BATCHES_IN_FLIGHT:
             self._pump_is_due = True
             asyncio.get_running_loop().call_soon(self._guarded, self._pump)
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do a part of the scheduler's work; a bug in it ends the scheduler instead of leaving callers to wait."""
+        if self.has_failed:
+            return
         try:
             work(*arguments)
         except Exception:
             _log.exception("the scheduler failed; it runs nothing more")
             self.has_failed = True
 
-    def _pump(self) -> None:
+    def _pump(self, has_waited: bool = False) -> None:
+        """Form and run batches while there is room for one, something to run, and no reason to wait (any longer)."""
         self._pump_is_due = False
-        if self._running:
-            return
-        self._queue.drop_overdue(self._clock())
-        for span in self._queue.spans():
-            pieces = self._start(span)
-            if pieces:
-                self._run(span, pieces)
+        now_s = self._clock()
+        self._queue.drop_overdue(now_s)
+        while len(self._in_flight) < MAX_BATCHES_IN_FLIGHT and (spans := self._queue.ready_spans()):
+            if self._in_flight and not has_waited and self._must_wait(now_s):
                 break
+            for span in spans:
+                num_short, pieces = self._start(span, now_s)
+                if pieces:
+                    self._run(span, num_short, pieces)
+                    break
         self._queue.finish()
 
-    def _start(self, span: int) -> list[Piece]:
-        """Choose rows and mark them running; their commits are fixed from here on."""
-        limits = self._limits
-        while True:
-            jobs = self._queue.jobs(span)
-            chosen = choose_pieces(jobs, self._table, max_short=limits.max_short, chunk_tokens=limits.chunk_tokens)
-            pieces = [piece for piece in map(self._begin, chosen) if len(piece.index)]
-            if pieces or not chosen:
-                return pieces
+    def _must_wait(self, now_s: float) -> bool:
+        """Whether the batch behind the running one should wait for rows that may come, and see to it that it ends.
+
+        It need not when all who were answered last have sent their next rows, nor when no short rows are about.
+        """
+        has_short = any(ready.num_short for ready in self._queue.ready)
+        if (has_short and self._num_awaited <= 0) or not (has_short or self._pace.expects_short(now_s)):
+            return False
+        [run] = self._in_flight
+        began_s = max(run.submitted_s, self._last_completed_s)
+        wait_s = self._pace.due_s(began_s, run.predicted_s) - now_s
+        if wait_s < TIMER_S / 2:
+            return False
+        if self._due is None:
+            loop = asyncio.get_running_loop()
+            self._due = loop.call_later(wait_s - TIMER_S / 2, self._guarded, self._waited)
+        return True
+
+    def _waited(self) -> None:
+        self._due = None
+        self._pump(has_waited=True)
+
+    def _start(self, span: int, now_s: float) -> tuple[int, list[Piece]]:
+        """Choose rows and mark them running; their commits are fixed from here on. Returns short rows, and pieces."""
+        ready = self._queue.ready[span]
+        short, long = ready.take(self._pace.chunk_tokens(span, ready.num_short, now_s))
+        short, long = (
+            [began for piece in pieces if len((began := self._begin(piece)).index)] for pieces in (short, long)
+        )
+        return sum(len(piece.index) for piece in short), short + long
 
     def _begin(self, piece: Piece) -> Piece:
         """Fix the commits of the rows that begin with this piece; return it without those that conflict."""
-        job, ledger = piece.job, self._table.ledger
-        first = piece.index[job.cursor[piece.index] == 0]
-        conflicts = ledger.begin(job.request.span, job.admission, first)
-        if conflicts:
-            for index, refusal in conflicts.items():
-                self._queue.refuse(job, index, refusal)
-            runs = ~np.isin(piece.index, list(conflicts))
-            piece, first = Piece(job, piece.index[runs], piece.lengths[runs]), np.setdiff1d(first, list(conflicts))
-        job.state[piece.index] = RowState.RUNNING
-        self._observer.accepted(int(job.admission.num_replayed[first].sum()))
+        job = piece.job
+        if job.has_commits and not piece.cursor:
+            conflicts = self._table.ledger.begin(job.request.span, job.admission, piece.index)
+            if conflicts:
+                for index, refusal in conflicts.items():
+                    self._queue.refuse(job, index, refusal)
+                piece = piece.without(list(conflicts))
+        if job.has_replays and not piece.cursor:
+            self._observer.accepted(int(job.admission.num_replayed[piece.index].sum()))
         return piece
 
-    def _run(self, span: int, pieces: list[Piece]) -> None:
-        batch = lay_out(pieces, self._table, max_short=self._limits.max_short)
-        loop, now_s = asyncio.get_running_loop(), self._clock()
-        run = Run(span, pieces, batch, now_s)
+    def _run(self, span: int, num_short: int, pieces: list[Piece]) -> None:
+        table = self._table
+        batch = lay_out(pieces, table, num_short)
+        for piece in pieces:
+            self._queue.take(piece)
+            table.read_line[span][piece.slots] = table.write_line[piece.slots]
+            if piece.num_of_kind[RowKind.VERIFY]:
+                is_verify = piece.job.kind[piece.index] == RowKind.VERIFY
+                table.draft_half[span, piece.slots[is_verify]] ^= 1
+        loop, clock = asyncio.get_running_loop(), self._clock
+        now_s = clock()
+        run = Run(span, pieces, batch, now_s, now_s)
+        run.predicted_s = self._pace.predicted_s(span, num_short, run.num_long_tokens)
 
         def bring_over(result: BatchResult) -> None:
-            loop.call_soon_threadsafe(self._guarded, self._complete, run, result)
+            loop.call_soon_threadsafe(self._guarded, self._complete, run, result, clock())
 
-        self._running = True
+        self._in_flight.append(run)
         self._queue.served(span)
         self._engine.submit(batch, bring_over)
 
     # -- completing batches ----------------------------------------------------------------------------------------
 
-    def _complete(self, run: Run, result: BatchResult) -> None:
-        """A batch is done: answer, settle the books, and start the next one.
+    def _complete(self, run: Run, result: BatchResult, done_s: float) -> None:
+        """A batch is done: answer, settle the books, and form the next one.
 
-        When nobody else waits, callers are answered first; until the books are settled the rows count as in flight.
-        Else the device comes first.
+        When the device has another batch, or nothing is ready to run, callers are answered first; until the books are
+        settled the rows count as in flight. Else the device comes first.
         """
+        self._settle_rest()
+        self._in_flight.popleft()
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        busy_s = done_s - max(run.submitted_s, self._last_completed_s)
+        if self._last_completed_s > run.submitted_s:  # it waited in the engine
+            stages_s = result.copy_in_s + result.compute_s + result.copy_out_s
+            run.began_s = max(run.submitted_s, done_s - stages_s)
+        self._last_completed_s, self._num_awaited = done_s, run.batch.num_short
         run.take_outputs(result)
-        if run.answers_all(result) and self._queue.num_jobs == len(run.pieces):
-            for piece in run.pieces:
-                piece.job.finish()
-            asyncio.get_running_loop().call_soon(self._guarded, self._settle, run, result)
+        self._unsettled = run, result, busy_s
+        may_answer_first = self._in_flight or not self._queue.ready_spans()
+        if may_answer_first and run.answer(result):
+            self._settle_later(REPLY_TURNS)
         else:
-            self._settle(run, result)
+            self._settle_rest()
 
-    def _settle(self, run: Run, result: BatchResult) -> None:
-        """Bring cursors, ledger, kept replies and leases up to a batch that is done, and start the next."""
-        timing = run.timing(result)
+    def _settle_later(self, turns: int) -> None:
+        """Settle in so many turns of the event loop, so that the replies are on their way before."""
+        if turns:
+            asyncio.get_running_loop().call_soon(self._guarded, self._settle_later, turns - 1)
+        else:
+            self._settle_rest()
+
+    def _settle_rest(self) -> None:
+        """Bring cursors, ledger, kept replies and leases up to the batch that is done, and form the next."""
+        if self._unsettled is None:
+            return
+        (run, result, busy_s), self._unsettled = self._unsettled, None
         row = 0
         for piece in run.pieces:
-            self._settle_piece(run.span, piece, result.finite[row : row + len(piece.index)])
+            self._settle_piece(piece, result.finite[row : row + len(piece.index)])
             row += len(piece.index)
-        self._running = False
+        if not result.failed:
+            self._pace.measured(
+                run.span, run.batch.num_short, run.num_long_tokens, result.compute_s, self._last_completed_s
+            )
         self._pump()
-        self._observer.batch_done(run.kinds, run.batch.num_tokens, timing)
+        self._observer.batch_done(run.timing(result, busy_s))
 
-    def _settle_piece(self, span: int, piece: Piece, sound: NDArray[np.bool_]) -> None:
-        table, job = self._table, piece.job
-        job.state[piece.index] = RowState.WAITING
-        ran, finished = piece.index[sound], piece.index[piece.ends_row & sound]
-        job.cursor[piece.index] += piece.lengths
-        ran_slots = job.admission.slots[ran]
-        table.read_line[span, ran_slots] = table.write_line[ran_slots]
-        if len(finished):
-            slots = job.admission.slots[finished]
+    def _settle_piece(self, piece: Piece, sound: NDArray[np.bool_]) -> None:
+        job = piece.job
+        self._queue.returned(piece)
+        if job.is_marred:
+            sound = sound & (job.state[piece.index] != RowState.DOOMED)
+        if sound.all():
+            if piece.ends:
+                self._finish_rows(job, piece.index, piece.slots)
+            return
+        if piece.ends and sound.any():
+            self._finish_rows(job, piece.index[sound], piece.slots[sound])
+        for slot in piece.slots[~sound].tolist():
+            self._queue.poison(slot)
+
+    def _finish_rows(self, job: Job, finished: NDArray[np.int64], slots: Slots) -> None:
+        """Rows (positions in the job's admission, and their slots) are done."""
+        table, admission, span = self._table, job.admission, job.request.span
+        table.ledger.finish(span, admission, finished)
+        self._keep_replies(job, finished, slots)
+        self._queue.done(job, finished)
+        table.touch(slots)
+        table.settle(slots)
+        self._observer.steps("executed", len(finished))
+        if job.num_of_kind[RowKind.VERIFY]:
             is_verify = job.kind[finished] == RowKind.VERIFY
-            table.ledger.finish(span, job.admission, finished)
-            table.draft_half[span, slots[is_verify]] ^= 1
-            self._keep_replies(span, job, finished)
-            job.state[finished] = RowState.DONE
-            job.num_unfinished -= len(finished)
-            self._queue.done(job, finished)
-            table.touch(slots)
-            table.settle(slots)
-            self._observer.steps("executed", len(finished))
             self._observer.drafts(int(job.length[finished][is_verify].sum()))
-        for index in piece.index[~sound].tolist():
-            slot = int(job.admission.slots[index])
-            table.poison(slot)
-            self._queue.refuse(job, index, table.ledger.refusal(Reason.STATE_POISONED, span, slot))
-            self._queue.refuse_slot(slot, Reason.STATE_POISONED)
 
-    def _keep_replies(self, span: int, job: Job, finished: NDArray[np.int64]) -> None:
-        slots, rows = job.admission.slots[finished], job.admission.rows[finished]
+    def _keep_replies(self, job: Job, finished: NDArray[np.int64], slots: Slots) -> None:
+        replies, span = self._table.replies, job.request.span
+        rows = job.admission.rows[finished]
         answers = Answers(job.request, job.outputs, job.output_start, job.position, slots, rows)
-        self._table.replies.put(span, answers, job.reserved_bytes[finished])
+        replies.put(span, answers, job.reserved_bytes[finished])
         if is_streamed(job.request):
             answer = PrefillAnswer(int(job.request.step[0]), job.request, job.outputs, int(job.position[0]))
-            self._table.replies.keep_earlier(span, int(slots[0]), answer)
-        elif self._table.replies.earlier.used_bytes:
+            replies.keep_earlier(span, int(slots[0]), answer)
+        elif replies.earlier.used_bytes:
             for slot in slots.tolist():
-                self._table.replies.keep_earlier(span, slot, None)
+                replies.keep_earlier(span, slot, None)

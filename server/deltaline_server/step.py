@@ -66,6 +66,8 @@ class StepRequest:
     priority: int
     deadline_s: float | None
     """When the rows must have begun, on the scheduler's monotonic clock; None for no limit."""
+    client: str = ""
+    """Who asks, as far as the connection tells; clients of one priority get equal shares of the prefill tokens."""
     is_input_shared: bool = False
     """Whether `hidden` lies in memory that the client shares, and has promised not to touch."""
     output_memory: OutputMemory | None = None
@@ -147,8 +149,9 @@ class StepBatch:
     """What the engine computes at once: rows of one span, short rows first.
 
     control int32 [6, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half (the
-    layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] that make [T, hidden], packed in row order.
-    wanted int64 [rows]: packed tokens whose outputs go back, None for all.
+    layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] of one dtype, at least one, that follow one
+    another in row order; they stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go
+    back, None for all.
     """
 
     span: int
@@ -159,6 +162,7 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
+        """T, the tokens of all rows."""
         return int(self.control[0, -1])
 
 

@@ -48,25 +48,31 @@ def test_load_tells_how_full_it_is(server: Any, capsys: pytest.CaptureFixture[st
 
 
 def test_bench_steps_every_kind_and_closes_what_it_opened(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--clients", "2", "--rows", "3", "--steps", "4", "--prefill", "5", "--drafts", "2"]
-    assert main(["bench", server.address, *arguments]) == 0
+    arguments = ["--clients", "2", "--rows", "3", "--steps", "40", "--ramp-up", "0", "--drafts", "2"]
+    mix = ["--mix", "prefill=1,decode=1,verify=1", "--prefill-tokens", "5"]
+    assert main(["bench", server.address, *arguments, *mix]) == 0
     out, err = capsys.readouterr()
-    kinds = [request.kind[0] for request in server.requests["Step"]]
-    assert {kind: kinds.count(kind) for kind in kinds} == {
-        layers.ROW_KIND_PREFILL: 2,
-        layers.ROW_KIND_DECODE: 8,
-        layers.ROW_KIND_VERIFY: 8,
+    rows = [(request.kind[0], len(request.kind), request.query_start_loc[-1]) for request in server.requests["Step"]]
+    assert set(rows) == {
+        (layers.ROW_KIND_PREFILL, 1, 5),
+        (layers.ROW_KIND_DECODE, 3, 3),
+        (layers.ROW_KIND_VERIFY, 3, 6),
     }
+    assert len(rows) == 2 * 3 + 40  # a first step of each kind by each client, and those that are measured
     assert server.streams == {}
-    assert [line.split()[:2] for line in out.splitlines()[1:4]] == [["prefill", "2"], ["decode", "8"], ["verify", "8"]]
-    assert out.count("transport") == 3
-    assert "decode steps: 8/8" in err
+    speeds = [line.split() for line in out.splitlines()[1:4]]
+    assert [cells[0] for cells in speeds] == ["prefill", "decode", "verify"]
+    assert sum(int(cells[1]) for cells in speeds) == 40
+    assert sum(line.strip().startswith("transport ") for line in out.splitlines()) == 3
+    assert "steps, ramp-up included: 40, " in err
 
 
-@pytest.mark.parametrize("option", ["clients", "rows", "steps", "prefill", "drafts"])
+@pytest.mark.parametrize(
+    "option", ["clients", "rows", "steps", "drafts", "duration", "rate", "ramp-up", "processes", "timeout"]
+)
 def test_bench_refuses_sizes_that_make_no_sense(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "127.0.0.1:1", f"--{option}", "-1"]) == 1
-    assert f"--{option}" in capsys.readouterr().err
+    assert f"--{option}: expected " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "value", "limit"), [("drafts", "5", "4"), ("rows", "9", "16")])

@@ -207,30 +207,6 @@ def test_delta_replay_leaves_what_committing_leaves(
         assert_close(f"state, accepted {accepted}", drafted.state, committed.state, torch.float32)
 
 
-def test_delta_row_does_not_depend_on_its_neighbours(path: Path) -> None:
-    rows = [Row(1), Row(1), Row(4, verify=True, replayed=2), Row(40, replayed=1)]
-    batch = make_batch(rows, path)
-    whole, again = batch.clone(), batch.clone()
-    want = whole.run_delta(path)
-    assert torch.equal(again.run_delta(path), want)
-    assert torch.equal(again.state.nan_to_num(7.0), whole.state.nan_to_num(7.0))
-    start = 0
-    for i, row in enumerate(rows):
-        others = [row if i == j else replace(other, skipped=True) for j, other in enumerate(rows)]
-        alone = replace(make_batch(rows, path), rows=plan_rows(others, batch.layer.M, path.device))
-        own = torch.arange(alone.qkv.shape[0], device=path.device)
-        own = (own < start) | (own >= start + row.length)
-        for tokens in (alone.qkv, alone.a, alone.b):
-            tokens[own] = torch.nan
-        got = alone.run_delta(path)
-        assert torch.equal(got[~own], want[~own])
-        assert not got[own].any()
-        line = 2 * i + 1
-        assert torch.equal(alone.state[line].nan_to_num(7.0), whole.state[line].nan_to_num(7.0))
-        assert torch.equal(alone.drafts[line].nan_to_num(7.0), whole.drafts[line].nan_to_num(7.0))
-        start += row.length
-
-
 def test_delta_leaves_its_inputs_alone(path: Path) -> None:
     batch = make_batch([Row(1), Row(3, verify=True), Row(64)], path, Layer(H=1, HV=1))
     assert batch.A_log is not None and batch.dt_bias is not None

@@ -346,13 +346,13 @@ def test_command_serves_until_a_signal_and_exits_with_0(model_file: str) -> None
     command = [sys.executable, "-m", "deltaline_server", *argv]
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        events = [json.loads(process.stderr.readline()) for _ in range(3)]
+        events = [json.loads(process.stderr.readline()) for _ in range(4)]
         assert [event["message"] for event in events] == ["loading", "loaded", "prepared", "ready"]
         check = [sys.executable, "-m", "deltaline_server.healthcheck"]
-        assert subprocess.run([*check, events[2]["address"]], env=environ, capture_output=True).returncode == 0
+        assert subprocess.run([*check, events[3]["address"]], env=environ, capture_output=True).returncode == 0
         process.send_signal(signal.SIGTERM)
         rest = [json.loads(line) for line in process.stderr]
         assert process.wait(10) == 0
         assert [event["message"] for event in rest] == ["drain began", "drain over", "stopped"]
         assert rest[0]["second_signal"] == "stops at once"
-    assert subprocess.run([*check, events[2]["address"]], env=environ, capture_output=True).returncode == 1
+    assert subprocess.run([*check, events[3]["address"]], env=environ, capture_output=True).returncode == 1

@@ -56,17 +56,20 @@ def test_observation_is_in_every_bucket_from_its_own_up(seconds: float) -> None:
 
 def test_batch_counts_each_kind_that_it_holds() -> None:
     metrics = Metrics([])
-    kinds = np.array([RowKind.DECODE, RowKind.DECODE, RowKind.PREFILL], np.uint8)
-    metrics.batch_done(kinds, 70, BatchTiming(np.array([0.1, 0.2, np.nan]), 1e-3, 2e-3, 3e-3))
+    num_of_kind = {RowKind.DECODE: 2, RowKind.PREFILL: 1, RowKind.VERIFY: 0}
+    queued = [(RowKind.DECODE, 1, 0.1), (RowKind.DECODE, 1, 0.2)]
+    metrics.batch_done(BatchTiming(num_of_kind, 70, queued, 1e-3, 2e-3, 3e-3, busy_s=7e-3))
+    metrics.batch_done(BatchTiming({RowKind.PREFILL: 1}, 1, [], 1e-3, 2e-3, 3e-3, busy_s=1e-3))
+    assert sample(metrics, "deltaline_device_busy_seconds_total") == pytest.approx(8e-3)
     count, total = "deltaline_stage_seconds_count", "deltaline_stage_seconds_sum"
     assert sample(metrics, count, stage="queue", kind="decode") == 2
     assert sample(metrics, total, stage="queue", kind="decode") == pytest.approx(0.3)
     assert sample(metrics, count, stage="queue", kind="prefill") == 0
-    assert sample(metrics, count, stage="compute", kind="prefill") == 1
+    assert sample(metrics, count, stage="compute", kind="prefill") == 2
     assert sample(metrics, total, stage="copy_out", kind="decode") == pytest.approx(3e-3)
     assert sample(metrics, count, stage="compute", kind="verify") == 0
-    assert sample(metrics, "deltaline_batch_rows_sum") == 3
-    assert sample(metrics, "deltaline_batch_tokens_sum") == 70
+    assert sample(metrics, "deltaline_batch_rows_sum") == 4
+    assert sample(metrics, "deltaline_batch_tokens_sum") == 71
 
 
 def test_refusals_are_counted_by_reason() -> None:

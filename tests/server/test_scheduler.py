@@ -1,200 +1,17 @@
-"""The step rules, batches and leases, with an engine that computes checksums instead of layers.
-
-The stand-in engine keeps for each (span, line) the list of committed tokens and the drafts in the ring, by the same
-control tensor as the real one. A token's output is a checksum of all tokens up to it, so a step that is lost,
-repeated, run out of order or on another's line shows in the numbers.
-"""
+"""The step rules, batches and leases, with an engine that computes checksums instead of layers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from scheduler_rig import DECODE, MAX_DRAFT, PREFILL, VERIFY, Rig, checksum, outputs, reason
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.job_queue import Limits
-from deltaline_server.ledger import StepLedger
-from deltaline_server.lines import LinePool
-from deltaline_server.observer import BatchTiming
-from deltaline_server.replies import KeptReplies
-from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequence import SequenceState
-from deltaline_server.sequences import SequenceTable
-from deltaline_server.step import (
-    BatchResult,
-    OutputRows,
-    RowKind,
-    RowOutcome,
-    StepBatch,
-    StepRequest,
-    StepResult,
-)
-
-MAX_DRAFT = 4
-PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
-
-
-def checksum(tokens: Sequence[float]) -> float:
-    return sum((i + 1) * token for i, token in enumerate(tokens)) % 65521
-
-
-class ChecksumEngine:
-    """Runs batches when told to, or at once (`eager`)."""
-
-    def __init__(self, eager: bool = True) -> None:
-        self.eager, self.fail_next = eager, False
-        self.tokens: dict[tuple[int, int], list[float]] = {}
-        self.drafts: dict[tuple[int, int, int], list[float]] = {}
-        self.waiting: list[tuple[StepBatch, Callable[[BatchResult], None]]] = []
-        self.batches: list[StepBatch] = []
-        self.poison_token: float | None = None
-
-    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None]) -> None:
-        self.batches.append(batch)
-        self.waiting.append((batch, on_done))
-        if self.eager:
-            self.run()
-
-    def run(self) -> None:
-        batch, on_done = self.waiting.pop(0)
-        on_done(self.compute(batch))
-
-    def compute(self, batch: StepBatch) -> BatchResult:
-        num_rows = batch.control.shape[1] - 1
-        if self.fail_next:
-            self.fail_next = False
-            return BatchResult(batch.hidden[:0], np.zeros(num_rows, dtype=bool), failed=True)
-        out = np.full_like(batch.hidden, np.nan)
-        finite = np.ones(num_rows, dtype=bool)
-        lengths = np.diff(batch.control[0])
-        assert (lengths[: batch.num_short] <= MAX_DRAFT).all()
-        assert (lengths[batch.num_short :] > MAX_DRAFT).all()
-        writes = batch.control[2, :num_rows]
-        assert len(set(writes.tolist())) == num_rows and (writes > 0).all()
-        for row in range(num_rows):
-            begin, end = batch.control[0, row], batch.control[0, row + 1]
-            read, write, committed, replayed, half = batch.control[1:, row].tolist()
-            new = batch.hidden[begin:end, 0].tolist()
-            state = list(self.tokens[batch.span, read]) if read else []
-            state += self.drafts[batch.span, read, half][:replayed] if replayed else []
-            for t in range(len(new)):
-                out[begin + t] = checksum(state + new[: t + 1])
-            if self.poison_token in new:
-                finite[row] = False
-            if committed:
-                state += new
-            else:
-                self.drafts[batch.span, write, 1 - half] = new
-            self.tokens[batch.span, write] = state
-        hidden = out if batch.wanted is None else out[batch.wanted]
-        return BatchResult(hidden, finite, 1e-6, 2e-6, 3e-6)
-
-
-class Counts:
-    """An observer that adds up."""
-
-    def __init__(self) -> None:
-        self.total: dict[str, int] = {}
-
-    def add(self, name: str, count: int) -> None:
-        self.total[name] = self.total.get(name, 0) + count
-
-    def batch_done(self, kinds: np.ndarray[Any, Any], tokens: int, timing: BatchTiming) -> None:
-        assert len(timing.queue_s) == len(kinds)
-        self.add("batches", 1)
-
-    def steps(self, outcome: str, count: int) -> None:
-        self.add(outcome, count)
-
-    def refused(self, reason: Reason, count: int) -> None:
-        self.add(reason.name, count)
-
-    def drafts(self, sent: int) -> None:
-        self.add("drafts", sent)
-
-    def accepted(self, count: int) -> None:
-        self.add("accepted", count)
-
-
-class Rig:
-    """Table, scheduler and engine with a clock that stands still until it is moved."""
-
-    def __init__(
-        self,
-        *,
-        slots: int = 8,
-        spans: int = 1,
-        eager: bool = True,
-        queue_rows: int = 64,
-        queue_bytes: int = 1 << 20,
-        reply_bytes: int = 1 << 20,
-        chunk_tokens: int = 64,
-    ) -> None:
-        self.now = 100.0
-        self.zeroed: list[int] = []
-        self.engine = ChecksumEngine(eager)
-        self.counts = Counts()
-        self.lines = LinePool(slots, lambda lines: self.zeroed.extend(lines.tolist()))
-        self.table = SequenceTable(
-            lines=self.lines,
-            ledger=StepLedger(spans, slots, max_in_flight=8),
-            replies=KeptReplies(spans, slots, reply_bytes),
-            num_slots=slots,
-            default_lease_s=60.0,
-            max_lease_s=3600.0,
-            lease_tick_s=1.0,
-            clock=lambda: self.now,
-        )
-        self.scheduler = Scheduler(
-            table=self.table,
-            engine=self.engine,
-            limits=Limits(queue_rows, queue_bytes, chunk_tokens, MAX_DRAFT),
-            observer=self.counts,
-            clock=lambda: self.now,
-        )
-
-    def open(self, count: int = 1) -> list[int]:
-        return [int(handle) for handle in self.table.open(count)[0]]
-
-    def request(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepRequest:
-        """rows: (handle, kind, step, position, accepted, tokens)."""
-        lengths = [len(row[5]) for row in rows]
-        tokens = np.array([token for row in rows for token in row[5]], dtype=np.float32)
-        values: dict[str, Any] = {
-            "server_epoch": self.table.server_epoch,
-            "span": 0,
-            "handle": np.array([row[0] for row in rows], dtype=np.uint64),
-            "kind": np.array([row[1] for row in rows], dtype=np.uint8),
-            "step": np.array([row[2] for row in rows], dtype=np.int64),
-            "position": np.array([row[3] for row in rows], dtype=np.int64),
-            "accepted": np.array([row[4] for row in rows], dtype=np.int32),
-            "query_start_loc": np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-            "hidden": np.repeat(tokens[:, None], 2, axis=1),
-            "output": OutputRows.ALL,
-            "priority": 0,
-            "deadline_s": None,
-        }
-        return StepRequest(**(values | changes))
-
-    async def step(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepResult:
-        result = await self.scheduler.submit(self.request(*rows, **changes))
-        await asyncio.sleep(0)  # the books are settled right behind the answer
-        self.table.check_integrity()
-        return result
-
-
-def outputs(result: StepResult, row: int = 0) -> list[float]:
-    begin, end = result.output_start_loc[row], result.output_start_loc[row + 1]
-    return [float(x) for x in result.hidden[begin:end, 0]]
-
-
-def reason(result: StepResult, row: int = 0) -> Reason | None:
-    refusal = result.refusals.get(row)
-    assert (refusal is not None) == (result.outcome[row] == RowOutcome.REFUSED)
-    return refusal.reason if refusal else None
+from deltaline_server.step import OutputRows, RowKind, RowOutcome
 
 
 async def test_steps_run_in_order_and_answer_with_all_tokens_so_far() -> None:
@@ -354,8 +171,7 @@ async def test_a_refused_step_commits_nothing() -> None:
     await asyncio.sleep(0)
     late = rig.scheduler.submit(rig.request((a, DECODE, 2, 2, 2, [9]), deadline_s=rig.now + 1))
     rig.now += 2
-    rig.engine.eager = True
-    rig.engine.run()
+    rig.engine.release()
     await blocker
     assert reason(await late) is Reason.QUEUE_DEADLINE
     assert reason(await rig.step((a, DECODE, 2, 1, 1, [9]), span=1)) is None
@@ -371,8 +187,7 @@ async def test_steps_in_flight_run_in_order_and_a_refused_one_takes_those_behind
     doomed = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [2]), deadline_s=rig.now + 1))
     behind = rig.scheduler.submit(rig.request((a, DECODE, 3, 2, -1, [3])))
     rig.now += 2
-    rig.engine.eager = True
-    rig.engine.run()
+    rig.engine.release()
     await blocker
     assert outputs(await first) == [1]
     assert reason(await doomed) is Reason.QUEUE_DEADLINE
@@ -386,10 +201,8 @@ async def test_eight_steps_may_be_in_flight() -> None:
     (a,) = rig.open()
     futures = [rig.scheduler.submit(rig.request((a, DECODE, s + 1, s, -1, [1]))) for s in range(9)]
     assert reason(await futures[8]) is Reason.TOO_MANY_IN_FLIGHT
-    rig.engine.eager = True
     await asyncio.sleep(0)
-    if rig.engine.waiting:
-        rig.engine.run()
+    rig.engine.release()
     assert [outputs(await f) for f in futures[:8]] == [[checksum([1] * n)] for n in range(1, 9)]
 
 
@@ -401,8 +214,7 @@ async def test_a_step_in_flight_is_joined_by_its_retry() -> None:
     await asyncio.sleep(0)
     again = rig.scheduler.submit(rig.request(row, (b, DECODE, 1, 0, -1, [5.0])))
     conflict = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [6.0])))
-    rig.engine.eager = True
-    rig.engine.run()
+    rig.engine.release()
     assert outputs(await first) == outputs(await again, 0) == [4]
     assert outputs(await again, 1) == [5]
     assert (await again).outcome.tolist() == [RowOutcome.JOINED, RowOutcome.EXECUTED]
@@ -418,8 +230,7 @@ async def test_work_goes_on_when_its_caller_is_cancelled() -> None:
     await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    rig.engine.run()
-    rig.engine.eager = True
+    rig.engine.release()
     await rig.scheduler.drained()
     again = await rig.step(row)
     assert again.outcome.tolist() == [RowOutcome.REPLAYED] and outputs(again) == [4]
@@ -431,17 +242,16 @@ async def test_prefills_are_cut_and_decodes_run_between_the_chunks() -> None:
     tokens = [float(i % 11) for i in range(300)]
     long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, tokens), output=OutputRows.LAST))
     await asyncio.sleep(0)
+    assert len(rig.engine.waiting) == 2  # the second chunk does not wait for the first one's end
     decode = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
-    rig.engine.run()
     for _ in range(3):
-        await asyncio.sleep(0)
-    rig.engine.run()
-    assert outputs(await decode) == [3] and not long.done()
-    rig.engine.eager = True
-    rig.engine.run()
+        rig.engine.run()
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert outputs(await decode) == [3] and long.done()
     assert outputs(await long) == [checksum(tokens)]
-    assert [int(batch.control[0, -1]) for batch in rig.engine.batches] == [128, 129, 44]
-    assert rig.engine.batches[1].num_short == 1
+    assert [int(batch.control[0, -1]) for batch in rig.engine.batches] == [128, 128, 45]
+    assert rig.engine.batches[2].num_short == 1
 
 
 async def test_a_cut_row_is_not_dropped_after_its_first_chunk() -> None:
@@ -450,8 +260,7 @@ async def test_a_cut_row_is_not_dropped_after_its_first_chunk() -> None:
     long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 200), deadline_s=rig.now + 1))
     await asyncio.sleep(0)
     rig.now += 100
-    rig.engine.eager = True
-    rig.engine.run()
+    rig.engine.release()
     assert outputs(await long) == [checksum([1.0] * n) for n in range(1, 201)]
 
 
@@ -464,10 +273,9 @@ async def test_rows_of_waiting_requests_run_in_one_batch_by_priority() -> None:
         rig.scheduler.submit(rig.request((handle, DECODE, 1, 0, -1, [token]), priority=priority))
         for handle, token, priority in ((a, 1, 0), (b, 2, 1), (c, 3, -1))
     ]
-    rig.engine.eager = True
-    rig.engine.run()
+    rig.engine.release()
     await asyncio.gather(blocker, *waiting)
-    assert rig.engine.batches[1].hidden[:, 0].tolist() == [2, 1, 3]
+    assert np.concatenate(rig.engine.batches[1].hidden)[:, 0].tolist() == [2, 1, 3]
 
 
 @pytest.mark.parametrize("output", list(OutputRows))
@@ -526,8 +334,7 @@ async def test_a_row_that_is_not_finite_poisons_itself_and_what_waits_behind_it(
     both = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [13]), (b, DECODE, 1, 0, -1, [2])))
     behind = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [3])))
     await asyncio.sleep(0)
-    rig.engine.eager = True
-    rig.engine.run()
+    rig.engine.release()
     assert reason(await both, 0) is Reason.STATE_POISONED and outputs(await both, 1) == [2]
     assert reason(await behind) in (Reason.PREDECESSOR_REFUSED, Reason.STATE_POISONED)
     rig.table.check_integrity()
@@ -668,8 +475,7 @@ async def test_rows_that_lose_their_commit_to_another_span_do_not_stall_the_othe
     winner = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, 1, [9]), span=0))
     loser = rig.scheduler.submit(rig.request((a, PREFILL, 2, 2, 2, [9.0] * 64), span=1))
     behind = rig.scheduler.submit(rig.request((b, PREFILL, 2, 1, -1, [1.0] * 64), span=1))
-    rig.engine.eager = True
-    rig.engine.run()
+    rig.engine.release()
     await asyncio.wait_for(asyncio.gather(blocker, winner, loser, behind), 5)
     assert outputs(await winner) == [checksum([2, 9])]
     assert reason(await loser) is Reason.COMMIT_CONFLICT
@@ -682,13 +488,12 @@ async def test_spans_take_turns() -> None:
     long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 640), span=0))
     await asyncio.sleep(0)
     decode = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3]), span=1))
-    for _ in range(2):
+    for _ in range(3):
         rig.engine.run()
         for _ in range(3):
             await asyncio.sleep(0)
     assert decode.done() and not long.done()
-    rig.engine.eager = True
-    rig.engine.run()
+    rig.engine.release()
     await long
 
 
@@ -729,10 +534,8 @@ async def test_retries_in_flight_count_against_the_queue() -> None:
     with pytest.raises(RequestError) as full:
         rig.scheduler.submit(rig.request(row))
     assert full.value.refusal.reason is Reason.QUEUE_FULL
-    rig.engine.eager = True
     await asyncio.sleep(0)
-    if rig.engine.waiting:
-        rig.engine.run()
+    rig.engine.release()
     assert [outputs(await future) for future in futures] == [[4]] * 3
     await asyncio.sleep(0)
     assert rig.scheduler.load().queued_rows == rig.scheduler.load().queued_bytes == 0
@@ -754,9 +557,8 @@ async def test_many_overdue_rows_are_refused_in_little_time() -> None:
     await asyncio.sleep(0)
     late = [rig.scheduler.submit(rig.request((h, DECODE, 1, 0, -1, [1]), deadline_s=rig.now + 1)) for h in others]
     rig.now += 2
-    rig.engine.eager = True
     begin = asyncio.get_running_loop().time()
-    rig.engine.run()
+    rig.engine.release()
     await asyncio.gather(blocker, *late)
     assert {reason(future.result()) for future in late} == {Reason.QUEUE_DEADLINE}
     assert asyncio.get_running_loop().time() - begin < 2.0
@@ -812,3 +614,19 @@ async def test_a_bug_while_a_batch_completes_ends_the_scheduler(monkeypatch: pyt
     rig.engine.run()
     await asyncio.sleep(0.01)
     assert rig.scheduler.has_failed
+
+
+async def test_a_batch_has_no_more_rows_than_it_may() -> None:
+    rig = Rig(eager=False, batch_rows=3, long_rows=2, chunk_tokens=256)
+    handles = rig.open(8)
+    decodes = [rig.scheduler.submit(rig.request(*((h, DECODE, 1, 0, -1, [1.0]) for h in handles[:5])))]
+    prefills = [rig.scheduler.submit(rig.request((h, PREFILL, 1, 0, -1, [1.0] * 64))) for h in handles[5:]]
+    while rig.scheduler.load().queued_rows:
+        await asyncio.sleep(0)
+        if rig.engine.waiting:
+            rig.engine.run()
+    for done in await asyncio.gather(*decodes, *prefills):
+        assert (done.outcome == RowOutcome.EXECUTED).all()
+    sizes = [(batch.num_short, batch.control.shape[1] - 1 - batch.num_short) for batch in rig.engine.batches]
+    assert max(short for short, _ in sizes) == 3 and sum(short for short, _ in sizes) == 5
+    assert max(long for _, long in sizes) == 2 and sum(long for _, long in sizes) == 3

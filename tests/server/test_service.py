@@ -205,23 +205,28 @@ async def test_cancelled_step_is_applied_and_its_reply_kept(server: Server, stub
 
 
 async def test_step_whose_rpc_deadline_passed_in_the_queue_is_not_run(stub: Any, engine: HeldEngine) -> None:
-    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=2))
+    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=3))
     first = stub.Step(make_step(opened, rows=slice(0, 1)))
     await engine.holds_one()
-    second = make_step(opened, rows=slice(1, 2))
+    beside = stub.Step(make_step(opened, rows=slice(1, 2)))
+    await engine.holds_two()
+    second = make_step(opened, rows=slice(2, 3))
     error = await refused(stub.Step(second, timeout=0.05))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     engine.release()
-    await first
+    await asyncio.gather(first, beside)
     assert list((await stub.Step(second)).outcome) == [pb.ROW_OUTCOME_EXECUTED]
 
 
 async def test_queue_timeout_is_a_row_status(stub: Any, engine: HeldEngine) -> None:
-    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=2))
+    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=3))
     first = stub.Step(make_step(opened, rows=slice(0, 1)))
     await engine.holds_one()
-    second = stub.Step(make_step(opened, rows=slice(1, 2), queue_timeout_us=1000))
+    beside = stub.Step(make_step(opened, rows=slice(1, 2)))
+    await engine.holds_two()
+    second = stub.Step(make_step(opened, rows=slice(2, 3), queue_timeout_us=1000))
     asyncio.get_running_loop().call_later(0.05, engine.release)
     answer = await second
     assert reason_of(answer.row_status[0].status) == "QUEUE_DEADLINE"
+    assert list((await beside).outcome) == [pb.ROW_OUTCOME_EXECUTED]
     assert list((await first).outcome) == [pb.ROW_OUTCOME_EXECUTED]

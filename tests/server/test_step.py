@@ -36,4 +36,5 @@ def test_rows_with_a_value_that_is_not_finite_are_found(dtype: type, value: floa
     )
     assert request.finite_rows() is None
     hidden[3, 4] = value
-    assert request.finite_rows().tolist() == [True, False, True]
+    finite = request.finite_rows()
+    assert finite is not None and finite.tolist() == [True, False, True]

@@ -1,4 +1,4 @@
-"""Order of the gated delta kernels on a GPU: short rows token by token, long rows in chunks.
+"""Order of the gated delta kernels on a GPU: short rows at once or token by token, long rows in chunks.
 
 Knows host bounds only; which rows decode, verify or replay is read on the device.
 """
@@ -10,6 +10,7 @@ from deltaline_kernels.gated_delta.chunk import launch_chunk
 from deltaline_kernels.gated_delta.exact_chunk import launch_exact_chunk
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.gated_delta.recurrent import launch_recurrent
+from deltaline_kernels.gated_delta.verify import can_verify, launch_verify
 from deltaline_kernels.rows import Rows
 
 
@@ -33,8 +34,10 @@ def gated_delta_triton(
     A_log and dt_bias are both None where a and b are g and beta. Line i of `rows` is line i - line_shift of `state` and
     `drafts`: with 1, which line 0 of `rows` does not name, a caller may use all of its lines.
     """
+    short = rows.short()
+    launch_short = launch_verify if can_verify(qkv, drafts, heads, short) else launch_recurrent
     launch_long = launch_exact_chunk if qkv.dtype == torch.float32 else launch_chunk
-    for launch, part in ((launch_recurrent, rows.short()), (launch_long, rows.long())):
+    for launch, part in ((launch_short, short), (launch_long, rows.long())):
         launch(
             qkv,
             a,

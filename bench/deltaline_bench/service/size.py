@@ -1,0 +1,133 @@
+"""How large the judged service is: its model, its loads, and the bars that count at that size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deltaline_bench.service.figure import Bar
+
+
+@dataclass(frozen=True)
+class Size:
+    """One size. Bars count only where `is_judged`: elsewhere the parts only have to run, but for `max_echoes`.
+
+    max_echoes: most that a decode step may take besides its computation, in bare echoes of the same bytes.
+    """
+
+    name: str
+    is_judged: bool
+    max_echoes: float
+    hidden: int
+    intermediate: int
+    layers: int
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    dtype: str
+    decode_rows: int
+    decode_steps: int
+    client_steps: int
+    clients: int
+    chunk_tokens: int
+    throughput_s: float
+    prefill_tokens: int
+    prefill_rounds: int
+    mixed_tokens: int
+    mixed_s: float
+    steady_sequences: int
+    steady_steps: int
+    steady_tokens: int
+    soak_s: float
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's hidden state."""
+        return self.hidden * (2 if self.dtype == "bfloat16" else 4)
+
+    @property
+    def batch_rows(self) -> int:
+        """Short rows of a batch: those of all clients at once."""
+        return self.clients * self.decode_rows
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that the server holds: those of all clients at once, and some more."""
+        return max(2 * self.clients * self.decode_rows, 128)
+
+    def bar(self, limit: float, *, is_least: bool = False) -> Bar | None:
+        """Make a bar that counts at this size only if it is judged."""
+        return Bar(limit, is_least) if self.is_judged else None
+
+    def model(self) -> dict[str, Any]:
+        """The config.json of what is served: Gated DeltaNet layers with dense MLPs."""
+        return {
+            "model_type": "qwen3_next",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "layer_types": ["linear_attention"] * self.layers,
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+            "linear_key_head_dim": self.head_dim,
+            "linear_value_head_dim": self.head_dim,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 0,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+        }
+
+
+H200 = Size(
+    name="h200",
+    is_judged=True,
+    max_echoes=1.8,
+    hidden=2048,
+    intermediate=5632,
+    layers=4,
+    key_heads=16,
+    value_heads=32,
+    head_dim=128,
+    dtype="bfloat16",
+    decode_rows=64,
+    decode_steps=20_000,
+    client_steps=2_000,
+    clients=8,
+    chunk_tokens=4096,
+    throughput_s=10.0,
+    prefill_tokens=16_384,
+    prefill_rounds=10,
+    mixed_tokens=32_768,
+    mixed_s=10.0,
+    steady_sequences=64,
+    steady_steps=10_000,
+    steady_tokens=700,
+    soak_s=600.0,
+)
+SMALL = Size(
+    name="small",
+    is_judged=False,
+    max_echoes=1.5,
+    hidden=256,
+    intermediate=128,
+    layers=1,
+    key_heads=2,
+    value_heads=2,
+    head_dim=16,
+    dtype="float32",
+    decode_rows=16,
+    decode_steps=400,
+    client_steps=100,
+    clients=2,
+    chunk_tokens=512,
+    throughput_s=1.5,
+    prefill_tokens=1_024,
+    prefill_rounds=3,
+    mixed_tokens=2_048,
+    mixed_s=2.0,
+    steady_sequences=8,
+    steady_steps=100,
+    steady_tokens=70,
+    soak_s=2.0,
+)
+SIZES = {size.name: size for size in (H200, SMALL)}

@@ -1,0 +1,116 @@
+"""The service as its users meet it, judged: server, bare echo and clients are processes of this host, on UNIX sockets.
+
+  decode      a decode step over StepStream beside a bare echo of the same bytes, and by its stages
+  throughput  many clients in closed loops, beside the engine driven in this process
+  prefill     a long prefill, inline and through shared memory, beside an echo and a copy of its bytes
+  mixed       decode steps while long prefills run, beside each alone
+  steady      random steps: nothing compiles, is captured or allocated after readiness
+  soak        decode rows for a long time: memory stays flat
+
+Each figure says who saw it: "raw" sends bytes that were made before the clock started, "client" is the Python client.
+
+    python bench/service.py [--part NAME]... [--size h200|small] [--soak-seconds N] [--output FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+import numpy as np
+import torch
+
+from deltaline_bench.service import decode, mixed, prefill, soak, steady, throughput
+from deltaline_bench.service.figure import Bar, Figure, missed, to_json, write_table
+from deltaline_bench.service.host import Host, HostError, running
+from deltaline_bench.service.size import SIZES, Size
+
+Measure = Callable[[Host], Awaitable[list[Figure]]]
+
+PARTS: Mapping[str, Measure] = {part.PART: part.measure for part in (decode, throughput, prefill, mixed, steady, soak)}
+
+
+async def run(size: Size, parts: Sequence[str], measures: Mapping[str, Measure] = PARTS) -> list[Figure]:
+    """Measure parts one after the other on one server; a part that fails is a miss. Raises HostError."""
+    figures: list[Figure] = []
+    print("the server starts ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="deltaline-bench-") as folder:
+        async with running(size, Path(folder)) as host:
+            for part in parts:
+                print(f"{part} ...", file=sys.stderr, flush=True)
+                figures += await measure_part(part, measures[part], host)
+    return figures
+
+
+async def measure_part(part: str, measure: Measure, host: Host) -> list[Figure]:
+    """Measure one part. Whatever ends it, the others still run: its figure then has no value, and misses its bar."""
+    try:
+        return await measure(host)
+    except Exception as error:
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return [Figure(part, "runs to its end", None, "", "", Bar(1, is_least=True), why)]
+
+
+def report(size: Size, figures: Sequence[Figure], output: Path | None) -> int:
+    """Print the table and write the record; return 1 when a bar is missed."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    print(f"{size.name}: {size.layers} layers, hidden {size.hidden}, {size.dtype}, on {device}\n")
+    print(write_table(figures))
+    failures = missed(figures)
+    if failures:
+        print("\nmissed: " + "; ".join(f"{figure.part}, {figure.name}" for figure in failures))
+    if output is not None:
+        record = {
+            "command": "python " + " ".join(sys.argv),
+            "date": datetime.now(UTC).date().isoformat(),
+            "device": device,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "grpcio": grpc.__version__,
+            },
+            "size": asdict(size),
+            "figures": to_json(figures),
+            "missed": [f"{figure.part}, {figure.name}" for figure in failures],
+        }
+        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 1 if failures else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for; 0 when every bar is met, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = [*PARTS, "all"]
+    parser.add_argument("--part", action="append", choices=parts, help="what to measure, may be repeated (default all)")
+    text = "h200: the sizes that are judged; small: all parts in less than a minute on two cores (default h200)"
+    parser.add_argument("--size", choices=SIZES, default="h200", help=text)
+    parser.add_argument("--soak-seconds", type=float, help="how long the soak takes (default 600; 2 for small)")
+    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args(arguments)
+    size = SIZES[options.size]
+    if options.soak_seconds is not None:
+        size = replace(size, soak_s=options.soak_seconds)
+    chosen = options.part or ["all"]
+    try:
+        figures = asyncio.run(run(size, list(PARTS) if "all" in chosen else chosen))
+    except HostError as error:
+        print(f"service bench: error: {error}", file=sys.stderr)
+        return 1
+    return report(size, figures, options.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

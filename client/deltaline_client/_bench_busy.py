@@ -1,0 +1,71 @@
+"""The share of a bench's time in which the device computed, from the server's metrics page. Reads text over HTTP."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from urllib.error import URLError
+from urllib.request import urlopen
+
+BUSY = "deltaline_device_busy_seconds_total"
+"""What a server counts the device's busy seconds in."""
+
+_COMPUTE = re.compile(r'deltaline_stage_seconds_sum\{(?=.*stage="compute").*kind="(\w+)".*\}')
+_TIMEOUT_S = 5.0
+
+
+def read_metrics(url: str) -> dict[str, float]:
+    """Return the samples of a Prometheus page by name with labels. Raises OSError, ValueError."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--metrics-url: expected http://HOST:PORT/metrics, got {url!r}")
+    with urlopen(url, timeout=_TIMEOUT_S) as answer:
+        text = str(answer.read(), encoding="utf-8")
+    pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def busy_seconds(before: Mapping[str, float], after: Mapping[str, float]) -> float | str:
+    """Return the device's busy seconds between two pages, or why they can't be told.
+
+    A server without such a counter tells the computing time of batches by kind. A batch of several kinds counts for
+    each, so that their sum is only right when a single kind was computed.
+    """
+    if BUSY in before and BUSY in after:
+        return after[BUSY] - before[BUSY]
+    spent = {name: after[name] - before.get(name, 0.0) for name in after if _COMPUTE.fullmatch(name)}
+    grown = [seconds for seconds in spent.values() if seconds > 0]
+    if len(grown) > 1:
+        return f"the server has no {BUSY}, and its batches of several kinds count more than once"
+    return grown[0] if grown else "the server's metrics tell of no computation"
+
+
+class BusyMeter(threading.Thread):
+    """Reads the metrics when the measuring begins and when it ends; `share` tells what came of it."""
+
+    def __init__(self, url: str, begin_s: float, end_s: float | None) -> None:
+        super().__init__(name="busy", daemon=True)
+        self._url, self._begin_s, self._end_s = url, begin_s, end_s
+        self._finished = threading.Event()
+        self._share: float | str = "the run was over before the metrics were read"
+
+    def run(self) -> None:
+        """Wait for both times, and compare."""
+        try:
+            if self._finished.wait(max(0.0, self._begin_s - time.monotonic())):
+                return
+            from_s, before = time.monotonic(), read_metrics(self._url)
+            self._finished.wait(None if self._end_s is None else max(0.0, self._end_s - time.monotonic()))
+            to_s, after = time.monotonic(), read_metrics(self._url)
+        except (URLError, OSError, ValueError) as error:
+            self._share = f"no metrics: {error}"
+            return
+        seconds = busy_seconds(before, after)
+        self._share = seconds if isinstance(seconds, str) else seconds / (to_s - from_s)
+
+    def share(self) -> float | str:
+        """Return the share, 0 .. 1, or why there is none; the run is over."""
+        self._finished.set()
+        self.join()
+        return self._share

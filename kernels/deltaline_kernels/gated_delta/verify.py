@@ -1,0 +1,274 @@
+"""Rows of a few tokens as one small chunk, for 16-bit tokens, in Triton: VERIFY, and what is short beside it.
+
+With G_t the sum of the first t gates, h the state before them, and k and q after their norms:
+
+    u_t = beta_t (v_t - exp(G_t) h k_t - sum_{j<t} exp(G_t - G_j) (k_t.k_j) u_j)
+    o_t = exp(G_t) h q_t + sum_{j<=t} exp(G_t - G_j) (q_t.k_j) u_j
+    h = exp(G_n) h + sum_t exp(G_n - G_t) u_t k_t^T
+
+So all products of the state are one, of h and the row's keys and queries, and what does not need the state is computed
+while it is on its way. A program has some rows of one head's state in the registers of one warp: it folds the replayed
+drafts, stores the state if the row commits nothing itself, then computes the row's tokens.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltaline_kernels.gated_delta.gates import read_gates
+from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
+from deltaline_kernels.gated_delta.tile import below, load_tile, scale, store_tile, to_fp32
+from deltaline_kernels.gated_delta.verify_tile import (
+    TOKENS,
+    compare,
+    fold_at_once,
+    load_keys,
+    load_records,
+    load_tokens,
+    multiply_tokens,
+    remain,
+)
+from deltaline_kernels.rows import Rows
+
+KEYS = (64, 128)
+# Threads that share a row of the state, and bytes that each loads at once.
+ROW_THREADS, LOAD_BYTES = 4, 16
+# Rows of a part of the state.
+SUB = 16
+# Parts of the state per program, registers, and records that are loaded beside the state, then at once, for few and for
+# many programs. Each is one warp: several would exchange operands. Measurements: docs/log.md.
+FEW, MANY = (1, 168, 0, 3), (2, 255, 0, 3)
+
+
+# One compiled variant whatever rows a batch has: nothing is compiled while serving.
+@triton.jit(do_not_specialize=["control_stride", "qkv_units"], do_not_specialize_on_alignment=["control"])
+def _verify(
+    qkv,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    state,
+    drafts,
+    o,
+    control,
+    control_stride,
+    max_draft,
+    query_scale,
+    eps,
+    qkv_units,
+    a_stride,
+    b_stride,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    RAW: tl.constexpr,
+    NORM: tl.constexpr,
+    LINE_SHIFT: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = K // BLOCK_K
+    BLOCK_V: tl.constexpr = PARTS * SUB
+    GATES: tl.constexpr = H * K + HV * V
+    RECORD: tl.constexpr = GATES + HV
+    # A multiple of UNIT and, for all the compiler knows, of no more: as many values of q and k at once as of the state.
+    qkv_stride = qkv_units * UNIT
+    NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    i_v = tl.program_id(0) % NUM_BLOCKS
+    i_hv = tl.program_id(0) // NUM_BLOCKS % HV
+    i_row = tl.program_id(0) // (NUM_BLOCKS * HV)
+    i_h = i_hv // (HV // H)
+    begin = tl.load(control + i_row).to(tl.int64)
+    length = tl.load(control + i_row + 1) - tl.load(control + i_row)
+    read = tl.load(control + control_stride + i_row).to(tl.int64)
+    write = tl.load(control + 2 * control_stride + i_row).to(tl.int64)
+    committed = tl.load(control + 3 * control_stride + i_row)
+    replayed = tl.load(control + 4 * control_stride + i_row)
+    half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
+    replayed = tl.where(read > 0, replayed, 0)
+    # Of a skipped row nothing is read; what is computed from nothing is zero.
+    n = tl.where((read == -1) & (write == -1), 0, length)
+
+    o_v = i_v * BLOCK_V + tl.arange(0, SUB)[:, None]
+    p_token = qkv + begin * qkv_stride
+    tokens = load_tokens(p_token + i_h * K, n, qkv_stride, H, K, BLOCK_K)
+    o_t = tl.arange(0, TOKENS)
+    o_row = o_t[:, None]
+    o_column = o_t[None, :]
+    values = ()
+    for r in tl.static_range(PARTS):
+        p_value = p_token + 2 * H * K + i_hv * V + o_v + r * SUB + o_column * qkv_stride
+        inside = (o_column < n) & below(o_v + r * SUB, V, BLOCK_V)
+        values = values + (tl.load(p_value, mask=inside, other=0.0),)
+    b_a = tl.load(a + (begin + o_t) * a_stride + i_hv, mask=o_t < n, other=0.0)
+    b_b = tl.load(b + (begin + o_t) * b_stride + i_hv, mask=o_t < n, other=0.0)
+    b_rate, b_bias = 0.0, 0.0
+    if not RAW:
+        b_rate = tl.load(A_log + i_hv).to(tl.float32)
+        b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
+
+    p_state = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K)
+    raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
+    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+    early = load_records(p_old, 0, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, EARLY)
+    # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
+    g = tl.zeros((TOKENS,), tl.float32)
+    beta, factor_k, total_k, total_q = g, g, g, g
+    to_updates = tl.zeros((TOKENS, TOKENS), tl.float32)
+    to_outputs = to_updates
+    if n > 0:
+        # What the row's tokens are to each other: rows are earlier tokens, columns later ones.
+        kk, kq, qq = compare(tokens, BLOCK_K, BLOCKS)
+        g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
+        g = tl.where(o_t < n, g, 0.0)
+        factor_k += 1.0
+        factor_q = query_scale + total_q
+        if NORM:
+            same = o_row == o_column
+            factor_k = tl.rsqrt(tl.sum(tl.where(same, kk, 0.0), axis=0) + eps)
+            factor_q = query_scale * tl.rsqrt(tl.sum(tl.where(same, qq, 0.0), axis=0) + eps)
+        later = o_column > o_row
+        # Added up gate by gate: a difference of prefix sums would cancel behind a strong gate.
+        decay = tl.exp(tl.cumsum(tl.where(later, g[None, :], 0.0), axis=1)) * factor_k[:, None]
+        to_updates = tl.where(later, kk * decay * (-beta * factor_k)[None, :], 0.0)
+        to_outputs = tl.where(o_column >= o_row, kq * decay * factor_q[None, :], 0.0)
+        total = tl.exp(tl.cumsum(g, axis=0))
+        total_k, total_q = total * factor_k, total * factor_q
+
+    tile = to_fp32(raw, PARTS * BLOCKS)
+    if replayed > 0:
+        kept, left = remain(tl.load(p_old + o_t * RECORD + GATES + i_hv, mask=o_t < replayed, other=0.0))
+        tile = scale(tile, kept, PARTS * BLOCKS)
+        tile = fold_at_once(tile, left, 0, replayed, early[0], early[1], PARTS, BLOCKS, EARLY)
+        for first in range(EARLY, replayed, AT_ONCE):
+            more = load_records(p_old, first, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, AT_ONCE)
+            tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
+    p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K)
+    if (write > 0) & (committed == 0) & ((replayed > 0) | (write != read)):
+        store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
+
+    # Once more: to keep them takes registers that the state needs.
+    tokens = load_tokens(p_token + i_h * K, n, qkv_stride, H, K, BLOCK_K)
+    # Column t is u_t as soon as what the tokens before it add is in it.
+    updates, outputs = (), ()
+    for r in tl.static_range(PARTS):
+        seen_k, seen_q = multiply_tokens(tile, r * BLOCKS, tokens, SUB, BLOCK_K, BLOCKS)
+        updates = updates + (beta[None, :] * (values[r].to(tl.float32) - total_k[None, :] * seen_k),)
+        outputs = outputs + (total_q[None, :] * seen_q,)
+    for t in range(0, n):
+        row_u = tl.sum(tl.where(o_row == t, to_updates, 0.0), axis=0, keep_dims=True)
+        row_o = tl.sum(tl.where(o_row == t, to_outputs, 0.0), axis=0, keep_dims=True)
+        new_updates, new_outputs = (), ()
+        for r in tl.static_range(PARTS):
+            u = tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True)
+            # Not a sum with zeros: of a token that is not finite the tokens before it know nothing.
+            new_updates = new_updates + (tl.where(o_column > t, updates[r] + u * row_u, updates[r]),)
+            new_outputs = new_outputs + (tl.where(o_column >= t, outputs[r] + u * row_o, outputs[r]),)
+        updates, outputs = new_updates, new_outputs
+
+    records = (write > 0) & (committed == 0)
+    p_draft = drafts + ((write - LINE_SHIFT) * 2 + 1 - half) * max_draft * RECORD
+    for r in tl.static_range(PARTS):
+        o_r = o_v + r * SUB
+        inside = below(o_r, V, BLOCK_V)
+        p_o = o + ((begin + o_column) * HV + i_hv) * V + o_r
+        tl.store(p_o, outputs[r].to(o.dtype.element_ty), mask=inside & (o_column < length))
+        p_update = p_draft + o_column * RECORD + H * K + i_hv * V + o_r
+        tl.store(p_update, updates[r], mask=inside & (o_column < n) & records)
+    # k is shared by the programs of a key head: one of them records it. The gates are shared by the blocks of V.
+    if records & (i_v == 0):
+        tl.store(p_draft + o_t * RECORD + GATES + i_hv, g, mask=o_t < n)
+        if i_hv % (HV // H) == 0:
+            for j in tl.static_range(BLOCKS):
+                o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+                p_key = p_token + (H + i_h) * K + o_row * qkv_stride + o_k
+                key = tl.load(p_key, mask=o_row < n, other=0.0).to(tl.float32) * factor_k[:, None]
+                tl.store(p_draft + i_h * K + o_row * RECORD + o_k, key, mask=o_row < n)
+
+    if (write > 0) & (committed > 0):
+        kept, left = remain(g)
+        tile = scale(tile, kept, PARTS * BLOCKS)
+        for t in range(0, n):
+            columns = ()
+            for r in tl.static_range(PARTS):
+                columns = columns + (tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True),)
+            factor = tl.sum(tl.where(o_t == t, factor_k, 0.0))
+            key = to_fp32(load_keys(p_token + (H + i_h) * K + t * qkv_stride, True, K, BLOCK_K), BLOCKS)
+            tile = fold_at_once(tile, left, t, n, (columns,), (scale(key, factor, BLOCKS),), PARTS, BLOCKS, 1)
+        store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
+
+
+def can_verify(qkv: Tensor, drafts: Tensor, heads: Heads, rows: Rows) -> bool:
+    """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, keys of a size that it has."""
+    fits = 1 < rows.max_length <= TOKENS.value and drafts.shape[2] <= TOKENS.value
+    return fits and qkv.dtype != torch.float32 and heads.key_dim in KEYS
+
+
+def launch_verify(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    drafts: Tensor,
+    rows: Rows,
+    o: Tensor,
+    heads: Heads,
+    *,
+    normalize: bool = True,
+    line_shift: int = 0,
+) -> None:
+    """Run `rows`, for which `can_verify` holds, as a chunk each; arguments as of `gated_delta_triton`.
+
+    Mutates `state`, `drafts` and `o`.
+    """
+    if rows.num_rows == 0:
+        return
+    many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
+    parts, max_registers, early, at_once = MANY if many else FEW
+    vector = LOAD_BYTES // state.element_size()
+    unit = math.gcd(vector, qkv.stride(0))
+    _verify[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * SUB),)](
+        qkv,
+        a,
+        b,
+        a if A_log is None else A_log,
+        a if dt_bias is None else dt_bias,
+        state,
+        drafts,
+        o,
+        rows.control,
+        rows.control.stride(0),
+        drafts.shape[2],
+        heads.scale,
+        heads.eps,
+        qkv.stride(0) // unit,
+        a.stride(0),
+        b.stride(0),
+        H=heads.num_key_heads,
+        HV=heads.num_value_heads,
+        K=heads.key_dim,
+        V=heads.value_dim,
+        RAW=A_log is None,
+        NORM=normalize,
+        LINE_SHIFT=line_shift,
+        UNIT=unit,
+        PARTS=parts,
+        SUB=SUB,
+        BLOCK_K=ROW_THREADS * vector,
+        EARLY=early,
+        AT_ONCE=at_once,
+        num_warps=1,
+        num_stages=1,
+        maxnreg=max_registers,
+    )

@@ -1,0 +1,207 @@
+"""A scheduler with its table, and an engine that computes checksums instead of layers.
+
+The stand-in engine keeps for each (span, line) the list of committed tokens and the drafts in the ring, by the same
+control tensor as the real one. A token's output is a checksum of all tokens up to it, so a step that is lost,
+repeated, run out of order or on another's line shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from deltaline_server.errors import Reason
+from deltaline_server.job_queue import Limits
+from deltaline_server.ledger import StepLedger
+from deltaline_server.lines import LinePool
+from deltaline_server.observer import BatchTiming
+from deltaline_server.replies import KeptReplies
+from deltaline_server.scheduler import Scheduler
+from deltaline_server.sequences import SequenceTable
+from deltaline_server.step import (
+    BatchResult,
+    OutputRows,
+    RowKind,
+    RowOutcome,
+    StepBatch,
+    StepRequest,
+    StepResult,
+)
+
+MAX_DRAFT = 4
+PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
+
+
+def checksum(tokens: Sequence[float]) -> float:
+    return sum((i + 1) * token for i, token in enumerate(tokens)) % 65521
+
+
+class ChecksumEngine:
+    """Runs batches when told to, or at once (`eager`)."""
+
+    def __init__(self, eager: bool = True) -> None:
+        self.eager, self.fail_next = eager, False
+        self.tokens: dict[tuple[int, int], list[float]] = {}
+        self.drafts: dict[tuple[int, int, int], list[float]] = {}
+        self.waiting: list[tuple[StepBatch, Callable[[BatchResult], None]]] = []
+        self.batches: list[StepBatch] = []
+        self.poison_token: float | None = None
+
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None]) -> None:
+        self.batches.append(batch)
+        self.waiting.append((batch, on_done))
+        if self.eager:
+            self.run()
+
+    def run(self) -> None:
+        """Compute the batch that was submitted first."""
+        batch, on_done = self.waiting.pop(0)
+        on_done(self.compute(batch))
+
+    def release(self) -> None:
+        """Compute all that waits, and from now on what comes."""
+        self.eager = True
+        while self.waiting:
+            self.run()
+
+    def compute(self, batch: StepBatch) -> BatchResult:
+        num_rows, hidden = batch.control.shape[1] - 1, np.concatenate(batch.hidden)
+        assert len(hidden) == batch.num_tokens
+        if self.fail_next:
+            self.fail_next = False
+            for line in batch.control[2, :num_rows].tolist():
+                self.tokens[batch.span, line] = [0.5]  # whatever it had got to
+            return BatchResult(hidden[:0], np.zeros(num_rows, dtype=bool), failed=True)
+        out = np.full_like(hidden, np.nan)
+        finite = np.ones(num_rows, dtype=bool)
+        lengths = np.diff(batch.control[0])
+        assert (lengths[: batch.num_short] <= MAX_DRAFT).all()
+        assert (lengths[batch.num_short :] > MAX_DRAFT).all()
+        writes = batch.control[2, :num_rows]
+        assert len(set(writes.tolist())) == num_rows and (writes > 0).all()
+        for row in range(num_rows):
+            begin, end = batch.control[0, row], batch.control[0, row + 1]
+            read, write, committed, replayed, half = batch.control[1:, row].tolist()
+            new = hidden[begin:end, 0].tolist()
+            state = list(self.tokens[batch.span, read]) if read else []
+            state += self.drafts[batch.span, read, half][:replayed] if replayed else []
+            for t in range(len(new)):
+                out[begin + t] = checksum(state + new[: t + 1])
+            if self.poison_token in new:
+                finite[row] = False
+            if committed:
+                state += new
+            else:
+                self.drafts[batch.span, write, 1 - half] = new
+            self.tokens[batch.span, write] = state
+        returned = out if batch.wanted is None else out[batch.wanted]
+        return BatchResult(returned, finite, 1e-6, 2e-6, 3e-6)
+
+
+class Counts:
+    """An observer that adds up."""
+
+    def __init__(self) -> None:
+        self.total: dict[str, int] = {}
+
+    def add(self, name: str, count: int) -> None:
+        self.total[name] = self.total.get(name, 0) + count
+
+    def batch_done(self, timing: BatchTiming) -> None:
+        assert timing.busy_s >= 0 and all(waited_s >= 0 for _, _, waited_s in timing.queued)
+        self.add("batches", 1)
+
+    def steps(self, outcome: str, count: int) -> None:
+        self.add(outcome, count)
+
+    def refused(self, reason: Reason, count: int) -> None:
+        self.add(reason.name, count)
+
+    def drafts(self, sent: int) -> None:
+        self.add("drafts", sent)
+
+    def accepted(self, count: int) -> None:
+        self.add("accepted", count)
+
+
+class Rig:
+    """Table, scheduler and engine with a clock that stands still until it is moved."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 8,
+        spans: int = 1,
+        eager: bool = True,
+        queue_rows: int = 64,
+        queue_bytes: int = 1 << 20,
+        reply_bytes: int = 1 << 20,
+        chunk_tokens: int = 64,
+        batch_rows: int = 10_000,
+        long_rows: int = 10_000,
+    ) -> None:
+        self.now = 100.0
+        self.zeroed: list[int] = []
+        self.engine = ChecksumEngine(eager)
+        self.counts = Counts()
+        self.lines = LinePool(slots, lambda lines: self.zeroed.extend(lines.tolist()))
+        self.table = SequenceTable(
+            lines=self.lines,
+            ledger=StepLedger(spans, slots, max_in_flight=8),
+            replies=KeptReplies(spans, slots, reply_bytes),
+            num_slots=slots,
+            default_lease_s=60.0,
+            max_lease_s=3600.0,
+            lease_tick_s=1.0,
+            clock=lambda: self.now,
+        )
+        self.scheduler = Scheduler(
+            table=self.table,
+            engine=self.engine,
+            limits=Limits(queue_rows, queue_bytes, chunk_tokens, MAX_DRAFT, batch_rows, long_rows),
+            observer=self.counts,
+            clock=lambda: self.now,
+        )
+
+    def open(self, count: int = 1) -> list[int]:
+        return [int(handle) for handle in self.table.open(count)[0]]
+
+    def request(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepRequest:
+        """rows: (handle, kind, step, position, accepted, tokens)."""
+        lengths = [len(row[5]) for row in rows]
+        tokens = np.array([token for row in rows for token in row[5]], dtype=np.float32)
+        values: dict[str, Any] = {
+            "server_epoch": self.table.server_epoch,
+            "span": 0,
+            "handle": np.array([row[0] for row in rows], dtype=np.uint64),
+            "kind": np.array([row[1] for row in rows], dtype=np.uint8),
+            "step": np.array([row[2] for row in rows], dtype=np.int64),
+            "position": np.array([row[3] for row in rows], dtype=np.int64),
+            "accepted": np.array([row[4] for row in rows], dtype=np.int32),
+            "query_start_loc": np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+            "hidden": np.repeat(tokens[:, None], 2, axis=1),
+            "output": OutputRows.ALL,
+            "priority": 0,
+            "deadline_s": None,
+        }
+        return StepRequest(**(values | changes))
+
+    async def step(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepResult:
+        result = await self.scheduler.submit(self.request(*rows, **changes))
+        await asyncio.sleep(0)  # the books are settled right behind the answer
+        self.table.check_integrity()
+        return result
+
+
+def outputs(result: StepResult, row: int = 0) -> list[float]:
+    begin, end = result.output_start_loc[row], result.output_start_loc[row + 1]
+    return [float(x) for x in result.hidden[begin:end, 0]]
+
+
+def reason(result: StepResult, row: int = 0) -> Reason | None:
+    refusal = result.refusals.get(row)
+    assert (refusal is not None) == (result.outcome[row] == RowOutcome.REFUSED)
+    return refusal.reason if refusal else None
