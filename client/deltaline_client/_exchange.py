@@ -128,19 +128,20 @@ class Exchange:
     def _take(self, sent: Sent, answer: Result) -> bool:
         """Note what became of the rows of a request; tell whether all were applied."""
         wave, placement = sent.wave, sent.placement
-        try:
-            if isinstance(answer, DeltalineError):
-                raise answer
-            return self._note(sent, answer)
-        except DeltalineError as error:
+        is_applied, error = False, answer if isinstance(answer, DeltalineError) else None
+        if not isinstance(answer, DeltalineError):
+            try:
+                is_applied = self._note(sent, answer)
+            except ProtocolError as wrong:
+                error = wrong.with_traceback(None)  # which would hold the placement
+        if error is not None:
             self._fail(wave, error)
             if placement is not None and isinstance(error, InvalidSharedMemory):
                 self.shared.lost(placement, error)
             if isinstance(error, CapacityError):
                 self._requests.shorten(sent)
-            return False
-        finally:
-            self.settle(sent)
+        self.settle(sent)
+        return is_applied
 
     def _fail(self, wave: Wave, error: DeltalineError) -> None:
         """A request was refused whole, or not answered."""

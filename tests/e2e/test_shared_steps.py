@@ -65,7 +65,9 @@ async def test_prefill_that_does_not_fit_is_cut(make_server: Callable[..., Serve
             sequence = await client.open()
             assert (await sequence.prefill(hidden)).tobytes() == expected.tobytes()
             assert sequence.progress().step == steps_inline
-            assert client._shared._region is not None
+            region = client._shared._region
+            everything = await client.empty((size // ROW_BYTES, HIDDEN))
+            assert region is not None and region[1].offset(everything) == 0
 
 
 async def test_decode_of_many_lies_in_shared_memory(make_server: Callable[..., Server]) -> None:
