@@ -191,7 +191,7 @@ class Rig:
 
     async def step(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepResult:
         result = await self.scheduler.submit(self.request(*rows, **changes))
-        await asyncio.sleep(0)  # the books are settled right behind the answer
+        self.scheduler.settle()  # what happens soon behind the answer
         self.table.check_integrity()
         return result
 

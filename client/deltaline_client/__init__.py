@@ -58,6 +58,7 @@ from deltaline_client._exceptions import (
 )
 from deltaline_client._retry import Retry
 from deltaline_client._rows import Row, RowResult, StepError, StepResult
+from deltaline_client._shared_exceptions import InvalidSharedMemory, SharedMemoryExhausted, SharedMemoryOff
 from deltaline_client._types import (
     LayerSpan,
     Output,
@@ -87,6 +88,7 @@ __all__ = [
     "DuplicateSequence",
     "InvalidBatch",
     "InvalidRequest",
+    "InvalidSharedMemory",
     "InvalidTensor",
     "LayerSpan",
     "MessageTooLarge",
@@ -115,6 +117,8 @@ __all__ = [
     "ServerError",
     "ServerInfo",
     "ServerLoad",
+    "SharedMemoryExhausted",
+    "SharedMemoryOff",
     "SpanProgress",
     "SpanTooFarAhead",
     "StateError",

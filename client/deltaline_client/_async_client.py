@@ -16,7 +16,7 @@ from deltaline_client._exceptions import DeltalineError
 from deltaline_client._flow import Flow, Receive, Send, Sleep, awaited
 from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
-from deltaline_client._state import ClientState, info
+from deltaline_client._state import ClientState, empty, info
 
 T = TypeVar("T")
 
@@ -32,8 +32,10 @@ class AsyncClient(ClientState):
     has an unknown outcome: the sequence remembers it, see AsyncSequence.resume.
     """
 
-    def __init__(self, address: str, *, timeout: float = 120.0, retry: Retry | None = None) -> None:
-        super().__init__(timeout, retry or Retry())
+    def __init__(
+        self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
+    ) -> None:
+        super().__init__(timeout, retry or Retry(), shared_memory_bytes)
         self._address = address
         self._channel: grpc.aio.Channel | None = None
         self._methods: dict[str, Any] = {}
@@ -98,13 +100,15 @@ class AsyncClient(ClientState):
     describe = awaited(_sequences.describe)
     renew = awaited(_sequences.renew)
     info = awaited(info)
+    empty = awaited(empty)
     load = awaited(_sequences.load)
     drain = awaited(_sequences.drain)
 
     async def disconnect(self) -> None:
-        """Close the channel. Sequences stay open on the server."""
+        """Close the channel. Sequences stay open on the server; shared memory goes."""
         if self._channel is not None and self._stream is not None:
             await self._stream.close()
+            await self._run(self._shared.end())
             await self._channel.close()
 
     async def __aenter__(self) -> Self:

@@ -49,6 +49,7 @@ def decode(
     if array.ndim == 2:
         plain = PlainDecode(sequences, as_hidden(array, "hidden", limits.hidden_size, limits.dtype), options)
         if plain.is_ordinary(limits):
+            yield from client._shared.ready(limits)
             exchange = Exchange(client, limits, options)
             done = yield from plain.run(exchange)
             return np.concatenate(gathered(done, exchange).outputs) if isinstance(done, list) else done

@@ -15,7 +15,7 @@ from deltaline_client._exceptions import DeltalineError
 from deltaline_client._flow import Flow, Receive, Send, Sleep, blocking
 from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
-from deltaline_client._state import ClientState, info
+from deltaline_client._state import ClientState, empty, info
 from deltaline_client._stream import Mailbox, StepStream
 
 T = TypeVar("T")
@@ -31,11 +31,15 @@ class Client(ClientState):
     Leaving the `with` block closes the channel, not the sequences: they live until they are closed or their lease ends.
     Threads may share a client; two calls at once on the same span of the same sequence raise SequenceBusy.
 
-    Args: address, "host:port" or "unix:/path"; timeout, seconds for a call with all its retries; retry, see Retry.
+    Args: address, "host:port" or "unix:/path"; timeout, seconds for a call with all its retries; retry, see Retry;
+    shared_memory_bytes, how much memory to share with a server on this host that allows it, for the tensors of steps:
+    room for those of all steps at a time, their outputs too; 0 for none.
     """
 
-    def __init__(self, address: str, *, timeout: float = 120.0, retry: Retry | None = None) -> None:
-        super().__init__(timeout, retry or Retry())
+    def __init__(
+        self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
+    ) -> None:
+        super().__init__(timeout, retry or Retry(), shared_memory_bytes)
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._methods = bind(self._channel)
         self._stream = StepStream(bind_stream(self._channel))
@@ -94,11 +98,13 @@ class Client(ClientState):
     describe = blocking(_sequences.describe)
     renew = blocking(_sequences.renew)
     info = blocking(info)
+    empty = blocking(empty)
     load = blocking(_sequences.load)
     drain = blocking(_sequences.drain)
 
     def disconnect(self) -> None:
-        """Close the channel. Sequences stay open on the server."""
+        """Close the channel. Sequences stay open on the server; shared memory goes."""
+        self._run(self._shared.end())
         self._channel.close()
 
     def __enter__(self) -> Self:

@@ -1,9 +1,6 @@
 """The errors of the client. Knows reasons; not statuses (`_statuses`), nor when a call is sent again (`_retry`).
 
-    try:
-        outputs = sequence.decode(hidden)
-    except deltaline_client.StateError:
-        ...  # the state is gone: open a new sequence, prefill it again
+    except deltaline_client.StateError:  # the state is gone: open a new sequence, prefill it again
 
 DeltalineError
 ├── TransportError           no answer, or none that can be read: the outcome is unknown until the step is resumed
@@ -19,13 +16,15 @@ DeltalineError
 │   ├── UnknownSpan
 │   ├── AcceptedOutOfRange
 │   ├── NonFiniteInput
-│   └── MessageTooLarge
+│   ├── MessageTooLarge
+│   └── InvalidSharedMemory
 ├── CapacityError            the server is full: nothing ran, later it may
 │   ├── NoFreeLines
 │   ├── QueueFull
 │   ├── ReplyBytesExhausted
 │   ├── TooManyInFlight
-│   └── QueueDeadline
+│   ├── QueueDeadline
+│   └── SharedMemoryExhausted
 ├── StateError               the state of the sequence is gone
 │   ├── SequenceUnknown
 │   ├── SequenceClosed
@@ -43,7 +42,8 @@ DeltalineError
 │   ├── SpanTooFarAhead
 │   ├── PredecessorRefused
 │   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
-│   └── SequenceBusy         raised here: another call is stepping this sequence right now
+│   ├── SequenceBusy         raised here: another call is stepping this sequence right now
+│   └── SharedMemoryOff
 ├── ServerError              the server is going away, or has a bug
 │   ├── Draining
 │   ├── Stopping

@@ -7,8 +7,8 @@ tokens. What may differ between rounds is which rows share a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,35 +23,18 @@ from deltaline_client._exceptions import (
     TransportError,
 )
 from deltaline_client._flow import Flow, Receive, Send, Sleep
-from deltaline_client._messages import StepAnswer, step_request
+from deltaline_client._messages import StepAnswer
+from deltaline_client._requests import Requests, Sent, Wave
 from deltaline_client._retry import is_retryable
-from deltaline_client._sequence import Job, Part
+from deltaline_client._sequence import Job
+from deltaline_client._shared import Placement, answered
+from deltaline_client._shared_exceptions import InvalidSharedMemory
 from deltaline_client._state import ClientState
 from deltaline_client._statuses import from_status
 from deltaline_client._types import RowOutcome, ServerInfo, StepOptions, StepTiming
 
-# Most bytes of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones
-# cost fewer messages, each of which is milliseconds of work for both sides.
-CHUNK_BYTES = 4 * 2**20
-
-_OUTPUT_ROWS = {"all": layers.OUTPUT_ROWS_ALL, "last": layers.OUTPUT_ROWS_LAST, "none": layers.OUTPUT_ROWS_NONE}
-
-Wave: TypeAlias = list[tuple[Job, Part]]
-"""The rows of one request."""
-
 Result: TypeAlias = StepAnswer | DeltalineError
 """What became of a request."""
-
-
-def request_fields(server_epoch: int, options: StepOptions, **columns: Any) -> layers.StepRequest:
-    """A StepRequest but for its tensor: what the options say, and the columns of its rows."""
-    return layers.StepRequest(
-        server_epoch=server_epoch,
-        span=options.get("span", 0),
-        priority=options.get("priority", 0),
-        queue_timeout_us=round((options.get("queue_timeout_s") or 0.0) * 1e6),
-        **columns,
-    )
 
 
 class Exchange:
@@ -61,15 +44,14 @@ class Exchange:
         self._limits = limits
         self._options = options
         self.attempts = client._attempts(options.get("timeout_s"))
+        self.shared = client._shared
+        self._requests = Requests(limits, options, client._shared)
         self._last_number = 0
-        row_bytes = limits.hidden_size * limits.dtype.itemsize
-        self._limit = max(1, limits.inline_limit_bytes // row_bytes)
-        self._chunk = max(1, min(CHUNK_BYTES, limits.inline_limit_bytes) // row_bytes)
         self.timing = StepTiming()
         self.request_error: DeltalineError | None = None
         """What ended the last request as a whole, if it was not answered per row."""
 
-    def run(self, jobs: Sequence[Job], sent: Wave | None = None, answer: Result | None = None) -> Flow[None]:
+    def run(self, jobs: Sequence[Job], sent: Sent | None = None, answer: Result | None = None) -> Flow[None]:
         """Send steps of each job until all its tokens are applied or it has an error.
 
         sent, answer: a request that was made of the jobs before, and what it came to: it counts as the first round.
@@ -80,6 +62,8 @@ class Exchange:
                 self.request_error = DeadlineExceeded("the call's timeout is over")
                 for job in waiting:
                     job.error = errors.get(job, self.request_error)
+                if sent is not None:
+                    self.settle(sent)
                 return
             done_before = [job.tokens_done for job in waiting]
             if sent is not None and answer is not None:
@@ -104,93 +88,60 @@ class Exchange:
 
     def _round(self, waiting: Sequence[Job]) -> Flow[None]:
         """Send what is left of the jobs, and gather the answers."""
-        in_flight: dict[int, Wave] = {}
-        waves, has_failed = self._waves(waiting), False
-        while True:
-            while not has_failed and len(in_flight) < max(1, self._limits.max_steps_in_flight):
-                wave = next(waves, None)
-                if wave is None:
-                    break
-                self._last_number += 1
-                for _, part in wave:
-                    part.was_in_doubt, part.in_doubt = part.in_doubt, True
-                    part.error = part.reply = None
-                in_flight[self._last_number] = wave
-                yield Send(self._last_number, self._request(wave))
-            if not in_flight:
-                return
-            answer = yield Receive(max(0.0, self.attempts.timeout_s()))
-            if answer is None:
-                late = DeadlineExceeded("no answer in time")
-                for wave in in_flight.values():
-                    self._fail(wave, late)
-                return
-            wave = in_flight.pop(answer[0], None)
-            if wave is not None:  # else the answer to an attempt that was given up
-                has_failed = not self._take(wave, answer[1]) or has_failed
-
-    def _waves(self, waiting: Sequence[Job]) -> Iterator[Wave]:
-        """The requests of a round: rows that fit one together, in order; then long rows, a step of each in turn."""
-        wave, budget = Wave(), self._limit
-        for job in waiting:
-            count = len(job.hidden)
-            if count > self._limit:
-                continue
-            if wave and (
-                count > budget
-                or len(wave) == self._limits.max_sequences
-                or job.output != wave[0][0].output
-                or job.sequence.server_epoch != wave[0][0].sequence.server_epoch
-            ):
-                yield wave
-                wave, budget = [], self._limit
-            wave.append((job, job.parts[0] if job.parts else job.cut(count)))
-            budget -= count
-        if wave:
-            yield wave
-        long = [(job, self._steps(job)) for job in waiting if len(job.hidden) > self._limit]
-        while long:
-            for turn in list(long):
-                job, steps = turn
-                part = next(steps, None)
-                if part is None:
-                    long.remove(turn)
-                else:
-                    yield [(job, part)]
-
-    def _steps(self, job: Job) -> Iterator[Part]:
-        """The steps of a long row that are to be sent: those cut before, then new ones."""
-        yield from list(job.parts)
-        while job.tokens_cut < len(job.hidden) and job.lost is None:
-            yield job.cut(min(self._chunk, len(job.hidden) - job.tokens_cut))
-
-    def _request(self, wave: Wave) -> list[bytes | memoryview]:
-        """The serialised StepRequest of a wave, in pieces."""
-        job, part = wave[0]
-        rows = [part for _, part in wave]
-        fields = request_fields(
-            job.sequence.server_epoch,
-            self._options,
-            sequence=[job.sequence.handle for job, _ in wave],
-            kind=[job.kind for job, _ in wave],
-            step=[part.step for part in rows],
-            position=[part.position for part in rows],
-            accepted=[part.accepted for part in rows],
-            query_start_loc=np.cumsum([0, *(part.count for part in rows)]).tolist(),
-            output=_OUTPUT_ROWS[job.wanted(part)],
-        )
-        hidden = [job.hidden[part.start : part.start + part.count] for job, part in wave]
-        return step_request(fields, hidden if len(hidden) == 1 else [np.concatenate(hidden)])
-
-    def _take(self, wave: Wave, answer: Result) -> bool:
-        """Note what became of the rows of a request; tell whether all were applied."""
+        if any(job.parts and self._requests.is_whole(job.parts[0]) for job in waiting):  # they can't go inline
+            yield from self.shared.ready(self._limits)
+        in_flight: dict[int, Sent] = {}
+        requests, has_failed = self._requests.of(waiting), False
         try:
-            if isinstance(answer, DeltalineError):
-                raise answer
-            return self._note(wave, answer)
-        except DeltalineError as error:
+            while True:
+                while not has_failed and len(in_flight) < max(1, self._limits.max_steps_in_flight):
+                    sent = next(requests, None)
+                    if sent is None:
+                        break
+                    self._last_number += 1
+                    for _, part in sent.wave:
+                        part.was_in_doubt, part.in_doubt = part.in_doubt, True
+                        part.error = part.reply = None
+                    in_flight[self._last_number] = sent
+                    yield Send(self._last_number, self._requests.message(sent))
+                if not in_flight:
+                    return
+                answer = yield Receive(max(0.0, self.attempts.timeout_s()))
+                if answer is None:
+                    late = DeadlineExceeded("no answer in time")
+                    for sent in in_flight.values():
+                        self._fail(sent.wave, late)
+                    return
+                sent = in_flight.pop(answer[0], None)
+                if sent is not None:  # else the answer to an attempt that was given up
+                    has_failed = not self._take(sent, answer[1]) or has_failed
+        finally:
+            for sent in in_flight.values():
+                self.settle(sent)
+
+    def settle(self, sent: Sent) -> None:
+        """An attempt is over for the client; while a row is in doubt the server may still read and write its memory."""
+        if sent.placement is not None:
+            request = tuple(part for _, part in sent.wave)
+            self.shared.settle(request, sent.placement, is_over=not any(part.in_doubt for part in request))
+
+    def _take(self, sent: Sent, answer: Result) -> bool:
+        """Note what became of the rows of a request; tell whether all were applied."""
+        wave, placement = sent.wave, sent.placement
+        is_applied, error = False, answer if isinstance(answer, DeltalineError) else None
+        if not isinstance(answer, DeltalineError):
+            try:
+                is_applied = self._note(sent, answer)
+            except ProtocolError as wrong:
+                error = wrong.with_traceback(None)  # which would hold the placement
+        if error is not None:
             self._fail(wave, error)
-            return False
+            if placement is not None and isinstance(error, InvalidSharedMemory):
+                self.shared.lost(placement, error)
+            if isinstance(error, CapacityError):
+                self._requests.shorten(sent)
+        self.settle(sent)
+        return is_applied
 
     def _fail(self, wave: Wave, error: DeltalineError) -> None:
         """A request was refused whole, or not answered."""
@@ -199,9 +150,9 @@ class Exchange:
             part.error = error
             part.in_doubt = part.was_in_doubt or isinstance(error, TransportError)
 
-    def _note(self, wave: Wave, answer: StepAnswer) -> bool:
+    def _note(self, sent: Sent, answer: StepAnswer) -> bool:
         """Note the answer to each row; tell whether all were applied. Raises ProtocolError, and nothing is noted."""
-        fields, outputs = answer.fields, self._outputs(answer)
+        wave, fields, outputs = sent.wave, answer.fields, self._outputs(answer, sent.placement)
         start, outcomes = list(fields.output_start_loc), list(fields.outcome)
         if (
             len(outcomes) != len(wave)
@@ -215,7 +166,8 @@ class Exchange:
         if [row for row, outcome in enumerate(outcomes) if outcome == layers.ROW_OUTCOME_REFUSED] != sorted(statuses):
             raise ProtocolError("the reply's statuses do not fit its outcomes")
         if wave[0][1].count == len(wave[0][0].hidden) or wave[0][0].output != "all":
-            outputs = outputs.copy()  # the caller's own; those of a long row are copied into their place
+            if self.copies(answer):  # the caller's own; those of a row that is cut are copied into their place
+                outputs = outputs.copy()
         elif len(outputs) not in (0, wave[0][1].count):
             raise ProtocolError(f"asked for {wave[0][1].count} output rows, got {len(outputs)}")
         for row, (_, part) in enumerate(wave):
@@ -237,18 +189,23 @@ class Exchange:
         if fields.HasField("timing"):
             self.timing = self.timing.plus(fields.timing)
 
-    def _outputs(self, answer: StepAnswer) -> Array:
+    def copies(self, answer: StepAnswer) -> bool:
+        """Whether outputs are copied; not for a caller who takes them as they lie in shared memory."""
+        return answer.shared is None or self._options.get("copy", True)
+
+    def _outputs(self, answer: StepAnswer, placement: Placement | None) -> Array:
         """The reply's output rows [rows, hidden_size]. Raises ProtocolError."""
         dtype, width = self._limits.dtype, self._limits.hidden_size
         start = answer.fields.output_start_loc
         if not start or start[-1] == 0:
             return np.empty((0, width), dtype)
-        if answer.hidden is None or answer.hidden.dtype != dtype or answer.hidden.shape[1] != width:
+        hidden = answered(answer, placement)
+        if hidden is None or hidden.dtype != dtype or hidden.shape[1] != width:
             raise ProtocolError(f"the reply's tensor is not {dtype} [rows, {width}]")
-        return answer.hidden
+        return hidden
 
     def _may_retry(self, error: DeltalineError) -> bool:
         """Tell whether a row or request is sent again. A queue deadline that the caller set is final."""
         if isinstance(error, QueueDeadline) and self._options.get("queue_timeout_s"):
             return False
-        return is_retryable(error)
+        return is_retryable(error) or isinstance(error, InvalidSharedMemory)

@@ -25,10 +25,14 @@ _FIXED_BYTES = {1: 8, 5: 4}
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """A StepResponse: its small fields as protobuf, its outputs as a read-only view [rows, hidden], None for none."""
+    """A StepResponse: its small fields as protobuf, its outputs as a read-only view [rows, hidden], None for none.
+
+    shared: in place of `hidden`, a Tensor without elements that tells where in shared memory the outputs are.
+    """
 
     fields: layers.StepResponse
     hidden: Array | None
+    shared: tensor_pb2.Tensor | None = None
 
 
 def step_request(fields: layers.StepRequest, hidden: Sequence[Array]) -> list[wire.Piece]:
@@ -43,6 +47,11 @@ def step_request(fields: layers.StepRequest, hidden: Sequence[Array]) -> list[wi
     elements = wire.field_pieces(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, rows)
     tensor = wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, [header, *elements])
     return [fields.SerializeToString(), *tensor]
+
+
+def shared_step_request(fields: layers.StepRequest, tensor: bytes) -> list[wire.Piece]:
+    """Return a serialised StepRequest as pieces: `fields`, and a serialised Tensor that lies in shared memory."""
+    return [fields.SerializeToString(), *wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, [tensor])]
 
 
 def stream_request(correlation_id: int, step: Sequence[wire.Piece]) -> bytes:
@@ -79,6 +88,8 @@ def _read_step(body: memoryview) -> StepAnswer:
         return StepAnswer(fields, None)
     rest, elements = _take(tensor, tensor_pb2.Tensor.INLINE_FIELD_NUMBER)
     header = tensor_pb2.Tensor.FromString(rest)
+    if elements is None and header.HasField("shared"):
+        return StepAnswer(fields, None, header)
     dtype, shape = wire.numpy_dtype(header.dtype), tuple(header.shape)
     view = np.frombuffer(b"" if elements is None else elements, np.uint8)
     if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] * dtype.itemsize != len(view):

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array
-from deltaline_client._exceptions import DeadlineExceeded, DeltalineError
-from deltaline_client._exchange import Exchange, request_fields
+from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, ProtocolError
+from deltaline_client._exchange import Exchange
 from deltaline_client._flow import Flow, Receive, Send
-from deltaline_client._messages import StepAnswer, step_request
+from deltaline_client._messages import StepAnswer, shared_step_request, step_request
+from deltaline_client._requests import Sent, Wave, request_fields
 from deltaline_client._sequence import NO_COMMIT, Job, SequenceRecord
+from deltaline_client._shared import Placement, answered
 from deltaline_client._types import ServerInfo, StepOptions
 
 _DONE = frozenset((layers.ROW_OUTCOME_EXECUTED, layers.ROW_OUTCOME_REPLAYED, layers.ROW_OUTCOME_JOINED))
@@ -43,28 +45,32 @@ class PlainDecode:
         """Apply the step. Returns the outputs [N, hidden_size]; or jobs, over and left, when not all was ordinary."""
         for progress in self._progress:
             progress.busy = True
+        placement = exchange.shared.place((self,), [self._hidden], len(self._hidden))
         jobs: list[Job] | None = None
         is_done = False
         try:
-            yield Send(0, self._request())
+            yield Send(0, self._request(placement))
             answer = yield Receive(max(0.0, exchange.attempts.timeout_s()))
             outcome = DeadlineExceeded("no answer in time") if answer is None else answer[1]
-            outputs = self._outputs(outcome, exchange)
+            outputs = self._outputs(outcome, placement, exchange)
             if outputs is not None:
                 is_done = True
                 return outputs
             jobs = self._jobs()
-            yield from exchange.run(jobs, [(job, job.parts[0]) for job in jobs], outcome)
+            yield from exchange.run(jobs, Sent(_wave(jobs), placement), outcome)
             return jobs
         finally:
             if is_done:
                 for progress in self._progress:
                     progress.busy = False
             else:
-                for job in self._jobs() if jobs is None else jobs:
+                if jobs is None:
+                    jobs = self._jobs()
+                    exchange.settle(Sent(_wave(jobs), placement))
+                for job in jobs:
                     job.leave()
 
-    def _request(self) -> list[bytes | memoryview]:
+    def _request(self, placement: Placement | None) -> list[bytes | memoryview]:
         progress = self._progress
         fields = request_fields(
             self._sequences[0].server_epoch,
@@ -77,27 +83,36 @@ class PlainDecode:
             query_start_loc=range(len(progress) + 1),
             output=layers.OUTPUT_ROWS_ALL,
         )
-        return step_request(fields, [self._hidden])
+        if placement is None:
+            return step_request(fields, [self._hidden])
+        fields.output_slice.CopyFrom(placement.output_slice())
+        return shared_step_request(fields, placement.tensor())
 
-    def _outputs(self, answer: StepAnswer | DeltalineError, exchange: Exchange) -> Array | None:
+    def _outputs(
+        self, answer: StepAnswer | DeltalineError, placement: Placement | None, exchange: Exchange
+    ) -> Array | None:
         """The outputs, the caller's own, with every sequence advanced; None unless every row was applied."""
         if isinstance(answer, DeltalineError):
             return None
         fields, progress = answer.fields, self._progress
+        try:
+            hidden = answered(answer, placement)
+        except ProtocolError:
+            return None
         is_plain = (
             not fields.row_status
             and len(fields.outcome) == len(fields.position) == len(progress)
             and _DONE.issuperset(fields.outcome)
             and list(fields.output_start_loc) == list(range(len(progress) + 1))
-            and answer.hidden is not None
-            and (answer.hidden.shape, answer.hidden.dtype) == (self._hidden.shape, self._hidden.dtype)
+            and hidden is not None
+            and (hidden.shape, hidden.dtype) == (self._hidden.shape, self._hidden.dtype)
         )
-        if not is_plain or answer.hidden is None:
+        if not is_plain or hidden is None:
             return None
         for one, position in zip(progress, fields.position, strict=True):
             one.advance(position)
         exchange.note_time(fields)
-        return answer.hidden.copy()
+        return hidden.copy() if exchange.copies(answer) else hidden
 
     def _jobs(self) -> list[Job]:
         """The rows as jobs whose step was sent and may have been applied."""
@@ -107,3 +122,7 @@ class PlainDecode:
             job.cut(1).in_doubt = True
             jobs.append(job)
         return jobs
+
+
+def _wave(jobs: Sequence[Job]) -> Wave:
+    return [(job, job.parts[0]) for job in jobs]

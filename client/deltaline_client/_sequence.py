@@ -185,6 +185,11 @@ class Job:
         self.tokens_cut += count
         return part
 
+    def uncut(self) -> None:
+        """Take back the steps that were cut, none of which was applied, to cut the tokens otherwise."""
+        self.parts.clear()
+        self.tokens_cut = self.tokens_done
+
     def wanted(self, part: Part) -> Output:
         """The outputs to ask for with a step: of the last token only the last step has any."""
         return "none" if self.output == "last" and part.start + part.count < len(self.hidden) else self.output
@@ -247,7 +252,6 @@ class Job:
         """The call is over, whatever became of the job: keep it if its next step may have been applied."""
         is_unfinished = bool(self.parts) and self.parts[0].in_doubt
         if not is_unfinished:  # what is refused for good took everything behind it along
-            self.parts.clear()
-            self.tokens_cut = self.tokens_done
+            self.uncut()
         self.progress.unfinished = self if is_unfinished else None
         self.progress.busy = False

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
+from deltaline_client._arrays import Array
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._flow import Flow, Method, Request, Response, Sleep, call
 from deltaline_client._retry import Attempts, Retry, is_retryable
+from deltaline_client._shared import CREATE, RELEASE, SharedMemory
 from deltaline_client._types import ServerInfo
 
 _LAYERS = "/deltaline.v1.LayerService/"
@@ -26,18 +30,19 @@ STEP_STREAM = _LAYERS + "StepStream"
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Most bytes of a message on the channel: far above any inline limit, which is not known before it is asked."""
 
-METHODS = (OPEN, CLOSE, DESCRIBE, RENEW, COMMIT, INFO, LOAD, DRAIN)
+METHODS = (OPEN, CLOSE, DESCRIBE, RENEW, COMMIT, INFO, LOAD, DRAIN, CREATE, RELEASE)
 
 
 class ClientState:
     """A client's settings, and what it has learned of the server."""
 
-    def __init__(self, timeout_s: float, retry: Retry) -> None:
+    def __init__(self, timeout_s: float, retry: Retry, shared_memory_bytes: int) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout: expected a positive number of seconds, got {timeout_s}")
         self._timeout_s = timeout_s
         self._retry = retry
         self._info: ServerInfo | None = None
+        self._shared = SharedMemory(shared_memory_bytes)
 
     def _attempts(self, timeout_s: float | None = None) -> Attempts:
         return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
@@ -61,3 +66,14 @@ def info(client: ClientState, *, refresh: bool = False) -> Flow[ServerInfo]:
     if client._info is None or refresh:
         client._info = ServerInfo.from_proto((yield from retried(client, INFO, admin.GetServerInfoRequest())))
     return client._info
+
+
+def empty(client: ClientState, shape: Sequence[int]) -> Flow[Array]:
+    """An array in the server's type with undefined values, in shared memory where there is some.
+
+    A step takes hidden states that are such an array, or rows of one that lie together, without a copy. The memory is
+    the client's again once the array is dropped.
+    """
+    limits = yield from info(client)
+    yield from client._shared.ready(limits)
+    return client._shared.empty(shape, limits.dtype)

@@ -65,6 +65,7 @@ def _run(client: ClientState, jobs: list[Job], limits: ServerInfo, options: Step
     if len({id(job.sequence) for job in jobs}) != len(jobs):
         raise DuplicateSequence("a sequence is in the batch twice")
     held: list[Job] = []
+    yield from client._shared.ready(limits)
     exchange = Exchange(client, limits, options)
     try:
         for job in jobs:

@@ -22,13 +22,15 @@ class StepOptions(TypedDict, total=False):
 
     span: index into ServerInfo.spans, default 0. priority: -8 .. 7, higher goes first, default 0. queue_timeout_s: how
     long the rows may wait for the device, default for ever. timeout_s: for the whole call with its retries, default the
-    client's.
+    client's. copy: False for outputs that may be views of shared memory, which is the client's again once they are
+    dropped; default True.
     """
 
     span: int
     priority: int
     queue_timeout_s: float | None
     timeout_s: float | None
+    copy: bool
 
 
 class RowOutcome(IntEnum):
@@ -81,6 +83,7 @@ class ServerInfo:
     device: str
     sequence_state_bytes: int
     versions: Mapping[str, str]
+    shared_memory_bytes: int
 
     @classmethod
     def from_proto(cls, message: admin_service_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -113,6 +116,7 @@ class ServerInfo:
             device=message.device,
             sequence_state_bytes=message.sequence_state_bytes,
             versions=dict(message.versions),
+            shared_memory_bytes=message.shared_memory_bytes,
         )
 
 

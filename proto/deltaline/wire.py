@@ -5,6 +5,7 @@ Knows element types, sizes and limits. Does not know what a tensor means, nor gR
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,18 +98,8 @@ def view(
 
     Args: data_type, a DataType value; the others and what is raised: as `decode`.
     """
-    dtype = _DTYPES.get(data_type)
-    if dtype is None:
-        raise WireError(f"{field}.dtype", "FLOAT32, BFLOAT16 or FLOAT16", str(data_type))
-    rank = len(shape)
-    if not 1 <= rank <= MAX_RANK:
-        raise WireError(f"{field}.shape", f"1 to {MAX_RANK} dimensions", str(rank))
-    shape = tuple(shape)
-    num_bytes = dtype.itemsize
-    for dim in shape:  # at most MAX_RANK of them, in Python integers: the product can't wrap
-        if not 1 <= dim <= MAX_DIM:
-            raise WireError(f"{field}.shape", f"dimensions in 1 .. {MAX_DIM}", str(dim))
-        num_bytes *= dim
+    dtype, shape = check_header(data_type, shape, field=field)
+    num_bytes = math.prod(shape) * dtype.itemsize  # of at most MAX_RANK Python integers: the product can't wrap
     if payload is None:
         raise WireError(f"{field}.inline", "the elements", "no payload")
     if num_bytes > limit_bytes:
@@ -119,6 +110,24 @@ def view(
     if not array.flags.aligned:  # numpy copies such elements one by one, torch takes none of them
         array = np.frombuffer(bytes(payload), dtype)
     return array.reshape(shape)
+
+
+def check_header(
+    data_type: int, shape: Sequence[int], *, field: str = "tensor"
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return element type and shape of a tensor, wherever its elements are.
+
+    Args: as `view`. Raises: WireError for an unknown dtype, a wrong rank or a dimension out of range.
+    """
+    dtype = _DTYPES.get(data_type)
+    if dtype is None:
+        raise WireError(f"{field}.dtype", "FLOAT32, BFLOAT16 or FLOAT16", str(data_type))
+    if not 1 <= len(shape) <= MAX_RANK:
+        raise WireError(f"{field}.shape", f"1 to {MAX_RANK} dimensions", str(len(shape)))
+    for dim in shape:
+        if not 1 <= dim <= MAX_DIM:
+            raise WireError(f"{field}.shape", f"dimensions in 1 .. {MAX_DIM}", str(dim))
+    return dtype, tuple(shape)
 
 
 def tensor_pieces(array: NDArray[Any]) -> list[Piece]:

@@ -1,6 +1,6 @@
-"""AdminService: what is served, how full the server is, and the drain.
+"""AdminService: what is served, how full the server is, shared memory, and the drain.
 
-Knows protobuf messages; the drain itself is the application's (app.py).
+Knows protobuf messages; the drain itself is the application's (app.py), the memory regions.py's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import grpc
 from deltaline.v1 import admin_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.interceptor import Context
+from deltaline_server.regions import Regions
 from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequences import SequenceTable
 
@@ -28,11 +29,12 @@ class AdminService:
         info: pb.GetServerInfoResponse,
         table: SequenceTable,
         scheduler: Scheduler,
+        regions: Regions,
         drain: Callable[[float | None], None],
     ) -> None:
         """`drain` begins the drain, its argument the seconds that it may take, None for the configured ones."""
         self._info = info.SerializeToString()
-        self._table, self._scheduler, self._drain = table, scheduler, drain
+        self._table, self._scheduler, self._regions, self._drain = table, scheduler, regions, drain
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -42,6 +44,8 @@ class AdminService:
             {
                 "GetServerInfo": unary(self.get_server_info, pb.GetServerInfoRequest.FromString),
                 "GetLoad": unary(self.get_load, pb.GetLoadRequest.FromString),
+                "CreateSharedMemory": unary(self.create_shared_memory, pb.CreateSharedMemoryRequest.FromString),
+                "ReleaseSharedMemory": unary(self.release_shared_memory, pb.ReleaseSharedMemoryRequest.FromString),
                 "Drain": unary(self.drain, pb.DrainRequest.FromString),
             },
         )
@@ -65,6 +69,23 @@ class AdminService:
             reply_bytes_limit=load.reply_bytes_limit,
             draining=self._table.is_draining,
         ).SerializeToString()
+
+    async def create_shared_memory(self, message: pb.CreateSharedMemoryRequest, context: Context) -> bytes:
+        """Make a region."""
+        lease_s = message.lease_ms / 1000 if message.lease_ms else None
+        region = await self._regions.create(message.size_bytes, lease_s)
+        return pb.CreateSharedMemoryResponse(
+            region=region.id,
+            name=region.name,
+            size_bytes=len(region.memory),
+            lease_ms=round(region.lease_s * 1000),
+            nonce=region.nonce,
+        ).SerializeToString()
+
+    async def release_shared_memory(self, message: pb.ReleaseSharedMemoryRequest, context: Context) -> bytes:
+        """End a region."""
+        self._regions.release(message.region)
+        return pb.ReleaseSharedMemoryResponse().SerializeToString()
 
     async def drain(self, message: pb.DrainRequest, context: Context) -> bytes:
         """Begin the drain."""

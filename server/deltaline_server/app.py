@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +27,7 @@ from deltaline_server.health import Health
 from deltaline_server.interceptor import Interceptor
 from deltaline_server.log import event
 from deltaline_server.metrics import Metrics
+from deltaline_server.ports import answers, why_not_bound
 from deltaline_server.runtime import Runtime
 from deltaline_server.service import LayerService
 
@@ -106,7 +106,7 @@ class Server:
             raise
         self._is_ready = True
         self._tasks = [
-            asyncio.create_task(self._every(self.config.lease_tick_s, runtime.table.reap), name="leases"),
+            asyncio.create_task(self._every(self.config.lease_tick_s, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
         ]
         event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=self.config.uds or "none")
@@ -149,7 +149,7 @@ class Server:
         await self._server.stop(self._grace_s)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
-        await asyncio.to_thread(self.runtime.engine.close)
+        await self.runtime.close()
         await asyncio.to_thread(self.metrics.close)
         event(_log, "stopped")
 
@@ -160,11 +160,11 @@ class Server:
         try:
             self.port = self._server.add_insecure_port(f"{host}:{config.port}")
         except RuntimeError as error:
-            why = _why_not_bound(config.host, config.port)
+            why = why_not_bound(config.host, config.port)
             raise StartError(f"--host, --port: can't listen on {host}:{config.port}{why}") from error
         self.address = f"{host}:{self.port}"
         if config.uds is not None:
-            if _answers(config.uds):
+            if answers(config.uds):
                 raise StartError(f"--uds: another process listens on {config.uds}")
             try:
                 self._server.add_insecure_port(f"unix:{config.uds}")
@@ -226,7 +226,9 @@ class Server:
             observer=self.metrics,
             clock=self._clock,
         )
-        admin_service = AdminService(info=runtime.info(), table=table, scheduler=scheduler, drain=self.drain)
+        admin_service = AdminService(
+            info=runtime.info(), table=table, scheduler=scheduler, regions=runtime.regions, drain=self.drain
+        )
         self._health = Health({"": self._is_live, service.NAME: self._takes_work})
         handlers = (self._layer_service.handlers(), admin_service.handlers(), self._health.handlers())
         self._server.add_generic_rpc_handlers(handlers)
@@ -268,24 +270,6 @@ class Server:
             _log.exception("a periodic task failed")
             self._has_failed = True
             self._over.set()
-
-
-def _why_not_bound(host: str, port: int) -> str:
-    """Why nothing can listen on a port, in parentheses, as a plain socket tells it: gRPC does not."""
-    try:
-        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as error:
-        return f" ({error.strerror})"
-    return ""
-
-
-def _answers(path: str) -> bool:
-    """Whether a process listens on a Unix socket; gRPC would take the socket of one that does."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0
 
 
 def grpc_options(config: Config) -> list[tuple[str, int]]:

@@ -101,6 +101,9 @@ class Config:
         9464, "network", "port of the Prometheus metrics; 0 for any, -1 for none", low=-1, high=65535
     )
     inline_limit_bytes: int = _option(2**22, "network", "bytes of a tensor in a message, at most", low=1024, high=2**30)
+    shared_memory_bytes: int = _option(
+        0, "network", "bytes of memory shared with clients of this user on this host, at most; 0 for none", low=0
+    )
 
     drain_timeout_s: float = _option(
         30.0, "process", "how long open sequences are served after SIGTERM, seconds", low=0
@@ -119,6 +122,10 @@ class Config:
             raise ConfigError(f"--model, --random-init: expected one of them, got {got}")
         if self.default_lease_ms > self.max_lease_ms:
             raise ConfigError(f"--default-lease-ms: expected at most {self.max_lease_ms}, got {self.default_lease_ms}")
+        if self.shared_memory_bytes and not hasattr(os, "memfd_create"):
+            raise ConfigError(
+                f"--shared-memory-bytes: expected 0, as only Linux has it, got {self.shared_memory_bytes}"
+            )
         if self.uds is not None:
             _check_uds(self.uds)
         if self.layers is not None:

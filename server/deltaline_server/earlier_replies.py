@@ -32,8 +32,12 @@ class PrefillAnswer:
 
 
 def is_streamed(request: StepRequest) -> bool:
-    """Whether a request may be a part of a streamed prefill: one PREFILL row, alone."""
-    return request.num_rows == 1 and int(request.kind[0]) == RowKind.PREFILL
+    """Whether a request may be a part of a streamed prefill: one PREFILL row, alone, nothing of it in shared memory.
+
+    What lies there the client may use for other things once it has the reply, so it is kept no longer than that.
+    """
+    is_shared = request.is_input_shared or request.output_memory is not None
+    return not is_shared and request.num_rows == 1 and int(request.kind[0]) == RowKind.PREFILL
 
 
 class EarlierReplies:

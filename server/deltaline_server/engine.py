@@ -138,13 +138,16 @@ class Engine:
                     launched = self._launch(job)
                     if self._executor.is_asynchronous:
                         self._launched.put(launched)
+                        del job, launched
                         continue
                     self._deliver(launched)
+                    del launched
                 elif isinstance(job, _Zero):
                     self._zero(job.lines)
                 else:
                     self._prepare(job)
                 self._take_turn(finished=1)
+                del job  # nothing of it is held while the thread waits: its arrays may lie in memory to be unmapped
         self._launched.put(None)
 
     def _collect(self) -> None:
@@ -153,6 +156,7 @@ class Engine:
             while (launched := self._launched.get()) is not None:
                 self._deliver(launched)
                 self._take_turn(finished=1)
+                del launched
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """Make the device the thread's current one."""

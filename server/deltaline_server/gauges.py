@@ -19,6 +19,7 @@ def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
         ("queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows),
         ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),
         ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
+        ("shared_memory_bytes", "Bytes of shared memory.", lambda: runtime.regions.used_bytes),
         ("device_bytes", "Device memory that tensors are given from.", lambda: counts().bytes),
     ):
         metrics.gauge(f"deltaline_{name}", text, read)

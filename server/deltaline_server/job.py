@@ -100,7 +100,13 @@ class Job:
         return self.num_unfinished == 0 and all(join.source.is_finished for join in self.joins)
 
     def lay_out_outputs(self, rows: NDArray[np.int64]) -> None:
-        """Give each of these request rows, and no other, its place in the reply."""
+        """Give each of these request rows, and no other, its place in the reply.
+
+        In memory of the client's every row has one: kept replies lie there, so the same step sent again must find and
+        leave each where it was, whatever is refused this time.
+        """
+        if self.request.output_memory is not None:
+            rows = np.arange(self.request.num_rows)
         if len(rows) == self.request.num_rows and self.request.output is OutputRows.ALL:
             self.output_start = self.request.query_start_loc
             return
@@ -114,14 +120,15 @@ class Job:
         """Outputs [rows, hidden] of the reply, in row order; rows that are not done are undefined."""
         if self._outputs is None:
             shape = (int(self.output_start[-1]), self.request.hidden.shape[1])
-            self._outputs = np.empty(shape, dtype=self.request.hidden.dtype)
+            given, dtype = self.request.output_memory, self.request.hidden.dtype
+            self._outputs = np.empty(shape, dtype) if given is None else given.memory.view(dtype).reshape(shape)
         return self._outputs
 
     def put_outputs(self, places: NDArray[np.int64] | slice, values: NDArray[Any]) -> None:
         """Put outputs of a batch at their places. A batch of nothing but these outputs is taken over without a copy."""
         is_whole_batch = values.base is None or values.base.nbytes == values.nbytes
         is_whole_reply = isinstance(places, slice) and places == slice(0, int(self.output_start[-1]))
-        if self._outputs is None and is_whole_batch and is_whole_reply:
+        if self._outputs is None and self.request.output_memory is None and is_whole_batch and is_whole_reply:
             self._outputs = values
         else:
             self.outputs[places] = values
@@ -146,7 +153,9 @@ class Job:
     def replay(self, row: int, reply: KeptReply) -> None:
         """A request row has a kept reply."""
         self.outcome[row], self.position[row] = RowOutcome.REPLAYED, reply.position
-        self.output_of(row)[:] = reply.hidden
+        place = self.output_of(row)
+        if place.ctypes.data != reply.hidden.ctypes.data:  # else it lies there already, in memory of the client's
+            place[:] = reply.hidden
 
     def not_begun(self) -> NDArray[np.int64]:
         """Admitted rows (positions) of which no batch has taken a token."""
@@ -165,16 +174,19 @@ class Job:
                 continue
             self.outcome[join.row] = RowOutcome.JOINED
             self.position[join.row] = source.position[join.source_row]
-            self.output_of(join.row)[:] = source.output_of(join.source_row)
+            place, outputs = self.output_of(join.row), source.output_of(join.source_row)
+            if place.ctypes.data != outputs.ctypes.data:
+                place[:] = outputs
         if not self.future.done():
             self.future.set_result(self._result())
 
     def _result(self) -> StepResult:
         outputs, start = self.outputs, self.output_start
-        if self.refusals:
+        memory = self.request.output_memory
+        if self.refusals and memory is None:
             refused, counts = self.outcome == RowOutcome.REFUSED, np.diff(start)
             if counts[refused].any():  # rows that were refused after they had been given a place
                 outputs = outputs[np.repeat(~refused, counts)]
                 start = np.concatenate(([0], np.cumsum(np.where(refused, 0, counts))))
-        timing = self.timing if self.timing.batch_rows else None
-        return StepResult(self.outcome, self.position, start, outputs, dict(sorted(self.refusals.items())), timing)
+        timing, refusals = self.timing if self.timing.batch_rows else None, dict(sorted(self.refusals.items()))
+        return StepResult(self.outcome, self.position, start, outputs, refusals, timing, memory)

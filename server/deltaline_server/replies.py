@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.earlier_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer
+from deltaline_server.earlier_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer, is_streamed
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.step import StepRequest
 
@@ -83,8 +83,11 @@ class Answers:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the arrays take more than twice what is kept of them."""
-        return self.request.hidden.nbytes + self.outputs.nbytes > 2 * self.live_bytes
+        """Whether the arrays take more than twice what is kept of them; shared memory is not taken from the server."""
+        request = self.request
+        taken = (not request.is_input_shared) * request.hidden.nbytes
+        taken += (request.output_memory is None) * self.outputs.nbytes
+        return taken > 2 * self.live_bytes
 
 
 class KeptReplies:
@@ -124,13 +127,6 @@ class KeptReplies:
             self._forget(span, slots)
         self.used_bytes += num_bytes
 
-    def keep_earlier(self, span: int, slot: int, answer: PrefillAnswer | None) -> None:
-        """A step of a cell is done: keep its answer beside those of the PREFILL steps before it; None ends them."""
-        if answer is None:
-            self.earlier.end(span, slot)
-        else:
-            self.earlier.add(span, slot, answer, self.limit_bytes - self.used_bytes - self.earlier.used_bytes)
-
     def get_earlier(self, span: int, slot: int, step: int, fingerprint: Fingerprint) -> KeptReply | None:
         """The reply to a PREFILL step before the latest, if it is kept and answered the same request."""
         answer = self.earlier.get(span, slot, step)
@@ -157,6 +153,18 @@ class KeptReplies:
         self._bytes[span, slots] = num_bytes
         if answers.is_sparse:
             self._copy_out(span, number, answers)
+        self._put_earlier(span, answers)
+
+    def _put_earlier(self, span: int, answers: Answers) -> None:
+        """Keep a PREFILL step's answer beside those of the steps before it; other steps end these."""
+        request, slots = answers.request, answers.slots
+        if is_streamed(request):
+            answer = PrefillAnswer(int(request.step[0]), request, answers.outputs, int(answers.position[0]))
+            free_bytes = self.limit_bytes - self.used_bytes - self.earlier.used_bytes
+            self.earlier.add(span, int(slots[0]), answer, free_bytes)
+        elif self.earlier.used_bytes:
+            for slot in slots.tolist():
+                self.earlier.end(span, slot)
 
     def drop(self, slot: int) -> None:
         """Forget the replies of a slot on every span."""

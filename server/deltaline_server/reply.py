@@ -7,7 +7,7 @@ calls: it makes messages and bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from google.protobuf import duration_pb2
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import tensor_pb2
 from deltaline_server.errors import DOMAIN, Refusal
+from deltaline_server.regions import OutputMemory
 from deltaline_server.sequence import SequenceDescription, SequenceState
 from deltaline_server.step import StepResult, StepTiming
 
@@ -50,6 +52,12 @@ def step_response(result: StepResult) -> bytes:
     return b"".join(_step_pieces(result))
 
 
+def _shared_tensor(hidden: NDArray[Any], memory: OutputMemory) -> bytes:
+    """Serialise the Tensor of outputs that lie in shared memory."""
+    shared = tensor_pb2.SharedSlice(region=memory.region, offset=memory.offset)
+    return tensor_pb2.Tensor(dtype=wire.data_type(hidden.dtype), shape=hidden.shape, shared=shared).SerializeToString()
+
+
 def stream_response(correlation_id: int, result: StepResult) -> bytes:
     """Serialise a StepStreamResponse for a step that was taken. The outputs are copied once, into the reply itself."""
     head = pb.StepStreamResponse(correlation_id=correlation_id).SerializeToString()
@@ -60,12 +68,14 @@ def _step_pieces(result: StepResult) -> list[wire.Piece]:
     """A serialised StepResponse as pieces: the columns as they lie in their arrays, the outputs as a view."""
     response = pb.StepResponse
     message = response(row_status=row_statuses(result.refusals), timing=_timing(result.timing))
+    memory = result.output_memory
+    tensor = wire.tensor_pieces(result.hidden) if memory is None else [_shared_tensor(result.hidden, memory)]
     return [
         # An outcome is below 128: a varint of one byte.
         *wire.field_pieces(response.OUTCOME_FIELD_NUMBER, [result.outcome.tobytes()]),
         *wire.field_pieces(response.POSITION_FIELD_NUMBER, [result.position.astype("<u8", copy=False).tobytes()]),
         *wire.field_pieces(response.OUTPUT_START_LOC_FIELD_NUMBER, [result.output_start_loc.astype("<u4").tobytes()]),
-        *wire.field_pieces(response.HIDDEN_FIELD_NUMBER, wire.tensor_pieces(result.hidden)),
+        *wire.field_pieces(response.HIDDEN_FIELD_NUMBER, tensor),
         message.SerializeToString(),
     ]
 

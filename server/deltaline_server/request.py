@@ -7,7 +7,7 @@ what is wrong with one row is the scheduler's to say. No Python loop over rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.regions import OutputMemory, Regions
 from deltaline_server.step import OutputRows, RowKind, StepRequest
-from deltaline_server.step_message import Column, StepMessage
+from deltaline_server.step_message import Column, Slice, StepMessage
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
 OPEN_TOKEN_BYTES = 16
@@ -33,7 +34,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request may ask of this server; constant while the process lives."""
+    """What a request may ask of this server; constant while the process lives. regions: where shared tensors are."""
 
     num_spans: int
     hidden_size: int
@@ -42,6 +43,7 @@ class RequestLimits:
     max_draft_tokens: int
     inline_limit_bytes: int
     max_lease_ms: int
+    regions: Regions
 
     @cached_property
     def one_token_offsets(self) -> NDArray[np.int64]:
@@ -123,7 +125,7 @@ def read_commit(message: pb.CommitSequencesRequest, limits: RequestLimits) -> Co
 
 
 def read_step(message: StepMessage, limits: RequestLimits, *, now_s: float, remaining_s: float | None) -> StepRequest:
-    """Return the arrays of a StepRequest; the hidden states are a read-only view of the message's bytes.
+    """Return the arrays of a StepRequest; hidden states are a view, of the message's bytes (read-only) or of a region.
 
     Args: now_s, the scheduler's clock; remaining_s, time to the RPC's own deadline, None for none.
     Raises: RequestError with the field at fault.
@@ -142,7 +144,7 @@ def read_step(message: StepMessage, limits: RequestLimits, *, now_s: float, rema
     query_start_loc = _read_offsets(message.query_start_loc, kind, len(hidden), limits)
     if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
-    return StepRequest(
+    request = StepRequest(
         server_epoch=epoch,
         span=span,
         handle=handle,
@@ -155,7 +157,11 @@ def read_step(message: StepMessage, limits: RequestLimits, *, now_s: float, rema
         output=_read_output(message.output),
         priority=message.priority,
         deadline_s=_read_deadline_s(message.queue_timeout_us, now_s, remaining_s),
+        is_input_shared=message.shared is not None,
     )
+    if message.output_slice is None:
+        return request
+    return replace(request, output_memory=_read_output_memory(message.output_slice, request, limits.regions))
 
 
 def _read_span(span: int, limits: RequestLimits) -> int:
@@ -199,9 +205,13 @@ def _read_kinds(values: Column, length: int) -> NDArray[np.uint8]:
 def _read_hidden(message: StepMessage, limits: RequestLimits) -> NDArray[Any]:
     """The packed hidden states [T, hidden] in the server's dtype."""
     try:
-        hidden = wire.view(
-            message.dtype, message.shape, message.inline, limit_bytes=limits.inline_limit_bytes, field="hidden"
-        )
+        if message.shared is None:
+            hidden = wire.view(
+                message.dtype, message.shape, message.inline, limit_bytes=limits.inline_limit_bytes, field="hidden"
+            )
+        else:
+            dtype, shape = wire.check_header(message.dtype, message.shape, field="hidden")
+            hidden = limits.regions.tensor("hidden", message.shared.region, message.shared.offset, dtype, shape)
     except wire.TensorTooLargeError as error:
         raise RequestError(Reason.MESSAGE_TOO_LARGE, str(error), field=error.field) from error
     except wire.WireError as error:
@@ -211,6 +221,12 @@ def _read_hidden(message: StepMessage, limits: RequestLimits) -> NDArray[Any]:
     if hidden.ndim != 2 or hidden.shape[1] != limits.hidden_size:
         raise _tensor("hidden.shape", f"must be [tokens, {limits.hidden_size}], got {list(hidden.shape)}")
     return hidden
+
+
+def _read_output_memory(place: Slice, request: StepRequest, regions: Regions) -> OutputMemory:
+    """Where the outputs of a request go."""
+    needed = int(request.output_counts.sum()) * request.token_bytes
+    return regions.output("output_slice", place.region, place.offset, place.size_bytes, needed, request.hidden)
 
 
 def _read_offsets(values: Column, kind: NDArray[np.uint8], num_tokens: int, limits: RequestLimits) -> NDArray[np.int64]:

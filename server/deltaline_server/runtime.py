@@ -28,6 +28,8 @@ from deltaline_server.lines import LinePool
 from deltaline_server.model import Model, ModelOptions, check_model, load_model
 from deltaline_server.model_config import GatedDeltaNetShape, ModelError, Scope
 from deltaline_server.observer import Observer
+from deltaline_server.pinning import CudaPinning
+from deltaline_server.regions import Regions
 from deltaline_server.replies import KeptReplies
 from deltaline_server.request import RequestLimits
 from deltaline_server.scheduler import Scheduler
@@ -51,6 +53,7 @@ class Runtime:
     engine: Engine
     table: SequenceTable
     scheduler: Scheduler
+    regions: Regions
 
     @classmethod
     def build(cls, config: Config, observer: Observer, clock: Callable[[], float]) -> Runtime:
@@ -85,7 +88,14 @@ class Runtime:
             long_rows=bounds.long_rows,
         )
         scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
-        return cls(config, model, pool, executor, engine, table, scheduler)
+        regions = Regions(
+            limit_bytes=config.shared_memory_bytes,
+            default_lease_s=config.default_lease_ms / 1000,
+            max_lease_s=config.max_lease_ms / 1000,
+            clock=clock,
+            pinning=CudaPinning(model.device) if model.device.type == "cuda" else None,
+        )
+        return cls(config, model, pool, executor, engine, table, scheduler, regions)
 
     @property
     def device_name(self) -> str:
@@ -103,6 +113,16 @@ class Runtime:
         except Exception as error:
             raise ModelError(f"the first batch failed on this device: {error}") from error
 
+    def reap(self) -> None:
+        """End what has outlived its lease. To be called on the event loop, again and again."""
+        self.table.reap()
+        self.regions.reap()
+
+    async def close(self) -> None:
+        """Finish what the device has, then free shared memory. Idempotent."""
+        await asyncio.to_thread(self.engine.close)
+        await self.regions.close()
+
     def request_limits(self) -> RequestLimits:
         """What a request may ask of this model."""
         return RequestLimits(
@@ -113,6 +133,7 @@ class Runtime:
             max_draft_tokens=self.config.max_draft_tokens,
             inline_limit_bytes=self.config.inline_limit_bytes,
             max_lease_ms=self.config.max_lease_ms,
+            regions=self.regions,
         )
 
     def info(self) -> pb.GetServerInfoResponse:
@@ -136,6 +157,7 @@ class Runtime:
             device=self.device_name,
             sequence_state_bytes=self.pool.bytes_per_sequence,
             versions=_versions(),
+            shared_memory_bytes=config.shared_memory_bytes,
         )
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from deltaline_server.admission import Slots
 from deltaline_server.batch import Run, lay_out
-from deltaline_server.earlier_replies import PrefillAnswer, is_streamed
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.job import Job, RowState
 from deltaline_server.job_queue import JobQueue, Limits, Load
@@ -95,6 +94,7 @@ class Scheduler:
         """
         if self._is_stopped:
             raise RequestError(Reason.STOPPING, "the server is stopping")
+        self.settle()
         verdict = judge(request, self._table, self._queue)
         admission = verdict.admission
         reserved_bytes = self._queue.reserve(request, admission.rows, admission.slots, len(verdict.joins))
@@ -226,7 +226,7 @@ class Scheduler:
         When the device has another batch, or nothing is ready to run, callers are answered first; until the books are
         settled the rows count as in flight. Else the device comes first.
         """
-        self._settle_rest()
+        self.settle()
         self._in_flight.popleft()
         if self._due is not None:
             self._due.cancel()
@@ -242,17 +242,21 @@ class Scheduler:
         if may_answer_first and run.answer(result):
             self._settle_later(REPLY_TURNS)
         else:
-            self._settle_rest()
+            self._settle_later(0)
 
     def _settle_later(self, turns: int) -> None:
         """Settle in so many turns of the event loop, so that the replies are on their way before."""
         if turns:
             asyncio.get_running_loop().call_soon(self._guarded, self._settle_later, turns - 1)
         else:
-            self._settle_rest()
+            self.settle()
+            self._pump()
 
-    def _settle_rest(self) -> None:
-        """Bring cursors, ledger, kept replies and leases up to the batch that is done, and form the next."""
+    def settle(self) -> None:
+        """Bring cursors, ledger, kept replies and leases up to the batch that is done, and form the next soon.
+
+        To be called before anything reads them: replies leave some turns of the event loop before.
+        """
         if self._unsettled is None:
             return
         (run, result, busy_s), self._unsettled = self._unsettled, None
@@ -264,7 +268,7 @@ class Scheduler:
             self._pace.measured(
                 run.span, run.batch.num_short, run.num_long_tokens, result.compute_s, self._last_completed_s
             )
-        self._pump()
+        self._pump_soon()
         self._observer.batch_done(run.timing(result, busy_s))
 
     def _settle_piece(self, piece: Piece, sound: NDArray[np.bool_]) -> None:
@@ -285,7 +289,9 @@ class Scheduler:
         """Rows (positions in the job's admission, and their slots) are done."""
         table, admission, span = self._table, job.admission, job.request.span
         table.ledger.finish(span, admission, finished)
-        self._keep_replies(job, finished, slots)
+        rows = admission.rows[finished]
+        answers = Answers(job.request, job.outputs, job.output_start, job.position, slots, rows)
+        table.replies.put(span, answers, job.reserved_bytes[finished])
         self._queue.done(job, finished)
         table.touch(slots)
         table.settle(slots)
@@ -293,15 +299,3 @@ class Scheduler:
         if job.num_of_kind[RowKind.VERIFY]:
             is_verify = job.kind[finished] == RowKind.VERIFY
             self._observer.drafts(int(job.length[finished][is_verify].sum()))
-
-    def _keep_replies(self, job: Job, finished: NDArray[np.int64], slots: Slots) -> None:
-        replies, span = self._table.replies, job.request.span
-        rows = job.admission.rows[finished]
-        answers = Answers(job.request, job.outputs, job.output_start, job.position, slots, rows)
-        replies.put(span, answers, job.reserved_bytes[finished])
-        if is_streamed(job.request):
-            answer = PrefillAnswer(int(job.request.step[0]), job.request, job.outputs, int(job.position[0]))
-            replies.keep_earlier(span, int(slots[0]), answer)
-        elif replies.earlier.used_bytes:
-            for slot in slots.tolist():
-                replies.keep_earlier(span, slot, None)

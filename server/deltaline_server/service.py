@@ -76,12 +76,14 @@ class LayerService:
 
     async def close_sequences(self, message: pb.CloseSequencesRequest, context: Context) -> bytes:
         """End sequences."""
+        self._scheduler.settle()
         epoch = request.read_epoch(message.server_epoch)
         states = self._table.close(epoch, request.read_handles(message.sequence, self._limits))
         return reply.close_response(states)
 
     async def describe_sequences(self, message: pb.DescribeSequencesRequest, context: Context) -> bytes:
         """Tell what is held."""
+        self._scheduler.settle()
         epoch = request.read_epoch(message.server_epoch)
         handles = request.read_handles(message.sequence, self._limits)
         return reply.describe_response(handles, self._table.describe(epoch, handles))
@@ -99,6 +101,7 @@ class LayerService:
 
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""
+        self._scheduler.settle()
         commit = request.read_commit(message, self._limits)
         return reply.commit_response(
             *self._table.commit(commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted)
@@ -123,7 +126,7 @@ class LayerService:
             try:
                 async for message in messages:
                     step = self._read_safely(message.step, context)
-                    num_bytes = step.hidden.nbytes if isinstance(step, StepRequest) else 0
+                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else 0
                     await room.take(num_bytes)
                     num_taken += 1
                     future = self._submit_safely(step)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
+from deltaline_server.regions import OutputMemory
 
 # The exponent bits of each type of hidden states: all of them are set in infinities and NaNs, and in nothing else.
 EXPONENTS = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
@@ -67,6 +68,10 @@ class StepRequest:
     """When the rows must have begun, on the scheduler's monotonic clock; None for no limit."""
     client: str = ""
     """Who asks, as far as the connection tells; clients of one priority get equal shares of the prefill tokens."""
+    is_input_shared: bool = False
+    """Whether `hidden` lies in memory that the client shares, and has promised not to touch."""
+    output_memory: OutputMemory | None = None
+    """Where the outputs go, with room for all that `output` asks for; None for memory of the server's own."""
 
     @property
     def num_rows(self) -> int:
@@ -81,6 +86,12 @@ class StepRequest:
     def token_bytes(self) -> int:
         """Bytes of one token's hidden state."""
         return int(self.hidden.shape[1]) * self.hidden.dtype.itemsize
+
+    @property
+    def message_bytes(self) -> int:
+        """Most bytes of a tensor that the request or its reply carries itself."""
+        is_shared = self.is_input_shared and self.output_memory is not None
+        return 0 if is_shared else self.hidden.nbytes
 
     def finite_rows(self) -> NDArray[np.bool_] | None:
         """Which rows have finite values only, bool [N]; None when all have."""
@@ -129,6 +140,8 @@ class StepResult:
     hidden: NDArray[Any]
     refusals: dict[int, Refusal] = field(default_factory=dict)
     timing: StepTiming | None = None
+    output_memory: OutputMemory | None = None
+    """Where `hidden` lies, None for memory of the server's own. In it refused rows have a place as well."""
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,19 @@ _WIRE_TYPES = {
 _WIDE = {_F.TYPE_UINT64, _F.TYPE_INT64}
 
 
+class Slice(NamedTuple):
+    """A deltaline.v1.SharedSlice, without a size, or an OutputSlice."""
+
+    region: int
+    offset: int
+    size_bytes: int
+
+
 class StepMessage(NamedTuple):
     """The fields of a deltaline.v1.StepRequest. Columns are arrays, or protobuf's own lists.
 
-    dtype, shape and inline are those of `hidden`; inline is None when the tensor has no payload.
+    dtype, shape, inline and shared are those of `hidden`: inline or shared is its payload, both are None when it has
+    none. output_slice is None where it is absent.
     """
 
     server_epoch: int
@@ -58,9 +67,11 @@ class StepMessage(NamedTuple):
     dtype: int
     shape: Sequence[int]
     inline: bytes | memoryview | None
+    shared: Slice | None
     output: int
     priority: int
     queue_timeout_us: int
+    output_slice: Slice | None
 
 
 class StreamStep(NamedTuple):
@@ -89,7 +100,7 @@ def parse_stream_step(body: bytes) -> StreamStep:
 
 def from_protobuf(message: pb.StepRequest) -> StepMessage:
     """The same fields, parsed by protobuf."""
-    hidden = message.hidden
+    hidden, place = message.hidden, message.output_slice
     return StepMessage(
         server_epoch=message.server_epoch,
         span=message.span,
@@ -102,9 +113,13 @@ def from_protobuf(message: pb.StepRequest) -> StepMessage:
         dtype=hidden.dtype,
         shape=hidden.shape,
         inline=hidden.inline if hidden.HasField("inline") else None,
+        shared=Slice(hidden.shared.region, hidden.shared.offset, 0) if hidden.HasField("shared") else None,
         output=message.output,
         priority=message.priority,
         queue_timeout_us=message.queue_timeout_us,
+        output_slice=(
+            Slice(place.region, place.offset, place.size_bytes) if message.HasField("output_slice") else None
+        ),
     )
 
 
@@ -119,9 +134,13 @@ def walk_step(body: bytes, begin: int, end: int) -> StepMessage | None:
     if hidden is None or not kind.tobytes().isascii():  # a kind of more than one byte
         return None
     shape = _read_varints(body, hidden.get("shape", _EMPTY))
-    if shape is None:
+    inline, shared, place = hidden.get("inline"), hidden.get("shared"), get("output_slice")
+    if shape is None or (inline is not None and shared is not None):  # of two payloads the last one counts
         return None
-    inline = hidden.get("inline")
+    shared_slice = None if shared is None else _read_slice(_SHARED_SLICE, body, shared)
+    output_slice = None if place is None else _read_slice(_OUTPUT_SLICE, body, place)
+    if (shared is None) != (shared_slice is None) or (place is None) != (output_slice is None):
+        return None
     zigzag = get("priority", 0)
     return StepMessage(
         server_epoch=get("server_epoch", 0),
@@ -135,9 +154,11 @@ def walk_step(body: bytes, begin: int, end: int) -> StepMessage | None:
         dtype=hidden.get("dtype", 0),
         shape=shape,
         inline=None if inline is None else memoryview(body)[inline[0] : inline[1]],
+        shared=shared_slice,
         output=get("output", 0),
         priority=zigzag >> 1 ^ -(zigzag & 1),
         queue_timeout_us=get("queue_timeout_us", 0),
+        output_slice=output_slice,
     )
 
 
@@ -200,10 +221,18 @@ class Walk:
 
 
 _EMPTY: Run = (0, 0)
-_TENSOR_FIELDS = ("dtype", "shape", "inline")
+_TENSOR_FIELDS = ("dtype", "shape", "inline", "shared")
 _STEP = Walk(pb.StepRequest.DESCRIPTOR, *(name for name in StepMessage._fields if name not in _TENSOR_FIELDS), "hidden")
 _TENSOR = Walk(tensor_pb2.Tensor.DESCRIPTOR, *_TENSOR_FIELDS)
+_SHARED_SLICE = Walk(tensor_pb2.SharedSlice.DESCRIPTOR, "region", "offset")
+_OUTPUT_SLICE = Walk(pb.OutputSlice.DESCRIPTOR, "region", "offset", "size_bytes")
 _STREAM_STEP = Walk(pb.StepStreamRequest.DESCRIPTOR, "correlation_id", "step")
+
+
+def _read_slice(walk: Walk, body: bytes, run: Run) -> Slice | None:
+    """A slice of shared memory; None for any unusual form."""
+    found = walk.walk(body, *run)
+    return None if found is None else Slice(found.get("region", 0), found.get("offset", 0), found.get("size_bytes", 0))
 
 
 def _column(body: bytes, run: Run | None, dtype: type[np.integer[Any]]) -> NDArray[Any]:

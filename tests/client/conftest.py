@@ -176,6 +176,12 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self._enter("GetLoad", request, context)
         return admin.GetLoadResponse(sequences_open=len(self.streams), lines_total=16, draining=False)
 
+    def CreateSharedMemory(self, request: Any, context: Any) -> admin.CreateSharedMemoryResponse:
+        raise NotImplementedError
+
+    def ReleaseSharedMemory(self, request: Any, context: Any) -> admin.ReleaseSharedMemoryResponse:
+        raise NotImplementedError
+
     def Drain(self, request: Any, context: Any) -> admin.DrainResponse:
         self._enter("Drain", request, context)
         return admin.DrainResponse(sequences_open=len(self.streams))

@@ -37,6 +37,8 @@ def valid_requests(target: Target, handle: int) -> dict[str, Any]:
         LAYER + "StepStream": pb.StepStreamRequest(correlation_id=7, step=step),
         ADMIN + "GetServerInfo": admin_service_pb2.GetServerInfoRequest(),
         ADMIN + "GetLoad": admin_service_pb2.GetLoadRequest(),
+        ADMIN + "CreateSharedMemory": admin_service_pb2.CreateSharedMemoryRequest(size_bytes=100, lease_ms=1000),
+        ADMIN + "ReleaseSharedMemory": admin_service_pb2.ReleaseSharedMemoryRequest(region=1),
         ADMIN + "Drain": admin_service_pb2.DrainRequest(timeout_ms=600_000),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import request
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.regions import Regions
 from deltaline_server.request import MAX_COUNTER, RequestLimits
 from deltaline_server.step import OutputRows
 from deltaline_server.step_message import from_protobuf
@@ -26,6 +28,7 @@ LIMITS = RequestLimits(
     max_draft_tokens=3,
     inline_limit_bytes=1024,
     max_lease_ms=1000,
+    regions=Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=time.monotonic),
 )
 
 

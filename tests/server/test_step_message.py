@@ -12,14 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deltaline import wire
-from deltaline.v1 import admin_service_pb2
+from deltaline.v1 import admin_service_pb2, tensor_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import RequestError
+from deltaline_server.regions import Region, Regions
 from deltaline_server.request import RequestLimits, read_step
 from deltaline_server.step import StepRequest
 from deltaline_server.step_message import StepMessage, Walk, from_protobuf, parse_step, parse_stream_step, walk_step
 
 HIDDEN = 4
+REGION = 2**64 - 3
 LIMITS = RequestLimits(
     num_spans=2,
     hidden_size=HIDDEN,
@@ -28,7 +30,11 @@ LIMITS = RequestLimits(
     max_draft_tokens=3,
     inline_limit_bytes=1024,
     max_lease_ms=1000,
+    regions=Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=lambda: 0.0),
 )
+MEMORY = np.full(4096, 0x3F, np.uint8)
+# What a client has made, in memory that nobody else sees.
+LIMITS.regions._regions[REGION] = Region(REGION, MEMORY, -1, b"", 1.0, 1.0)
 NUMBERS = {
     "uint64": st.sampled_from([0, 1, 2**62, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1),
     "uint32": st.sampled_from([0, 1, 2**31, 2**32 - 1]) | st.integers(0, 5),
@@ -40,7 +46,7 @@ def plain(message: StepMessage) -> dict[str, Any]:
     """The same in Python's own values, so that both parsers' can be compared."""
     values = {name: getattr(message, name) for name in message._fields}
     inline = values.pop("inline")
-    lists = {name: [int(item) for item in value] for name, value in values.items() if not isinstance(value, int)}
+    lists = {name: list(map(int, value)) for name, value in values.items() if not isinstance(value, int | None)}
     return values | lists | {"inline": None if inline is None else bytes(inline)}
 
 
@@ -60,7 +66,9 @@ def outcome(message: StepMessage) -> Any:
         return error.refusal
     columns = [name for name, value in vars(request).items() if isinstance(value, np.ndarray)]
     arrays = {name: (getattr(request, name).dtype, getattr(request, name).tobytes()) for name in columns}
-    return vars(request) | arrays
+    memory = request.output_memory
+    outputs = None if memory is None else (memory.region, memory.offset, memory.memory.ctypes.data, len(memory.memory))
+    return vars(request) | arrays | {"output_memory": outputs}
 
 
 def check(body: bytes) -> bool:
@@ -90,6 +98,13 @@ def check_in_stream(body: bytes, expected: dict[str, Any] | None) -> None:
         assert (in_stream.correlation_id, plain(in_stream.step)) == (2**32 - 1, expected)
 
 
+def slices() -> st.SearchStrategy[dict[str, int]]:
+    """Where something may lie in a region, or where nothing is."""
+    region = st.sampled_from([REGION, REGION, REGION, 0]) | NUMBERS["uint64"]
+    offset = st.sampled_from([0, 64, 2048, 4032, 4096, 4]) | NUMBERS["uint64"]
+    return st.fixed_dictionaries({"region": region, "offset": offset})
+
+
 @st.composite
 def messages(draw: st.DrawFn) -> pb.StepRequest:
     """Steps of 1 to 4 rows, sound or with lies in any field."""
@@ -104,6 +119,11 @@ def messages(draw: st.DrawFn) -> pb.StepRequest:
         hidden.dtype = draw(st.sampled_from([0, 1, 2, 3, 4, -1]))  # type: ignore[assignment]
         del hidden.shape[:]
         hidden.shape.extend(draw(st.lists(st.sampled_from([0, 1, tokens, HIDDEN, 2**31, -1, 2**63 - 1]), max_size=6)))
+    if draw(st.booleans()):
+        hidden.shared.CopyFrom(tensor_pb2.SharedSlice(**draw(slices())))
+    output_slice = None
+    if draw(st.booleans()):
+        output_slice = pb.OutputSlice(**draw(slices()), size_bytes=draw(NUMBERS["uint64"] | st.just(1024)))
     return pb.StepRequest(
         server_epoch=draw(NUMBERS["uint64"]),
         span=draw(NUMBERS["uint32"]),
@@ -117,6 +137,7 @@ def messages(draw: st.DrawFn) -> pb.StepRequest:
         output=draw(NUMBERS["int32"]),  # type: ignore[arg-type]
         priority=draw(NUMBERS["int32"]),
         queue_timeout_us=draw(NUMBERS["uint64"]),
+        output_slice=output_slice,
     )
 
 
@@ -150,6 +171,16 @@ ODD_FIELDS = [
     b"\x4a\x04\x1a\x00\x1a\x00",  # the same, its bytes twice
     b"\x4a\x02\x10\x02",  # an unpacked dimension
     b"\x4a\x0c\x12\x0a" + b"\xff" * 9 + b"\x01",  # a dimension of -1
+    b"\x4a\x02\x22\x00",  # a tensor in shared memory, nowhere
+    b"\x4a\x04\x22\x00\x22\x00",  # the same twice
+    b"\x4a\x04\x1a\x00\x22\x00",  # a tensor with both payloads
+    b"\x4a\x04\x22\x00\x1a\x00",
+    b"\x4a\x04\x22\x02\x18\x01",  # a slice with a field that is not known
+    b"\x4a\x05\x22\x05\x10\x01\x10",  # a slice that ends beyond its tensor
+    b"\x6a\x00",  # an output slice, nowhere
+    b"\x6a\x02\x20\x01",  # one with a field that is not known
+    b"\x6a\x0b\x10" + b"\xff" * 9 + b"\x01",  # one at an offset of 64 bits
+    b"\x6a\x05\x09" + bytes(4),  # one with a region cut short
     b"\x10\x80\x80\x80\x80\x10",  # a span of 2^32
     b"\x10\x81\x00",  # a span of 1 in two bytes
     b"\x90\x00\x01",  # the same with a tag of two bytes
@@ -236,8 +267,37 @@ def test_every_field_is_walked() -> None:
     message = sound()
     message.accepted.extend([-1, 0, 2])
     message.output = pb.OUTPUT_ROWS_LAST
+    message.output_slice.CopyFrom(pb.OutputSlice(region=REGION, offset=64, size_bytes=1024))
     assert {descriptor.name for descriptor, _ in message.ListFields()} == set(pb.StepRequest.DESCRIPTOR.fields_by_name)
     assert check(message.SerializeToString())
+
+
+def test_step_in_shared_memory_is_walked() -> None:
+    message = sound()
+    message.hidden.shared.CopyFrom(tensor_pb2.SharedSlice(region=REGION, offset=128))
+    message.output_slice.CopyFrom(pb.OutputSlice(region=REGION, offset=2048, size_bytes=1024))
+    tensor = message.hidden.DESCRIPTOR.fields_by_name
+    assert {descriptor.name for descriptor, _ in message.hidden.ListFields()} == set(tensor) - {"inline"}
+    body = message.SerializeToString()
+    assert check(body)
+    request = read(body)
+    assert request.is_input_shared and np.shares_memory(request.hidden.view(np.uint8), MEMORY[128 : 128 + 24])
+    assert request.output_memory is not None and np.shares_memory(
+        request.output_memory.memory, MEMORY[2048 : 2048 + 24]
+    )
+
+
+def test_of_two_payloads_the_last_one_counts() -> None:
+    message = sound()
+    inline = message.hidden.SerializeToString()
+    message.hidden.shared.CopyFrom(tensor_pb2.SharedSlice(region=REGION, offset=128))
+    shared = tensor_pb2.Tensor(shared=message.hidden.shared).SerializeToString()
+    message.ClearField("hidden")
+    for tensor, is_shared in ((inline + shared, True), (shared + inline, False)):
+        pieces = wire.field_pieces(pb.StepRequest.HIDDEN_FIELD_NUMBER, [tensor])
+        body = b"".join([message.SerializeToString(), *pieces])
+        assert not check(body)
+        assert read(body).is_input_shared == is_shared
 
 
 def read(body: bytes) -> StepRequest:

@@ -130,6 +130,7 @@ class GetServerInfoResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     SEQUENCE_STATE_BYTES_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process. Never 0."""
     version: _builtins.str
@@ -160,6 +161,8 @@ class GetServerInfoResponse(_message.Message):
     """The device, for example "cpu" or "NVIDIA H200"."""
     sequence_state_bytes: _builtins.int
     """Bytes of state that one sequence holds on the device."""
+    shared_memory_bytes: _builtins.int
+    """Most bytes of shared memory, all regions together; 0 when it is off."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerSpan]:
         """Declared spans; a step names one by its index here."""
@@ -188,10 +191,11 @@ class GetServerInfoResponse(_message.Message):
         device: _builtins.str = ...,
         sequence_state_bytes: _builtins.int = ...,
         versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        shared_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_lease_ms", b"default_lease_ms", "device", b"device", "dtype", b"dtype", "hidden_size", b"hidden_size", "inline_limit_bytes", b"inline_limit_bytes", "max_draft_tokens", b"max_draft_tokens", "max_lease_ms", b"max_lease_ms", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_type", b"model_type", "scope", b"scope", "sequence_state_bytes", b"sequence_state_bytes", "server_epoch", b"server_epoch", "spans", b"spans", "state_dtype", b"state_dtype", "version", b"version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_lease_ms", b"default_lease_ms", "device", b"device", "dtype", b"dtype", "hidden_size", b"hidden_size", "inline_limit_bytes", b"inline_limit_bytes", "max_draft_tokens", b"max_draft_tokens", "max_lease_ms", b"max_lease_ms", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_type", b"model_type", "scope", b"scope", "sequence_state_bytes", b"sequence_state_bytes", "server_epoch", b"server_epoch", "shared_memory_bytes", b"shared_memory_bytes", "spans", b"spans", "state_dtype", b"state_dtype", "version", b"version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,6 +275,115 @@ class GetLoadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class CreateSharedMemoryRequest(_message.Message):
+    """Asks for shared memory. The server has it off: FAILED_PRECONDITION, reason SHARED_MEMORY_OFF."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    size_bytes: _builtins.int
+    """How much, 1 or more; rounded up to whole pages. 0: INVALID_ARGUMENT, reason INVALID_REQUEST. More than is free:
+    RESOURCE_EXHAUSTED, reason SHARED_MEMORY_EXHAUSTED.
+    """
+    lease_ms: _builtins.int
+    """How long the region lives without a step that names it, milliseconds, 1 .. GetServerInfoResponse.max_lease_ms; 0 for
+    default_lease_ms. Else INVALID_ARGUMENT, reason INVALID_REQUEST.
+    """
+    def __init__(
+        self,
+        *,
+        size_bytes: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateSharedMemoryRequest: _TypeAlias = CreateSharedMemoryRequest  # noqa: Y015
+
+@_typing.final
+class CreateSharedMemoryResponse(_message.Message):
+    """A new region. It is sealed: nobody can change its size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    region: _builtins.int
+    """Names the region in slices. Random, never 0."""
+    name: _builtins.str
+    """A file that the client opens and maps, shared and writable, `size_bytes` from its beginning."""
+    size_bytes: _builtins.int
+    """How large it is."""
+    lease_ms: _builtins.int
+    """The lease that it got, milliseconds."""
+    nonce: _builtins.bytes
+    """16 random bytes with which the region begins: a client that reads others at that name must not use it. From then on
+    these bytes too are the client's.
+    """
+    def __init__(
+        self,
+        *,
+        region: _builtins.int = ...,
+        name: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "name", b"name", "nonce", b"nonce", "region", b"region", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateSharedMemoryResponse: _TypeAlias = CreateSharedMemoryResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseSharedMemoryRequest(_message.Message):
+    """Gives a region back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGION_FIELD_NUMBER: _builtins.int
+    region: _builtins.int
+    """From CreateSharedMemoryResponse. One that is not known is no error."""
+    def __init__(
+        self,
+        *,
+        region: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSharedMemoryRequest: _TypeAlias = ReleaseSharedMemoryRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseSharedMemoryResponse(_message.Message):
+    """No step may name the region any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSharedMemoryResponse: _TypeAlias = ReleaseSharedMemoryResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -45,6 +45,16 @@ class AdminServiceStub:
                 request_serializer=deltaline_dot_v1_dot_admin__service__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=deltaline_dot_v1_dot_admin__service__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.CreateSharedMemory = channel.unary_unary(
+                '/deltaline.v1.AdminService/CreateSharedMemory',
+                request_serializer=deltaline_dot_v1_dot_admin__service__pb2.CreateSharedMemoryRequest.SerializeToString,
+                response_deserializer=deltaline_dot_v1_dot_admin__service__pb2.CreateSharedMemoryResponse.FromString,
+                _registered_method=True)
+        self.ReleaseSharedMemory = channel.unary_unary(
+                '/deltaline.v1.AdminService/ReleaseSharedMemory',
+                request_serializer=deltaline_dot_v1_dot_admin__service__pb2.ReleaseSharedMemoryRequest.SerializeToString,
+                response_deserializer=deltaline_dot_v1_dot_admin__service__pb2.ReleaseSharedMemoryResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/deltaline.v1.AdminService/Drain',
                 request_serializer=deltaline_dot_v1_dot_admin__service__pb2.DrainRequest.SerializeToString,
@@ -70,6 +80,23 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateSharedMemory(self, request, context):
+        """Makes memory that this client and the server share, for the tensors of steps; only for clients of the same user on the
+        same host. It lives until it is released or its lease runs out; a step that names it renews the lease. A call that is
+        repeated makes another region.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseSharedMemory(self, request, context):
+        """Gives a region back: its name is gone at once and no later step may name it; the memory itself stays until the last
+        step and kept reply that refer to it are over. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Begins the drain: readiness goes off, OpenSequences is refused (UNAVAILABLE, reason DRAINING), existing sequences are
         stepped until they are closed or the time is over; then the server stops. Idempotent: a second call changes nothing.
@@ -90,6 +117,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=deltaline_dot_v1_dot_admin__service__pb2.GetLoadRequest.FromString,
                     response_serializer=deltaline_dot_v1_dot_admin__service__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'CreateSharedMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateSharedMemory,
+                    request_deserializer=deltaline_dot_v1_dot_admin__service__pb2.CreateSharedMemoryRequest.FromString,
+                    response_serializer=deltaline_dot_v1_dot_admin__service__pb2.CreateSharedMemoryResponse.SerializeToString,
+            ),
+            'ReleaseSharedMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseSharedMemory,
+                    request_deserializer=deltaline_dot_v1_dot_admin__service__pb2.ReleaseSharedMemoryRequest.FromString,
+                    response_serializer=deltaline_dot_v1_dot_admin__service__pb2.ReleaseSharedMemoryResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -152,6 +189,60 @@ class AdminService:
             '/deltaline.v1.AdminService/GetLoad',
             deltaline_dot_v1_dot_admin__service__pb2.GetLoadRequest.SerializeToString,
             deltaline_dot_v1_dot_admin__service__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateSharedMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltaline.v1.AdminService/CreateSharedMemory',
+            deltaline_dot_v1_dot_admin__service__pb2.CreateSharedMemoryRequest.SerializeToString,
+            deltaline_dot_v1_dot_admin__service__pb2.CreateSharedMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseSharedMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltaline.v1.AdminService/ReleaseSharedMemory',
+            deltaline_dot_v1_dot_admin__service__pb2.ReleaseSharedMemoryRequest.SerializeToString,
+            deltaline_dot_v1_dot_admin__service__pb2.ReleaseSharedMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

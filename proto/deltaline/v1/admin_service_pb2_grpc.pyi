@@ -37,6 +37,15 @@ class AdminServiceStub:
     """Tells what is served and the limits. Constant while the process lives."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetLoadRequest, _admin_service_pb2.GetLoadResponse]
     """Tells how full the server is now. Cheap; never touches the device."""
+    CreateSharedMemory: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.CreateSharedMemoryRequest, _admin_service_pb2.CreateSharedMemoryResponse]
+    """Makes memory that this client and the server share, for the tensors of steps; only for clients of the same user on the
+    same host. It lives until it is released or its lease runs out; a step that names it renews the lease. A call that is
+    repeated makes another region.
+    """
+    ReleaseSharedMemory: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseSharedMemoryRequest, _admin_service_pb2.ReleaseSharedMemoryResponse]
+    """Gives a region back: its name is gone at once and no later step may name it; the memory itself stays until the last
+    step and kept reply that refer to it are over. Idempotent.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.DrainRequest, _admin_service_pb2.DrainResponse]
     """Begins the drain: readiness goes off, OpenSequences is refused (UNAVAILABLE, reason DRAINING), existing sequences are
     stepped until they are closed or the time is over; then the server stops. Idempotent: a second call changes nothing.
@@ -51,6 +60,15 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Tells what is served and the limits. Constant while the process lives."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetLoadRequest, _admin_service_pb2.GetLoadResponse]  # type: ignore[assignment]
     """Tells how full the server is now. Cheap; never touches the device."""
+    CreateSharedMemory: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.CreateSharedMemoryRequest, _admin_service_pb2.CreateSharedMemoryResponse]  # type: ignore[assignment]
+    """Makes memory that this client and the server share, for the tensors of steps; only for clients of the same user on the
+    same host. It lives until it is released or its lease runs out; a step that names it renews the lease. A call that is
+    repeated makes another region.
+    """
+    ReleaseSharedMemory: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseSharedMemoryRequest, _admin_service_pb2.ReleaseSharedMemoryResponse]  # type: ignore[assignment]
+    """Gives a region back: its name is gone at once and no later step may name it; the memory itself stays until the last
+    step and kept reply that refer to it are over. Idempotent.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.DrainRequest, _admin_service_pb2.DrainResponse]  # type: ignore[assignment]
     """Begins the drain: readiness goes off, OpenSequences is refused (UNAVAILABLE, reason DRAINING), existing sequences are
     stepped until they are closed or the time is over; then the server stops. Idempotent: a second call changes nothing.
@@ -74,6 +92,27 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.GetLoadResponse, _abc.Awaitable[_admin_service_pb2.GetLoadResponse]]:
         """Tells how full the server is now. Cheap; never touches the device."""
+
+    @_abc_1.abstractmethod
+    def CreateSharedMemory(
+        self,
+        request: _admin_service_pb2.CreateSharedMemoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.CreateSharedMemoryResponse, _abc.Awaitable[_admin_service_pb2.CreateSharedMemoryResponse]]:
+        """Makes memory that this client and the server share, for the tensors of steps; only for clients of the same user on the
+        same host. It lives until it is released or its lease runs out; a step that names it renews the lease. A call that is
+        repeated makes another region.
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseSharedMemory(
+        self,
+        request: _admin_service_pb2.ReleaseSharedMemoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ReleaseSharedMemoryResponse, _abc.Awaitable[_admin_service_pb2.ReleaseSharedMemoryResponse]]:
+        """Gives a region back: its name is gone at once and no later step may name it; the memory itself stays until the last
+        step and kept reply that refer to it are over. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

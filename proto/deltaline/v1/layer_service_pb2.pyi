@@ -497,6 +497,38 @@ class RenewLeasesResponse(_message.Message):
 Global___RenewLeasesResponse: _TypeAlias = RenewLeasesResponse  # noqa: Y015
 
 @_typing.final
+class OutputSlice(_message.Message):
+    """Where outputs go in a shared-memory region (AdminService.CreateSharedMemory)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGION_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    region: _builtins.int
+    """From CreateSharedMemoryResponse. Not known, released or expired: INVALID_ARGUMENT, reason INVALID_SHARED_MEMORY."""
+    offset: _builtins.int
+    """First byte, a multiple of 64. Else INVALID_ARGUMENT, reason INVALID_SHARED_MEMORY."""
+    size_bytes: _builtins.int
+    """Bytes that may be written: room for every output row that the request asks for, within the region and apart from
+    the request's own hidden states. Else INVALID_ARGUMENT, reason INVALID_SHARED_MEMORY.
+    """
+    def __init__(
+        self,
+        *,
+        region: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "region", b"region", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputSlice: _TypeAlias = OutputSlice  # noqa: Y015
+
+@_typing.final
 class StepRequest(_message.Message):
     """One step for each of N sequences on one span, as a structure of arrays."""
 
@@ -514,6 +546,7 @@ class StepRequest(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     QUEUE_TIMEOUT_US_FIELD_NUMBER: _builtins.int
+    OUTPUT_SLICE_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """From OpenSequencesResponse. 0: INVALID_ARGUMENT, reason INVALID_REQUEST. Another process's: every row is refused,
     NOT_FOUND, reason STATE_LOST.
@@ -572,6 +605,12 @@ class StepRequest(_message.Message):
         INVALID_ARGUMENT, reason NON_FINITE_INPUT.
         """
 
+    @_builtins.property
+    def output_slice(self) -> Global___OutputSlice:
+        """Where the outputs go, packed `[rows, hidden]`; absent for inline in the reply. Here every row of the request has its
+        place, refused ones too, so that the same step sent again has each output in the same place.
+        """
+
     def __init__(
         self,
         *,
@@ -587,10 +626,11 @@ class StepRequest(_message.Message):
         output: Global___OutputRows.ValueType = ...,
         priority: _builtins.int = ...,
         queue_timeout_us: _builtins.int = ...,
+        output_slice: Global___OutputSlice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "output_slice", b"output_slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "hidden", b"hidden", "kind", b"kind", "output", b"output", "position", b"position", "priority", b"priority", "query_start_loc", b"query_start_loc", "queue_timeout_us", b"queue_timeout_us", "sequence", b"sequence", "server_epoch", b"server_epoch", "span", b"span", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "hidden", b"hidden", "kind", b"kind", "output", b"output", "output_slice", b"output_slice", "position", b"position", "priority", b"priority", "query_start_loc", b"query_start_loc", "queue_timeout_us", b"queue_timeout_us", "sequence", b"sequence", "server_epoch", b"server_epoch", "span", b"span", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -662,11 +702,13 @@ class StepResponse(_message.Message):
 
     @_builtins.property
     def output_start_loc(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First output row of each request row in `hidden`, N + 1 of them. Refused rows have none."""
+        """First output row of each request row in `hidden`, N + 1 of them. Refused rows have none; in an output slice they have
+        their place, whose content means nothing.
+        """
 
     @_builtins.property
     def hidden(self) -> _tensor_pb2.Tensor:
-        """Packed outputs `[rows, hidden]` in the server's dtype."""
+        """Packed outputs `[rows, hidden]` in the server's dtype: inline, or in the output slice of the request."""
 
     @_builtins.property
     def row_status(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowStatus]:

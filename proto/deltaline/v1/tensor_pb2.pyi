@@ -12,10 +12,10 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 10):
-    from typing import TypeAlias as _TypeAlias
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    from typing_extensions import TypeAlias as _TypeAlias
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -48,6 +48,32 @@ DATA_TYPE_FLOAT16: DataType.ValueType  # 3
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
+class SharedSlice(_message.Message):
+    """Elements in a shared-memory region (AdminService.CreateSharedMemory): product(shape) * element size bytes from `offset`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGION_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    region: _builtins.int
+    """From CreateSharedMemoryResponse. Not known, released or expired: INVALID_ARGUMENT, reason INVALID_SHARED_MEMORY."""
+    offset: _builtins.int
+    """First byte, a multiple of 64; the bytes end within the region. Else INVALID_ARGUMENT, reason INVALID_SHARED_MEMORY."""
+    def __init__(
+        self,
+        *,
+        region: _builtins.int = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedSlice: _TypeAlias = SharedSlice  # noqa: Y015
+
+@_typing.final
 class Tensor(_message.Message):
     """A dense tensor, C-contiguous (the last dimension varies fastest)."""
 
@@ -56,6 +82,7 @@ class Tensor(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     dtype: Global___DataType.ValueType
     """Element type. In a step it is the server's (GetServerInfoResponse.dtype), else INVALID_ARGUMENT, reason INVALID_TENSOR."""
     inline: _builtins.bytes
@@ -68,18 +95,23 @@ class Tensor(_message.Message):
         Wrong rank or range: INVALID_ARGUMENT, reason INVALID_TENSOR.
         """
 
+    @_builtins.property
+    def shared(self) -> Global___SharedSlice:
+        """Where they lie in a region that client and server share. No limit but the region's size."""
+
     def __init__(
         self,
         *,
         dtype: Global___DataType.ValueType = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         inline: _builtins.bytes = ...,
+        shared: Global___SharedSlice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inline", b"inline", "payload", b"payload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inline", b"inline", "payload", b"payload", "shared", b"shared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "inline", b"inline", "payload", b"payload", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "inline", b"inline", "payload", b"payload", "shape", b"shape", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_payload: _TypeAlias = _typing.Literal["inline"]  # noqa: Y015
+    _WhichOneofReturnType_payload: _TypeAlias = _typing.Literal["inline", "shared"]  # noqa: Y015
     _WhichOneofArgType_payload: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_payload) -> _WhichOneofReturnType_payload | None: ...
 

@@ -1,0 +1,82 @@
+"""An arena: blocks of one piece of memory, handed out and taken back. Knows bytes; not who shares the memory.
+
+A block is free again when no array over it is left: whoever holds one of its arrays holds the block.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+ALIGNMENT = 64
+
+
+class _Block:
+    """Bytes of the arena: every array over them keeps this object alive, and it keeps the mapping."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self.__array_interface__ = memory.__array_interface__
+        self._memory = memory
+
+
+class Arena:
+    """Hands out arrays in a mapping, each at a multiple of ALIGNMENT. Safe to use from several threads."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._memory: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
+        self._address = self._memory.ctypes.data
+        # Free ranges (begin, end), sorted, none touching the next.
+        self._free: list[tuple[int, int]] = [(0, len(self._memory) // ALIGNMENT * ALIGNMENT)]
+        self._lock = threading.Lock()
+        # Filled wherever the last reference to a block is dropped, also inside `empty`: so no lock is taken there.
+        self._dropped: deque[tuple[int, int]] = deque()
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return len(self._memory)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any] | None:
+        """Return an array with whatever the memory holds, None when no free range is large enough.
+
+        The first range that fits is taken. An empty array takes a block too, so that it has an address.
+        """
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        size = max(1, -(-num_bytes // ALIGNMENT)) * ALIGNMENT
+        with self._lock:
+            while self._dropped:
+                self._give_back(*self._dropped.popleft())
+            index = next((i for i, (begin, end) in enumerate(self._free) if end - begin >= size), None)
+            if index is None:
+                return None
+            begin, end = self._free[index]
+            self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []
+        block = _Block(self._memory[begin : begin + size])
+        weakref.finalize(block, self._dropped.append, (begin, begin + size)).atexit = False
+        array: NDArray[Any] = np.asarray(block)[:num_bytes].view(dtype).reshape(tuple(shape))
+        return array
+
+    def offset(self, array: NDArray[Any]) -> int | None:
+        """Return where a contiguous array lies in the arena; None for one elsewhere or at another alignment."""
+        offset = array.ctypes.data - self._address
+        inside = offset >= 0 and offset + array.nbytes <= len(self._memory)
+        return offset if inside and offset % ALIGNMENT == 0 and array.flags.c_contiguous else None
+
+    def _give_back(self, begin: int, end: int) -> None:
+        """Make a range free again, joined with its neighbours."""
+        index = bisect.bisect(self._free, (begin, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == begin:
+            index -= 1
+            begin = self._free.pop(index)[0]
+        self._free.insert(index, (begin, end))
