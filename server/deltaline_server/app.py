@@ -23,6 +23,7 @@ from deltaline.v1 import admin_service_pb2, layer_service_pb2
 from deltaline_server import admin, health, service
 from deltaline_server.admin import AdminService
 from deltaline_server.config import Config
+from deltaline_server.gauges import add_gauges
 from deltaline_server.health import Health
 from deltaline_server.interceptor import Interceptor
 from deltaline_server.log import event
@@ -233,23 +234,7 @@ class Server:
         self._server.add_generic_rpc_handlers(handlers)
         names = (service.NAME, admin.NAME, health.NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        gauge = self.metrics.gauge
-        gauge("deltaline_lines_used", "State lines in use.", lambda: table.num_lines_used)
-        gauge("deltaline_lines_total", "State lines in all, the null line not counted.", lambda: table.num_lines)
-        gauge("deltaline_sequences_open", "Sequences open.", lambda: table.num_open)
-        gauge("deltaline_queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows)
-        gauge("deltaline_queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes)
-        gauge("deltaline_reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes)
-        counts = runtime.executor.counts
-        gauge("deltaline_device_bytes", "Device memory that tensors are given from.", lambda: counts().bytes)
-        for name, text, count in (
-            ("compilations", "Kernels compiled, or loaded once compiled.", lambda: counts().compilations),
-            ("graph_captures", "CUDA graphs captured.", lambda: counts().captures),
-            ("device_allocations", "Allocations of device memory.", lambda: counts().allocations),
-        ):
-            self.metrics.total(f"deltaline_{name}", text, count)
-        gauge("deltaline_shared_memory_bytes", "Bytes of shared memory.", lambda: runtime.regions.used_bytes)
-        self.metrics.total("deltaline_sequences_expired", "Leases that ran out.", lambda: table.num_expired)
+        add_gauges(self.metrics, runtime)
 
     def _is_live(self) -> bool:
         """Whether the device thread takes its turns."""

@@ -16,7 +16,7 @@ from triton import knobs
 from deltaline_server.executor import BatchLimits, DeviceCounts, Finish, Report
 from deltaline_server.graphs import Graphs, make_buckets
 from deltaline_server.model import Model
-from deltaline_server.staging import Layout, Slot
+from deltaline_server.staging import Copier, Layout, Slot
 from deltaline_server.state_pool import StatePool
 from deltaline_server.step import BatchResult, StepBatch
 
@@ -32,6 +32,7 @@ class CudaExecutor:
     def __init__(self, model: Model, pool: StatePool, limits: BatchLimits) -> None:
         self._model, self._pool = model, pool
         self._in, self._compute, self._out = (torch.cuda.Stream(model.device) for _ in range(3))
+        self._copier = Copier()
         self._num_compiled = 0
         knobs.runtime.jit_post_compile_hook = self._count_compiled
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
@@ -42,7 +43,8 @@ class CudaExecutor:
         """Allocate the slots and capture the graphs, which compiles the kernels and takes the memory they need."""
         model = self._model
         layouts = [bucket.layout for bucket in self._buckets]
-        slots = [Slot(layouts, model.hidden_size, model.dtype, model.numpy_dtype) for _ in range(NUM_SLOTS)]
+        sizes = model.hidden_size, model.dtype, model.numpy_dtype
+        slots = [Slot(layouts, *sizes, self._copier) for _ in range(NUM_SLOTS)]
         # What was allocated and zeroed so far was so on the stream that other threads use.
         torch.cuda.synchronize(model.device)
         with torch.cuda.stream(self._compute):
@@ -57,16 +59,16 @@ class CudaExecutor:
         slot = self._free.get()
         try:
             torch.cuda.set_stream(self._in)
-            wanted = slot.copy_in(batch, bucket.layout)
+            wanted = slot.copy_in(batch, bucket.layout, self._in)
             torch.cuda.set_stream(self._compute)
             self._compute.wait_event(slot.events[1])
-            slot.events[2].record()
+            slot.events[2].record(self._compute)
             self._graphs.replay(slot, batch.span, bucket)
             slot.select(bucket.layout, wanted)
-            slot.events[3].record()
+            slot.events[3].record(self._compute)
             torch.cuda.set_stream(self._out)
             self._out.wait_event(slot.events[3])
-            slot.copy_out(batch, bucket.layout)
+            slot.copy_out(batch, bucket.layout, self._out)
         except BaseException:
             self._free.put(slot)
             raise
@@ -82,6 +84,9 @@ class CudaExecutor:
         except Exception:
             return True
         return False
+
+    def close(self) -> None:
+        self._copier.close()
 
     def counts(self) -> DeviceCounts:
         memory = torch.cuda.memory_stats(self._model.device)

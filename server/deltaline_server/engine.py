@@ -117,6 +117,7 @@ class Engine:
         if self._is_started:
             for thread in self._threads:
                 thread.join()
+            self._executor.close()
             torch.set_float32_matmul_precision(self._precision)
 
     def _put(self, job: _Run | _Zero | _Prepare) -> None:

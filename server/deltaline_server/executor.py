@@ -63,6 +63,9 @@ class Executor(Protocol):
     def is_lost(self) -> bool:
         """Tell, after an error, whether the device answers no more."""
 
+    def close(self) -> None:
+        """End its threads. Nothing is launched afterwards."""
+
     def counts(self) -> DeviceCounts:
         """Tell what was compiled, captured and allocated so far. May be called from any thread."""
 
@@ -98,6 +101,9 @@ class CpuExecutor:
 
     def is_lost(self) -> bool:
         return False
+
+    def close(self) -> None:
+        pass
 
     def counts(self) -> DeviceCounts:
         return DeviceCounts()

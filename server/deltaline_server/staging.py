@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ from deltaline_server.step import BatchResult, StepBatch, finite_rows
 
 # Smaller arrays are sooner copied than asked where they lie.
 DIRECT_BYTES = 1 << 16
+# Arrays from this size on are copied by several threads; for smaller ones, waking these takes longer.
+LARGE_BYTES, COPY_THREADS = 1 << 21, 4
+# Views of a slot's memory that are remembered.
+MOST_PARTS = 1024
 # Bytes between whose multiples tensors of a slot begin.
 ALIGNMENT = 256
 
@@ -41,6 +46,28 @@ class Layout:
         return _aligned(self.tokens * 4)
 
 
+class Copier:
+    """Copies between arrays of the host, large ones with several threads at once."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+
+    def copy(self, target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+        """Copy bytes `[n]`; mutates `target`."""
+        if len(target) < LARGE_BYTES:
+            target[:] = source
+            return
+        part = -(-len(target) // COPY_THREADS)
+        begins = range(0, len(target), part)
+        waiting = [self._pool.submit(np.copyto, target[i : i + part], source[i : i + part]) for i in begins[1:]]
+        np.copyto(target[:part], source[:part])
+        for done in waiting:
+            done.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
 class Slot:
     """Memory of one batch in flight, allocated once, and the events that time its stages.
 
@@ -49,9 +76,15 @@ class Slot:
     """
 
     def __init__(
-        self, layouts: Sequence[Layout], hidden_size: int, dtype: torch.dtype, numpy_dtype: np.dtype[Any]
+        self,
+        layouts: Sequence[Layout],
+        hidden_size: int,
+        dtype: torch.dtype,
+        numpy_dtype: np.dtype[Any],
+        copier: Copier,
     ) -> None:
         """Allocate what batches of these layouts need on the current CUDA device."""
+        self._copier = copier
         self._hidden_size, self._dtype, self._numpy_dtype = hidden_size, dtype, numpy_dtype
         self._token_bytes = hidden_size * dtype.itemsize
         tokens = max(layout.tokens for layout in layouts)
@@ -76,8 +109,8 @@ class Slot:
         output = self._outbound.device[begin : begin + layout.tokens * self._token_bytes].view(self._dtype)
         return sizes, output.view(-1, self._hidden_size)
 
-    def copy_in(self, batch: StepBatch, layout: Layout) -> Tensor | None:
-        """Copy a batch to `inputs` on the current stream; return its wanted tokens, int64.
+    def copy_in(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> Tensor | None:
+        """Copy a batch to `inputs` on a stream, the current one; return its wanted tokens, int64.
 
         Rows of the layout that the batch has not have no token and are skipped.
         """
@@ -90,7 +123,7 @@ class Slot:
             first, end = end, end + piece.nbytes
             source = _as_pinned(piece)
             if source is None:
-                inbound.array[first:end] = piece.view(np.uint8).reshape(-1)
+                self._copier.copy(inbound.array[first:end], piece.view(np.uint8).reshape(-1))
             else:
                 pinned.append((filled, first, end, source))
                 filled = end
@@ -98,14 +131,14 @@ class Slot:
         if batch.wanted is not None:
             wanted = self._wanted.array[: batch.wanted.nbytes].view(np.int64)
             wanted[:] = batch.wanted
-        self.events[0].record()
+        self.events[0].record(stream)  # told the stream, it is sooner done than when it has to ask
         # What lies in pinned memory goes from where it is; all else by way of this slot's, neighbours at once.
         for before, first, last, source in pinned:
             inbound.send(before, first)
             inbound.device[first:last].copy_(source, non_blocking=True)
         inbound.send(filled, end)
         sent = None if wanted is None else self._wanted.send(0, wanted.nbytes).view(torch.int64)
-        self.events[1].record()
+        self.events[1].record(stream)
         return sent
 
     def select(self, layout: Layout, wanted: Tensor | None) -> None:
@@ -113,8 +146,8 @@ class Slot:
         if wanted is not None and len(wanted):
             torch.index_select(self.outputs(layout)[1], 0, wanted, out=self._selected[: len(wanted)])
 
-    def copy_out(self, batch: StepBatch, layout: Layout) -> None:
-        """Begin to copy sizes and the wanted outputs to the host on the current stream."""
+    def copy_out(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> None:
+        """Begin to copy sizes and the wanted outputs to the host on a stream, the current one."""
         outbound, begin = self._outbound, layout.size_bytes
         if batch.wanted is None:
             outbound.receive(0, begin + batch.num_tokens * self._token_bytes)
@@ -123,7 +156,7 @@ class Slot:
             end = begin + len(batch.wanted) * self._token_bytes
             if begin < end:
                 outbound.tensor[begin:end].copy_(self._selected[: len(batch.wanted)].view(-1).view(torch.uint8), True)
-        self.events[4].record()
+        self.events[4].record(stream)
 
     def wait(self, batch: StepBatch, layout: Layout) -> BatchResult:
         """Wait for the copy out and return the result, whose arrays are the caller's."""
@@ -131,11 +164,13 @@ class Slot:
         begin, num_tokens = layout.size_bytes, batch.num_tokens
         sizes = self._outbound.array[: num_tokens * 4].view(np.float32)
         num_returned = num_tokens if batch.wanted is None else len(batch.wanted)
-        hidden = self._outbound.array[begin : begin + num_returned * self._token_bytes].view(self._numpy_dtype)
+        hidden = np.empty((num_returned, self._hidden_size), self._numpy_dtype)
+        returned = self._outbound.array[begin : begin + hidden.nbytes]
+        self._copier.copy(hidden.view(np.uint8).reshape(-1), returned)
         events = self.events
         copy_in_s, _, compute_s, copy_out_s = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
         return BatchResult(
-            hidden.reshape(num_returned, self._hidden_size).copy(),
+            hidden,
             finite_rows(batch.control[0], sizes),
             copy_in_s,
             compute_s,
@@ -150,17 +185,29 @@ class _Crossing:
         self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.array: NDArray[np.uint8] = self.tensor.numpy()
         self.device = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def send(self, begin: int, end: int) -> Tensor:
         """Begin to copy these bytes to the device; return them there."""
+        host, device = self._parts(begin, end)
         if begin < end:
-            self.device[begin:end].copy_(self.tensor[begin:end], non_blocking=True)
-        return self.device[begin:end]
+            device.copy_(host, non_blocking=True)
+        return device
 
     def receive(self, begin: int, end: int) -> None:
         """Begin to copy these bytes to the host."""
         if begin < end:
-            self.tensor[begin:end].copy_(self.device[begin:end], non_blocking=True)
+            host, device = self._parts(begin, end)
+            host.copy_(device, non_blocking=True)
+
+    def _parts(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """These bytes on both sides: made once for each, since the same sizes come again and again."""
+        parts = self._made.get((begin, end))
+        if parts is None:
+            if len(self._made) == MOST_PARTS:
+                self._made.clear()
+            parts = self._made[begin, end] = self.tensor[begin:end], self.device[begin:end]
+        return parts
 
 
 def _as_pinned(array: NDArray[Any]) -> Tensor | None:

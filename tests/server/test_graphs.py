@@ -28,6 +28,7 @@ from deltaline_server.executor import (
 )
 from deltaline_server.graphs import Bucket, Graphs, make_buckets
 from deltaline_server.model import Model, ModelOptions, load_model
+from deltaline_server.staging import Copier
 from deltaline_server.state_pool import StateOptions, StatePool
 from deltaline_server.step import BatchResult, StepBatch, finite_rows
 
@@ -82,6 +83,15 @@ def find(buckets: list[Bucket], lengths: list[int], draft: int) -> Bucket:
     return graphs.find(StepBatch(0, control, sum(n <= draft for n in lengths), (), None))
 
 
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 21) + 5, 10_000_003])
+def test_copies_of_any_size_are_whole(size: int) -> None:
+    source, target = np.random.default_rng(0).integers(0, 256, (2, size), dtype=np.uint8)
+    copier = Copier()
+    copier.copy(target, source)
+    copier.close()
+    np.testing.assert_array_equal(target, source)
+
+
 class Launches:
     """An executor that launches kernel by kernel and waits: what the one with graphs is compared with."""
 
@@ -110,6 +120,9 @@ class Launches:
 
     def is_lost(self) -> bool:
         return False
+
+    def close(self) -> None:
+        pass
 
     def counts(self) -> DeviceCounts:
         return DeviceCounts()

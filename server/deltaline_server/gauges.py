@@ -1,0 +1,32 @@
+"""The metrics that are read at each scrape: how full the server is, and what must stand still while it serves.
+
+Knows where each number is kept; not how metrics are exported (metrics.py).
+"""
+
+from __future__ import annotations
+
+from deltaline_server.metrics import Metrics
+from deltaline_server.runtime import Runtime
+
+
+def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
+    """Let the metrics read a runtime's numbers."""
+    table, scheduler, counts = runtime.table, runtime.scheduler, runtime.executor.counts
+    for name, text, read in (
+        ("lines_used", "State lines in use.", lambda: table.num_lines_used),
+        ("lines_total", "State lines in all, the null line not counted.", lambda: table.num_lines),
+        ("sequences_open", "Sequences open.", lambda: table.num_open),
+        ("queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows),
+        ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),
+        ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
+        ("device_bytes", "Device memory that tensors are given from.", lambda: counts().bytes),
+        ("shared_memory_bytes", "Bytes of shared memory.", lambda: runtime.regions.used_bytes),
+    ):
+        metrics.gauge(f"deltaline_{name}", text, read)
+    for name, text, read in (
+        ("compilations", "Kernels compiled, or loaded once compiled.", lambda: counts().compilations),
+        ("graph_captures", "CUDA graphs captured.", lambda: counts().captures),
+        ("device_allocations", "Allocations of device memory.", lambda: counts().allocations),
+        ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
+    ):
+        metrics.total(f"deltaline_{name}", text, read)
