@@ -185,6 +185,7 @@ async def test_what_the_host_can_not_give_is_refused(monkeypatch: pytest.MonkeyP
     def refuse(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
+    gc.collect()  # else what other tests left may go in between
     regions, before = make(), memory_files()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert await reason_of(regions.create(1, None)) is Reason.SHARED_MEMORY_EXHAUSTED
