@@ -7,7 +7,6 @@ repeated, run out of order or on another's line shows in the numbers.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 

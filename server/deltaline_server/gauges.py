@@ -21,7 +21,6 @@ def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
         ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
         ("shared_memory_bytes", "Bytes of shared memory.", lambda: runtime.regions.used_bytes),
         ("device_bytes", "Device memory that tensors are given from.", lambda: counts().bytes),
-        ("shared_memory_bytes", "Bytes of shared memory.", lambda: runtime.regions.used_bytes),
     ):
         metrics.gauge(f"deltaline_{name}", text, read)
     for name, text, read in (

@@ -245,7 +245,7 @@ class Scheduler:
             self._settle_later(0)
 
     def _settle_later(self, turns: int) -> None:
-        """Settle in so many turns of the event loop, so that the replies are on their way before."""
+        """Settle, and form the next batch, in so many turns of the event loop: the replies leave before."""
         if turns:
             asyncio.get_running_loop().call_soon(self._guarded, self._settle_later, turns - 1)
         else:
@@ -253,10 +253,7 @@ class Scheduler:
             self._pump()
 
     def settle(self) -> None:
-        """Bring cursors, ledger, kept replies and leases up to the batch that is done, and form the next soon.
-
-        To be called before anything reads them: replies leave some turns of the event loop before.
-        """
+        """Bring ledger, kept replies and leases up to the batch that is done: before anything reads them."""
         if self._unsettled is None:
             return
         (run, result, busy_s), self._unsettled = self._unsettled, None
