@@ -104,7 +104,17 @@ def lay_out(pieces: list[Piece], table: SequenceTable, num_short: int) -> StepBa
             control[4, row:end] = job.admission.num_replayed[piece.index]
         control[5, row:end] = draft_half[slots]
         row, token = end, int(ends[-1])
-    return StepBatch(span, control, num_short, tuple(piece.hidden() for piece in pieces), _wanted(pieces))
+    hidden = tuple(piece.hidden() for piece in pieces)
+    return StepBatch(span, control, num_short, hidden, _wanted(pieces), _into(pieces))
+
+
+def _into(pieces: list[Piece]) -> NDArray[Any] | None:
+    """Where all outputs go, if that is one place in shared memory."""
+    job = pieces[0].job
+    if len(pieces) > 1 or job.request.output_memory is None:
+        return None
+    places = pieces[0].output_places()
+    return job.outputs[places] if isinstance(places, slice) else None
 
 
 def _wanted(pieces: list[Piece]) -> NDArray[np.int64] | None:

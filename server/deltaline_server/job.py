@@ -131,7 +131,9 @@ class Job:
         if self._outputs is None and self.request.output_memory is None and is_whole_batch and is_whole_reply:
             self._outputs = values
         else:
-            self.outputs[places] = values
+            target = self.outputs[places]
+            if not np.may_share_memory(target, values):  # else the engine has written them where they belong
+                self.outputs[places] = values
 
     def output_of(self, row: int) -> NDArray[Any]:
         """Outputs of one request row, a view."""

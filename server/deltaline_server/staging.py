@@ -94,6 +94,7 @@ class Slot:
         self._wanted = _Crossing(tokens * 8)
         self._selected = torch.empty(tokens, hidden_size, dtype=dtype, device="cuda")
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
+        self._into: NDArray[Any] | None = None
 
     def inputs(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Control and hidden on the device."""
@@ -147,9 +148,18 @@ class Slot:
             torch.index_select(self.outputs(layout)[1], 0, wanted, out=self._selected[: len(wanted)])
 
     def copy_out(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> None:
-        """Begin to copy sizes and the wanted outputs to the host on a stream, the current one."""
+        """Begin to copy sizes and the wanted outputs to the host on a stream, the current one.
+
+        Outputs go to this slot's memory, or straight to batch.into if that is pinned.
+        """
         outbound, begin = self._outbound, layout.size_bytes
-        if batch.wanted is None:
+        into = None if batch.into is None else _as_pinned(batch.into)
+        self._into = None if into is None else batch.into
+        if into is not None:
+            outbound.receive(0, batch.num_tokens * 4)
+            outputs = self.outputs(layout)[1] if batch.wanted is None else self._selected
+            into.copy_(outputs[: len(into) // self._token_bytes].view(-1).view(torch.uint8), non_blocking=True)
+        elif batch.wanted is None:
             outbound.receive(0, begin + batch.num_tokens * self._token_bytes)
         else:
             outbound.receive(0, batch.num_tokens * 4)
@@ -159,14 +169,16 @@ class Slot:
         self.events[4].record(stream)
 
     def wait(self, batch: StepBatch, layout: Layout) -> BatchResult:
-        """Wait for the copy out and return the result, whose arrays are the caller's."""
+        """Wait for the copy out and return the result, whose arrays are the caller's, or batch.into."""
         self.events[4].synchronize()
         begin, num_tokens = layout.size_bytes, batch.num_tokens
         sizes = self._outbound.array[: num_tokens * 4].view(np.float32)
         num_returned = num_tokens if batch.wanted is None else len(batch.wanted)
-        hidden = np.empty((num_returned, self._hidden_size), self._numpy_dtype)
-        returned = self._outbound.array[begin : begin + hidden.nbytes]
-        self._copier.copy(hidden.view(np.uint8).reshape(-1), returned)
+        hidden, self._into = self._into, None
+        if hidden is None:
+            hidden = np.empty((num_returned, self._hidden_size), self._numpy_dtype)
+            returned = self._outbound.array[begin : begin + hidden.nbytes]
+            self._copier.copy(hidden.view(np.uint8).reshape(-1), returned)
         events = self.events
         copy_in_s, _, compute_s, copy_out_s = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
         return BatchResult(

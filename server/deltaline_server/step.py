@@ -151,7 +151,8 @@ class StepBatch:
     control int32 [6, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half (the
     layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] of one dtype, at least one, that follow one
     another in row order; they stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go
-    back, None for all.
+    back, None for all. into [rows, hidden]: memory of a client where these outputs are to be in the end, if they go to
+    one place; an engine that can write there saves a copy, and returns it as the result's hidden.
     """
 
     span: int
@@ -159,6 +160,7 @@ class StepBatch:
     num_short: int
     hidden: tuple[NDArray[Any], ...]
     wanted: NDArray[np.int64] | None
+    into: NDArray[Any] | None = None
 
     @property
     def num_tokens(self) -> int:

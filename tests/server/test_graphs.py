@@ -28,7 +28,7 @@ from deltaline_server.executor import (
 )
 from deltaline_server.graphs import Bucket, Graphs, make_buckets
 from deltaline_server.model import Model, ModelOptions, load_model
-from deltaline_server.staging import Copier
+from deltaline_server.staging import DIRECT_BYTES, Copier
 from deltaline_server.state_pool import StateOptions, StatePool
 from deltaline_server.step import BatchResult, StepBatch, finite_rows
 
@@ -239,6 +239,24 @@ def test_long_rows_are_replayed_and_too_many_rows_launched(twins: Twins) -> None
         batches += [sequences.batch(6), sequences.batch(6, long=long), sequences.batch(NUM_LINES), sequences.batch(3)]
     for result, expected in zip(*twins.run(batches), strict=True):
         assert result.finite.all() and close(result, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("want", ["all", "last"])
+def test_pinned_memory_is_read_and_written_where_it_is(twins: Twins, want: str) -> None:
+    sequences = Sequences(7)
+    batch = sequences.batch(1, long=1500, want=want)
+    (hidden,) = (np.concatenate(batch.hidden),)
+    count = len(hidden) if batch.wanted is None else len(batch.wanted)
+    memory = torch.zeros(2, 1500, HIDDEN, dtype=torch.int16, pin_memory=True).numpy()
+    memory[0] = hidden.view(np.int16)
+    into = memory[1].view(DTYPE)[:count]
+    pinned = replace(batch, hidden=(memory[0].view(DTYPE),), into=into)
+    (result,), (expected,) = twins.run([pinned])
+    assert close(result, expected)
+    large = into.nbytes >= DIRECT_BYTES
+    assert np.shares_memory(result.hidden, into) == large == (want == "all")
+    assert (memory[1].any() == large) and (memory[0] == hidden.view(np.int16)).all()
 
 
 @pytest.mark.gpu
