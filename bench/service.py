@@ -41,15 +41,24 @@ Measure = Callable[[Host], Awaitable[list[Figure]]]
 PARTS: Mapping[str, Measure] = {part.PART: part.measure for part in (decode, throughput, prefill, mixed, steady, soak)}
 
 
-async def run(size: Size, parts: Sequence[str], measures: Mapping[str, Measure] = PARTS) -> list[Figure]:
-    """Measure parts one after the other on one server; a part that fails is a miss. Raises HostError."""
+async def run(
+    size: Size, parts: Sequence[str], measures: Mapping[str, Measure] = PARTS, output: Path | None = None
+) -> list[Figure]:
+    """Measure parts one after the other on one server; a part that fails is a miss. Raises HostError.
+
+    Figures are told, and written to `output`, after each part: a run that is cut short leaves those it had.
+    """
     figures: list[Figure] = []
     print("the server starts ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="deltaline-bench-") as folder:
         async with running(size, Path(folder)) as host:
             for part in parts:
                 print(f"{part} ...", file=sys.stderr, flush=True)
-                figures += await measure_part(part, measures[part], host)
+                new = await measure_part(part, measures[part], host)
+                print(write_table(new) + "\n", flush=True)
+                figures += new
+                if output is not None:
+                    write_record(size, figures, output)
     return figures
 
 
@@ -63,31 +72,37 @@ async def measure_part(part: str, measure: Measure, host: Host) -> list[Figure]:
         return [Figure(part, "runs to its end", None, "", "", Bar(1, is_least=True), why)]
 
 
-def report(size: Size, figures: Sequence[Figure], output: Path | None) -> int:
-    """Print the table and write the record; return 1 when a bar is missed."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-    print(f"{size.name}: {size.layers} layers, hidden {size.hidden}, {size.dtype}, on {device}\n")
-    print(write_table(figures))
+def device_name() -> str:
+    """What computes."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+
+
+def report(size: Size, figures: Sequence[Figure]) -> int:
+    """Say what was missed; return 1 when something was."""
+    print(f"{size.name}: {size.layers} layers, hidden {size.hidden}, {size.dtype}, on {device_name()}")
     failures = missed(figures)
     if failures:
-        print("\nmissed: " + "; ".join(f"{figure.part}, {figure.name}" for figure in failures))
-    if output is not None:
-        record = {
-            "command": "python " + " ".join(sys.argv),
-            "date": datetime.now(UTC).date().isoformat(),
-            "device": device,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "grpcio": grpc.__version__,
-            },
-            "size": asdict(size),
-            "figures": to_json(figures),
-            "missed": [f"{figure.part}, {figure.name}" for figure in failures],
-        }
-        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print("missed: " + "; ".join(f"{figure.part}, {figure.name}" for figure in failures))
     return 1 if failures else 0
+
+
+def write_record(size: Size, figures: Sequence[Figure], output: Path) -> None:
+    """Write the figures with what they were measured on."""
+    record = {
+        "command": "python " + " ".join(sys.argv),
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": device_name(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "grpcio": grpc.__version__,
+        },
+        "size": asdict(size),
+        "figures": to_json(figures),
+        "missed": [f"{figure.part}, {figure.name}" for figure in missed(figures)],
+    }
+    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,11 +120,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         size = replace(size, soak_s=options.soak_seconds)
     chosen = options.part or ["all"]
     try:
-        figures = asyncio.run(run(size, list(PARTS) if "all" in chosen else chosen))
+        figures = asyncio.run(run(size, list(PARTS) if "all" in chosen else chosen, output=options.output))
     except HostError as error:
         print(f"service bench: error: {error}", file=sys.stderr)
         return 1
-    return report(size, figures, options.output)
+    return report(size, figures)
 
 
 if __name__ == "__main__":
