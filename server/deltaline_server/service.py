@@ -162,7 +162,13 @@ class LayerService:
 
     def _read(self, message: StepMessage, context: Context) -> StepRequest:
         """Check a step. Raises: RequestError."""
-        return request.read_step(message, self._limits, now_s=self._clock(), remaining_s=context.time_remaining())
+        return request.read_step(
+            message,
+            self._limits,
+            now_s=self._clock(),
+            remaining_s=context.time_remaining(),
+            client=context.peer(),
+        )
 
     def _submit(self, message: StepMessage, context: Context) -> asyncio.Future[StepResult]:
         """Check a step and hand it to the scheduler. Raises: RequestError; then nothing was taken."""

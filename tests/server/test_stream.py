@@ -97,6 +97,30 @@ async def test_stream_takes_a_bounded_number_of_unanswered_steps(
         assert sorted([answer.correlation_id async for answer in stream]) == list(range(count))
 
 
+async def test_steps_tell_the_scheduler_which_connection_they_came_by(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients: list[str] = []
+    submit = server.runtime.scheduler.submit
+
+    def noted(request: Any) -> Any:
+        clients.append(request.client)
+        return submit(request)
+
+    monkeypatch.setattr(server.runtime.scheduler, "submit", noted)
+    for number in range(2):
+        # Channels of the same options would share a connection.
+        async with grpc.aio.insecure_channel(server.address, options=[("test.number", number)]) as channel:
+            stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+            opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+            await stub.Step(make_step(opened))
+            stream = stub.StepStream()
+            await stream.write(pb.StepStreamRequest(correlation_id=1, step=make_step(opened, 2)))
+            await stream.read()
+            stream.cancel()
+    assert clients[0] == clients[1] != clients[2] == clients[3] and all(clients)
+
+
 async def test_cancelled_stream_cancels_no_step(stub: Any, engine: HeldEngine) -> None:
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
     stream = stub.StepStream()
