@@ -66,6 +66,7 @@ class LayerService:
 
     async def open_sequences(self, message: pb.OpenSequencesRequest, context: Context) -> bytes:
         """Open sequences."""
+        self._scheduler.settle()  # it may end sequences, whose lines are free then
         count = request.read_count(message, self._limits)
         lease_s = request.read_lease_s(message.lease_ms, self._limits)
         handles, lease_s = self._table.open(count, lease_s, message.open_token)
