@@ -127,7 +127,9 @@ class LayerService:
             try:
                 async for message in messages:
                     step = self._read_safely(message.step, context)
-                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else 0
+                    # A refusal's traceback holds the message until its answer is written.
+                    inline = message.step.inline or b""
+                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(inline)
                     await room.take(num_bytes)
                     num_taken += 1
                     future = self._submit_safely(step)

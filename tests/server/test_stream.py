@@ -17,6 +17,7 @@ from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server import service
 from deltaline_server.app import STOP_GRACE_S, Server
 from deltaline_server.service import STREAM_STEPS
+from deltaline_server.stream_room import StreamRoom
 
 
 @pytest.fixture
@@ -150,6 +151,26 @@ async def test_stream_takes_bounded_bytes_that_wait_for_the_device(
         assert (await stub.DescribeSequences(describe(opened))).sequences  # other calls go on
         engine.release()
         assert sorted([answer.correlation_id async for answer in stream]) == list(range(8))
+
+
+async def test_refused_steps_take_room_until_their_answers_are_written(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    class Noted(StreamRoom):
+        async def take(self, num_bytes: int) -> None:
+            taken.append(num_bytes)
+            await super().take(num_bytes)
+
+    monkeypatch.setattr(service, "StreamRoom", Noted)
+    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+    stream = stub.StepStream()
+    step = make_step(opened, span=9)
+    await stream.write(pb.StepStreamRequest(correlation_id=1, step=step))
+    assert reason_of((await stream.read()).status) == "UNKNOWN_SPAN"
+    stream.cancel()
+    assert taken == [len(step.hidden.inline)] and taken[0]
 
 
 async def test_reader_that_stops_holds_the_writer(
