@@ -39,7 +39,12 @@ async def test_a_line_is_free_once_the_last_step_of_its_closed_sequence_is_answe
         opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
         futures: list[Any] = []
         submit = server.runtime.scheduler.submit
-        monkeypatch.setattr(server.runtime.scheduler, "submit", lambda step: futures.append(submit(step)) or futures[0])
+
+        def noted(request: Any) -> Any:
+            futures.append(submit(request))
+            return futures[0]
+
+        monkeypatch.setattr(server.runtime.scheduler, "submit", noted)
         step = stub.Step(make_step(opened))
         await engine.holds_one()
         await stub.CloseSequences(pb.CloseSequencesRequest(server_epoch=opened.server_epoch, sequence=opened.sequence))
