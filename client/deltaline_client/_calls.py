@@ -48,8 +48,8 @@ def decode(
     _check_count(sequences, array)
     if array.ndim == 2:
         plain = PlainDecode(sequences, as_hidden(array, "hidden", limits.hidden_size, limits.dtype), options)
+        yield from client._shared.ready(limits)  # other calls may run meanwhile: what is ordinary shows behind it
         if plain.is_ordinary(limits):
-            yield from client._shared.ready(limits)
             exchange = Exchange(client, limits, options)
             done = yield from plain.run(exchange)
             return np.concatenate(gathered(done, exchange).outputs) if isinstance(done, list) else done

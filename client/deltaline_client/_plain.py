@@ -43,9 +43,9 @@ class PlainDecode:
 
     def run(self, exchange: Exchange) -> Flow[Array | list[Job]]:
         """Apply the step. Returns the outputs [N, hidden_size]; or jobs, over and left, when not all was ordinary."""
+        placement = exchange.shared.place((self,), [self._hidden], len(self._hidden))
         for progress in self._progress:
             progress.busy = True
-        placement = exchange.shared.place((self,), [self._hidden], len(self._hidden))
         jobs: list[Job] | None = None
         is_done = False
         try:

@@ -189,6 +189,8 @@ class SharedMemory:
 
     def _replace(self, number: int) -> None:
         """Go on in another region, from the next call on: this one is full, in part of what nobody will settle."""
+        if self._region is None or self._region[0] != number:
+            return  # another thread was first
         _log.info("shared memory is full of steps without an answer: another region takes its place")
         self._region = None
         self._unsettled.clear()

@@ -58,8 +58,9 @@ class StepStream:
             call.cancel()
         except grpc.RpcError as failure:
             error = error_of(failure)
-        with self._lock:
-            if self._outbox is outbox:
-                self._outbox = None
-        outbox.put(None)  # ends the thread of gRPC that waits for more to send
-        pending.fail(broken(error))
+        finally:  # also after a bug: a stream that nobody reads must not take more steps
+            with self._lock:
+                if self._outbox is outbox:
+                    self._outbox = None
+            outbox.put(None)  # ends the thread of gRPC that waits for more to send
+            pending.fail(broken(error))

@@ -53,7 +53,8 @@ class EarlierReplies:
 
     def add(self, span: int, slot: int, answer: PrefillAnswer, free_bytes: int) -> None:
         """A PREFILL step is done. It is kept if its bytes are free; without it the steps before it are of no use."""
-        kept = self._cells.setdefault((span, slot), deque())
+        # Put back behind the others: those in front are given up first.
+        kept = self._cells[span, slot] = self._cells.pop((span, slot), deque())
         while len(kept) >= self._max_steps:
             self.used_bytes -= kept.popleft().num_bytes
         if answer.num_bytes > free_bytes or (kept and kept[-1].step != answer.step - 1):

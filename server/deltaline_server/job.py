@@ -130,10 +130,8 @@ class Job:
         is_whole_reply = isinstance(places, slice) and places == slice(0, int(self.output_start[-1]))
         if self._outputs is None and self.request.output_memory is None and is_whole_batch and is_whole_reply:
             self._outputs = values
-        else:
-            target = self.outputs[places]
-            if not np.may_share_memory(target, values):  # else the engine has written them where they belong
-                self.outputs[places] = values
+        elif not isinstance(places, slice) or not np.may_share_memory(self.outputs[places], values):
+            self.outputs[places] = values  # else the engine has written them where they belong
 
     def output_of(self, row: int) -> NDArray[Any]:
         """Outputs of one request row, a view."""

@@ -124,10 +124,12 @@ def read_commit(message: pb.CommitSequencesRequest, limits: RequestLimits) -> Co
     return CommitRequest(epoch, span, handle, step, accepted)
 
 
-def read_step(message: StepMessage, limits: RequestLimits, *, now_s: float, remaining_s: float | None) -> StepRequest:
+def read_step(
+    message: StepMessage, limits: RequestLimits, *, now_s: float, remaining_s: float | None, client: str = ""
+) -> StepRequest:
     """Return the arrays of a StepRequest; hidden states are a view, of the message's bytes (read-only) or of a region.
 
-    Args: now_s, the scheduler's clock; remaining_s, time to the RPC's own deadline, None for none.
+    Args: now_s, the scheduler's clock; remaining_s, time to the RPC's own deadline, None for none; client, who asks.
     Raises: RequestError with the field at fault.
     """
     epoch = read_epoch(message.server_epoch)
@@ -157,6 +159,7 @@ def read_step(message: StepMessage, limits: RequestLimits, *, now_s: float, rema
         output=_read_output(message.output),
         priority=message.priority,
         deadline_s=_read_deadline_s(message.queue_timeout_us, now_s, remaining_s),
+        client=client,
         is_input_shared=message.shared is not None,
     )
     if message.output_slice is None:

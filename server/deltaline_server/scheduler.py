@@ -92,9 +92,9 @@ class Scheduler:
         Cancelling the future cancels nothing else: the work goes on, and its reply is kept. Raises RequestError
         (QUEUE_FULL, REPLY_BYTES_EXHAUSTED, STOPPING) when the request can't be taken; then no row was touched.
         """
-        if self._is_stopped:
-            raise RequestError(Reason.STOPPING, "the server is stopping")
         self.settle()
+        if self._is_stopped or self.has_failed:
+            raise RequestError(Reason.STOPPING, "the server is stopping")
         verdict = judge(request, self._table, self._queue)
         admission = verdict.admission
         reserved_bytes = self._queue.reserve(request, admission.rows, admission.slots, len(verdict.joins))
@@ -254,9 +254,11 @@ class Scheduler:
 
     def settle(self) -> None:
         """Bring ledger, kept replies and leases up to the batch that is done: before anything reads them."""
-        if self._unsettled is None:
-            return
-        (run, result, busy_s), self._unsettled = self._unsettled, None
+        if self._unsettled is not None:
+            done, self._unsettled = self._unsettled, None
+            self._guarded(self._settle, *done)
+
+    def _settle(self, run: Run, result: BatchResult, busy_s: float) -> None:
         row = 0
         for piece in run.pieces:
             self._settle_piece(piece, result.finite[row : row + len(piece.index)])

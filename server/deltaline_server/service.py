@@ -66,6 +66,7 @@ class LayerService:
 
     async def open_sequences(self, message: pb.OpenSequencesRequest, context: Context) -> bytes:
         """Open sequences."""
+        self._scheduler.settle()  # it may end sequences, whose lines are free then
         count = request.read_count(message, self._limits)
         lease_s = request.read_lease_s(message.lease_ms, self._limits)
         handles, lease_s = self._table.open(count, lease_s, message.open_token)
@@ -126,7 +127,9 @@ class LayerService:
             try:
                 async for message in messages:
                     step = self._read_safely(message.step, context)
-                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else 0
+                    # A refusal's traceback holds the message until its answer is written.
+                    inline = message.step.inline or b""
+                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(inline)
                     await room.take(num_bytes)
                     num_taken += 1
                     future = self._submit_safely(step)
@@ -162,7 +165,13 @@ class LayerService:
 
     def _read(self, message: StepMessage, context: Context) -> StepRequest:
         """Check a step. Raises: RequestError."""
-        return request.read_step(message, self._limits, now_s=self._clock(), remaining_s=context.time_remaining())
+        return request.read_step(
+            message,
+            self._limits,
+            now_s=self._clock(),
+            remaining_s=context.time_remaining(),
+            client=context.peer(),
+        )
 
     def _submit(self, message: StepMessage, context: Context) -> asyncio.Future[StepResult]:
         """Check a step and hand it to the scheduler. Raises: RequestError; then nothing was taken."""

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deltaline_client._arena import ALIGNMENT, Arena
+from deltaline_client._shared import SharedMemory
 
 SIZE = 1 << 16
 
@@ -102,3 +103,12 @@ def test_threads_share_an_arena(arena: Arena) -> None:
         thread.join()
     assert faults == []
     assert whole(arena)
+
+
+def test_a_region_that_another_thread_has_replaced_is_replaced_once(arena: Arena) -> None:
+    shared = SharedMemory(arena.size)
+    shared._region = (1, arena)
+    shared._replace(1)
+    shared._region = (2, arena)
+    shared._replace(1)  # by a call that found the first one full
+    assert shared._region == (2, arena) and shared._to_release == [1]

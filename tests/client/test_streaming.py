@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client import AsyncClient, Client, Row, StepError, StepStale
+from deltaline_client import AsyncClient, Client, Row, StepError, StepStale, Unavailable
+from deltaline_client._stream import Mailbox, StepStream
 from deltaline_server.errors import Reason
 
 HIDDEN = 8
@@ -226,3 +227,20 @@ def test_a_row_of_a_batch_beside_long_ones(driven: Any, server: Any) -> None:
     for output, part in zip(result.outputs, hidden, strict=True):
         np.testing.assert_array_equal(output, np.cumsum(part, axis=0))
     assert result.timing.queue_s == pytest.approx(0.007)
+
+
+def test_a_stream_that_fails_by_a_bug_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", told.put)
+
+    def fail(requests: Iterator[bytes]) -> Iterator[bytes]:
+        next(requests)
+        raise RuntimeError("a bug")
+        yield b""
+
+    stream, mailbox = StepStream(fail), Mailbox()
+    for number in (1, 2):  # the second one opens another stream
+        stream.send(number, [b""], mailbox)
+        answer = mailbox.get(timeout=5)
+        assert answer[0] == number and isinstance(answer[1], Unavailable)
+        assert told.get(timeout=5).exc_type is RuntimeError

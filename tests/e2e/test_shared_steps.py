@@ -12,7 +12,7 @@ from faulty_stream import FaultyStream
 from layer_calls import HeldEngine
 from numpy.typing import NDArray
 
-from deltaline_client import AsyncClient, DeadlineExceeded, Retry
+from deltaline_client import AsyncClient, DeadlineExceeded, Retry, SequenceBusy
 from deltaline_server.app import Server
 
 HIDDEN = 64
@@ -81,6 +81,22 @@ async def test_decode_of_many_lies_in_shared_memory(make_server: Callable[..., S
                 assert outputs.tobytes() == (await inline.decode(twins, tokens)).tobytes()
                 region = client._shared._region
                 assert region is not None and (region[1].offset(outputs) is not None) == (turn % 2 == 1)
+
+
+async def test_two_decodes_at_once_are_refused_while_a_region_is_made(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_server(**SHARING) as server, AsyncClient(server.address, shared_memory_bytes=MIB) as client:
+        sequence = await client.open()
+        await client.info()
+        engine = HeldEngine(server, monkeypatch)
+        first, second = (asyncio.create_task(client.decode([sequence], draw(1, 0))) for _ in range(2))
+        await engine.holds_one()  # the second one's: the first waits for the region
+        with pytest.raises(SequenceBusy):
+            await asyncio.wait_for(first, 5)
+        engine.release()
+        await second
+        assert sequence.progress().step == 1
 
 
 async def test_lost_steps_are_applied_once(make_server: Callable[..., Server]) -> None:

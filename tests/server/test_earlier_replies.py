@@ -14,7 +14,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server.app import Server
-from deltaline_server.earlier_replies import KEPT_STEPS
+from deltaline_server.earlier_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer
 from deltaline_server.runtime import MAX_STEPS_IN_FLIGHT
 
 TOKENS = 3
@@ -85,3 +85,13 @@ async def test_they_stay_within_the_budget_and_are_given_up_first(make_server: C
             await stub.CloseSequences(
                 pb.CloseSequencesRequest(server_epoch=opened.server_epoch, sequence=opened.sequence)
             )
+
+
+def test_the_longest_unused_are_given_up_first() -> None:
+    replies = EarlierReplies(max_steps=8)
+    outputs = np.zeros((1, 4), np.float32)
+    request: Any = type("Request", (), {"hidden": outputs})()
+    for slot, step in ((0, 1), (1, 1), (0, 2)):
+        replies.add(0, slot, PrefillAnswer(step, request, outputs, step), 1000)
+    replies.give_up(1)
+    assert replies.get(0, 0, 1) and replies.get(0, 0, 2) and not replies.get(0, 1, 1)

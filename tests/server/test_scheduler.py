@@ -616,6 +616,17 @@ async def test_a_bug_while_a_batch_completes_ends_the_scheduler(monkeypatch: pyt
     assert rig.scheduler.has_failed
 
 
+async def test_a_bug_while_a_request_settles_the_books_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    a, b = rig.open(2)
+    monkeypatch.setattr(rig.table.ledger, "finish", None)
+    assert outputs(await rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))) == [1]
+    assert not rig.scheduler.has_failed  # answered, and not in the books yet
+    with pytest.raises(RequestError) as stopping:
+        rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [1])))
+    assert stopping.value.refusal.reason is Reason.STOPPING and rig.scheduler.has_failed
+
+
 async def test_a_batch_has_no_more_rows_than_it_may() -> None:
     rig = Rig(eager=False, batch_rows=3, long_rows=2, chunk_tokens=256)
     handles = rig.open(8)

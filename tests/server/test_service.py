@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +28,32 @@ def stub(channel: grpc.aio.Channel) -> Any:
 @pytest.fixture
 def engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> HeldEngine:
     return HeldEngine(server, monkeypatch)
+
+
+async def test_a_line_is_free_once_the_last_step_of_its_closed_sequence_is_answered(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_server(max_sequences=1) as server, grpc.aio.insecure_channel(server.address) as channel:
+        engine = HeldEngine(server, monkeypatch)
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+        futures: list[Any] = []
+        submit = server.runtime.scheduler.submit
+
+        def noted(request: Any) -> Any:
+            futures.append(submit(request))
+            return futures[0]
+
+        monkeypatch.setattr(server.runtime.scheduler, "submit", noted)
+        step = stub.Step(make_step(opened))
+        await engine.holds_one()
+        await stub.CloseSequences(pb.CloseSequencesRequest(server_epoch=opened.server_epoch, sequence=opened.sequence))
+        engine.release()
+        await asyncio.shield(futures[0])
+        assert server.runtime.table.num_open == 1  # answered, and not in the books yet
+        context: Any = None
+        assert await server._layer_service.open_sequences(pb.OpenSequencesRequest(count=1), context)
+        await step
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server import service
 from deltaline_server.app import STOP_GRACE_S, Server
 from deltaline_server.service import STREAM_STEPS
+from deltaline_server.stream_room import StreamRoom
 
 
 @pytest.fixture
@@ -97,6 +98,30 @@ async def test_stream_takes_a_bounded_number_of_unanswered_steps(
         assert sorted([answer.correlation_id async for answer in stream]) == list(range(count))
 
 
+async def test_steps_tell_the_scheduler_which_connection_they_came_by(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients: list[str] = []
+    submit = server.runtime.scheduler.submit
+
+    def noted(request: Any) -> Any:
+        clients.append(request.client)
+        return submit(request)
+
+    monkeypatch.setattr(server.runtime.scheduler, "submit", noted)
+    for number in range(2):
+        # Channels of the same options would share a connection.
+        async with grpc.aio.insecure_channel(server.address, options=[("test.number", number)]) as channel:
+            stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+            opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+            await stub.Step(make_step(opened))
+            stream = stub.StepStream()
+            await stream.write(pb.StepStreamRequest(correlation_id=1, step=make_step(opened, 2)))
+            await stream.read()
+            stream.cancel()
+    assert clients[0] == clients[1] != clients[2] == clients[3] and all(clients)
+
+
 async def test_cancelled_stream_cancels_no_step(stub: Any, engine: HeldEngine) -> None:
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
     stream = stub.StepStream()
@@ -126,6 +151,26 @@ async def test_stream_takes_bounded_bytes_that_wait_for_the_device(
         assert (await stub.DescribeSequences(describe(opened))).sequences  # other calls go on
         engine.release()
         assert sorted([answer.correlation_id async for answer in stream]) == list(range(8))
+
+
+async def test_refused_steps_take_room_until_their_answers_are_written(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    class Noted(StreamRoom):
+        async def take(self, num_bytes: int) -> None:
+            taken.append(num_bytes)
+            await super().take(num_bytes)
+
+    monkeypatch.setattr(service, "StreamRoom", Noted)
+    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+    stream = stub.StepStream()
+    step = make_step(opened, span=9)
+    await stream.write(pb.StepStreamRequest(correlation_id=1, step=step))
+    assert reason_of((await stream.read()).status) == "UNKNOWN_SPAN"
+    stream.cancel()
+    assert taken == [len(step.hidden.inline)] and taken[0]
 
 
 async def test_reader_that_stops_holds_the_writer(
