@@ -38,9 +38,9 @@ KEYS = (64, 128)
 ROW_THREADS, LOAD_BYTES = 4, 16
 # Rows of a part of the state.
 SUB = 16
-# Parts of the state per program, registers, and records that are loaded beside the state, then at once, for few and for
-# many programs. Each is one warp: several would exchange operands. Measurements: docs/log.md.
-FEW, MANY = (1, 168, 0, 3), (2, 255, 0, 3)
+# Parts of the state per program, registers, and records that are loaded at once, for few and for many programs. Each is
+# one warp: several would exchange operands. Measurements: docs/log.md.
+FEW, MANY = (1, 168, 3), (2, 255, 3)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -73,7 +73,6 @@ def _verify(
     PARTS: tl.constexpr,
     SUB: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = K // BLOCK_K
@@ -119,7 +118,6 @@ def _verify(
     p_state = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K)
     raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
     p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
-    early = load_records(p_old, 0, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, EARLY)
     # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
     g = tl.zeros((TOKENS,), tl.float32)
     beta, factor_k, total_k, total_q = g, g, g, g
@@ -148,8 +146,7 @@ def _verify(
     if replayed > 0:
         kept, left = remain(tl.load(p_old + o_t * RECORD + GATES + i_hv, mask=o_t < replayed, other=0.0))
         tile = scale(tile, kept, PARTS * BLOCKS)
-        tile = fold_at_once(tile, left, 0, replayed, early[0], early[1], PARTS, BLOCKS, EARLY)
-        for first in range(EARLY, replayed, AT_ONCE):
+        for first in range(0, replayed, AT_ONCE):
             more = load_records(p_old, first, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, AT_ONCE)
             tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
     p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K)
@@ -235,7 +232,7 @@ def launch_verify(
     if rows.num_rows == 0:
         return
     many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
-    parts, max_registers, early, at_once = MANY if many else FEW
+    parts, max_registers, at_once = MANY if many else FEW
     vector = LOAD_BYTES // state.element_size()
     unit = math.gcd(vector, qkv.stride(0))
     _verify[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * SUB),)](
@@ -266,7 +263,6 @@ def launch_verify(
         PARTS=parts,
         SUB=SUB,
         BLOCK_K=ROW_THREADS * vector,
-        EARLY=early,
         AT_ONCE=at_once,
         num_warps=1,
         num_stages=1,
