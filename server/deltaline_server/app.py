@@ -149,6 +149,7 @@ class Server:
         await self._server.stop(self._grace_s)
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
+        self.runtime.scheduler.halt()
         await self.runtime.close()
         await asyncio.to_thread(self.metrics.close)
         event(_log, "stopped")

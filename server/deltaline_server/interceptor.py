@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from traceback import clear_frames
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -38,12 +39,23 @@ def bug(error: BaseException) -> Refusal:
 
 
 async def abort(context: Context, refusal: Refusal) -> None:
-    """End the RPC with the status of a refusal: code, message, details, and the pushback that gRPC's retries obey."""
+    """End the RPC with the status of a refusal: code, message, details, and the pushback that gRPC's retries obey.
+
+    The context keeps the exception that this raises, and the exception the context by its frames, until the garbage
+    collector comes: what these frames hold should be little, so not the message.
+    """
     made = reply.status(refusal)
     metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", made.SerializeToString())]
     if refusal.retry_after_s is not None:
         metadata.append(("grpc-retry-pushback-ms", str(round(refusal.retry_after_s * 1000))))
     await context.abort(_CODES[made.code], made.message, tuple(metadata))
+
+
+def empty_frames(error: BaseException | None) -> None:
+    """Let go of what an exception's frames hold, and those of what it came from: messages, slices of shared memory."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
@@ -76,7 +88,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
         async def unary(body: bytes, context: Context) -> bytes:
             async with self._call(rpc, context):
                 rpc.received.inc()
-                response = serialize(await handler.unary_unary(parse(deserialize, body), context))
+                answer = handler.unary_unary(parse(deserialize, body), context)
+                del body  # see abort
+                response = serialize(await answer)
                 rpc.sent.inc()
                 return response
             raise AssertionError("abort() raises")
@@ -117,6 +131,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)
             code = _CODES[error.refusal.reason.code]
+            empty_frames(error)
             await abort(context, error.refusal)
         except (asyncio.CancelledError, GeneratorExit):
             code = grpc.StatusCode.CANCELLED
@@ -127,7 +142,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
         except Exception as error:
             code = grpc.StatusCode.INTERNAL
             self._metrics.refused(Reason.BUG, 1)
-            await abort(context, bug(error))
+            refusal = bug(error)
+            empty_frames(error)
+            await abort(context, refusal)
         finally:
             rpc.handled[code].inc()
             rpc.seconds.observe(time.perf_counter() - begin_s)

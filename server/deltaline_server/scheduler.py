@@ -58,8 +58,7 @@ class Scheduler:
         clock: Callable[[], float],
     ) -> None:
         """clock: monotonic seconds, called on the engine's threads too."""
-        self._table, self._engine = table, engine
-        self._observer, self._clock = observer, clock
+        self._table, self._engine, self._observer, self._clock = table, engine, observer, clock
         self._queue = JobQueue(table, limits, observer)
         self._pace = Pace(table.ledger.num_spans, limits.chunk_tokens)
         self._in_flight: deque[Run] = deque()
@@ -67,7 +66,7 @@ class Scheduler:
         self._due: asyncio.TimerHandle | None = None
         self._num_jobs = self._num_awaited = 0
         self._last_completed_s = float("-inf")
-        self._pump_is_due = self._is_stopped = False
+        self._pump_is_due = self._is_stopped = self._is_halted = False
         self.has_failed = False
         """Whether the scheduler itself broke: it runs nothing more, and the process should end."""
 
@@ -84,7 +83,9 @@ class Scheduler:
         self._queue.refuse_all(Reason.STOPPING)
         self._queue.finish()
 
-    # -- taking requests -------------------------------------------------------------------------------------------
+    def halt(self) -> None:
+        """Run nothing more, the engine is about to close: what has begun stays as it is. After `stop`. Idempotent."""
+        self._is_halted = True
 
     def submit(self, request: StepRequest) -> asyncio.Future[StepResult]:
         """Judge every row, queue those that are new, and return the future of the whole result.
@@ -130,7 +131,7 @@ class Scheduler:
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do a part of the scheduler's work; a bug in it ends the scheduler instead of leaving callers to wait."""
-        if self.has_failed:
+        if self.has_failed or self._is_halted:
             return
         try:
             work(*arguments)
@@ -167,8 +168,7 @@ class Scheduler:
         if wait_s < TIMER_S / 2:
             return False
         if self._due is None:
-            loop = asyncio.get_running_loop()
-            self._due = loop.call_later(wait_s - TIMER_S / 2, self._guarded, self._waited)
+            self._due = asyncio.get_running_loop().call_later(wait_s - TIMER_S / 2, self._guarded, self._waited)
         return True
 
     def _waited(self) -> None:

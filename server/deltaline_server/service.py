@@ -15,7 +15,7 @@ import grpc
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import reply, request
 from deltaline_server.errors import RequestError
-from deltaline_server.interceptor import Context, bug
+from deltaline_server.interceptor import Context, bug, empty_frames
 from deltaline_server.observer import Observer
 from deltaline_server.request import RequestLimits
 from deltaline_server.scheduler import Scheduler
@@ -134,6 +134,8 @@ class LayerService:
                     num_taken += 1
                     future = self._submit_safely(step)
                     future.add_done_callback(partial(answer, message.correlation_id, num_bytes))
+                    # Nothing of a step is held while the stream waits: it may lie in memory to be unmapped.
+                    del message, step, future
             finally:
                 answers.put_nowait(None)
 
@@ -150,6 +152,7 @@ class LayerService:
                     yield self._stream_response(correlation_id, result)  # goes on when gRPC has taken the reply
                     num_answered += 1
                     room.give(num_bytes)
+                    del answered, result  # as in take()
             await asyncio.wait((reader,))
             if not reader.cancelled():
                 reader.result()
@@ -192,6 +195,9 @@ class LayerService:
             return self._scheduler.submit(step)
         except Exception as error:
             failed: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+            if isinstance(error, RequestError):  # a future keeps the traceback, and by this frame itself
+                empty_frames(error)
+                error.__traceback__ = None
             failed.set_exception(error)
             return failed
 

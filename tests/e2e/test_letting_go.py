@@ -1,0 +1,105 @@
+"""What a step held is let go when it is over, and not when the garbage collector comes or the stream goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import numpy as np
+import pytest
+from target import ADMIN, HIDDEN, LAYER, Target, reason_of, step_request
+
+from deltaline import wire
+from deltaline.v1 import admin_service_pb2 as admin
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import tensor_pb2
+from deltaline_client import AsyncClient
+from deltaline_server.app import Server
+
+REGION_BYTES = 1 << 20
+NUM_TOKENS = 1000
+
+
+@pytest.fixture
+async def target(make_server: Callable[..., Server]) -> AsyncIterator[Target]:
+    """A server with room for one region."""
+    async with make_server(shared_memory_bytes=REGION_BYTES) as server, AsyncClient(server.address) as client:
+        target = Target(server, client, *await client.open_many(2))
+        yield target
+        await target.channel.close()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """The garbage collector does not come meanwhile."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def create(target: Target) -> int:
+    """Make the one region that there is room for."""
+    body = admin.CreateSharedMemoryRequest(size_bytes=REGION_BYTES).SerializeToString()
+    code, text, reply, _ = await target.send(ADMIN + "CreateSharedMemory", body)
+    assert not text, (code, text)
+    return admin.CreateSharedMemoryResponse.FromString(reply).region
+
+
+def shared_step(target: Target, region: int, output_offset: int) -> pb.StepRequest:
+    """A first prefill of the witness: two tokens at the beginning of a region."""
+    place = tensor_pb2.SharedSlice(region=region, offset=0)
+    hidden = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[2, HIDDEN], shared=place)
+    output = pb.OutputSlice(region=region, offset=output_offset, size_bytes=2 * HIDDEN * 4)
+    step: pb.StepRequest = step_request(target, [target.witness.handle], hidden=hidden, output_slice=output)
+    return step
+
+
+@pytest.mark.parametrize("output_offset", [0, 4096])
+@pytest.mark.usefixtures("no_collector")
+async def test_an_idle_stream_keeps_no_released_region(target: Target, output_offset: int) -> None:
+    stream = target.channel.stream_stream(LAYER + "StepStream")()
+    region = await create(target)
+    message = pb.StepStreamRequest(correlation_id=1, step=shared_step(target, region, output_offset))
+    await stream.write(message.SerializeToString())
+    answer = pb.StepStreamResponse.FromString(await stream.read())
+    assert answer.WhichOneof("result") == ("step" if output_offset else "status")
+    await target.witness.close()
+    await target.send(
+        ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryRequest(region=region).SerializeToString()
+    )
+    await create(target)
+    stream.cancel()
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_refused_call_keeps_no_released_region(target: Target) -> None:
+    region = await create(target)
+    _, _, _, status = await target.send(LAYER + "Step", shared_step(target, region, 0).SerializeToString())
+    assert reason_of(status) == "INVALID_SHARED_MEMORY"
+    await target.send(
+        ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryRequest(region=region).SerializeToString()
+    )
+    await create(target)
+
+
+@pytest.mark.parametrize("fault", ["span", "shape"])
+@pytest.mark.parametrize("method", ["Step", "StepStream"])
+@pytest.mark.usefixtures("no_collector")
+async def test_refused_messages_do_not_stay_in_memory(target: Target, method: str, fault: str) -> None:
+    hidden = wire.encode(np.ones((NUM_TOKENS, HIDDEN), dtype=np.float32))
+    step = step_request(
+        target, [target.witness.handle], hidden=hidden, query_start_loc=[0, NUM_TOKENS], span=9 * (fault == "span")
+    )
+    if fault == "shape":
+        step.hidden.shape[0] -= 1
+    body = step.SerializeToString()
+    if method == "StepStream":
+        body = pb.StepStreamRequest(step=step).SerializeToString()
+    for _ in range(5):
+        await target.send(LAYER + method, body)
+    await asyncio.sleep(0.1)
+    size = len(hidden.inline)
+    held = [one for one in gc.get_objects() if type(one) is memoryview and one.nbytes == size]
+    assert len(held) <= 1
