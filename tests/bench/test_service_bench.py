@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,17 @@ def test_what_has_a_bar_and_no_value_is_missed() -> None:
 def test_a_planted_miss_exits_with_1(
     value: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def measured(size: object, parts: Sequence[str]) -> list[Figure]:
-        assert size is SMALL and list(parts) == ["decode"]
-        return [Figure("decode", "ratio", value, "echoes", "raw", Bar(1.0)), Figure("decode", "p50", 5.0, "us", "raw")]
+    @asynccontextmanager
+    async def running(size: object, folder: Path) -> AsyncIterator[Host]:
+        assert size is SMALL
+        yield HOST
 
-    monkeypatch.setattr(service, "run", measured)
+    async def measured(part: str, measure: object, host: Host) -> list[Figure]:
+        assert part == "decode"
+        return [Figure(part, "ratio", value, "echoes", "raw", Bar(1.0)), Figure(part, "p50", 5.0, "us", "raw")]
+
+    monkeypatch.setattr(service, "running", running)
+    monkeypatch.setattr(service, "measure_part", measured)
     output = tmp_path / "figures.json"
     assert service.main(["--size", "small", "--part", "decode", "--output", str(output)]) == code
     table = capsys.readouterr().out
@@ -72,6 +78,27 @@ def test_a_planted_miss_exits_with_1(
     assert written["missed"] == ["decode, ratio"] * code
     assert written["figures"][0]["value"] == value and written["figures"][0]["bar"] == "<= 1"
     assert written["size"]["name"] == "small"
+
+
+def test_a_run_that_is_cut_short_leaves_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def running(size: object, folder: Path) -> AsyncIterator[Host]:
+        yield HOST
+
+    async def first(host: Host) -> list[Figure]:
+        return [Figure("decode", "ratio", 0.5, "echoes", "raw", Bar(1.0))]
+
+    async def cut(host: Host) -> list[Figure]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(service, "running", running)
+    output = tmp_path / "figures.json"
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(service.run(SMALL, ["decode", "soak"], {"decode": first, "soak": cut}, output))
+    assert "ratio" in capsys.readouterr().out
+    assert [figure["name"] for figure in json.loads(output.read_text())["figures"]] == ["ratio"]
 
 
 async def test_a_part_that_fails_is_a_miss(capsys: pytest.CaptureFixture[str]) -> None:
