@@ -121,8 +121,6 @@ class Scheduler:
             self._pump_soon()
         return job.future
 
-    # -- running batches -------------------------------------------------------------------------------------------
-
     def _pump_soon(self) -> None:
         """Form a batch after the callbacks that are ready now, so that requests that came together run together."""
         if not self._pump_is_due and len(self._in_flight) < MAX_BATCHES_IN_FLIGHT:
@@ -217,8 +215,6 @@ class Scheduler:
         self._in_flight.append(run)
         self._queue.served(span)
         self._engine.submit(batch, bring_over)
-
-    # -- completing batches ----------------------------------------------------------------------------------------
 
     def _complete(self, run: Run, result: BatchResult, done_s: float) -> None:
         """A batch is done: answer, settle the books, and form the next one.
