@@ -24,7 +24,7 @@ from deltaline_client._exceptions import (
 )
 from deltaline_client._flow import Flow, Receive, Send, Sleep
 from deltaline_client._messages import StepAnswer
-from deltaline_client._requests import Requests, Sent, Wave
+from deltaline_client._requests import Requests, Sent, Wave, requests_in_flight
 from deltaline_client._retry import is_retryable
 from deltaline_client._sequence import Job
 from deltaline_client._shared import Placement, answered
@@ -94,7 +94,7 @@ class Exchange:
         requests, has_failed = self._requests.of(waiting), False
         try:
             while True:
-                while not has_failed and len(in_flight) < max(1, self._limits.max_steps_in_flight):
+                while not has_failed and len(in_flight) < requests_in_flight(self._limits):
                     sent = next(requests, None)
                     if sent is None:
                         break

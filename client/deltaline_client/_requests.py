@@ -22,6 +22,15 @@ from deltaline_client._types import ServerInfo, StepOptions
 # Most bytes of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones
 # cost fewer messages, each of which is milliseconds of work for both sides.
 CHUNK_BYTES = 4 * 2**20
+# Bytes of a call's requests in flight: half of what a server takes of a stream, so that others' steps pass beside them.
+WINDOW_BYTES = 8 * 2**20
+
+
+def requests_in_flight(limits: ServerInfo) -> int:
+    """How many requests of a call are on their way at once: as many as the server takes and the window holds."""
+    window = WINDOW_BYTES // min(CHUNK_BYTES, max(1, limits.inline_limit_bytes))
+    return max(1, min(limits.max_steps_in_flight, window))
+
 
 _OUTPUT_ROWS = {"all": layers.OUTPUT_ROWS_ALL, "last": layers.OUTPUT_ROWS_LAST, "none": layers.OUTPUT_ROWS_NONE}
 
