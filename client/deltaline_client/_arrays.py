@@ -24,7 +24,7 @@ def as_hidden(hidden: object, name: str, hidden_size: int, dtype: np.dtype[Any])
 
     Raises: TypeError for what is no array of numbers; ValueError for another width. Both name `name`.
     """
-    array = as_numpy(hidden)
+    array = hidden if type(hidden) is np.ndarray else as_numpy(hidden)
     if array.dtype == dtype and array.flags.c_contiguous and array.shape[-1:] == (hidden_size,):
         return array  # what a fast caller brings
     if array.dtype.kind not in "fiu" and array.dtype != ml_dtypes.bfloat16:
