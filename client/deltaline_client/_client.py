@@ -34,7 +34,8 @@ class Client(ClientState):
 
     Args: address, "host:port" or "unix:/path"; timeout, seconds for a call with all its retries; retry, see Retry;
     shared_memory_bytes, how much memory to share with a server on this host that allows it, for the tensors of steps:
-    room for those of all steps at a time, their outputs too; 0 for none.
+    room for those of all steps at a time, their outputs too; 0 for none. The first call that needs it asks for it, and
+    calls beside that one wait for it, no longer than their own timeout.
     """
 
     def __init__(

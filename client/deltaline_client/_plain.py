@@ -44,16 +44,16 @@ class Applied:
     def result(self) -> StepResult:
         """The same by rows."""
         batch = self.batch
-        rows = map(
-            RowResult,
+        columns = zip(
             batch.sequences,
             map(_OUTCOMES.__getitem__, self.fields.outcome),
             self.outputs_of_rows,
             [end - begin for begin, end in pairwise(batch.start)],
             self.fields.position,
             repeat(None),
+            strict=False,  # None has no end
         )
-        return StepResult(tuple(rows), self.timing)
+        return StepResult(tuple(map(RowResult._make, columns)), self.timing)
 
 
 class PlainStep:
@@ -99,14 +99,20 @@ class PlainStep:
 
     def _request(self, placement: Placement | None) -> list[bytes | memoryview]:
         batch, progress = self._batch, self._progress
+        accepted = [one.accepted for one in progress]
+        if accepted.count(None) == len(accepted):
+            commits, position = [NO_COMMIT] * len(accepted), [one.position for one in progress]
+        else:
+            commits = [NO_COMMIT if count is None else count for count in accepted]
+            position = [one.next_position for one in progress]
         fields = request_fields(
             batch.sequences[0].server_epoch,
             self._options,
             sequence=[sequence.handle for sequence in batch.sequences],
             kind=batch.kinds,
             step=[one.step + 1 for one in progress],
-            position=[one.position + (one.accepted or 0) for one in progress],
-            accepted=[NO_COMMIT if one.accepted is None else one.accepted for one in progress],
+            position=position,
+            accepted=commits,
             query_start_loc=batch.start,
             output=OUTPUT_ROWS[batch.output],
         )

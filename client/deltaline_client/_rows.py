@@ -44,10 +44,13 @@ class Row(NamedTuple):
             hidden = hidden[np.newaxis]
         if hidden.ndim != 2 or len(hidden) == 0:
             raise ValueError(f"{name}: expected shape [tokens, {info.hidden_size}] with a token, got {hidden.shape}")
-        if self.kind == layer_service_pb2.ROW_KIND_DECODE and len(hidden) != 1:
-            raise ValueError(f"{name}: expected one token in a decode row, got {len(hidden)}")
-        if self.kind == layer_service_pb2.ROW_KIND_VERIFY and len(hidden) > info.max_draft_tokens:
-            raise ValueError(f"{name}: expected at most {info.max_draft_tokens} tokens to verify, got {len(hidden)}")
+        if len(hidden) > 1:
+            if self.kind == layer_service_pb2.ROW_KIND_DECODE:
+                raise ValueError(f"{name}: expected one token in a decode row, got {len(hidden)}")
+            if self.kind == layer_service_pb2.ROW_KIND_VERIFY and len(hidden) > info.max_draft_tokens:
+                raise ValueError(
+                    f"{name}: expected at most {info.max_draft_tokens} tokens to verify, got {len(hidden)}"
+                )
         return hidden
 
 

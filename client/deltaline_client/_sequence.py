@@ -72,8 +72,9 @@ class Progress:
     def advance(self, position: int) -> None:
         """The server has applied the next step, which leaves no verify pending; `position` tokens are committed."""
         self.step += 1
-        self.position, self.pending_tokens = position, 0
-        self.accepted, self.commit_in_doubt = None, False
+        self.position = position
+        if self.pending_tokens:  # else nothing is remembered of a commit
+            self.committed(position)
 
 
 class SequenceRecord:
