@@ -36,7 +36,6 @@ from deltaline_client._exceptions import (
     QueueFull,
     ReplyBytesExhausted,
     RequestError,
-    SequenceBusy,
     SequenceClosed,
     SequenceExpired,
     SequenceUnknown,
@@ -48,7 +47,6 @@ from deltaline_client._exceptions import (
     StepConflict,
     StepGap,
     StepStale,
-    StepUnfinished,
     Stopping,
     TooManyInFlight,
     TransportError,
@@ -56,6 +54,7 @@ from deltaline_client._exceptions import (
     UnknownSpan,
     VerifyPending,
 )
+from deltaline_client._own_exceptions import Disconnected, SequenceBusy, StepUnfinished
 from deltaline_client._retry import Retry
 from deltaline_client._rows import Row, RowResult, StepError, StepResult
 from deltaline_client._shared_exceptions import InvalidSharedMemory, SharedMemoryExhausted, SharedMemoryOff
@@ -84,6 +83,7 @@ __all__ = [
     "ConflictError",
     "DeadlineExceeded",
     "DeltalineError",
+    "Disconnected",
     "Draining",
     "DuplicateSequence",
     "InvalidBatch",
