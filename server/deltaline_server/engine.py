@@ -162,6 +162,7 @@ class Engine:
         with self._lock:
             if not self._polled or not (waits or _is_done(self._polled[0])):
                 return None
+            self._turn = time.monotonic()
             self._unfinished -= 1  # before it is told: whoever hears of it may launch the next one
             return self._polled.popleft()
 

@@ -44,6 +44,7 @@ class Flights:
         self._engine, self._on_done, self._clock = engine, on_done, clock
         self._flights: deque[_Flight] = deque()
         self._polls = self._is_polling = False
+        self._last_s = float("-inf")
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -82,4 +83,6 @@ class Flights:
         """Tell results in the order of the batches: one that comes by a thread may overtake one that is polled."""
         while self._flights and (result := self._flights[0].result) is not None:
             flight = self._flights.popleft()
-            self._on_done(flight.run, result, flight.done_s)
+            # A batch was done no sooner than the one before it, whenever each was seen.
+            self._last_s = max(self._last_s, flight.done_s)
+            self._on_done(flight.run, result, self._last_s)

@@ -145,6 +145,21 @@ def test_who_hears_of_a_batch_may_launch_the_next_one(engine: Engine, device: He
     assert results == [0.0, 1.0, 2.0] and set(device.launched_by) == {threading.get_ident()}
 
 
+@pytest.mark.parametrize("polls", [False, True])
+def test_the_heartbeat_stands_still_while_a_batch_runs(engine: Engine, device: HeldDevice, polls: bool) -> None:
+    assert engine.heartbeat_s() == 0.0
+    for _ in range(3):
+        engine.submit(make_batch(), lambda result: None, polls=polls)
+    until(lambda: len(device.launched_by) == 3 and engine.heartbeat_s() > 0.01)
+    first = engine.heartbeat_s()
+    assert 0 < first < engine.heartbeat_s()
+    device.finish_one()
+    until(lambda: (engine.poll() or not polls) and engine.heartbeat_s() < first)  # it takes turns again
+    device.finish_one()
+    device.finish_one()
+    until(lambda: not engine.poll() and engine.heartbeat_s() == 0.0)
+
+
 def test_a_device_that_cannot_tell_fails_its_batches(engine: Engine, device: HeldDevice) -> None:
     results: list[BatchResult] = []
     engine.submit(make_batch(), results.append, polls=True)
@@ -203,8 +218,13 @@ async def test_a_thread_that_is_sooner_waits_for_the_batch_before_it() -> None:
                 self.waiting.pop(0)(BatchResult(np.zeros((0, 1)), np.ones(1, bool), compute_s=1.0))
             return bool(self.waiting)
 
-    engine, landed = Hasty(), list[float]()
-    flights = Flights(engine, lambda run, result, done_s: landed.append(result.compute_s), time.monotonic)
+    engine, landed, times = Hasty(), list[float](), list[float]()
+
+    def land(run: Run, result: BatchResult, done_s: float) -> None:
+        landed.append(result.compute_s)
+        times.append(done_s)
+
+    flights = Flights(engine, land, time.monotonic)
     for _ in range(2):
         flights.start(Run(0, [], make_batch(), 0.0, 0.0))
     await asyncio.to_thread(engine.waiting.pop(1), BatchResult(np.zeros((0, 1)), np.ones(1, bool), compute_s=2.0))
@@ -213,3 +233,4 @@ async def test_a_thread_that_is_sooner_waits_for_the_batch_before_it() -> None:
     engine.may_poll = True
     await asyncio.sleep(0.01)
     assert landed == [1.0, 2.0] and not len(flights)
+    assert times == sorted(times)  # or the device would have been busy for a negative time
