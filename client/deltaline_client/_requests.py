@@ -22,7 +22,7 @@ from deltaline_client._types import ServerInfo, StepOptions
 
 # Most bytes of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones
 # cost fewer messages, each of which is milliseconds of work for both sides.
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2 * 2**20
 # Bytes of a call's requests in flight: half of what a server takes of a stream, so that others' steps pass beside them.
 WINDOW_BYTES = 8 * 2**20
 

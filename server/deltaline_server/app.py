@@ -154,6 +154,7 @@ class Server:
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
+        self._layer_service.close()
         await self.runtime.close()
         await asyncio.to_thread(self.metrics.close)
         event(_log, "stopped")

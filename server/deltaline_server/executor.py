@@ -19,7 +19,7 @@ from deltaline_kernels import Rows
 from deltaline_kernels.rows import NUM_FIELDS
 from deltaline_server.model import Model
 from deltaline_server.state_pool import StatePool
-from deltaline_server.step import BatchResult, StepBatch, finite_rows
+from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
 Report = Callable[[int, int], None]
 
@@ -132,7 +132,7 @@ class CpuExecutor:
         computed_s = time.perf_counter()
         integer_type = torch.int32 if model.dtype.itemsize == torch.int32.itemsize else torch.int16
         array = returned.view(integer_type).numpy().view(model.numpy_dtype)
-        finite = finite_rows(batch.control[0], sizes)
+        finite = sound_rows(batch.control[0], sizes)
         return BatchResult(array, finite, copied_s - begin_s, computed_s - copied_s, time.perf_counter() - computed_s)
 
 

@@ -15,6 +15,7 @@ import grpc
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import reply, request
 from deltaline_server.errors import RequestError
+from deltaline_server.finite import LARGE_BYTES, FiniteCheck
 from deltaline_server.interceptor import Context, bug, empty_frames
 from deltaline_server.observer import Observer
 from deltaline_server.request import RequestLimits
@@ -48,6 +49,7 @@ class LayerService:
         self._table, self._scheduler, self._limits = table, scheduler, limits
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
+        self._finite = FiniteCheck()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -102,8 +104,10 @@ class LayerService:
         remaining_s = context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
         done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-        self._scheduler.submit(self._read(message, context.peer(), until_s), partial(_complete, done))
-        del message  # it may lie in memory to be unmapped
+        step = self._read(message, context.peer(), until_s)
+        await self._examine(step)
+        self._scheduler.submit(step, partial(_complete, done))
+        del message, step  # it may lie in memory to be unmapped
         return reply.step_response(await done)
 
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
@@ -139,6 +143,7 @@ class LayerService:
                     inline = message.step.inline or b""
                     num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(inline)
                     await room.take(num_bytes)
+                    await self._examine(step)
                     num_taken += 1
                     self._submit_safely(step, partial(answer, message.correlation_id, num_bytes))
                     # Nothing of a step is held while the stream waits: it may lie in memory to be unmapped.
@@ -168,6 +173,10 @@ class LayerService:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
+    def close(self) -> None:
+        """End its threads; after the last call."""
+        self._finite.close()
+
     def end_streams(self) -> None:
         """Take no more steps from streams; each ends once those that it has taken are answered."""
         for reader in self._stream_readers:
@@ -183,6 +192,11 @@ class LayerService:
             return self._read(message, client, until_s)
         except Exception as error:
             return error
+
+    async def _examine(self, step: StepRequest | Exception) -> None:
+        """Look at a large tensor before the scheduler has to, so that the event loop need not wait for that."""
+        if isinstance(step, StepRequest) and step.hidden.nbytes >= LARGE_BYTES:
+            step.is_finite = await self._finite.all_finite(step.hidden)
 
     def _submit_safely(self, step: StepRequest | Exception, answer: Callable[[StepResult | Exception], None]) -> None:
         """Hand a step to the scheduler; what that raises, or what is given in place of a step, is the answer."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltaline_kernels.rows import NUM_FIELDS
-from deltaline_server.step import BatchResult, StepBatch, finite_rows
+from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
 # Smaller arrays are sooner copied than asked where they lie.
 DIRECT_BYTES = 1 << 16
@@ -187,7 +187,7 @@ class Slot:
         events = self.events
         return BatchResult(
             hidden,
-            finite_rows(batch.control[0], sizes),
+            sound_rows(batch.control[0], sizes),
             copy_in_s=events[0].elapsed_time(events[1]) / 1e3,
             compute_s=events[2].elapsed_time(events[3]) / 1e3,
             copy_out_s=events[3].elapsed_time(events[4]) / 1e3,

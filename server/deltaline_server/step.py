@@ -12,19 +12,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
+from deltaline_server.finite import all_finite, finite_rows
 from deltaline_server.regions import OutputMemory
-
-# Of each type of hidden states: integers of its size, and the exponent's bits. All of these are set in infinities and
-# NaNs, and in nothing else.
-_BITS: dict[np.dtype[Any], tuple[np.dtype[Any], np.dtype[Any], int]] = {
-    np.dtype(np.float32): (np.dtype(np.uint32), np.dtype(np.int32), 0x7F80_0000),
-    np.dtype(bfloat16): (np.dtype(np.uint16), np.dtype(np.int16), 0x7F80),
-    np.dtype(np.float16): (np.dtype(np.uint16), np.dtype(np.int16), 0x7C00),
-}
 
 # A row's request is kept whole up to this size, as a checksum beyond it.
 WHOLE_REQUEST_BYTES = 16384
@@ -147,6 +139,8 @@ class StepRequest:
     """Whether `hidden` lies in memory that the client shares, and has promised not to touch."""
     output_memory: OutputMemory | None = None
     """Where the outputs go, with room for all that the form asks for; None for memory of the server's own."""
+    is_finite: bool | None = None
+    """Whether all values of `hidden` are finite, None when nobody has looked."""
 
     @property
     def message_bytes(self) -> int:
@@ -156,14 +150,9 @@ class StepRequest:
 
     def finite_rows(self) -> NDArray[np.bool_] | None:
         """Which rows have finite values only, bool [N]; None when all have."""
-        # Integers order as magnitudes do: infinities and NaNs are the largest of each sign, read as signed integers
-        # those above 0, as unsigned ones those below. Two passes, no array in between.
-        bits, signed, exponent = _BITS[self.hidden.dtype]
-        words = self.hidden.reshape(-1).view(bits)
-        if int(words.max()) < exponent + (1 << 8 * bits.itemsize - 1) and int(words.view(signed).max()) < exponent:
+        if self.is_finite or (self.is_finite is None and all_finite(self.hidden)):
             return None
-        infinite = (self.hidden.view(bits) & exponent) == exponent
-        return ~np.logical_or.reduceat(infinite.any(axis=1), self.form.query_start_loc[:-1])
+        return finite_rows(self.hidden, self.form.query_start_loc[:-1])
 
 
 @dataclass
@@ -249,7 +238,7 @@ def count_kinds(kind: NDArray[np.uint8]) -> dict[RowKind, int]:
     return {kind: kinds.count(kind) for kind in RowKind}
 
 
-def finite_rows(starts: NDArray[np.int32], sizes: NDArray[np.float32]) -> NDArray[np.bool_]:
+def sound_rows(starts: NDArray[np.int32], sizes: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Tell for each row whether all its outputs are finite; starts `[N + 1]`: the rows' first tokens, sizes `[T]`."""
     finite = np.isfinite(sizes)
     if finite.all():

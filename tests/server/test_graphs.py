@@ -30,7 +30,7 @@ from deltaline_server.graphs import Bucket, Graphs, make_buckets
 from deltaline_server.model import Model, ModelOptions, load_model
 from deltaline_server.staging import DIRECT_BYTES, Copier
 from deltaline_server.state_pool import StateOptions, StatePool
-from deltaline_server.step import BatchResult, StepBatch, finite_rows
+from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
 HIDDEN, MAX_DRAFT, NUM_LINES, CHUNK = 128, 4, 24, 4096
 WAIT_S = 100.0
@@ -113,7 +113,7 @@ class Launches:
         output = self.model.forward(batch.span, hidden, rows, self.pool)
         returned = output if batch.wanted is None else output[torch.from_numpy(batch.wanted).cuda()]
         array = returned.view(torch.int16).cpu().numpy().view(DTYPE)
-        finite = finite_rows(batch.control[0], token_sizes(output).cpu().numpy())
+        finite = sound_rows(batch.control[0], token_sizes(output).cpu().numpy())
         return Launched(lambda: True, lambda: BatchResult(array, finite))
 
     def zero(self, lines: NDArray[np.int64]) -> None:
