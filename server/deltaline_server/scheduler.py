@@ -191,17 +191,18 @@ class Scheduler:
     def _run(self, span: int, num_short: int, pieces: list[Piece]) -> None:
         table = self._table
         batch = lay_out(pieces, table, num_short)
+        now_s = self._clock()
+        run = Run(span, pieces, batch, now_s, now_s)
+        self._flights.start(run)
+        # The device works while the books are brought up to what it was given.
         for piece in pieces:
             self._queue.take(piece)
             table.read_line[span][piece.slots] = table.write_line[piece.slots]
             if piece.num_of_kind[RowKind.VERIFY]:
                 is_verify = piece.job.kind[piece.index] == RowKind.VERIFY
                 table.draft_half[span, piece.slots[is_verify]] ^= 1
-        now_s = self._clock()
-        run = Run(span, pieces, batch, now_s, now_s)
         run.predicted_s = self._pace.predicted_s(span, num_short, run.num_long_tokens)
         self._queue.served(span)
-        self._flights.start(run)
 
     def _landed(self, run: Run, result: BatchResult, done_s: float) -> None:
         self._guarded(self._complete, run, result, done_s)
