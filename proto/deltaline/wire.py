@@ -151,7 +151,7 @@ def field_pieces(number: int, pieces: Sequence[Piece]) -> list[Piece]:
 @lru_cache(4096)
 def field_head(number: int, num_bytes: int) -> bytes:
     """Return what stands before a length-delimited field of so many bytes: its tag and its length."""
-    return _varint(number << 3 | 2) + _varint(num_bytes)
+    return varint(number << 3 | 2) + varint(num_bytes)
 
 
 def _payload(array: NDArray[Any]) -> memoryview:
@@ -167,8 +167,8 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return tensor_pb2.Tensor(dtype=data_type(dtype), shape=shape).SerializeToString()
 
 
-def _varint(value: int) -> bytes:
-    """A protobuf varint of a value >= 0."""
+def varint(value: int) -> bytes:
+    """Return the protobuf varint of a value >= 0."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

@@ -32,10 +32,11 @@ def all_finite(values: NDArray[Any]) -> bool:
     # above 0, as unsigned ones those below. Two passes, no array in between.
     bits, signed, exponent = _BITS[values.dtype]
     words = values.reshape(-1).view(bits)
+    largest = np.maximum.reduce
     negative = exponent + (1 << 8 * bits.itemsize - 1)
     for begin in range(0, len(words), BLOCK):
         block = words[begin : begin + BLOCK]
-        if int(block.max()) >= negative or int(block.view(signed).max()) >= exponent:
+        if int(largest(block)) >= negative or int(largest(block.view(signed))) >= exponent:
             return False
     return True
 

@@ -23,6 +23,7 @@ from deltaline_server.regions import OutputMemory
 from deltaline_server.sequence import SequenceDescription, SequenceState
 from deltaline_server.step import StepResult, StepTiming
 
+_CORRELATION_ID = wire.varint(pb.StepStreamResponse.CORRELATION_ID_FIELD_NUMBER << 3)
 _OUTCOME, _POSITION = pb.StepResponse.OUTCOME_FIELD_NUMBER, pb.StepResponse.POSITION_FIELD_NUMBER
 _OUTPUT_START_LOC, _HIDDEN = pb.StepResponse.OUTPUT_START_LOC_FIELD_NUMBER, pb.StepResponse.HIDDEN_FIELD_NUMBER
 
@@ -63,7 +64,7 @@ def _shared_tensor(hidden: NDArray[Any], memory: OutputMemory) -> bytes:
 
 def stream_response(correlation_id: int, result: StepResult) -> bytes:
     """Serialise a StepStreamResponse for a step that was taken. The outputs are copied once, into the reply itself."""
-    head = pb.StepStreamResponse(correlation_id=correlation_id).SerializeToString()
+    head = _CORRELATION_ID + wire.varint(correlation_id) if correlation_id else b""
     return b"".join([head, *wire.field_pieces(pb.StepStreamResponse.STEP_FIELD_NUMBER, _step_pieces(result))])
 
 
