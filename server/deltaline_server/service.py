@@ -143,7 +143,8 @@ class LayerService:
                     inline = message.step.inline or b""
                     num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(inline)
                     await room.take(num_bytes)
-                    await self._examine(step)
+                    if isinstance(step, StepRequest):
+                        await self._examine(step)
                     num_taken += 1
                     self._submit_safely(step, partial(answer, message.correlation_id, num_bytes))
                     # Nothing of a step is held while the stream waits: it may lie in memory to be unmapped.
@@ -193,9 +194,9 @@ class LayerService:
         except Exception as error:
             return error
 
-    async def _examine(self, step: StepRequest | Exception) -> None:
+    async def _examine(self, step: StepRequest) -> None:
         """Look at a large tensor before the scheduler has to, so that the event loop need not wait for that."""
-        if isinstance(step, StepRequest) and step.hidden.nbytes >= LARGE_BYTES:
+        if step.hidden.nbytes >= LARGE_BYTES:
             step.is_finite = await self._finite.all_finite(step.hidden)
 
     def _submit_safely(self, step: StepRequest | Exception, answer: Callable[[StepResult | Exception], None]) -> None:
