@@ -112,7 +112,10 @@ class Scheduler:
         else:
             self._num_awaited -= job.num_of_kind[RowKind.DECODE] + job.num_of_kind[RowKind.VERIFY]
             self._queue.add(job)
-            self._pump_soon()
+            if self._flights or self._pump_is_due:
+                self._pump_soon()
+            else:  # the device has nothing to do: a turn of the loop is time lost
+                self._guarded(self._pump)
 
     def _pump_soon(self) -> None:
         """Form a batch after the callbacks that are ready now, so that requests that came together run together."""
