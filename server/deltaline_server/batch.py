@@ -115,12 +115,10 @@ def _into(pieces: list[Piece]) -> tuple[NDArray[Any], ...]:
     """Where the outputs of each piece go, if all of them go to shared memory; else nothing."""
     if any(piece.job.request.output_memory is None for piece in pieces):
         return ()
-    into = [(piece.job.outputs, piece.output_places()) for piece in pieces]
-    return (
-        tuple(outputs[places] for outputs, places in into if isinstance(places, slice))
-        if all(isinstance(places, slice) for _, places in into)
-        else ()
-    )
+    places = [piece.output_places() for piece in pieces]
+    if not all(isinstance(place, slice) for place in places):
+        return ()
+    return tuple(piece.job.outputs[place] for piece, place in zip(pieces, places, strict=True))
 
 
 def _wanted(pieces: list[Piece]) -> NDArray[np.int64] | None:
