@@ -373,9 +373,8 @@ def test_columns_that_nobody_has_checked_are_not_remembered_at_any_length(column
     """Or messages that are all refused would fill the memory: each may be as large as a tensor."""
     parser = StepParser()
     for first in range(3):
-        message = parser.parse_step(
-            pb.StepRequest(server_epoch=1, **{column: [first] * MOST_BYTES}).SerializeToString()
-        )
+        columns: dict[str, Any] = {column: [first] * MOST_BYTES}
+        message = parser.parse_step(pb.StepRequest(server_epoch=1, **columns).SerializeToString())
         assert len(getattr(message, column)) == MOST_BYTES and message.pattern is None
     assert not parser._patterns
     rows = list(range(1, 1025))
