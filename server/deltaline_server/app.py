@@ -157,6 +157,7 @@ class Server:
         self._layer_service.close()
         await self.runtime.close()
         await asyncio.to_thread(self.metrics.close)
+        gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
 
     def _listen(self) -> None:

@@ -75,9 +75,9 @@ class Flights:
         self._is_polling = True
         self._polls = self._engine.poll()
         self._is_polling = False
-        self._land()
-        if self._polls:
+        if self._polls:  # asked before the results are told: whoever hears of them may start a batch, which asks too
             asyncio.get_running_loop().call_soon(self._poll)
+        self._land()
 
     def _land(self) -> None:
         """Tell results in the order of the batches: one that comes by a thread may overtake one that is polled."""

@@ -108,6 +108,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 async for body in bodies:
                     rpc.received.inc()
                     yield parse(deserialize, body)
+                    del body  # or an idle stream would hold its last message
 
             async with self._call(rpc, context), aclosing(handler.stream_stream(requests(), context)) as responses:
                 async for response in responses:

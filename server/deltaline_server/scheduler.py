@@ -94,7 +94,7 @@ class Scheduler:
         reserved_bytes = self._queue.reserve(request, admission, len(verdict.joins))
         self._table.ledger.take(request.form.span, admission)
         if verdict.kept or verdict.joins:
-            self._table.touch(verdict.live_slots)  # no lease ends with a step in flight: others are renewed when done
+            self._table.touch(verdict.live_slots)  # others when their steps are over: until then no lease ends
         job = Job(request, admission, reserved_bytes, self._num_jobs, self._clock(), on_done)
         self._num_jobs += 1
         job.lay_out_outputs(admission.rows if job.is_whole else verdict.answered_rows)

@@ -140,8 +140,7 @@ class LayerService:
                 async for message in messages:
                     step = self._read_safely(message.step, client, until_s)
                     # A refusal's traceback holds the message until its answer is written.
-                    inline = message.step.inline or b""
-                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(inline)
+                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(message.step.inline or b"")
                     await room.take(num_bytes)
                     if isinstance(step, StepRequest):
                         await self._examine(step)

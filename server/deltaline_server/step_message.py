@@ -122,6 +122,11 @@ class Pattern:
             self._parts.append((body[begin:first], last - first))
             begin = last
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the message that it keeps; the columns among them twice."""
+        return sum(len(stays) for stays, _ in self._parts)
+
     def match(self, body: bytes, begin: int, end: int) -> StepMessage | None:
         """As `walk_step` for a message that differs in these runs alone; None for any other."""
         if end - begin != self._size:

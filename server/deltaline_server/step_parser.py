@@ -18,6 +18,9 @@ from deltaline_server.step_message import (
 
 # Patterns that are remembered: a batch that is stepped again after so many others is walked again.
 MOST_PATTERNS = 128
+# The most bytes of a message that a pattern keeps, those of some 3,000 rows: nobody has checked them yet, so that a
+# message may have columns of any size.
+MOST_BYTES = 64 << 10
 # The first bytes of a message, in which lie the server's epoch, the span and the first handle: they tell batches apart.
 KEY_BYTES = 28
 
@@ -55,6 +58,8 @@ class StepParser:
         if walked is None:
             return None
         pattern = Pattern(body, begin, end, *walked)
+        if pattern.num_bytes > MOST_BYTES:
+            return walked[0]
         self._patterns.pop(key, None)
         if len(self._patterns) == MOST_PATTERNS:
             del self._patterns[next(iter(self._patterns))]

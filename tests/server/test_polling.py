@@ -234,3 +234,33 @@ async def test_a_thread_that_is_sooner_waits_for_the_batch_before_it() -> None:
     await asyncio.sleep(0.01)
     assert landed == [1.0, 2.0] and not len(flights)
     assert times == sorted(times)  # or the device would have been busy for a negative time
+
+
+async def test_it_is_polled_once_in_a_turn_however_many_batches_follow(engine: Engine, device: HeldDevice) -> None:
+    """A batch that is started as the one before it lands must not begin a second round of polls beside the first."""
+    polls, poll = list[bool](), engine.poll
+
+    def counted() -> bool:
+        polls.append(True)
+        return poll()
+
+    engine.poll = counted  # type: ignore[method-assign]
+    landed: list[Run] = []
+
+    def land(run: Run, result: BatchResult, done_s: float) -> None:
+        landed.append(run)
+        if len(landed) < 6:
+            flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+
+    flights = Flights(engine, land, time.monotonic)
+    flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+    for count in range(1, 7):
+        device.finish_one()
+        end_s = time.monotonic() + WAIT_S
+        while len(landed) < count:
+            assert time.monotonic() < end_s
+            await asyncio.sleep(0)
+        polls.clear()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(polls) == (10 if count < 6 else 0)

@@ -589,6 +589,29 @@ async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
     assert left() == 60.0
 
 
+async def test_a_step_that_is_refused_after_it_was_taken_has_renewed_the_lease() -> None:
+    """Else a sequence could expire behind a refusal that asks for the same step again."""
+    rig = Rig(eager=False)
+    a, b = rig.open(2)
+    futures = []
+    for step in (1, 2):  # as many batches as the engine takes
+        futures.append(rig.submit(rig.request((b, DECODE, step, step - 1, -1, [1]))))
+        for _ in range(3):
+            await asyncio.sleep(0)
+    rig.now += 59.0
+    late = rig.submit(rig.request((a, DECODE, 1, 0, -1, [2]), deadline_s=rig.now + 0.5))
+    rig.table.reap()
+    rig.now += 1.0
+    rig.table.reap()
+    rig.engine.release()
+    assert reason(await late) is Reason.QUEUE_DEADLINE
+    rig.now += 1.0
+    rig.table.reap()
+    again = await rig.step((a, DECODE, 1, 0, -1, [2]))
+    assert reason(again) is None and outputs(again) == [2]
+    await asyncio.gather(*futures)
+
+
 async def test_stop_refuses_what_waits_and_finishes_what_runs() -> None:
     rig = Rig(eager=False)
     a, b = rig.open(2)

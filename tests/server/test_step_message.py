@@ -20,7 +20,7 @@ from deltaline_server.regions import Region, Regions
 from deltaline_server.request import RequestLimits, read_step
 from deltaline_server.step import StepRequest
 from deltaline_server.step_message import Pattern, Runs, StepMessage, from_protobuf, walk_step
-from deltaline_server.step_parser import MOST_PATTERNS, StepParser
+from deltaline_server.step_parser import MOST_BYTES, MOST_PATTERNS, StepParser
 from deltaline_server.walk import Walk
 
 HIDDEN = 4
@@ -366,3 +366,37 @@ def test_of_many_batches_the_last_ones_are_remembered() -> None:
         parser.parse_step(body(handle))
     assert len(parser._patterns) == MOST_PATTERNS
     assert parser.parse_step(body(1)).pattern is not first
+
+
+@pytest.mark.parametrize("column", ["sequence", "kind", "accepted", "query_start_loc"])
+def test_columns_that_nobody_has_checked_are_not_remembered_at_any_length(column: str) -> None:
+    """Or messages that are all refused would fill the memory: each may be as large as a tensor."""
+    parser = StepParser()
+    for first in range(3):
+        columns: dict[str, Any] = {column: [first] * MOST_BYTES}
+        message = parser.parse_step(pb.StepRequest(server_epoch=1, **columns).SerializeToString())
+        assert len(getattr(message, column)) == MOST_BYTES and message.pattern is None
+    assert not parser._patterns
+    rows = list(range(1, 1025))
+    assert parser.parse_step(pb.StepRequest(server_epoch=1, sequence=rows).SerializeToString()).pattern is not None
+
+
+def test_a_pattern_keeps_no_message_alive() -> None:
+    """No slice, view or base of an array of what is remembered has more bytes than the columns."""
+    parser = StepParser()
+    hidden = wire.encode(np.zeros((64, HIDDEN), LIMITS.dtype))
+    for size in (1000, 2000):  # walked, then matched
+        values: dict[str, Any] = {"sequence": [7], "kind": [pb.ROW_KIND_PREFILL], "step": [1], "position": [size]}
+        request = pb.StepRequest(server_epoch=1, hidden=hidden, query_start_loc=[0, 64], **values)
+        pattern = parser.parse_step(request.SerializeToString()).pattern
+        assert pattern is not None
+        read_step(parser.parse_step(request.SerializeToString()), LIMITS, now_s=0.0, until_s=None)
+        form = pattern.form
+        arrays = [form.handle, form.kind, form.accepted, form.query_start_loc, form.lengths, form.kept_bytes]
+        arrays += [value for value in pattern._message if isinstance(value, np.ndarray)]
+        for array in arrays:
+            base = array
+            while isinstance(base, np.ndarray) and base.base is not None:
+                base = base.base
+            assert (len(base) if isinstance(base, bytes) else base.nbytes) < len(request.hidden.inline)
+        assert pattern._message.inline is None and pattern.num_bytes < 100
