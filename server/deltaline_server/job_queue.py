@@ -221,9 +221,7 @@ class JobQueue:
         if first > ledger.done.step[span, slot] + 1:  # the tail is the last step that is still in flight
             last, at = self._entry(span, slot, first - 1)
             ledger.take(span, last.admission, np.array([at]))
-        slots = np.array([slot])
-        self._table.touch(slots)  # taking the step renews the lease, and it was put off until the step is over
-        self._table.settle(slots)
+        self._table.settle(np.array([slot]))
 
     def poison(self, slot: int) -> None:
         """A slot's state can't be trusted: refuse its rows, on spans where some are in flight once they are back."""

@@ -93,8 +93,6 @@ class Scheduler:
         admission = verdict.admission
         reserved_bytes = self._queue.reserve(request, admission, len(verdict.joins))
         self._table.ledger.take(request.form.span, admission)
-        if verdict.kept or verdict.joins:
-            self._table.touch(verdict.live_slots)  # others when their steps are over: until then no lease ends
         job = Job(request, admission, reserved_bytes, self._num_jobs, self._clock(), on_done)
         self._num_jobs += 1
         job.lay_out_outputs(admission.rows if job.is_whole else verdict.answered_rows)
@@ -116,6 +114,7 @@ class Scheduler:
                 self._pump_soon()
             else:  # the device has nothing to do: a turn of the loop is time lost
                 self._guarded(self._pump)
+        self._table.touch(verdict.live_slots)  # last: it need not keep the device waiting
 
     def _pump_soon(self) -> None:
         """Form a batch after the callbacks that are ready now, so that requests that came together run together."""

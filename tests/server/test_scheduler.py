@@ -578,8 +578,13 @@ async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
     assert left() == 5.0
     rig.table.renew(epoch, handles)
     assert left() == 60.0
+    rig.now += 50.0
+    begun = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    assert left() == 60.0  # a step that is taken renews, before it is done
+    rig.engine.run()
+    await begun
     rig.table.renew(epoch, handles, 600.0)
-    running = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    running = rig.submit(rig.request((a, DECODE, 2, 1, -1, [1])))
     assert left() == 600.0
     await asyncio.sleep(0)
     rig.now += 590.0
