@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -20,7 +19,6 @@ from urllib.request import urlopen
 from deltaline_bench.service.size import Size
 from deltaline_client import AsyncClient
 from deltaline_client._bench_inline import InlineNotes
-from deltaline_server.config import Config
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
@@ -31,15 +29,6 @@ class HostError(RuntimeError):
     """A process did not start, or does not tell what it should; the message says what."""
 
 
-def why_no_shared_memory() -> str:
-    """Say which side of this version has no shared memory; "" when both have it."""
-    if "shared_memory_bytes" not in {option.name for option in fields(Config)}:
-        return "shared memory is not offered by this server"
-    if "shared_memory_bytes" not in inspect.signature(AsyncClient).parameters:
-        return "shared memory is not offered by this client"
-    return ""
-
-
 def connect(address: str) -> AsyncClient:
     """Make the Python client without shared memory."""
     return AsyncClient(address)
@@ -47,12 +36,9 @@ def connect(address: str) -> AsyncClient:
 
 @asynccontextmanager
 async def connect_shared(address: str, size_bytes: int) -> AsyncIterator[AsyncClient]:
-    """A Python client with shared memory. Raises HostError where there is none, and when tensors went inline."""
-    if why := why_no_shared_memory():
-        raise HostError(why)
-    chosen: dict[str, Any] = {"shared_memory_bytes": size_bytes}
+    """A Python client with shared memory. Raises HostError when tensors went inline."""
     with InlineNotes() as notes:
-        async with AsyncClient(address, **chosen) as client:
+        async with AsyncClient(address, shared_memory_bytes=size_bytes) as client:
             yield client
     if notes.texts:
         raise HostError(f"not all tensors went through shared memory: {notes.texts[0]}")
@@ -60,15 +46,14 @@ async def connect_shared(address: str, size_bytes: int) -> AsyncIterator[AsyncCl
 
 async def place(client: AsyncClient, hidden: Any) -> Any:
     """Hidden states in the client's shared memory, from where a step takes them without a copy."""
-    empty: Any = getattr(client, "empty")  # noqa: B009 not every version has it
-    room = await empty(hidden.shape)
+    room = await client.empty(hidden.shape)
     room[...] = hidden
     return room
 
 
 def server_options(size: Size, model: Path, folder: Path) -> dict[str, Any]:
     """The options of the server that is judged, by the names of its configuration."""
-    options = {
+    return {
         "random_init": str(model),
         "dtype": size.dtype,
         "max_sequences": size.max_sequences,
@@ -81,10 +66,8 @@ def server_options(size: Size, model: Path, folder: Path) -> dict[str, Any]:
         "metrics_port": 0,
         "log_level": "info",
         "drain_timeout_s": 1.0,
+        "shared_memory_bytes": SHARED_BYTES,
     }
-    if not why_no_shared_memory():
-        options["shared_memory_bytes"] = SHARED_BYTES
-    return options
 
 
 @dataclass(frozen=True)

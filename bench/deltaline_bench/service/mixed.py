@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from deltaline_bench.service.figure import Figure
-from deltaline_bench.service.host import Host, HostError, connect, connect_shared, place, why_no_shared_memory
+from deltaline_bench.service.host import Host, HostError, connect, connect_shared, place
 from deltaline_bench.service.raw import DecodeStream, percentile_us
 from deltaline_bench.service.size import Size
 
@@ -38,7 +38,6 @@ async def measure(host: Host) -> list[Figure]:
 def judge(size: Size, alone_s: list[float], beside_s: list[float], alone: float, beside: float) -> list[Figure]:
     """Make the figures of decode steps in seconds, and of prefills in tokens per second."""
     p50, p99 = percentile_us(alone_s, 50), percentile_us(beside_s, 99)
-    way = why_no_shared_memory() or "shared memory"
     return [
         Figure(PART, "decode alone, p50", p50, "us", "raw", note=f"{size.decode_rows} rows, {len(alone_s)} steps"),
         Figure(PART, "decode alone, p99", percentile_us(alone_s, 99), "us", "raw"),
@@ -53,7 +52,12 @@ def judge(size: Size, alone_s: list[float], beside_s: list[float], alone: float,
             f"3 x p50 alone; {len(beside_s)} steps",
         ),
         Figure(
-            PART, "prefills alone", alone, "tokens/s", "client", note=f"{size.mixed_tokens} tokens, last row; {way}"
+            PART,
+            "prefills alone",
+            alone,
+            "tokens/s",
+            "client",
+            note=f"{size.mixed_tokens} tokens, last row; shared memory",
         ),
         Figure(PART, "prefills beside decode", beside, "tokens/s", "client"),
         Figure(PART, "prefills beside decode / alone", beside / alone, "", "client", size.bar(0.7, is_least=True)),
@@ -117,15 +121,13 @@ def prefill_loop(address: str, size: Size, pipe: Connection) -> None:
 
 
 async def _prefill_loop(address: str, size: Size, pipe: Connection) -> None:
-    is_shared = not why_no_shared_memory()
     room_bytes = 2 * PREFILLS * size.mixed_tokens * size.token_bytes
     done: list[float] = []
-    async with connect_shared(address, room_bytes) if is_shared else connect(address) as client:
+    async with connect_shared(address, room_bytes) as client:
         info = await client.info()
         rng = np.random.default_rng(0)
         hidden = rng.standard_normal((size.mixed_tokens, size.hidden), dtype=np.float32).astype(info.dtype)
-        if is_shared:
-            hidden = await place(client, hidden)
+        hidden = await place(client, hidden)
 
         async def prefills() -> None:
             while True:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deltaline_bench.service.figure import Figure
-from deltaline_bench.service.host import Host, connect, connect_shared, place, why_no_shared_memory
+from deltaline_bench.service.host import Host, connect, connect_shared, place
 from deltaline_bench.service.raw import echoes
 from deltaline_bench.service.size import Size
 from deltaline_client import AsyncClient, Row
@@ -27,16 +27,14 @@ async def measure(host: Host) -> list[Figure]:
     num_bytes = size.prefill_tokens * size.token_bytes
     async with connect(host.address) as client:
         inline = await _prefills(client, size, is_shared=False)
-    shared = None
-    if not why_no_shared_memory():
-        async with connect_shared(host.address, 4 * num_bytes) as client:
-            shared = await _prefills(client, size, is_shared=True)
+    async with connect_shared(host.address, 4 * num_bytes) as client:
+        shared = await _prefills(client, size, is_shared=True)
     echo_s = [await _echo(host.echo_address, num_bytes) for _ in range(WARM_UP + size.prefill_rounds)]
     return judge(size, inline, shared, statistics.median(echo_s[WARM_UP:]), copies_s(num_bytes))
 
 
 def judge(
-    size: Size, inline: tuple[float, float], shared: tuple[float, float] | None, echo_s: float, copy_s: float | None
+    size: Size, inline: tuple[float, float], shared: tuple[float, float], echo_s: float, copy_s: float | None
 ) -> list[Figure]:
     """Make the figures. inline, shared: seconds end to end and computed; copy_s: both ways, None without a device."""
     total_s, compute_s = inline
@@ -48,8 +46,6 @@ def judge(
         Figure(PART, "inline / (echo + compute)", total_s / (echo_s + compute_s), "", "client", size.bar(1.3)),
     ]
     bar, name = size.bar(1.25), "shared memory / (compute + copies)"
-    if shared is None:
-        return [*figures, Figure(PART, name, None, "", "client", bar, why_no_shared_memory())]
     total_s, compute_s = shared
     figures += [
         Figure(PART, "shared memory", total_s * 1e3, "ms", "client"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from deltaline_bench.service.engine_loop import rows_per_second
 from deltaline_bench.service.figure import Figure
-from deltaline_bench.service.host import Host, HostError, why_no_shared_memory
+from deltaline_bench.service.host import Host, HostError
 from deltaline_bench.service.size import Size
 
 PART = "throughput"
@@ -18,10 +18,8 @@ PART = "throughput"
 async def measure(host: Host) -> list[Figure]:
     """Run `deltaline bench` inline and through shared memory, then the engine in this process."""
     size = host.size
-    runs = {"inline": await _bench(host, 0)}
-    if not why_no_shared_memory():
-        tensor_bytes = size.decode_rows * size.token_bytes
-        runs["shared memory"] = await _bench(host, max(64 * tensor_bytes, 2**24))
+    room_bytes = max(64 * size.decode_rows * size.token_bytes, 2**24)
+    runs = {"inline": await _bench(host, 0), "shared memory": await _bench(host, room_bytes)}
     engine = await rows_per_second(size, host.model, size.clients * size.decode_rows)
     return judge(size, runs, engine)
 
@@ -48,11 +46,8 @@ def judge(size: Size, runs: dict[str, dict[str, Any]], engine: tuple[float, floa
                 note=record["device_busy_unknown"] or "",
             ),
         ]
-    shared, bar = runs.get("shared memory"), size.bar(0.85, is_least=True)
-    name = "shared memory / the engine alone"
-    if shared is None:
-        return [*figures, Figure(PART, name, None, "", "client", bar, why_no_shared_memory())]
-    return [*figures, Figure(PART, name, shared["kinds"]["decode"]["rows_per_s"] / engine_rows, "", "client", bar)]
+    shared, bar = runs["shared memory"]["kinds"]["decode"]["rows_per_s"], size.bar(0.85, is_least=True)
+    return [*figures, Figure(PART, "shared memory / the engine alone", shared / engine_rows, "", "client", bar)]
 
 
 async def _bench(host: Host, shared_memory_bytes: int) -> dict[str, Any]:
