@@ -112,6 +112,7 @@ class Client(ClientState):
         Calls under way and later ones raise Disconnected; a step that was under way has an unknown outcome.
         """
         self._run(self._shared.end())
+        self._stream.close()
         self._channel.close()
 
     def __enter__(self) -> Self:

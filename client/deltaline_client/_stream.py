@@ -33,16 +33,21 @@ class StepStream:
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[bytes | None] | None = None
         self._pending = Pending()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Send nothing more, since the channel is about to close: a step that comes now was surely not applied."""
+        with self._lock:
+            self._is_closed = True
 
     def send(self, number: int, request: Sequence[Piece], mailbox: Mailbox) -> None:
         """Send a step; its answer, or the error that ended the stream, comes to the mailbox under `number`."""
         with self._lock:
+            if self._is_closed:
+                mailbox.put((number, Disconnected()))
+                return
             if self._outbox is None:
-                try:
-                    self._outbox, self._pending = self._open()
-                except ValueError:  # what grpc raises on a channel that is closed
-                    mailbox.put((number, Disconnected()))
-                    return
+                self._outbox, self._pending = self._open()
             message = stream_request(self._pending.add(number, mailbox.put), request)
             self._outbox.put(message)
 
