@@ -98,8 +98,9 @@ class Engine:
         """Compute a batch. `on_done` is called once, also when the computation fails: on a thread of the engine, or, if
         the caller polls, by `poll`.
 
-        The calls come in the order of submission, if whoever gets one from a thread polls before it makes use of it.
-        The batch's arrays must stay as they are until then. Raises RuntimeError after `close`.
+        Batches are computed in the order of submission and told in it, but that a thread may tell one before the polled
+        batch in front of it is polled. The batch's arrays must stay as they are until it is told. Raises RuntimeError
+        after `close`.
         """
         run = _Run(batch, on_done)
         if polls and self._executor.is_asynchronous and batch.num_bytes <= SMALL_BYTES and self._may_launch():

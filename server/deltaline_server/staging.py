@@ -153,7 +153,7 @@ class Slot:
         """
         outbound, begin = self._outbound, layout.size_bytes
         places = [_as_pinned(into) for into in batch.into]
-        self._is_placed = bool(places) and None not in places
+        self._is_placed = bool(places) and all(place is not None for place in places)
         if self._is_placed:
             outbound.receive(0, batch.num_tokens * 4)
             outputs = (self.outputs(layout)[1] if batch.wanted is None else self._selected).view(-1).view(torch.uint8)
