@@ -44,7 +44,7 @@ CASES: dict[str, tuple[list[int], list[list[int]], dict[str, Any]]] = {
 @pytest.fixture(params=["two-launches", "one-launch"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of a GPU, whatever its table says."""
-    fused = (128, 256) if request.param == "one-launch" else None
+    fused = (128, 256, 4) if request.param == "one-launch" else None
     monkeypatch.setattr(plan, "BUCKETS", tuple(replace(bucket, fused=fused) for bucket in plan.BUCKETS))
 
 

@@ -15,7 +15,7 @@ SMALL_TILE, LARGE_TILE = 16, 32
 FEW_TOKENS = 512
 # Ranks are padded to so many.
 RANK_UNIT = 16
-WARPS = 4
+SHRINK_WARPS = EXACT_WARPS = 4
 # Blocks of inputs on their way, and one more.
 MAX_STAGES = 5
 
@@ -69,16 +69,16 @@ class Bucket:
     """A row of the table: batches of at most `tokens` tokens and weights of at most `rank` ranks.
 
     Args:
-        fused: outputs and inputs per program of one launch, or None for two.
+        fused: one launch, with so many outputs per program, inputs at a time and warps; or None for two launches.
         shrink: programs per tile, and inputs at a time.
-        expand: outputs per program, and registers.
+        expand: outputs per program, warps, and registers of a thread, None for as many as it takes.
     """
 
     tokens: int
     rank: int
-    fused: tuple[int, int] | None
+    fused: tuple[int, int, int] | None
     shrink: tuple[int, int]
-    expand: tuple[int, int | None]
+    expand: tuple[int, int, int | None]
 
 
 # So few tokens wait more than they load: the first rows of A are on their way before the rank is known.
@@ -86,15 +86,18 @@ EAGER_TOKENS = 64
 ANY = 1 << 62
 # Chosen by what has to move and by what runs at once.
 BUCKETS = (
-    Bucket(8, 16, None, (16, 64), (128, None)),
-    Bucket(8, ANY, None, (16, 128), (128, None)),
-    Bucket(64, 16, None, (8, 128), (256, None)),
-    Bucket(64, ANY, None, (8, 128), (128, None)),
-    Bucket(FEW_TOKENS, 16, None, (4, 128), (256, None)),
-    Bucket(FEW_TOKENS, ANY, None, (8, 128), (128, None)),
-    Bucket(2048, ANY, None, (4, 128), (128, None)),
-    Bucket(ANY, ANY, None, (2, 128), (128, None)),
+    Bucket(2, 16, (256, 512, 8), (16, 64), (128, 4, None)),
+    Bucket(8, 16, None, (16, 64), (128, 4, None)),
+    Bucket(8, ANY, None, (16, 128), (128, 8, None)),
+    Bucket(64, 16, None, (8, 128), (256, 8, None)),
+    Bucket(64, ANY, None, (8, 128), (128, 8, None)),
+    Bucket(FEW_TOKENS, 16, None, (4, 128), (256, 8, None)),
+    Bucket(FEW_TOKENS, ANY, None, (8, 128), (128, 8, None)),
+    Bucket(2048, ANY, None, (4, 128), (128, 4, None)),
+    Bucket(ANY, ANY, None, (2, 128), (128, 4, None)),
 )
+# In one launch every program reads all inputs: with more of them, splitting pays.
+FUSED_INPUTS = 4096
 # The products of fp32 are not those of the tensor cores: smaller blocks, which fit in registers.
 EXACT_K, EXACT_N, EXACT_R = 64, 64, 16
 SHRINK_PROGRAMS, EXPAND_PROGRAMS = 1056, 4224
@@ -127,43 +130,43 @@ def plan_shrink(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: 
     """Return how the sums are computed."""
     exact = dtype == torch.float32
     splits, most = bucket.shrink
-    block_r, ways = _rank_blocks(num_tokens, rank, exact)
+    block_r, ways = _rank_blocks(num_tokens, rank, SHRINK_WARPS, exact=exact)
     block_k = _input_block(-(-inputs // splits), EXACT_K if exact else most, ways)
     steps = -(-inputs // (splits * block_k))
     stages = 1 if exact else min(steps + 1, MAX_STAGES)
     splits = -(-inputs // (steps * block_k))
     eager_rows = min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0
-    return ShrinkPlan(splits, block_k, steps, ways, block_r, WARPS, stages, SHRINK_PROGRAMS, eager_rows)
+    return ShrinkPlan(splits, block_k, steps, ways, block_r, SHRINK_WARPS, stages, SHRINK_PROGRAMS, eager_rows)
 
 
 def plan_expand(bucket: Bucket, num_tokens: int, rank: int, dtype: torch.dtype) -> ExpandPlan:
     """Return how the sums are turned into outputs."""
-    block_n, registers = bucket.expand
+    block_n, warps, registers = bucket.expand
     most = SMALL_TILE_RANKS if tile_rows(num_tokens) == SMALL_TILE else LARGE_TILE_RANKS
     if dtype == torch.float32:
-        return ExpandPlan(EXACT_N, EXACT_R, WARPS, None, EXPAND_PROGRAMS)
-    return ExpandPlan(block_n, min(most, _power(rank)), WARPS, registers, EXPAND_PROGRAMS)
+        return ExpandPlan(EXACT_N, EXACT_R, EXACT_WARPS, None, EXPAND_PROGRAMS)
+    return ExpandPlan(block_n, min(most, _power(rank)), warps, registers, EXPAND_PROGRAMS)
 
 
 def plan_fused(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: torch.dtype) -> FusedPlan | None:
     """Return how both are done in one launch, or None where two are faster."""
-    if bucket.fused is None or dtype == torch.float32:
+    if bucket.fused is None or inputs > FUSED_INPUTS or dtype == torch.float32:
         return None
-    block_n, most = bucket.fused
-    block_r, ways = _rank_blocks(num_tokens, rank, exact=False)
+    block_n, most, warps = bucket.fused
+    block_r, ways = _rank_blocks(num_tokens, rank, warps)
     block_k = _input_block(inputs, most, ways)
     steps = -(-inputs // block_k)
     stages = min(steps + 1, MAX_STAGES)
     eager_rows = min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0
-    return FusedPlan(block_n, block_k, steps, ways, block_r, WARPS, stages, EXPAND_PROGRAMS, eager_rows)
+    return FusedPlan(block_n, block_k, steps, ways, block_r, warps, stages, EXPAND_PROGRAMS, eager_rows)
 
 
-def _rank_blocks(num_tokens: int, rank: int, exact: bool) -> tuple[int, int]:
+def _rank_blocks(num_tokens: int, rank: int, warps: int, *, exact: bool = False) -> tuple[int, int]:
     """Return the ranks at once, and the parts of the inputs that give each warp columns of its own."""
     if exact:
         return EXACT_R, 1
     block_r = min(SHRINK_RANKS, _power(rank))
-    return block_r, max(1, WARPS * RANK_UNIT // block_r) if tile_rows(num_tokens) == SMALL_TILE else 1
+    return block_r, max(1, warps * RANK_UNIT // block_r) if tile_rows(num_tokens) == SMALL_TILE else 1
 
 
 def _input_block(inputs: int, most: int, ways: int) -> int:
