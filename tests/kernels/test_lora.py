@@ -76,6 +76,16 @@ def test_programs_take_tiles_in_turns(path: Path, monkeypatch: pytest.MonkeyPatc
     assert_close("out", batch.run(path), batch.run_reference(), path.dtype)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_programs_take_blocks_of_one_slice(path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Slices that fill no program, in blocks that they don't fill either; all ranks at once, or one after the other."""
+    table = tuple(replace(bucket, fused=None, expand=(32, steps, 4, None)) for bucket in plan.BUCKETS)
+    monkeypatch.setattr(plan, "BUCKETS", table)
+    for rank in (16, 70):
+        batch = make_batch(path, mixed(40, 2), [[rank, 3, 0], [2, rank, rank]], (100, 33, 70), factors=True)
+        assert_close("out", batch.run(path), batch.run_reference(), path.dtype)
+
+
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("num_tokens", [20, plan.FEW_TOKENS + 30])
 def test_row_does_not_depend_on_its_neighbours(path: Path, num_tokens: int) -> None:

@@ -152,7 +152,8 @@ def test_a_graph_follows_slots_and_weights(num_tokens: int) -> None:
     for _ in range(3):
         slots = torch.randint(-1, 3, (num_tokens,), generator=generator, dtype=torch.int32)
         batch.token_slots.copy_(slots)
-        batch.weights.a.copy_(torch.randn(batch.weights.a.shape, generator=generator))
+        for tensor in (batch.weights.a, batch.weights.b):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) / 8)
         batch.weights.ranks.copy_(torch.randint(0, 17, batch.weights.ranks.shape, generator=generator))
         out.copy_(before)
         graph.replay()
@@ -163,25 +164,34 @@ def test_a_graph_follows_slots_and_weights(num_tokens: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [1, 64, 256, 8192])
-def test_base_rows_cost_two_launches_and_no_wait(num_tokens: int) -> None:
+def test_base_rows_cost_two_launches(num_tokens: int) -> None:
     batch = gpu_batch(num_tokens, torch.full((num_tokens,), -1, dtype=torch.int32))
     before = batch.out.clone()
     tiles = group_tokens(batch.token_slots, batch.weights.num_slots)
     add_lora(batch.x, batch.out, batch.weights, tiles)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-            add_lora(batch.x, batch.out, batch.weights, tiles)
-            torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    # Filling new memory with NaN is these tests' own doing.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        add_lora(batch.x, batch.out, batch.weights, tiles)
+        torch.cuda.synchronize()
     kernels = [event.name for event in profile.events() if str(event.device_type).endswith("CUDA")]
+    # Filling new memory with NaN is these tests' own doing.
     own = [name for name in kernels if "fill" not in name.lower() and "elementwise" not in name.lower()]
     assert 1 <= len(own) <= 2, kernels
     assert torch.equal(batch.out, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_nothing_waits_for_the_device() -> None:
+    batch = gpu_batch(40, torch.tensor([t % 4 - 1 for t in range(40)], dtype=torch.int32))
+    add_lora(batch.x, batch.out, batch.weights, group_tokens(batch.token_slots, batch.weights.num_slots))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        add_lora(batch.x, batch.out, batch.weights, group_tokens(batch.token_slots, batch.weights.num_slots))
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            batch.weights.ranks.tolist()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

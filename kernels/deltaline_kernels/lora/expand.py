@@ -2,7 +2,8 @@
 
     out[token, n] = factor[slot, n] (out[token, n] + scale[slot, slice] sum over r of s[token, slice, r] B[slot, r, n])
 
-A program has a block of outputs of one slice for some tiles. It loads weights and outputs before it waits for the sums.
+A program has some blocks of outputs of one slice, for some tiles. With one block it loads weights and outputs before it
+waits for the sums.
 """
 
 from typing import Any
@@ -52,7 +53,8 @@ def _expand(
     RANK_STRIDE: tl.constexpr,
     OUTPUT_STRIDE: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -61,44 +63,54 @@ def _expand(
     DEPENDENT: tl.constexpr,
 ):
     S: tl.constexpr = len(SIZES)
-    i_slice, column, end = find_block(tl.program_id(0) % BLOCKS, SIZES, BLOCK_N)
-    tile = tl.program_id(0) // BLOCKS
+    # Sums of all ranks fit: they are loaded once for all blocks of outputs.
+    ONCE: tl.constexpr = BLOCK_R >= R
+    i_slice, first, end = find_block(tl.program_id(0) % PARTS, SIZES, STEPS * BLOCK_N)
+    tile = tl.program_id(0) // PARTS
     split_stride = num_tiles.to(tl.int64) * BLOCK_M * row_stride
     o_m = tl.arange(0, BLOCK_M)
     o_r = tl.arange(0, BLOCK_R)
-    o_n = column + tl.arange(0, BLOCK_N)
     slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M)
     # Tiles of adapters come first: behind the first one without an adapter there are none.
     while slot >= 0:
         rank = load_rank(ranks, slot, i_slice, S, R)
         scale = load_scale(scales, slot, i_slice, S)
         in_row = (token >= 0) & (rank > 0)
-        p_b = b + slot.to(tl.int64) * b_slot_stride + o_r[:, None] * RANK_STRIDE + o_n[None, :] * OUTPUT_STRIDE
-        inside = in_row[:, None] & (o_n < end)[None, :]
-        p_out = out + token.to(tl.int64)[:, None] * out_stride + o_n[None, :]
-        if ADD:
-            b_out = tl.load(p_out, mask=inside, other=0.0)
-        else:
-            b_out = tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty)
-        factor = load_factor(factors, slot, o_n, end, N)
-        b_b = tl.load(p_b, mask=(o_r < rank)[:, None] & (o_n < end)[None, :], other=0.0)
-        if DEPENDENT:
-            gdc_wait()
         if BY_TOKEN:
             o_row = token.to(tl.int64) * row_stride
         else:
             o_row = (tile.to(tl.int64) * BLOCK_M + o_m) * row_stride
         p_s = sums + i_slice * COLUMNS
-        s = load_sums(p_s, o_row, in_row, 0, rank, split_stride, COLUMNS, WHOLE_UNITS, SPLITS, BLOCK_R)
-        product = expand_tile(s, b_b)
-        if BLOCK_R < R:
-            for r in range(BLOCK_R, rank, BLOCK_R):
-                p_b += BLOCK_R * RANK_STRIDE
-                b_b = tl.load(p_b, mask=(r + o_r < rank)[:, None] & (o_n < end)[None, :], other=0.0)
-                s = load_sums(p_s, o_row, in_row, r, rank, split_stride, COLUMNS, WHOLE_UNITS, SPLITS, BLOCK_R)
-                product += expand_tile(s, b_b)
-        y = (b_out.to(tl.float32) + scale * product) * factor
-        tl.store(p_out, y.to(out.dtype.element_ty), mask=inside)
+        p_slot = b + slot.to(tl.int64) * b_slot_stride + o_r[:, None] * RANK_STRIDE
+        p_token = out + token.to(tl.int64)[:, None] * out_stride
+        if ONCE and STEPS > 1:
+            if DEPENDENT:
+                gdc_wait()
+            s = load_sums(p_s, o_row, in_row, 0, rank, split_stride, COLUMNS, WHOLE_UNITS, SPLITS, BLOCK_R)
+        for i in range(0, STEPS):
+            o_n = first + i * BLOCK_N + tl.arange(0, BLOCK_N)
+            in_n = (o_n < end)[None, :]
+            inside = in_row[:, None] & in_n
+            if ADD:
+                b_out = tl.load(p_token + o_n[None, :], mask=inside, other=0.0)
+            else:
+                b_out = tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty)
+            factor = load_factor(factors, slot, o_n, end, N)
+            p_b = p_slot + o_n[None, :] * OUTPUT_STRIDE
+            b_b = tl.load(p_b, mask=(o_r < rank)[:, None] & in_n, other=0.0)
+            if not (ONCE and STEPS > 1):
+                if DEPENDENT:
+                    gdc_wait()
+                s = load_sums(p_s, o_row, in_row, 0, rank, split_stride, COLUMNS, WHOLE_UNITS, SPLITS, BLOCK_R)
+            product = expand_tile(s, b_b)
+            if not ONCE:
+                for r in range(BLOCK_R, rank, BLOCK_R):
+                    p_b += BLOCK_R * RANK_STRIDE
+                    b_b = tl.load(p_b, mask=(r + o_r < rank)[:, None] & in_n, other=0.0)
+                    s = load_sums(p_s, o_row, in_row, r, rank, split_stride, COLUMNS, WHOLE_UNITS, SPLITS, BLOCK_R)
+                    product += expand_tile(s, b_b)
+            y = (b_out.to(tl.float32) + scale * product) * factor
+            tl.store(p_token + o_n[None, :], y.to(out.dtype.element_ty), mask=inside)
         tile += tile_stride
         slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M)
     if DEPENDENT:
@@ -133,12 +145,12 @@ def launch_expand(
     Arguments are validated by the caller.
     """
     num_tiles, rows = tiles.tokens.shape
-    blocks = sum(triton.cdiv(size, plan.block_n) for size in sizes)
-    tiles_at_once = min(num_tiles, max(1, plan.programs // blocks))
+    parts = sum(triton.cdiv(size, plan.steps * plan.block_n) for size in sizes)
+    tiles_at_once = min(num_tiles, max(1, plan.programs // parts))
     options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     if plan.registers is not None:
         options["maxnreg"] = plan.registers
-    _expand[(tiles_at_once * blocks,)](
+    _expand[(tiles_at_once * parts,)](
         sums,
         b,
         ranks,
@@ -160,7 +172,8 @@ def launch_expand(
         RANK_STRIDE=b.stride(1),
         OUTPUT_STRIDE=b.stride(2),
         SPLITS=sums.shape[0],
-        BLOCKS=blocks,
+        PARTS=parts,
+        STEPS=plan.steps,
         BLOCK_M=rows,
         BLOCK_R=plan.block_r,
         BLOCK_N=plan.block_n,

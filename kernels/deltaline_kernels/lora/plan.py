@@ -40,9 +40,13 @@ class ShrinkPlan:
 
 @dataclass(frozen=True)
 class ExpandPlan:
-    """Programs of `block_n` outputs, `block_r` ranks at once; `registers` of a thread, None for as many as it takes."""
+    """Programs of `steps` times `block_n` outputs, `block_r` ranks at once.
+
+    `registers`: of a thread, None for as many as it takes. `programs`: about so many at once.
+    """
 
     block_n: int
+    steps: int
     block_r: int
     warps: int
     registers: int | None
@@ -71,14 +75,14 @@ class Bucket:
     Args:
         fused: one launch, with so many outputs per program, inputs at a time and warps; or None for two launches.
         shrink: programs per tile, and inputs at a time.
-        expand: outputs per program, warps, and registers of a thread, None for as many as it takes.
+        expand: outputs at a time, times per program, warps, and registers of a thread, None for as many as it takes.
     """
 
     tokens: int
     rank: int
     fused: tuple[int, int, int] | None
     shrink: tuple[int, int]
-    expand: tuple[int, int, int | None]
+    expand: tuple[int, int, int, int | None]
 
 
 # So few tokens wait more than they load: the first rows of A are on their way before the rank is known.
@@ -86,15 +90,15 @@ EAGER_TOKENS = 64
 ANY = 1 << 62
 # Chosen by what has to move and by what runs at once.
 BUCKETS = (
-    Bucket(2, 16, (256, 512, 8), (16, 64), (128, 4, None)),
-    Bucket(8, 16, None, (16, 64), (128, 4, None)),
-    Bucket(8, ANY, None, (16, 128), (128, 8, None)),
-    Bucket(64, 16, None, (8, 128), (256, 8, None)),
-    Bucket(64, ANY, None, (8, 128), (128, 8, None)),
-    Bucket(FEW_TOKENS, 16, None, (4, 128), (256, 8, None)),
-    Bucket(FEW_TOKENS, ANY, None, (8, 128), (128, 8, None)),
-    Bucket(2048, ANY, None, (4, 128), (128, 4, None)),
-    Bucket(ANY, ANY, None, (2, 128), (128, 4, None)),
+    Bucket(2, 16, (256, 512, 8), (16, 64), (128, 1, 4, None)),
+    Bucket(8, 16, None, (16, 64), (128, 1, 4, None)),
+    Bucket(8, ANY, None, (16, 128), (128, 1, 8, None)),
+    Bucket(64, 16, None, (8, 128), (256, 1, 8, None)),
+    Bucket(64, ANY, None, (8, 128), (128, 1, 8, None)),
+    Bucket(FEW_TOKENS, 16, None, (4, 128), (256, 1, 8, None)),
+    Bucket(FEW_TOKENS, ANY, None, (8, 128), (128, 1, 8, None)),
+    Bucket(2048, ANY, None, (4, 128), (128, 4, 4, None)),
+    Bucket(ANY, ANY, None, (2, 128), (128, 8, 4, None)),
 )
 # In one launch every program reads all inputs: with more of them, splitting pays.
 FUSED_INPUTS = 4096
@@ -141,11 +145,11 @@ def plan_shrink(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: 
 
 def plan_expand(bucket: Bucket, num_tokens: int, rank: int, dtype: torch.dtype) -> ExpandPlan:
     """Return how the sums are turned into outputs."""
-    block_n, warps, registers = bucket.expand
+    block_n, steps, warps, registers = bucket.expand
     most = SMALL_TILE_RANKS if tile_rows(num_tokens) == SMALL_TILE else LARGE_TILE_RANKS
     if dtype == torch.float32:
-        return ExpandPlan(EXACT_N, EXACT_R, EXACT_WARPS, None, EXPAND_PROGRAMS)
-    return ExpandPlan(block_n, min(most, _power(rank)), warps, registers, EXPAND_PROGRAMS)
+        return ExpandPlan(EXACT_N, 1, EXACT_R, EXACT_WARPS, None, EXPAND_PROGRAMS)
+    return ExpandPlan(block_n, steps, min(most, _power(rank)), warps, registers, EXPAND_PROGRAMS)
 
 
 def plan_fused(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: torch.dtype) -> FusedPlan | None:
