@@ -6,6 +6,14 @@ Knows tensors, rows and lines. Does not know models, sequences or the service.
 from deltaline_kernels.checks import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
+from deltaline_kernels.lora import (
+    MAX_RANK,
+    AdapterTiles,
+    LoraWeights,
+    add_lora,
+    add_lora_reference,
+    group_tokens,
+)
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest import Check, run_selftest
@@ -13,14 +21,20 @@ from deltaline_kernels.selftest import Check, run_selftest
 __all__ = [
     "MAX_CONV_WIDTH",
     "MAX_HEAD_DIM",
+    "MAX_RANK",
     "MIN_CONV_WIDTH",
+    "AdapterTiles",
     "Check",
+    "LoraWeights",
     "Rows",
+    "add_lora",
+    "add_lora_reference",
     "causal_conv1d",
     "causal_conv1d_reference",
     "gated_delta",
     "gated_delta_reference",
     "gated_rms_norm",
     "gated_rms_norm_reference",
+    "group_tokens",
     "run_selftest",
 ]

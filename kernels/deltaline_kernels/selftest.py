@@ -13,11 +13,14 @@ from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
 from deltaline_kernels.gated_delta.plan import choose_plan
+from deltaline_kernels.lora import LoraWeights, add_lora, add_lora_reference, group_tokens
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 
 # Tokens of a row that is computed in parts, where heads are few enough for that.
 LONG = 4096
+# Tokens of batches of several adapters: more than 128 of one adapter; on a GPU large tiles too.
+ADAPTED = (1, 40, 250, 600)
 # Largest difference, relative to the largest value of the reference (at least 1).
 LIMITS = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 8e-3}
 
@@ -74,6 +77,11 @@ def run_selftest(
     if torch.device(device).type != "cpu" and choose_plan(heads, 1, LONG, LONG).num_parts > 1:
         got, want = _run_in_parts(fills["random"], heads, device, dtype, state_dtype)
         checks.append(Check("gated_delta, prefill in parts, random", _error(got, want), limit))
+    adapted = ADAPTED[:-1] if torch.device(device).type == "cpu" else ADAPTED
+    for kind, fill in fills.items():
+        for num_tokens in adapted if kind == "random" else adapted[-1:]:
+            got, want = _adapt(fill, num_tokens, heads, device, dtype)
+            checks.append(Check(f"lora, {num_tokens} tokens, {kind}", _error(got, want), limit))
     for batch, rows in _short_batches(max_draft, device).items():
         got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype)
         checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
@@ -146,6 +154,24 @@ def _convolve(
     want_lines = lines.clone()
     y = causal_conv1d(x, weight, None, lines, rows)
     return [y, lines], [causal_conv1d_reference(x, weight, None, want_lines, rows), want_lines]
+
+
+def _adapt(
+    fill: Callable[..., Tensor], num_tokens: int, heads: Heads, device: torch.device | str, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what adapters of several ranks added to a projection of two slices, and what their reference added."""
+    sizes, inputs, rank = (heads.values, heads.num_value_heads), heads.keys, 64
+    ranks = torch.tensor([[16, 0], [64, 5], [1, 64]], dtype=torch.int32, device=device)
+    a, b = fill(3, 2, rank, inputs).to(dtype), fill(3, rank, sum(sizes)).to(dtype)
+    weights = LoraWeights(a, b, ranks, torch.full((3, 2), 0.5, device=device), sizes)
+    # Every third token has no adapter, a few have the first two, the rest the last one.
+    order = torch.arange(num_tokens, device=device)
+    slots = torch.where(order % 3 == 2, -1, (order // 8).clamp(max=2)).to(torch.int32)
+    x, out = fill(num_tokens, inputs).to(dtype), fill(num_tokens, sum(sizes)).to(dtype)
+    want = out.clone()
+    add_lora(x, out, weights, group_tokens(slots, 3))
+    add_lora_reference(x, want, weights, slots)
+    return [out], [want]
 
 
 def _projected(fill: Callable[..., Tensor], num_tokens: int, heads: Heads) -> Tensor:

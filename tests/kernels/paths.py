@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltaline_kernels import Rows, causal_conv1d, gated_delta, gated_rms_norm
+from deltaline_kernels import (
+    AdapterTiles,
+    LoraWeights,
+    Rows,
+    add_lora,
+    causal_conv1d,
+    gated_delta,
+    gated_rms_norm,
+    group_tokens,
+)
 from deltaline_kernels.gated_delta.heads import Heads
 
 
@@ -51,6 +60,12 @@ class Path:
 
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gated_rms_norm(o, z, weight, eps)
+
+    def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:
+        return group_tokens(token_slots, num_slots)
+
+    def add_lora(self, x: Tensor, out: Tensor, weights: LoraWeights, token_slots: Tensor) -> None:
+        add_lora(x, out, weights, self.group(token_slots, weights.num_slots))
 
 
 class InterpretedPath(Path):
@@ -106,3 +121,19 @@ class InterpretedPath(Path):
         y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype)
         gated_rms_norm_triton(o, z, weight, eps, y)
         return y
+
+    def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:
+        from deltaline_kernels.lora.group import group_tokens_triton
+
+        made = group_tokens(token_slots, num_slots)
+        slots, tokens = torch.full_like(made.slots, 99), torch.full_like(made.tokens, 99)
+        if made.num_tiles > 0:
+            group_tokens_triton(token_slots, num_slots, slots, tokens)
+        return AdapterTiles(slots, tokens, made.num_tokens, made.num_slots)
+
+    def add_lora(self, x: Tensor, out: Tensor, weights: LoraWeights, token_slots: Tensor) -> None:
+        from deltaline_kernels.lora.launch import add_lora_triton
+
+        tiles = self.group(token_slots, weights.num_slots)
+        if tiles.num_tiles > 0:
+            add_lora_triton(x, out, weights, tiles)

@@ -14,7 +14,7 @@ from deltaline_kernels import gated_rms_norm, run_selftest, selftest
 def test_selftest_passes(path: Path) -> None:
     checks = run_selftest(path.device, path.dtype)
     assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "norm"}
+    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "lora", "norm"}
 
 
 @pytest.mark.parametrize(

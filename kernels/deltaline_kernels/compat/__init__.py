@@ -9,6 +9,7 @@ from deltaline_kernels.compat.gated_delta import (
     fused_recurrent_gated_delta_rule,
     fused_sigmoid_gating_delta_rule_update,
 )
+from deltaline_kernels.compat.lora import lora_expand, lora_shrink
 
 __all__ = [
     "causal_conv1d_fn",
@@ -16,4 +17,6 @@ __all__ = [
     "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_sigmoid_gating_delta_rule_update",
+    "lora_expand",
+    "lora_shrink",
 ]

@@ -1,0 +1,88 @@
+"""LoRA of many adapters in one batch: each token's adapter is added to the outputs of a projection, in place.
+
+Validates and picks the path by device. Does not know what the projection is, nor which adapter is in a slot.
+"""
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.checks import ACTIVATIONS, check_positive, check_tensor
+from deltaline_kernels.lora.cpu import add_lora_cpu, group_tokens_cpu
+from deltaline_kernels.lora.plan import count_tiles, tile_rows
+from deltaline_kernels.lora.reference import add_lora_reference
+from deltaline_kernels.lora.tiles import AdapterTiles
+from deltaline_kernels.lora.weights import MAX_RANK, LoraWeights
+
+__all__ = ["MAX_RANK", "AdapterTiles", "LoraWeights", "add_lora", "add_lora_reference", "group_tokens"]
+
+
+def group_tokens(token_slots: Tensor, num_slots: int) -> AdapterTiles:
+    """Sort the tokens of a batch by adapter; neither waits for the device nor depends on what `token_slots` holds.
+
+    Args:
+        token_slots: `[T]` int32, contiguous, the slot of each token's adapter; every value outside 0..num_slots-1, such
+            as -1, stands for none.
+        num_slots: of the weights that the tiles are used with.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    if not isinstance(token_slots, Tensor):
+        raise TypeError(f"token_slots: expected a tensor, got {type(token_slots).__name__}")
+    device = token_slots.device
+    check_tensor("token_slots", token_slots, (None,), (torch.int32,), device)
+    check_positive("num_slots", num_slots)
+    num_tokens = token_slots.shape[0]
+    rows = tile_rows(num_tokens)
+    num_tiles = count_tiles(num_tokens, num_slots, rows)
+    slots = torch.empty((num_tiles,), dtype=torch.int32, device=device)
+    tokens = torch.empty((num_tiles, rows), dtype=torch.int32, device=device)
+    if num_tiles > 0:
+        if device.type == "cpu":
+            group_tokens_cpu(token_slots, num_slots, slots, tokens)
+        else:
+            # Imported here: only this path needs triton, which is installed on Linux alone.
+            from deltaline_kernels.lora.group import group_tokens_triton
+
+            group_tokens_triton(token_slots, num_slots, slots, tokens)
+    return AdapterTiles(slots, tokens, num_tokens, num_slots)
+
+
+def add_lora(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
+    """Add to each token's outputs what its adapter adds, rounded once; tokens without an adapter stay as they are.
+
+        out[t, n] = factor[n] (out[t, n] + scale sum over r of (sum over k of x[t, k] A[r, k]) B[r, n])
+
+    Args:
+        x: `[T, in]` in the dtype of the weights, a row stride is fine.
+        out: `[T, out]` fp32, bf16 or fp16, a row stride is fine. Mutated: the slices whose rank is above 0. Must not
+            overlap x or the weights.
+        weights: of the slots; the sums are fp32.
+        tiles: of these tokens and slots, see `group_tokens`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    if not isinstance(weights, LoraWeights):
+        raise TypeError(f"weights: expected LoraWeights, got {type(weights).__name__}")
+    if not isinstance(tiles, AdapterTiles):
+        raise TypeError(f"tiles: expected AdapterTiles, got {type(tiles).__name__}")
+    device = weights.a.device
+    check_tensor("x", x, (None, weights.num_inputs), (weights.a.dtype,), device, row_stride=True)
+    check_tensor("out", out, (x.shape[0], weights.num_outputs), ACTIVATIONS, device, row_stride=True)
+    if tiles.tokens.device != device:
+        raise ValueError(f"tiles: expected device {device}, got {tiles.tokens.device}")
+    if (tiles.num_tokens, tiles.num_slots) != (x.shape[0], weights.num_slots):
+        raise ValueError(
+            f"tiles: expected those of {x.shape[0]} tokens and {weights.num_slots} slots, "
+            f"got those of {tiles.num_tokens} and {tiles.num_slots}"
+        )
+    if tiles.num_tiles == 0:
+        return
+    if device.type == "cpu":
+        add_lora_cpu(x, out, weights, tiles)
+    else:
+        # Imported here: only this path needs triton, which is installed on Linux alone.
+        from deltaline_kernels.lora.launch import add_lora_triton
+
+        add_lora_triton(x, out, weights, tiles)

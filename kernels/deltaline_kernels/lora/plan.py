@@ -1,0 +1,183 @@
+"""How a batch is cut into programs of the LoRA kernels. Knows sizes and figures of an H200, no tensors and no kernels.
+
+A table's first row that a batch fits in counts. So the plan of a batch depends on its numbers of tokens and slots and
+on the sizes of the projection, never on which token has which adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Tokens of a tile: few where a batch has few per adapter. Never 64, see tile.py.
+SMALL_TILE, LARGE_TILE = 16, 32
+FEW_TOKENS = 512
+# Ranks are padded to so many.
+RANK_UNIT = 16
+SHRINK_WARPS = EXACT_WARPS = 4
+# Blocks of inputs on their way, and one more.
+MAX_STAGES = 5
+
+
+@dataclass(frozen=True)
+class ShrinkPlan:
+    """`splits` programs per tile and slice, each with `steps` blocks of `block_k` inputs in `ways` parts.
+
+    `programs`: about so many at once; those of a large batch have several tiles.
+    """
+
+    splits: int
+    block_k: int
+    steps: int
+    ways: int
+    block_r: int
+    warps: int
+    stages: int
+    programs: int
+    eager_rows: int
+
+
+@dataclass(frozen=True)
+class ExpandPlan:
+    """Programs of `steps` times `block_n` outputs, `block_r` ranks at once.
+
+    `registers`: of a thread, None for as many as it takes. `programs`: about so many at once.
+    """
+
+    block_n: int
+    steps: int
+    block_r: int
+    warps: int
+    registers: int | None
+    programs: int
+
+
+@dataclass(frozen=True)
+class FusedPlan:
+    """One launch: a program of `block_n` outputs computes its tile's sums itself, as a shrink without splits does."""
+
+    block_n: int
+    block_k: int
+    steps: int
+    ways: int
+    block_r: int
+    warps: int
+    stages: int
+    programs: int
+    eager_rows: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A row of the table: batches of at most `tokens` tokens and weights of at most `rank` ranks.
+
+    Args:
+        fused: one launch, with so many outputs per program, inputs at a time and warps; or None for two launches.
+        shrink: programs per tile, and inputs at a time.
+        expand: outputs at a time, times per program, warps, and registers of a thread, None for as many as it takes.
+    """
+
+    tokens: int
+    rank: int
+    fused: tuple[int, int, int] | None
+    shrink: tuple[int, int]
+    expand: tuple[int, int, int, int | None]
+
+
+# So few tokens wait more than they load: the first rows of A are on their way before the rank is known.
+EAGER_TOKENS = 64
+ANY = 1 << 62
+# Chosen by what has to move and by what runs at once.
+BUCKETS = (
+    Bucket(2, 16, (256, 512, 8), (16, 64), (128, 1, 4, None)),
+    Bucket(8, 16, None, (16, 64), (128, 1, 4, None)),
+    Bucket(8, ANY, None, (16, 128), (128, 1, 8, None)),
+    Bucket(64, 16, None, (8, 128), (256, 1, 8, None)),
+    Bucket(64, ANY, None, (8, 128), (128, 1, 8, None)),
+    Bucket(FEW_TOKENS, 16, None, (4, 128), (256, 1, 8, None)),
+    Bucket(FEW_TOKENS, ANY, None, (8, 128), (128, 1, 8, None)),
+    Bucket(2048, ANY, None, (4, 128), (128, 4, 4, None)),
+    Bucket(ANY, ANY, None, (2, 128), (128, 8, 4, None)),
+)
+# In one launch every program reads all inputs: with more of them, splitting pays.
+FUSED_INPUTS = 4096
+# The products of fp32 are not those of the tensor cores: smaller blocks, which fit in registers.
+EXACT_K, EXACT_N, EXACT_R = 64, 64, 16
+SHRINK_PROGRAMS, EXPAND_PROGRAMS = 1056, 4224
+# Ranks at once; of a large tile fewer fit in registers.
+SHRINK_RANKS, SMALL_TILE_RANKS, LARGE_TILE_RANKS = 64, 64, 32
+
+
+def tile_rows(num_tokens: int) -> int:
+    """Return the tokens of a tile of a batch."""
+    return SMALL_TILE if num_tokens <= FEW_TOKENS else LARGE_TILE
+
+
+def count_tiles(num_tokens: int, num_groups: int, rows: int) -> int:
+    """Return the most tiles that tokens in so many groups may take: all but one tile of each group are full."""
+    groups = min(num_tokens, num_groups)
+    return (num_tokens - groups) // rows + groups
+
+
+def pad_rank(rank: int) -> int:
+    """Return the columns of the sums of one slice."""
+    return -(-rank // RANK_UNIT) * RANK_UNIT
+
+
+def find_bucket(num_tokens: int, rank: int) -> Bucket:
+    """Return the row of the table for a batch."""
+    return next(bucket for bucket in BUCKETS if num_tokens <= bucket.tokens and rank <= bucket.rank)
+
+
+def plan_shrink(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: torch.dtype) -> ShrinkPlan:
+    """Return how the sums are computed."""
+    exact = dtype == torch.float32
+    splits, most = bucket.shrink
+    block_r, ways = _rank_blocks(num_tokens, rank, SHRINK_WARPS, exact=exact)
+    block_k = _input_block(-(-inputs // splits), EXACT_K if exact else most, ways)
+    steps = -(-inputs // (splits * block_k))
+    stages = 1 if exact else min(steps + 1, MAX_STAGES)
+    splits = -(-inputs // (steps * block_k))
+    eager_rows = min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0
+    return ShrinkPlan(splits, block_k, steps, ways, block_r, SHRINK_WARPS, stages, SHRINK_PROGRAMS, eager_rows)
+
+
+def plan_expand(bucket: Bucket, num_tokens: int, rank: int, dtype: torch.dtype) -> ExpandPlan:
+    """Return how the sums are turned into outputs."""
+    block_n, steps, warps, registers = bucket.expand
+    most = SMALL_TILE_RANKS if tile_rows(num_tokens) == SMALL_TILE else LARGE_TILE_RANKS
+    if dtype == torch.float32:
+        return ExpandPlan(EXACT_N, 1, EXACT_R, EXACT_WARPS, None, EXPAND_PROGRAMS)
+    return ExpandPlan(block_n, steps, min(most, _power(rank)), warps, registers, EXPAND_PROGRAMS)
+
+
+def plan_fused(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: torch.dtype) -> FusedPlan | None:
+    """Return how both are done in one launch, or None where two are faster."""
+    if bucket.fused is None or inputs > FUSED_INPUTS or dtype == torch.float32:
+        return None
+    block_n, most, warps = bucket.fused
+    block_r, ways = _rank_blocks(num_tokens, rank, warps)
+    block_k = _input_block(inputs, most, ways)
+    steps = -(-inputs // block_k)
+    stages = min(steps + 1, MAX_STAGES)
+    eager_rows = min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0
+    return FusedPlan(block_n, block_k, steps, ways, block_r, warps, stages, EXPAND_PROGRAMS, eager_rows)
+
+
+def _rank_blocks(num_tokens: int, rank: int, warps: int, *, exact: bool = False) -> tuple[int, int]:
+    """Return the ranks at once, and the parts of the inputs that give each warp columns of its own."""
+    if exact:
+        return EXACT_R, 1
+    block_r = min(SHRINK_RANKS, _power(rank))
+    return block_r, max(1, warps * RANK_UNIT // block_r) if tile_rows(num_tokens) == SMALL_TILE else 1
+
+
+def _input_block(inputs: int, most: int, ways: int) -> int:
+    """Return a power of two up to `most` that covers `inputs` if it can, and gives each part what a product takes."""
+    return max(ways * RANK_UNIT, min(most, _power(inputs)))
+
+
+def _power(value: int) -> int:
+    """Return the next power of two, at least the least that a product takes."""
+    return max(RANK_UNIT, 1 << (value - 1).bit_length())

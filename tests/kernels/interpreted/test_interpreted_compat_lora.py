@@ -1,0 +1,35 @@
+"""The tests of the engines' LoRA functions again: the Triton kernels in Triton's interpreter, on CPU tensors."""
+
+from __future__ import annotations
+
+import pytest
+from kernels.test_compat_lora import (
+    test_expand_matches_the_loops,
+    test_new_weights_at_an_old_address_count,
+    test_only_active_adapters_count,
+    test_shrink_matches_the_loops,
+    test_tokens_of_a_larger_graph_are_not_computed,
+    test_weights_may_have_a_dimension_of_one,
+    test_what_is_added_is_rounded_once,
+)
+
+from deltaline_kernels.compat import lora
+
+__all__ = [
+    "test_expand_matches_the_loops",
+    "test_new_weights_at_an_old_address_count",
+    "test_only_active_adapters_count",
+    "test_shrink_matches_the_loops",
+    "test_tokens_of_a_larger_graph_are_not_computed",
+    "test_weights_may_have_a_dimension_of_one",
+    "test_what_is_added_is_rounded_once",
+]
+
+
+@pytest.fixture(autouse=True)
+def interpreted_lora(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat CPU tensors as those of a GPU."""
+    from deltaline_kernels.compat.lora_launch import expand_triton, shrink_triton
+
+    monkeypatch.setattr(lora, "shrink_cpu", shrink_triton)
+    monkeypatch.setattr(lora, "expand_cpu", expand_triton)

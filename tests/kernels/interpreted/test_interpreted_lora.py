@@ -1,0 +1,75 @@
+"""The tests of LoRA again: the Triton kernels in Triton's interpreter. Not in bf16, which it computes wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.paths import InterpretedPath
+from kernels.test_lora import (
+    launches,
+    test_lora_matches_the_reference,
+    test_lora_records_no_gradients,
+    test_magnitudes_make_dora,
+    test_outputs_have_a_dtype_of_their_own,
+    test_programs_take_blocks_of_one_slice,
+    test_programs_take_tiles_in_turns,
+    test_repeat_is_equal,
+    test_tokens_are_grouped_in_their_order,
+    test_weights_may_change_between_calls,
+)
+from kernels.test_lora import test_a_token_that_is_not_finite_spoils_no_other as check_not_finite
+from kernels.test_lora import test_row_does_not_depend_on_its_neighbours as check_neighbours
+from kernels.test_lora_regressions import (
+    test_a_rank_above_the_weights_counts_as_theirs,
+    test_every_adapter_has_its_own_rank_and_scale,
+    test_fp32_outputs_keep_what_16_bits_would_lose,
+    test_inputs_that_fill_no_block_are_masked,
+    test_rank_1_reads_nothing_behind_its_row,
+    test_sums_between_the_products_are_fp32,
+    test_sums_never_start_from_what_memory_held,
+    test_tensors_of_another_call_are_not_remembered,
+    test_tokens_without_an_adapter_keep_their_bits,
+    test_what_is_added_is_rounded_once,
+)
+from kernels.test_lora_regressions import test_products_are_right_beyond_128_tokens as check_products
+
+__all__ = [
+    "launches",
+    "test_a_rank_above_the_weights_counts_as_theirs",
+    "test_every_adapter_has_its_own_rank_and_scale",
+    "test_fp32_outputs_keep_what_16_bits_would_lose",
+    "test_inputs_that_fill_no_block_are_masked",
+    "test_lora_matches_the_reference",
+    "test_lora_records_no_gradients",
+    "test_magnitudes_make_dora",
+    "test_outputs_have_a_dtype_of_their_own",
+    "test_programs_take_blocks_of_one_slice",
+    "test_programs_take_tiles_in_turns",
+    "test_rank_1_reads_nothing_behind_its_row",
+    "test_repeat_is_equal",
+    "test_sums_between_the_products_are_fp32",
+    "test_sums_never_start_from_what_memory_held",
+    "test_tensors_of_another_call_are_not_remembered",
+    "test_tokens_are_grouped_in_their_order",
+    "test_tokens_without_an_adapter_keep_their_bits",
+    "test_weights_may_change_between_calls",
+    "test_what_is_added_is_rounded_once",
+]
+
+
+@pytest.mark.usefixtures("launches")
+def test_row_does_not_depend_on_its_neighbours(path: InterpretedPath) -> None:
+    """Fewer of them: a thousand tokens take the interpreter seconds."""
+    check_neighbours(path, 20)
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf], ids=str)
+def test_a_token_that_is_not_finite_spoils_no_other(path: InterpretedPath, wrong: float) -> None:
+    """NumPy warns of infinity times the zeros that pad a product."""
+    check_not_finite(path, wrong)
+
+
+def test_products_are_right_beyond_128_tokens(path: InterpretedPath) -> None:
+    check_products(path, 130)
