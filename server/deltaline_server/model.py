@@ -21,8 +21,9 @@ from deltaline_kernels import Rows
 from deltaline_server.checkpoint import Checkpoint
 from deltaline_server.layers import Block, GatedDeltaNet, Layer
 from deltaline_server.model_config import CONFIG_FILE, GatedDeltaNetShape, ModelConfig, ModelError, Scope
+from deltaline_server.placement import Placement
 from deltaline_server.state_pool import StateOptions, StatePool, check_state
-from deltaline_server.weights import LayerLoader, Placement, random_init
+from deltaline_server.weights import LayerLoader, random_init
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
