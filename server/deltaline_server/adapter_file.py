@@ -27,7 +27,6 @@ from deltaline_server.tensor_file import TensorFile
 TENSORS_FILE = "adapter_model.safetensors"
 # Tensors begin at multiples of it, so that a copy of any of them is aligned.
 ALIGNMENT = 64
-HASH_BYTES = 32
 _HASH_VERSION = b"deltaline adapter 1"
 
 
@@ -94,8 +93,7 @@ class AdapterPlan:
         Raises ModelError naming the tensor: it can't be read, or has a value that is not finite in the model's dtype.
         """
         memory = allocate(self.num_bytes)
-        digest = hashlib.sha256()
-        _feed(digest, _HASH_VERSION)
+        digest = hashlib.sha256(_HASH_VERSION)
         weights, at = [], 0
         for group in self._groups:
             contents = self._digest(group, digest)
@@ -108,6 +106,13 @@ class AdapterPlan:
         num_elsewhere = len(self._groups) - len(weights)
         weights.sort(key=lambda one: (one.layer, list(Packed).index(one.packed), one.start))
         return Adapter(digest.digest(), self.rank, tuple(weights), num_elsewhere, memory)
+
+    def content_hash(self) -> bytes:
+        """Return the hash that the adapter will have, keeping nothing. Raises ModelError if a tensor can't be read."""
+        digest = hashlib.sha256(_HASH_VERSION)
+        for group in self._groups:
+            self._digest(group, digest)
+        return digest.digest()
 
     def _check_complete(self, config: AdapterConfig, prefix: str, found: Collection[tuple[int, str]]) -> None:
         """Raise ModelError unless every served module that the config names has tensors."""

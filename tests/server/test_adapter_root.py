@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_bad import BAD_NAMES
 from adapter_cases import adapter_config, write_adapter
 
 from deltaline_server.adapter_root import AdapterRoot
@@ -52,27 +53,6 @@ def read(folder: Path, name: str) -> tuple[bytes, int]:
 
 def test_an_adapter_is_found_by_its_name(folder: Path) -> None:
     assert read(folder, "good") == ((folder / "good" / CONFIG).read_bytes(), (folder / "good" / TENSORS).stat().st_size)
-
-
-BAD_NAMES = [
-    "../../etc/passwd",
-    "..",
-    ".",
-    "",
-    "../outside",
-    "good/../../outside",
-    "good/",
-    "/etc/passwd",
-    "a\0b",
-    "..%2f",
-    "%2e%2e",
-    "a" * 10_240,
-    "good\n",
-    "gööd",
-    ".hidden",
-    "a b",
-    "good\\..",
-]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: repr(name)[:24])
