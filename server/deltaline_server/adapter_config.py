@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from deltaline_server.model_config import MAX_LAYERS, Keys, ModelError, parse_json_object, shown
-from deltaline_server.name_pattern import NamePattern, Work
+from deltaline_server.name_pattern import MAX_CHARS, NamePattern, Work, is_readable
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -83,7 +83,7 @@ class AdapterConfig:
         work = Work(MATCHING_STEPS)
         self._is_dora, self._is_rank_stabilised = _flag(keys, "use_dora"), _flag(keys, "use_rslora")
         self._rank, self._alpha = keys.integer("r", 1, max_rank), _number(keys, "lora_alpha", keys.get("lora_alpha"))
-        ranks, alphas = _object(keys, "rank_pattern"), _object(keys, "alpha_pattern")
+        ranks, alphas = _patterns(keys, "rank_pattern"), _patterns(keys, "alpha_pattern")
         ranks = {name: Keys(ranks, "rank_pattern.").integer(name, 1, max_rank) for name in ranks}
         alphas = {name: _number(Keys(alphas, "alpha_pattern."), name, alpha) for name, alpha in alphas.items()}
         self._ranks = _FirstMatch(ranks, work, keys, "rank_pattern")
@@ -228,10 +228,13 @@ def _number(keys: Keys, key: str, value: object) -> float:
     return float(value)
 
 
-def _object(keys: Keys, key: str) -> dict[str, Any]:
+def _patterns(keys: Keys, key: str) -> dict[str, Any]:
+    """Values by pattern, which are not judged yet."""
     value = keys.get(key)
     if value is not None and not isinstance(value, dict):
         raise keys.fail(key, "an object")
+    if not all(is_readable(pattern) for pattern in value or ()):
+        raise keys.fail(key, f"patterns of at most {MAX_CHARS} printable ASCII characters")
     return value or {}
 
 

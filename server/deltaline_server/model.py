@@ -114,6 +114,13 @@ def load_model(options: ModelOptions) -> Model:
         return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shape, plan.placement)
 
 
+@contextmanager
+def open_weights(options: ModelOptions) -> Iterator[LayerLoader]:
+    """Open once more what `load_model` loads from, to read rows of weights, on no device. Raises as it does."""
+    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+        yield plan.loader
+
+
 def check_model(options: ModelOptions, state: StateOptions | None = None) -> None:
     """Check all that `load_model` checks, on no device: names and shapes of weights are read, their values are not.
 

@@ -28,6 +28,11 @@ _CLASSES = {"d": _set(string.digits), "w": _set(string.ascii_letters + string.di
 _CLASSES |= {name.upper(): (1 << _ALPHABET) - 1 & ~mask for name, mask in _CLASSES.items()}
 
 
+def is_readable(text: str) -> bool:
+    """Whether a text can be a pattern, as far as its length and its characters tell, and be a part of a message."""
+    return len(text) <= MAX_CHARS and text.isascii() and text.isprintable()
+
+
 class Work:
     """How much matching may still be done for one file."""
 
@@ -157,7 +162,7 @@ class _Parser:
     """Reads the text of an expression, once."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > MAX_CHARS or not text.isascii() or not text.isprintable():
+        if not is_readable(text):
             raise ModelError(f"pattern: expected at most {MAX_CHARS} printable ASCII characters, got {text[:40]!r}")
         self._text, self._at, self._depth = text, 0, 0
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from adapter_cases import adapter_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deltaline_server.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, ModuleConfig
 from deltaline_server.model_config import ModelError
@@ -151,6 +153,37 @@ def test_what_cannot_be_honoured_is_refused_by_its_key(case: str) -> None:
     with pytest.raises(ModelError) as error:
         AdapterConfig(adapter_config(**changes))
     assert str(error.value).startswith(message)
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=8),
+        st.sampled_from(["all-linear", "\ud800", "a" * 5000, "none", 10**400, 10**30, "(a*)*", "up_proj"]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted([*adapter_config(), "\ud800", "x" * 5000])), JSON, max_size=6))
+@settings(max_examples=400, deadline=None, database=None)
+def test_whatever_it_says_it_is_taken_or_refused_in_a_short_sentence(changes: dict[str, Any]) -> None:
+    try:
+        AdapterConfig(adapter_config(**changes)).module(UP)
+    except ModelError as error:
+        assert len(str(error).encode()) < 400
+        assert str(error).isprintable()
+
+
+@pytest.mark.parametrize("key", ["\ud800", "a" * 5000, "a\n", "\x00"])
+def test_a_pattern_that_no_message_could_carry_is_not_in_the_message(key: str) -> None:
+    with pytest.raises(ModelError, match=r"^rank_pattern: expected patterns of at most") as error:
+        AdapterConfig(adapter_config(rank_pattern={key: 0}))
+    assert len(str(error.value).encode()) < 200
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from deltaline_server.adapter import Adapter
 from deltaline_server.adapter_config import AdapterConfig
 from deltaline_server.adapter_file import AdapterPlan
 from deltaline_server.adapter_layout import AdapterLayout
+from deltaline_server.model import ModelOptions, load_model, open_weights
 from deltaline_server.model_config import ModelConfig, ModelError, Scope
-from deltaline_server.modules import Packed
+from deltaline_server.modules import Packed, served_modules
 from deltaline_server.placement import Placement
 from deltaline_server.tensor_file import MemoryBytes, TensorFile
 from deltaline_server.weights import LayerLoader
@@ -304,6 +306,16 @@ def test_a_direction_of_length_zero_is_named() -> None:
     tensors[STEM + "mlp.up_proj.lora_B.weight"][3] = 0
     with pytest.raises(ModelError, match=r"up_proj\.lora_magnitude_vector': expected finite values"):
         load(NEXT, adapter_config(use_dora=True), tensors, base)
+
+
+def test_the_base_of_a_served_model_is_read_again_from_where_it_was_loaded(model_file: str) -> None:
+    options = ModelOptions(CPU, random_init=Path(model_file), seed=3)
+    model = load_model(options)
+    with open_weights(options) as base:
+        rows = [base.rows(1, module) for module in served_modules(model.config, Scope.BLOCK)[:4]]
+    layers: Any = model._layers
+    served = layers[1]._mixer._in_proj(torch.eye(model.hidden_size))
+    torch.testing.assert_close(served.t(), torch.cat(rows))
 
 
 def test_two_prefixes_are_refused() -> None:
