@@ -96,7 +96,7 @@ class AdapterPlan:
         digest = hashlib.sha256(_HASH_VERSION)
         weights, at = [], 0
         for group in self._groups:
-            contents = self._digest(group, digest)
+            contents = self._digest(group, digest, is_kept=group.module is not None)
             if group.module is not None:
                 tensors = {part: self._file.tensor(group.names[part], content) for part, content in contents.items()}
                 sizes = self._sizes(group)
@@ -111,7 +111,7 @@ class AdapterPlan:
         """Return the hash that the adapter will have, keeping nothing. Raises ModelError if a tensor can't be read."""
         digest = hashlib.sha256(_HASH_VERSION)
         for group in self._groups:
-            self._digest(group, digest)
+            self._digest(group, digest, is_kept=False)
         return digest.digest()
 
     def _check_complete(self, config: AdapterConfig, prefix: str, found: Collection[tuple[int, str]]) -> None:
@@ -133,18 +133,26 @@ class AdapterPlan:
             sizes.append(rows * torch.float32.itemsize)
         return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
 
-    def _digest(self, group: _Group, digest: hashlib._Hash) -> dict[Part, bytearray]:
-        """Read a module's tensors and feed what it does to the digest: each item with its length, so nothing runs into
-        the next."""
+    def _digest(self, group: _Group, digest: hashlib._Hash, is_kept: bool) -> dict[Part, bytearray]:
+        """Feed what a module's tensors do to the digest, each item with its length, so nothing runs into the next.
+
+        Returns the bytes of the tensors if they are kept; else no more than a piece of one is in memory at a time.
+        """
         place, config = group.place, group.config
         _feed(digest, struct.pack("<q", place.layer), place.module.encode(), struct.pack("<d", config.scale))
         contents = {}
         for part in Part:
             if part in group.names:
                 info = self._file.info(group.names[part])
-                contents[part] = self._file.content(group.names[part])
                 shape = struct.pack(f"<{len(info.shape)}Q", *info.shape)
-                _feed(digest, part.encode(), info.dtype.encode(), shape, contents[part])
+                _feed(digest, part.encode(), info.dtype.encode(), shape)
+                digest.update(struct.pack("<Q", self._file.num_bytes(group.names[part])))
+                content = bytearray()
+                for piece in self._file.pieces(group.names[part]):
+                    digest.update(piece)
+                    if is_kept:
+                        content += piece
+                contents[part] = content
         return contents
 
     def _convert(
@@ -213,7 +221,7 @@ def _keep(tensor: Tensor, memory: Tensor, dtype: torch.dtype, name: str) -> Tens
     return kept
 
 
-def _feed(digest: hashlib._Hash, *items: bytes | bytearray) -> None:
+def _feed(digest: hashlib._Hash, *items: bytes) -> None:
     for item in items:
         digest.update(struct.pack("<Q", len(item)))
         digest.update(item)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,9 @@ from deltaline_server.model_config import ModelError, shown
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 4096
 MAX_NAME_CHARS = 512
+# A file may be sparse and take no space; reading it takes time all the same.
+MAX_FILE_BYTES = 4 << 30
+PIECE_BYTES = 4 << 20
 MAX_DIMENSIONS = 2
 METADATA = "__metadata__"
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -98,13 +101,19 @@ class TensorFile:
         """Tell about a tensor of `names`."""
         return self._infos[name]
 
-    def content(self, name: str) -> bytearray:
-        """Read the bytes of a tensor of `names`. Raises ModelError if they can't be read."""
-        return self._content.read(self._begin + self._offsets[name], _size(self._infos[name]))
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor of `names`."""
+        return _size(self._infos[name])
+
+    def pieces(self, name: str) -> Iterator[bytearray]:
+        """Read the bytes of a tensor of `names`, PIECE_BYTES at a time. Raises ModelError if they can't be read."""
+        begin, size = self._begin + self._offsets[name], self.num_bytes(name)
+        for at in range(0, size, PIECE_BYTES):
+            yield self._content.read(begin + at, min(PIECE_BYTES, size - at))
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Read a part of a tensor: `rows` of its first dimension, `columns` of its second where it has two."""
-        tensor = self.tensor(name, self.content(name))
+        tensor = self.tensor(name, bytearray().join(self.pieces(name)))
         return tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]
 
     def tensor(self, name: str, content: bytearray) -> Tensor:
@@ -115,8 +124,10 @@ class TensorFile:
     def _read_header(self) -> dict[str, Any]:
         """Read and parse the header; sets where the data begins."""
         content = self._content
-        if content.size < LENGTH_BYTES:
-            raise ModelError(f"{content.name}: expected safetensors, got {content.size} bytes")
+        if not LENGTH_BYTES <= content.size <= MAX_FILE_BYTES:
+            raise ModelError(
+                f"{content.name}: expected safetensors of at most {MAX_FILE_BYTES} bytes, got {content.size}"
+            )
         length = int.from_bytes(content.read(0, LENGTH_BYTES), "little")
         limit = min(MAX_HEADER_BYTES, content.size - LENGTH_BYTES)
         if length > limit:

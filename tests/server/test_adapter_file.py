@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_bad import content_of, entry
 from adapter_cases import (
+    CONFIG,
     NEXT,
     PREFIX,
     QWEN3_5,
@@ -19,6 +23,7 @@ from adapter_cases import (
     with_magnitudes,
 )
 from safetensors.torch import save
+from target import bounded_memory
 from torch import Tensor
 
 from deltaline_server.adapter import Adapter
@@ -29,7 +34,7 @@ from deltaline_server.model import ModelOptions, load_model, open_weights
 from deltaline_server.model_config import ModelConfig, ModelError, Scope
 from deltaline_server.modules import Packed, served_modules
 from deltaline_server.placement import Placement
-from deltaline_server.tensor_file import MemoryBytes, TensorFile
+from deltaline_server.tensor_file import DescriptorBytes, MemoryBytes, TensorFile
 from deltaline_server.weights import LayerLoader
 
 CPU = torch.device("cpu")
@@ -195,6 +200,38 @@ def test_experts_are_passed_over_where_they_are_not_served() -> None:
     tensors[f"{PREFIX}model.layers.0.mlp.experts.3.up_proj.lora_B.weight"] = torch.randn(9, 3)
     made = plan(config, adapter_config(), tensors, scope=Scope.MIXER)
     assert made.load(None, poisoned).num_elsewhere == 1
+
+
+def test_what_is_passed_over_is_not_held_in_memory(tmp_path: Path) -> None:
+    tensors = adapter_tensors(base_weights(NEXT), modules(NEXT))
+    small = save(tensors)
+    length = int.from_bytes(small[:8], "little")
+    header, data = json.loads(small[8 : 8 + length]), small[8 + length :]
+    stem, columns = f"{PREFIX}model.layers.2.self_attn.q_proj", 1 << 24
+    begin, end = len(data), len(data) + 3 * columns * 4
+    header[f"{stem}.lora_A.weight"] = entry([3, columns], begin, end)
+    header[f"{stem}.lora_B.weight"] = entry([1, 3], end, end + 12)
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(content_of(header, data))
+    os.truncate(path, path.stat().st_size + end + 12 - begin)  # sparse: takes no space
+    with path.open("rb") as opened, bounded_memory(48 << 20):
+        file = TensorFile(DescriptorBytes(opened.fileno(), path.name))
+        made = AdapterPlan(AdapterConfig(adapter_config()), file, AdapterLayout(NEXT, Scope.BLOCK, (0, 1), WHOLE))
+        assert made.load(None, poisoned).content_hash == made.content_hash()
+
+
+def test_what_a_model_has_beside_its_layers_is_passed_over_and_a_part_of_the_hash() -> None:
+    config = ModelConfig.from_mapping({"model_type": "qwen3_5", "text_config": CONFIG})
+    base = base_weights(QWEN3_5)
+    tensors = adapter_tensors(base, modules(QWEN3_5))
+    plain = load(config, adapter_config(), tensors, base)
+    stem = f"{PREFIX}model.visual.blocks.0.attn.qkv"
+    seeing = tensors | {f"{stem}.lora_A.weight": torch.randn(3, 50), f"{stem}.lora_B.weight": torch.randn(70, 3)}
+    adapter = load(config, adapter_config(), seeing, base)
+    assert (plain.num_elsewhere, adapter.num_elsewhere, len(adapter.weights)) == (0, 1, len(plain.weights))
+    assert adapter.content_hash != plain.content_hash
+    with pytest.raises(ModelError, match=r"model\.visual\.blocks.*found no such module"):
+        plan(QWEN3_5, adapter_config(), seeing)
 
 
 NEXT_WITH_EXPERTS = {

@@ -196,6 +196,7 @@ async def test_many_loads_of_a_name_at_once_load_it_once(rig: Rig) -> None:
     responses = await asyncio.gather(*(rig.load("good") for _ in range(8)))
     assert sorted(response.already_loaded for response in responses) == [False] + [True] * 7
     assert (len(rig.allocated), rig.registry.num_loaded) == (1, 1)
+    assert 0 < rig.loader.load_s < 10
     rig.registry.check_integrity()
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_bad import BAD_FILES
+from adapter_bad import BAD_FILES, content_of, entry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save
 
+from deltaline_server import tensor_file
 from deltaline_server.model_config import ModelError
 from deltaline_server.tensor_file import DescriptorBytes, MemoryBytes, TensorFile
 
@@ -54,7 +55,27 @@ def test_a_file_that_was_cut_meanwhile_is_an_error(tmp_path: Path) -> None:
         file = TensorFile(DescriptorBytes(opened.fileno(), "x"))
         os.truncate(path, path.stat().st_size - 8)
         with pytest.raises(ModelError, match=r"^x: expected \d+ bytes, got \d+$"):
-            file.content("a")
+            list(file.pieces("a"))
+
+
+def test_a_sparse_file_of_terabytes_is_refused_at_once(tmp_path: Path) -> None:
+    size = 1 << 41
+    path = tmp_path / "x"
+    path.write_bytes(content_of({"a": entry([1 << 20, 1 << 19], 0, size)}))
+    try:
+        os.truncate(path, path.stat().st_size + size)  # sparse: takes no space
+    except OSError as error:
+        pytest.skip(f"no such files here: {error.strerror}")
+    with path.open("rb") as opened, pytest.raises(ModelError, match="expected safetensors of at most"):
+        TensorFile(DescriptorBytes(opened.fileno(), "x"))
+
+
+def test_a_tensor_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 7)
+    tensor = torch.randn(5, 3)
+    file = file_of(save({"a": tensor, "b": torch.randn(2)}))
+    assert [len(piece) for piece in file.pieces("a")] == [7] * 8 + [4]
+    assert torch.equal(file.read("a", ALL, ALL), tensor)
 
 
 SOUND = save({"first": torch.arange(6.0).reshape(2, 3), "second": torch.arange(4.0).bfloat16()}, {"format": "pt"})
@@ -77,4 +98,4 @@ def test_what_is_taken_the_formats_library_takes_alike(place: int, patch: bytes,
     for name in file.names:
         ours = file.read(name, ALL, ALL)
         assert ours.dtype == theirs[name].dtype and ours.shape == theirs[name].shape
-        assert bytes(file.content(name)) == theirs[name].view(torch.uint8).numpy().tobytes()
+        assert b"".join(file.pieces(name)) == theirs[name].view(torch.uint8).numpy().tobytes()
