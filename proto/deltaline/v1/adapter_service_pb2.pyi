@@ -148,8 +148,8 @@ class LoadAdapterRequest(_message.Message):
     pinned: _builtins.bool
     """True to keep it when memory is short. The last call counts."""
     chunk: _builtins.bytes
-    """The next bytes of adapter_model.safetensors. They have to come within 10 minutes, all of them: else
-    DEADLINE_EXCEEDED, reason UPLOAD_TIMEOUT.
+    """The next bytes of adapter_model.safetensors, at most GetServerInfoResponse.inline_limit_bytes of them. All have to
+    come within 10 minutes: else DEADLINE_EXCEEDED, reason UPLOAD_TIMEOUT.
     """
     @_builtins.property
     def upload(self) -> Global___AdapterUpload:
