@@ -31,7 +31,7 @@ class HeldEngine:
         self._is_open = False
         monkeypatch.setattr(server.runtime.engine, "submit", self.submit)
 
-    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None]) -> None:
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
         if self._is_open:
             self._submit(batch, on_done)
         else:

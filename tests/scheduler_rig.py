@@ -7,6 +7,7 @@ repeated, run out of order or on another's line shows in the numbers.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from deltaline_server.step import (
     RowKind,
     RowOutcome,
     StepBatch,
+    StepForm,
     StepRequest,
     StepResult,
 )
@@ -49,11 +51,14 @@ class ChecksumEngine:
         self.batches: list[StepBatch] = []
         self.poison_token: float | None = None
 
-    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None]) -> None:
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
         self.batches.append(batch)
         self.waiting.append((batch, on_done))
         if self.eager:
             self.run()
+
+    def poll(self) -> bool:
+        return False
 
     def run(self) -> None:
         """Compute the batch that was submitted first."""
@@ -172,24 +177,34 @@ class Rig:
         """rows: (handle, kind, step, position, accepted, tokens)."""
         lengths = [len(row[5]) for row in rows]
         tokens = np.array([token for row in rows for token in row[5]], dtype=np.float32)
-        values: dict[str, Any] = {
+        form: dict[str, Any] = {
             "server_epoch": self.table.server_epoch,
             "span": 0,
             "handle": np.array([row[0] for row in rows], dtype=np.uint64),
             "kind": np.array([row[1] for row in rows], dtype=np.uint8),
-            "step": np.array([row[2] for row in rows], dtype=np.int64),
-            "position": np.array([row[3] for row in rows], dtype=np.int64),
             "accepted": np.array([row[4] for row in rows], dtype=np.int32),
             "query_start_loc": np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-            "hidden": np.repeat(tokens[:, None], 2, axis=1),
             "output": OutputRows.ALL,
             "priority": 0,
-            "deadline_s": None,
+            "token_bytes": 8,
         }
-        return StepRequest(**(values | changes))
+        step: dict[str, Any] = {
+            "step": np.array([row[2] for row in rows], dtype=np.int64),
+            "position": np.array([row[3] for row in rows], dtype=np.int64),
+            "hidden": np.repeat(tokens[:, None], 2, axis=1),
+        }
+        form |= {name: change for name, change in changes.items() if name in form}
+        step |= {name: change for name, change in changes.items() if name not in form}
+        return StepRequest(StepForm(**form), **step)
+
+    def submit(self, request: StepRequest) -> asyncio.Future[StepResult]:
+        """The future of the result, which may be cancelled."""
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        self.scheduler.submit(request, lambda result: None if future.done() else future.set_result(result))
+        return future
 
     async def step(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepResult:
-        result = await self.scheduler.submit(self.request(*rows, **changes))
+        result = await self.submit(self.request(*rows, **changes))
         self.scheduler.settle()  # what happens soon behind the answer
         self.table.check_integrity()
         return result

@@ -48,7 +48,6 @@ from deltaline_client._exceptions import (
     ProtocolError,
     QueueDeadline,
     RequestError,
-    SequenceBusy,
     SequenceClosed,
     SequenceExpired,
     SequenceUnknown,
@@ -60,13 +59,13 @@ from deltaline_client._exceptions import (
     StepConflict,
     StepGap,
     StepStale,
-    StepUnfinished,
     Stopping,
     TransportError,
     Unavailable,
     UnknownSpan,
     VerifyPending,
 )
+from deltaline_client._own_exceptions import Disconnected, SequenceBusy, StepUnfinished
 from deltaline_client._retry import Retry
 from deltaline_client._rows import Row, RowResult, StepError, StepResult
 from deltaline_client._shared_exceptions import InvalidSharedMemory, SharedMemoryExhausted, SharedMemoryOff
@@ -100,6 +99,7 @@ __all__ = [
     "ConflictError",
     "DeadlineExceeded",
     "DeltalineError",
+    "Disconnected",
     "Draining",
     "DuplicateSequence",
     "InvalidAdapter",

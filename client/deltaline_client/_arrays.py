@@ -24,8 +24,8 @@ def as_hidden(hidden: object, name: str, hidden_size: int, dtype: np.dtype[Any])
 
     Raises: TypeError for what is no array of numbers; ValueError for another width. Both name `name`.
     """
-    array = as_numpy(hidden)
-    if array.dtype == dtype and array.flags.c_contiguous and array.shape[-1:] == (hidden_size,):
+    array = hidden if type(hidden) is np.ndarray else as_numpy(hidden)
+    if array.dtype == dtype and array.ndim and array.shape[-1] == hidden_size and array.flags.c_contiguous:
         return array  # what a fast caller brings
     if array.dtype.kind not in "fiu" and array.dtype != ml_dtypes.bfloat16:
         raise TypeError(f"{name}: expected an array of numbers, got elements of type {array.dtype}")

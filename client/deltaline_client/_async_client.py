@@ -14,6 +14,7 @@ from deltaline_client._async_stream import AsyncStepStream, Mailbox
 from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._flow import Flow, Receive, Send, Sleep, awaited
+from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
 from deltaline_client._state import ClientState, empty, info
@@ -40,9 +41,13 @@ class AsyncClient(ClientState):
         self._channel: grpc.aio.Channel | None = None
         self._methods: dict[str, Any] = {}
         self._stream: AsyncStepStream | None = None
+        self._is_disconnected = False
 
     async def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""
+        if self._is_disconnected and self._channel is None:
+            flow.close()
+            raise Disconnected
         if self._channel is None or self._stream is None:  # a grpc.aio channel must be made inside its event loop
             self._channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
             self._methods = bind(self._channel)
@@ -71,6 +76,10 @@ class AsyncClient(ClientState):
                     response = await self._methods[command.method.path](command.request, timeout=command.timeout_s)
                 except grpc.RpcError as failure:
                     command = flow.throw(error_of(failure))
+                except (asyncio.CancelledError, grpc.aio.UsageError):
+                    if not self._is_disconnected or _is_cancelled():
+                        raise
+                    command = flow.throw(Disconnected())
                 else:
                     command = flow.send(response)
         except StopIteration as end:
@@ -105,10 +114,15 @@ class AsyncClient(ClientState):
     drain = awaited(_sequences.drain)
 
     async def disconnect(self) -> None:
-        """Close the channel. Sequences stay open on the server; shared memory goes."""
+        """Close the channel. Sequences stay open on the server; shared memory goes.
+
+        Calls under way and later ones raise Disconnected; a step that was under way has an unknown outcome.
+        """
         if self._channel is not None and self._stream is not None:
             await self._stream.close()
             await self._run(self._shared.end())
+        self._is_disconnected = True
+        if self._channel is not None:
             await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -116,6 +130,12 @@ class AsyncClient(ClientState):
 
     async def __aexit__(self, *exception: object) -> None:
         await self.disconnect()
+
+
+def _is_cancelled() -> bool:
+    """Whether the task is to end; else a CancelledError is that of a channel that was closed under its call."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class AsyncSequence(SequenceRecord):

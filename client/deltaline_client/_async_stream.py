@@ -15,6 +15,7 @@ from deltaline_client._channel import error_of
 from deltaline_client._exceptions import Cancelled, DeltalineError, Unavailable
 from deltaline_client._flow import Answer
 from deltaline_client._messages import read_stream_response, stream_request
+from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._pending import Pending, broken
 
 Mailbox = asyncio.Queue[Answer]
@@ -31,15 +32,20 @@ class AsyncStepStream:
         """open_stream: makes the RPC, as grpc.aio's stream_stream callables do."""
         self._open_stream = open_stream
         self._live: _Live | None = None
+        self._is_closed = False
 
     def send(self, number: int, request: Sequence[Piece], mailbox: Mailbox) -> None:
         """Send a step; its answer, or the error that ended the stream, comes to the mailbox under `number`."""
+        if self._is_closed:
+            mailbox.put_nowait((number, Disconnected()))
+            return
         if self._live is None or self._live.is_over:
             self._live = _Live(self._open_stream())
         self._live.send(number, request, mailbox)
 
     async def close(self) -> None:
-        """End the stream; steps that wait get an error."""
+        """End the stream, and take no more steps; those that wait get an error."""
+        self._is_closed = True
         if self._live is not None:
             await self._live.close()
 

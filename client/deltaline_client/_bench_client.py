@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from typing import Any
 
@@ -18,13 +17,8 @@ _BLOCK_TOKENS = 1024
 
 
 def connect(address: str, options: BenchOptions) -> AsyncClient:
-    """Make a client as the options ask. Raises ValueError where this version has no shared memory."""
-    chosen: dict[str, Any] = {"timeout": options.timeout_s}
-    if options.shared_memory_bytes:
-        if "shared_memory_bytes" not in inspect.signature(AsyncClient).parameters:
-            raise ValueError("--shared-memory-bytes: this version's client has no shared memory")
-        chosen["shared_memory_bytes"] = options.shared_memory_bytes
-    return AsyncClient(address, **chosen)
+    """Make a client as the options ask."""
+    return AsyncClient(address, timeout=options.timeout_s, shared_memory_bytes=options.shared_memory_bytes)
 
 
 class BenchClient:
@@ -55,10 +49,9 @@ class BenchClient:
 
     async def _placed(self, block: Any) -> Any:
         """The block in shared memory, if half of that holds it: a step takes rows of it without a copy."""
-        empty: Any = getattr(self._client, "empty", None)
-        if empty is None or 2 * block.nbytes > self._options.shared_memory_bytes:
+        if 2 * block.nbytes > self._options.shared_memory_bytes:
             return block
-        room = await empty(block.shape)
+        room = await self._client.empty(block.shape)
         room[...] = block
         return room
 

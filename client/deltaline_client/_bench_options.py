@@ -13,6 +13,17 @@ from deltaline_client._types import ServerInfo
 Kind = Literal["prefill", "decode", "verify"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Mix = dict[Kind, float]
+# Those of the server's own options.
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Read a number of bytes: "65536", "256MiB", "1.5GB". Raises ValueError naming the option."""
+    unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), "")
+    try:
+        return int(float(text[: -len(unit)]) * _UNITS[unit]) if unit else int(text)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{option}: expected a number of bytes such as 256MiB, got {text!r}") from error
 
 
 def parse_mix(text: str) -> Mix:

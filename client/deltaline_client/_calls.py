@@ -10,17 +10,18 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array, as_hidden, as_numpy
+from deltaline_client._batch import Batch
 from deltaline_client._commit import commit as commit_batch
-from deltaline_client._exchange import Exchange
 from deltaline_client._flow import Flow
-from deltaline_client._plain import PlainDecode
+from deltaline_client._plain import Applied
 from deltaline_client._rows import Row, StepError, StepResult
 from deltaline_client._sequence import SequenceRecord
 from deltaline_client._sequences import close as close_batch
 from deltaline_client._state import ClientState, info
-from deltaline_client._step import gathered, step
 from deltaline_client._step import resume as resume_batch
+from deltaline_client._step import step, stepped
 from deltaline_client._types import Output, StepOptions
 
 # On a client: one row for each of several sequences.
@@ -47,25 +48,35 @@ def decode(
     array = as_numpy(hidden)
     _check_count(sequences, array)
     if array.ndim == 2:
-        plain = PlainDecode(sequences, as_hidden(array, "hidden", limits.hidden_size, limits.dtype), options)
-        yield from client._shared.ready(limits)  # other calls may run meanwhile: what is ordinary shows behind it
-        if plain.is_ordinary(limits):
-            exchange = Exchange(client, limits, options)
-            done = yield from plain.run(exchange)
-            return np.concatenate(gathered(done, exchange).outputs) if isinstance(done, list) else done
-    rows = _rows(Row.decode, sequences, array)
-    return np.concatenate((yield from step(client, rows, **options)).outputs)
+        array = as_hidden(array, "hidden", limits.hidden_size, limits.dtype)
+        batch = Batch.uniform(sequences, layers.ROW_KIND_DECODE, array, 1)
+    else:
+        batch = Batch.of_rows(_rows(Row.decode, sequences, array), limits, "all")
+    done = yield from stepped(client, limits, batch, options)
+    return done.outputs if isinstance(done, Applied) else np.concatenate(done.outputs)
 
 
 def verify(
-    client: ClientState, sequences: Sequence[SequenceRecord], hidden: Sequence[Any], **options: Unpack[StepOptions]
+    client: ClientState, sequences: Sequence[SequenceRecord], hidden: Any, **options: Unpack[StepOptions]
 ) -> Flow[list[Array]]:
     """Compute draft tokens without committing them: hidden[i] is [n_i, hidden_size]. Returns the outputs of each.
 
-    Commit how many of them join before the next step.
+    Commit how many of them join before the next step. One array [N, n, hidden_size] is the fast way to pass the same
+    number of tokens for each.
     """
-    rows = _rows(Row.verify, sequences, hidden)
-    return (yield from step(client, rows, **options)).outputs
+    limits = yield from info(client)
+    array = hidden if isinstance(hidden, list | tuple) else as_numpy(hidden)
+    _check_count(sequences, array)
+    if isinstance(array, np.ndarray) and array.ndim == 3:
+        array = as_hidden(array, "hidden", limits.hidden_size, limits.dtype)
+        tokens = array.shape[1]
+        if not 1 <= tokens <= limits.max_draft_tokens:
+            raise ValueError(f"hidden: expected 1 .. {limits.max_draft_tokens} tokens to verify, got {tokens}")
+        batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, array.reshape(-1, array.shape[2]), tokens)
+    else:
+        batch = Batch.of_rows(_rows(Row.verify, sequences, array), limits, "all")
+    done = yield from stepped(client, limits, batch, options)
+    return done.outputs_of_rows if isinstance(done, Applied) else done.outputs
 
 
 def _rows(

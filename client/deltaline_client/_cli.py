@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deltaline_client._bench_lengths import Lengths
-from deltaline_client._bench_options import BenchOptions, parse_mix
+from deltaline_client._bench_options import BenchOptions, parse_bytes, parse_mix
 from deltaline_client._bench_run import BenchError
 from deltaline_client._cli_bench import bench
 from deltaline_client._cli_demo import DemoError, demo
@@ -44,6 +44,7 @@ that was computed in several batches are sums: they can exceed the total, and le
 
   deltaline bench --mix decode=1 --rows 64 --clients 8           the most decode rows per second
   deltaline bench --rate 200 --mix prefill=1,decode=20           latencies at 200 steps per second
+  deltaline bench --clients 4 --shared-memory-bytes 256MiB       through memory shared with a server on this host
 """
 _DEMO = """\
 Writes a small checkpoint, starts a server for it as a process of its own, lets four clients step at once, then
@@ -92,6 +93,7 @@ def bench_options(options: argparse.Namespace) -> BenchOptions:
     """What `deltaline bench` was asked for. Raises ValueError naming the option."""
     values: dict[str, Any] = {option.name: getattr(options, option.name) for option in fields(BenchOptions)}
     values["mix"] = parse_mix(options.mix)
+    values["shared_memory_bytes"] = parse_bytes(options.shared_memory_bytes, "--shared-memory-bytes")
     values["prefill_tokens"] = Lengths.parse(options.prefill_tokens)
     return BenchOptions(**values)
 
@@ -181,8 +183,12 @@ def _add_bench(commands: Any, served: argparse.ArgumentParser) -> None:
     )
     add(load, "--prefill-tokens", str(default.prefill_tokens), "TOKENS", text)
     add(load, "--drafts", default.drafts, "N", "tokens of a verify row [%(default)s]")
-    text = "have tensors of up to so many bytes go through memory that both sides share; on the server's host only [0]"
-    add(load, "--shared-memory-bytes", default.shared_memory_bytes, "BYTES", text)
+    text = (
+        "memory that each client shares with the server, such as 256MiB: tensors then lie there and not in messages. "
+        "Needs the server's host, and a server with at least so much for all clients (its option of the same name); "
+        "if a step finds no room there, nothing is reported [0, for none]"
+    )
+    add(load, "--shared-memory-bytes", str(default.shared_memory_bytes), "BYTES", text)
     text = "processes that the clients are spread over, when one core can't keep up [%(default)s]"
     add(load, "--processes", default.processes, "N", text)
     time = parser.add_argument_group("time")

@@ -13,6 +13,7 @@ from deltaline_client import _calls, _commit, _sequences, _step
 from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._flow import Flow, Receive, Send, Sleep, blocking
+from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
 from deltaline_client._state import ClientState, empty, info
@@ -33,7 +34,8 @@ class Client(ClientState):
 
     Args: address, "host:port" or "unix:/path"; timeout, seconds for a call with all its retries; retry, see Retry;
     shared_memory_bytes, how much memory to share with a server on this host that allows it, for the tensors of steps:
-    room for those of all steps at a time, their outputs too; 0 for none.
+    room for those of all steps at a time, their outputs too; 0 for none. The first call that needs it asks for it, and
+    calls beside that one wait for it, no longer than their own timeout.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Client(ClientState):
                     response = self._methods[command.method.path](command.request, timeout=command.timeout_s)
                 except grpc.RpcError as failure:
                     command = flow.throw(error_of(failure))
+                except ValueError:  # what grpc raises on a channel that is closed
+                    command = flow.throw(Disconnected())
                 else:
                     command = flow.send(response)
         except StopIteration as end:
@@ -103,7 +107,10 @@ class Client(ClientState):
     drain = blocking(_sequences.drain)
 
     def disconnect(self) -> None:
-        """Close the channel. Sequences stay open on the server; shared memory goes."""
+        """Close the channel. Sequences stay open on the server; shared memory goes.
+
+        Calls under way and later ones raise Disconnected; a step that was under way has an unknown outcome.
+        """
         self._run(self._shared.end())
         self._channel.close()
 

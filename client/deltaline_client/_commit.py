@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import DeltalineError, ProtocolError, TransportError
 from deltaline_client._flow import Flow, Sleep, call
+from deltaline_client._hold import Hold
 from deltaline_client._retry import is_retryable
 from deltaline_client._sequence import SequenceRecord
 from deltaline_client._state import COMMIT, ClientState
@@ -26,17 +27,19 @@ def commit(
     By default the count is remembered and rides on the sequence's next step, which costs no round trip. now=True sends
     it; should no answer come, the count stays remembered and the next step repeats it.
 
-    Raises: ValueError when the lengths differ; NothingToCommit, AcceptedOutOfRange, StepUnfinished and CommitConflict
-    before anything is changed; with now=True, the error of the first commit that failed (the others are made).
+    Raises: ValueError when the lengths differ; SequenceBusy, DuplicateSequence, NothingToCommit, AcceptedOutOfRange,
+    StepUnfinished and CommitConflict before anything is changed; with now=True, the error of the first commit that
+    failed (the others are made).
     """
     if len(sequences) != len(accepted):
         raise ValueError(f"accepted: expected {len(sequences)} counts, one per sequence, got {len(accepted)}")
-    for sequence, count in zip(sequences, accepted, strict=True):
-        sequence.progress(span).check_commit(count)
-    for sequence, count in zip(sequences, accepted, strict=True):
-        sequence.progress(span).accepted = count
-    if now:
-        yield from _send_all(client, sequences, span)
+    with Hold(sequences, span) as progress:
+        for one, count in zip(progress, accepted, strict=True):
+            one.check_commit(count)
+        for one, count in zip(progress, accepted, strict=True):
+            one.accepted = count
+        if now:
+            yield from _send_all(client, sequences, span)
 
 
 def _send_all(client: ClientState, sequences: Sequence[SequenceRecord], span: int) -> Flow[None]:

@@ -55,6 +55,7 @@ DeltalineError
 │   ├── Draining
 │   ├── Stopping
 │   └── Bug
+├── Disconnected             raised here: the client was disconnected before or during the call
 └── StepError                some rows of a batch failed; carries the results of all of them (defined in `_rows`)
 """
 
@@ -250,14 +251,6 @@ class PredecessorRefused(ConflictError):
     """An earlier step in flight of the same sequence was refused, so this one was too."""
 
     reason = "PREDECESSOR_REFUSED"
-
-
-class StepUnfinished(ConflictError):
-    """An earlier step of the sequence has an unknown outcome: resume it, or make the identical call again."""
-
-
-class SequenceBusy(ConflictError):
-    """Another call is stepping the same span of the sequence right now."""
 
 
 class ServerError(DeltalineError):

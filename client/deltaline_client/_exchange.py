@@ -89,7 +89,7 @@ class Exchange:
     def _round(self, waiting: Sequence[Job]) -> Flow[None]:
         """Send what is left of the jobs, and gather the answers."""
         if any(job.parts and self._requests.is_whole(job.parts[0]) for job in waiting):  # they can't go inline
-            yield from self.shared.ready(self._limits)
+            yield from self.shared.ready(self._limits, self.attempts)
         in_flight: dict[int, Sent] = {}
         requests, has_failed = self._requests.of(waiting), False
         try:

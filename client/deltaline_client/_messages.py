@@ -108,7 +108,8 @@ def _take(body: memoryview, number: int) -> tuple[bytes, memoryview | None]:
     at, kept_from = 0, 0
     while at < len(body):
         begin = at
-        tag, at = _varint(body, at)
+        tag: int = body[at]
+        tag, at = (tag, at + 1) if tag < 0x80 else _varint(body, at)
         kind = tag & 7
         if kind == _LENGTH_DELIMITED:
             size, at = _varint(body, at)

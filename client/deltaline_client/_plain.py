@@ -1,4 +1,4 @@
-"""A decode of many sequences as arrays: one request, one answer, no object per row.
+"""The ordinary way of a batch, as arrays: one request, one answer, no object per row.
 
 What is out of the ordinary (a sequence with an unfinished step, a batch of several requests, a row refused, an answer
 lost) goes on as jobs, by the rules of `_exchange`; this only makes the ordinary case cheap.
@@ -7,63 +7,90 @@ lost) goes on as jobs, by the rules of `_exchange`; this only makes the ordinary
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, repeat
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array
+from deltaline_client._batch import Batch
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, ProtocolError
 from deltaline_client._exchange import Exchange
 from deltaline_client._flow import Flow, Receive, Send
-from deltaline_client._messages import StepAnswer, shared_step_request, step_request
-from deltaline_client._requests import Sent, Wave, request_fields
-from deltaline_client._sequence import NO_COMMIT, Job, SequenceRecord
+from deltaline_client._messages import StepAnswer
+from deltaline_client._requests import OUTPUT_ROWS, Sent, Wave, message, request_fields
+from deltaline_client._rows import RowResult, StepResult
+from deltaline_client._sequence import NO_COMMIT, Job, Progress
 from deltaline_client._shared import Placement, answered
-from deltaline_client._types import ServerInfo, StepOptions
+from deltaline_client._types import RowOutcome, ServerInfo, StepOptions, StepTiming
 
+_OUTCOMES = {int(outcome): outcome for outcome in RowOutcome}
 _DONE = frozenset((layers.ROW_OUTCOME_EXECUTED, layers.ROW_OUTCOME_REPLAYED, layers.ROW_OUTCOME_JOINED))
 
 
-class PlainDecode:
-    """One token for each of N sequences: hidden [N, hidden_size] in the server's type."""
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A batch whose rows were all applied: outputs, packed [rows, hidden_size], and what else the reply tells."""
 
-    def __init__(self, sequences: Sequence[SequenceRecord], hidden: Array, options: StepOptions) -> None:
-        self._sequences, self._hidden, self._options = sequences, hidden, options
-        span = options.get("span", 0)
-        self._progress = [sequence.progress(span) for sequence in sequences]
+    batch: Batch
+    outputs: Array
+    fields: layers.StepResponse
+    timing: StepTiming
+
+    @property
+    def outputs_of_rows(self) -> list[Array]:
+        """The outputs of each row, views."""
+        return [self.outputs[begin:end] for begin, end in pairwise(self.batch.output_start)]
+
+    def result(self) -> StepResult:
+        """The same by rows."""
+        batch = self.batch
+        columns = zip(
+            batch.sequences,
+            map(_OUTCOMES.__getitem__, self.fields.outcome),
+            self.outputs_of_rows,
+            [end - begin for begin, end in pairwise(batch.start)],
+            self.fields.position,
+            repeat(None),
+            strict=False,  # None has no end
+        )
+        return StepResult(tuple(map(RowResult._make, columns)), self.timing)
+
+
+class PlainStep:
+    """A batch on its way. The call holds `progress`, which is that of each sequence."""
+
+    def __init__(self, batch: Batch, progress: Sequence[Progress], options: StepOptions) -> None:
+        self._batch, self._progress, self._options = batch, progress, options
 
     def is_ordinary(self, limits: ServerInfo) -> bool:
         """Whether one request may carry all rows, and nothing stands against any of them."""
-        epoch = self._sequences[0].server_epoch
+        sequences, hidden = self._batch.sequences, self._batch.hidden
         return (
-            len(self._sequences) <= limits.max_sequences
-            and self._hidden.nbytes <= limits.inline_limit_bytes
-            and len(set(self._progress)) == len(self._progress)
-            and not any(progress.busy or progress.unfinished is not None for progress in self._progress)
-            and all(sequence.server_epoch == epoch for sequence in self._sequences)
+            0 < len(sequences) <= limits.max_sequences
+            and sum(array.nbytes for array in hidden) <= limits.inline_limit_bytes
+            and not [one for one in self._progress if one.unfinished is not None]
+            and len({sequence.server_epoch for sequence in sequences}) == 1
         )
 
-    def run(self, exchange: Exchange) -> Flow[Array | list[Job]]:
-        """Apply the step. Returns the outputs [N, hidden_size]; or jobs, over and left, when not all was ordinary."""
-        placement = exchange.shared.place((self,), [self._hidden], len(self._hidden))
-        for progress in self._progress:
-            progress.busy = True
+    def run(self, exchange: Exchange) -> Flow[Applied | list[Job]]:
+        """Apply the step. Returns what came of it; or jobs, over and left, when not all was ordinary."""
+        batch = self._batch
+        placement = exchange.shared.place((self,), batch.hidden, batch.output_start[-1])
         jobs: list[Job] | None = None
         is_done = False
         try:
             yield Send(0, self._request(placement))
             answer = yield Receive(max(0.0, exchange.attempts.timeout_s()))
             outcome = DeadlineExceeded("no answer in time") if answer is None else answer[1]
-            outputs = self._outputs(outcome, placement, exchange)
-            if outputs is not None:
+            applied = self._applied(outcome, placement, exchange)
+            if applied is not None:
                 is_done = True
-                return outputs
+                return applied
             jobs = self._jobs()
             yield from exchange.run(jobs, Sent(_wave(jobs), placement), outcome)
             return jobs
         finally:
-            if is_done:
-                for progress in self._progress:
-                    progress.busy = False
-            else:
+            if not is_done:
                 if jobs is None:
                     jobs = self._jobs()
                     exchange.settle(Sent(_wave(jobs), placement))
@@ -71,56 +98,62 @@ class PlainDecode:
                     job.leave()
 
     def _request(self, placement: Placement | None) -> list[bytes | memoryview]:
-        progress = self._progress
+        batch, progress = self._batch, self._progress
+        accepted = [one.accepted for one in progress]
+        if accepted.count(None) == len(accepted):
+            commits, position = [NO_COMMIT] * len(accepted), [one.position for one in progress]
+        else:
+            commits = [NO_COMMIT if count is None else count for count in accepted]
+            position = [one.next_position for one in progress]
         fields = request_fields(
-            self._sequences[0].server_epoch,
+            batch.sequences[0].server_epoch,
             self._options,
-            sequence=[sequence.handle for sequence in self._sequences],
-            kind=[layers.ROW_KIND_DECODE] * len(progress),
+            sequence=[sequence.handle for sequence in batch.sequences],
+            kind=batch.kinds,
             step=[one.step + 1 for one in progress],
-            position=[one.next_position for one in progress],
-            accepted=[NO_COMMIT if one.accepted is None else one.accepted for one in progress],
-            query_start_loc=range(len(progress) + 1),
-            output=layers.OUTPUT_ROWS_ALL,
+            position=position,
+            accepted=commits,
+            query_start_loc=batch.start,
+            output=OUTPUT_ROWS[batch.output],
         )
-        if placement is None:
-            return step_request(fields, [self._hidden])
-        fields.output_slice.CopyFrom(placement.output_slice())
-        return shared_step_request(fields, placement.tensor())
+        return message(fields, batch.hidden, placement)
 
-    def _outputs(
+    def _applied(
         self, answer: StepAnswer | DeltalineError, placement: Placement | None, exchange: Exchange
-    ) -> Array | None:
+    ) -> Applied | None:
         """The outputs, the caller's own, with every sequence advanced; None unless every row was applied."""
         if isinstance(answer, DeltalineError):
             return None
-        fields, progress = answer.fields, self._progress
+        batch, fields, progress = self._batch, answer.fields, self._progress
+        like, start = batch.hidden[0], list(batch.output_start)
         try:
-            hidden = answered(answer, placement)
+            hidden = answered(answer, placement) if start[-1] else like[:0]
         except ProtocolError:
             return None
         is_plain = (
             not fields.row_status
             and len(fields.outcome) == len(fields.position) == len(progress)
             and _DONE.issuperset(fields.outcome)
-            and list(fields.output_start_loc) == list(range(len(progress) + 1))
+            and fields.output_start_loc == start
             and hidden is not None
-            and (hidden.shape, hidden.dtype) == (self._hidden.shape, self._hidden.dtype)
+            and (hidden.shape, hidden.dtype) == ((start[-1], like.shape[1]), like.dtype)
         )
         if not is_plain or hidden is None:
             return None
         for one, position in zip(progress, fields.position, strict=True):
             one.advance(position)
+        if layers.ROW_KIND_VERIFY in batch.kinds:
+            for one, kind, (begin, end) in zip(progress, batch.kinds, pairwise(batch.start), strict=True):
+                one.pending_tokens = end - begin if kind == layers.ROW_KIND_VERIFY else 0
         exchange.note_time(fields)
-        return hidden.copy() if exchange.copies(answer) else hidden
+        outputs = hidden.copy() if exchange.copies(answer) else hidden
+        return Applied(batch, outputs, fields, exchange.timing)
 
     def _jobs(self) -> list[Job]:
         """The rows as jobs whose step was sent and may have been applied."""
-        jobs = []
-        for row, (sequence, progress) in enumerate(zip(self._sequences, self._progress, strict=True)):
-            job = Job(sequence, progress, layers.ROW_KIND_DECODE, self._hidden[row : row + 1], "all")
-            job.cut(1).in_doubt = True
-            jobs.append(job)
+        jobs = self._batch.jobs(self._progress)
+        for job in jobs:
+            job.cut(len(job.hidden)).in_doubt = True
         return jobs
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
+from deltaline_client._arrays import Array
 from deltaline_client._messages import shared_step_request, step_request
 from deltaline_client._sequence import Job, Part
 from deltaline_client._shared import Placement, SharedMemory
@@ -21,7 +22,7 @@ from deltaline_client._types import ServerInfo, StepOptions
 
 # Most bytes of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones
 # cost fewer messages, each of which is milliseconds of work for both sides.
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2 * 2**20
 # Bytes of a call's requests in flight: half of what a server takes of a stream, so that others' steps pass beside them.
 WINDOW_BYTES = 8 * 2**20
 
@@ -32,7 +33,7 @@ def requests_in_flight(limits: ServerInfo) -> int:
     return max(1, min(limits.max_steps_in_flight, window))
 
 
-_OUTPUT_ROWS = {"all": layers.OUTPUT_ROWS_ALL, "last": layers.OUTPUT_ROWS_LAST, "none": layers.OUTPUT_ROWS_NONE}
+OUTPUT_ROWS = {"all": layers.OUTPUT_ROWS_ALL, "last": layers.OUTPUT_ROWS_LAST, "none": layers.OUTPUT_ROWS_NONE}
 
 Wave: TypeAlias = list[tuple[Job, Part]]
 """The rows of one request."""
@@ -55,6 +56,16 @@ def request_fields(server_epoch: int, options: StepOptions, **columns: Any) -> l
         queue_timeout_us=round((options.get("queue_timeout_s") or 0.0) * 1e6),
         **columns,
     )
+
+
+def message(
+    fields: layers.StepRequest, hidden: Sequence[Array], placement: Placement | None
+) -> list[bytes | memoryview]:
+    """A serialised StepRequest in pieces: its fields, and packed rows, each [n, hidden_size], or where they lie."""
+    if placement is None:
+        return step_request(fields, hidden if len(hidden) == 1 else [np.concatenate(hidden)])
+    fields.output_slice.CopyFrom(placement.output_slice())
+    return shared_step_request(fields, placement.tensor())
 
 
 class Requests:
@@ -160,7 +171,7 @@ class Requests:
 
     def message(self, sent: Sent) -> list[bytes | memoryview]:
         """The serialised StepRequest of a wave, in pieces."""
-        wave, placement = sent.wave, sent.placement
+        wave = sent.wave
         job, part = wave[0]
         rows = [part for _, part in wave]
         fields = request_fields(
@@ -172,10 +183,7 @@ class Requests:
             position=[part.position for part in rows],
             accepted=[part.accepted for part in rows],
             query_start_loc=np.cumsum([0, *(part.count for part in rows)]).tolist(),
-            output=_OUTPUT_ROWS[job.wanted(part)],
+            output=OUTPUT_ROWS[job.wanted(part)],
         )
-        if placement is not None:
-            fields.output_slice.CopyFrom(placement.output_slice())
-            return shared_step_request(fields, placement.tensor())
         hidden = [job.hidden[part.start : part.start + part.count] for job, part in wave]
-        return step_request(fields, hidden if len(hidden) == 1 else [np.concatenate(hidden)])
+        return message(fields, hidden, sent.placement)

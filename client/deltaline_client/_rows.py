@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,13 +12,10 @@ from deltaline.v1 import layer_service_pb2
 from deltaline_client._arrays import Array, as_hidden
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._sequence import Job, SequenceRecord
-from deltaline_client._types import Output, RowOutcome, ServerInfo, StepTiming
-
-_OUTPUTS = ("all", "last", "none")
+from deltaline_client._types import RowOutcome, ServerInfo, StepTiming
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One sequence's part of a step: make it with Row.prefill, Row.decode or Row.verify."""
 
     sequence: SequenceRecord
@@ -39,24 +37,24 @@ class Row:
         """Tokens that stay pending until a commit: hidden [n, hidden_size], 1 <= n <= ServerInfo.max_draft_tokens."""
         return cls(sequence, layer_service_pb2.ROW_KIND_VERIFY, hidden)
 
-    def to_job(self, name: str, info: ServerInfo, span: int, output: Output) -> Job:
-        """Check the row and make the job that carries it. Raises ValueError or TypeError naming `name`."""
-        if output not in _OUTPUTS:
-            raise ValueError(f"output: expected one of {', '.join(_OUTPUTS)}, got {output!r}")
+    def tokens(self, name: str, info: ServerInfo) -> Array:
+        """Check the row and return its tokens [n, hidden_size]. Raises ValueError or TypeError naming `name`."""
         hidden = as_hidden(self.hidden, name, info.hidden_size, info.dtype)
         if hidden.ndim == 1:
             hidden = hidden[np.newaxis]
         if hidden.ndim != 2 or len(hidden) == 0:
             raise ValueError(f"{name}: expected shape [tokens, {info.hidden_size}] with a token, got {hidden.shape}")
-        if self.kind == layer_service_pb2.ROW_KIND_DECODE and len(hidden) != 1:
-            raise ValueError(f"{name}: expected one token in a decode row, got {len(hidden)}")
-        if self.kind == layer_service_pb2.ROW_KIND_VERIFY and len(hidden) > info.max_draft_tokens:
-            raise ValueError(f"{name}: expected at most {info.max_draft_tokens} tokens to verify, got {len(hidden)}")
-        return Job(self.sequence, self.sequence.progress(span), self.kind, hidden, output)
+        if len(hidden) > 1:
+            if self.kind == layer_service_pb2.ROW_KIND_DECODE:
+                raise ValueError(f"{name}: expected one token in a decode row, got {len(hidden)}")
+            if self.kind == layer_service_pb2.ROW_KIND_VERIFY and len(hidden) > info.max_draft_tokens:
+                raise ValueError(
+                    f"{name}: expected at most {info.max_draft_tokens} tokens to verify, got {len(hidden)}"
+                )
+        return hidden
 
 
-@dataclass(frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What became of one row.
 
     output: [rows, hidden_size] in the server's type, of the tokens that were applied. tokens: how many of the row's

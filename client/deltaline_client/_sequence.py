@@ -19,10 +19,9 @@ from deltaline_client._exceptions import (
     CommitConflict,
     DeltalineError,
     NothingToCommit,
-    SequenceBusy,
     StepStale,
-    StepUnfinished,
 )
+from deltaline_client._own_exceptions import StepUnfinished
 from deltaline_client._state import ClientState
 from deltaline_client._types import Output, RowOutcome
 
@@ -34,7 +33,7 @@ class Progress:
     """How far one span of a sequence is: steps done, tokens committed, and what is pending.
 
     accepted: the commit that waits for the next step, None for none. commit_in_doubt: it was sent by itself and no
-    answer came. busy: a call is stepping this span now.
+    answer came. busy: a call holds this span now, see Hold.
     """
 
     step: int = 0
@@ -53,11 +52,9 @@ class Progress:
     def check_commit(self, accepted: int) -> None:
         """Check an accepted count of the pending verify.
 
-        Raises NothingToCommit, AcceptedOutOfRange, SequenceBusy during a step, StepUnfinished while a step that may
-        carry another count is unfinished, CommitConflict when another count may already have reached the server.
+        Raises NothingToCommit, AcceptedOutOfRange, StepUnfinished while a step that may carry another count is
+        unfinished, CommitConflict when another count may already have reached the server.
         """
-        if self.busy:
-            raise SequenceBusy("another call is stepping this span of the sequence")
         if self.unfinished is not None:
             raise StepUnfinished("a step of this sequence has an unknown outcome; resume it before the commit")
         if self.pending_tokens == 0:
@@ -75,14 +72,9 @@ class Progress:
     def advance(self, position: int) -> None:
         """The server has applied the next step, which leaves no verify pending; `position` tokens are committed."""
         self.step += 1
-        self.position, self.pending_tokens = position, 0
-        self.accepted, self.commit_in_doubt = None, False
-
-    def acquire(self) -> None:
-        """Begin a call. Raises SequenceBusy."""
-        if self.busy:
-            raise SequenceBusy("another call is stepping this span of the sequence")
-        self.busy = True
+        self.position = position
+        if self.pending_tokens:  # else nothing is remembered of a commit
+            self.committed(position)
 
 
 class SequenceRecord:
@@ -254,4 +246,3 @@ class Job:
         if not is_unfinished:  # what is refused for good took everything behind it along
             self.uncut()
         self.progress.unfinished = self if is_unfinished else None
-        self.progress.busy = False

@@ -24,8 +24,9 @@ from deltaline.v1 import tensor_pb2
 from deltaline_client._arena import Arena
 from deltaline_client._arrays import Array
 from deltaline_client._exceptions import DeltalineError, ProtocolError
-from deltaline_client._flow import Flow, Method, call
+from deltaline_client._flow import Flow, Method, Sleep, call
 from deltaline_client._messages import StepAnswer
+from deltaline_client._retry import Attempts
 from deltaline_client._shared_exceptions import InvalidSharedMemory
 from deltaline_client._types import ServerInfo
 
@@ -36,6 +37,7 @@ RELEASE = Method(_ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryReques
 
 CREATE_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 1.0
+_WAIT_S = 0.002
 # Only such a name is opened, whatever a server says.
 _NAME = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
 _MEMORY_FILE = "/memfd:deltaline"
@@ -105,10 +107,21 @@ class SharedMemory:
         self._unsettled: dict[Request, Placement] = {}
         self._to_release: list[int] = []
 
-    def ready(self, limits: ServerInfo) -> Flow[None]:
-        """Ask for a region unless there is one or can be none. While another call asks, this one goes without."""
-        if self._is_off or self._region is not None or not self._making.acquire(blocking=False):
-            return
+    def ready(self, limits: ServerInfo, attempts: Attempts) -> Flow[None]:
+        """Ask for a region unless there is one or can be none. While another call asks, wait for what it gets.
+
+        attempts: they bound how long this waits for another call; when they are over, its steps go inline.
+        """
+        while not self._is_off and self._region is None:
+            if self._making.acquire(blocking=False):
+                yield from self._make(limits)
+                return
+            if attempts.timeout_s() <= 0:
+                return
+            yield Sleep(_WAIT_S)
+
+    def _make(self, limits: ServerInfo) -> Flow[None]:
+        """Ask for a region, and let go of `_making`."""
         try:
             while self._to_release:
                 yield from self._release(self._to_release.pop())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from deltaline.v1 import admin_service_pb2 as admin
@@ -43,6 +44,7 @@ class ClientState:
         self._retry = retry
         self._info: ServerInfo | None = None
         self._shared = SharedMemory(shared_memory_bytes)
+        self._holding = threading.Lock()
 
     def _attempts(self, timeout_s: float | None = None) -> Attempts:
         return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
@@ -75,5 +77,5 @@ def empty(client: ClientState, shape: Sequence[int]) -> Flow[Array]:
     the client's again once the array is dropped.
     """
     limits = yield from info(client)
-    yield from client._shared.ready(limits)
+    yield from client._shared.ready(limits, client._attempts())
     return client._shared.empty(shape, limits.dtype)

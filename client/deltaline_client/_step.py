@@ -1,13 +1,16 @@
-"""Stepping: what a caller asks of sequences, made into jobs, and their results. Flows; they know no channel."""
+"""Stepping: what a caller asks of sequences, and what came of it. Flows; they know no channel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Unpack
 
-from deltaline_client._exceptions import DuplicateSequence, StepUnfinished
+from deltaline_client._batch import Batch
 from deltaline_client._exchange import Exchange
 from deltaline_client._flow import Flow
+from deltaline_client._hold import Hold
+from deltaline_client._own_exceptions import StepUnfinished
+from deltaline_client._plain import Applied, PlainStep
 from deltaline_client._rows import Row, RowResult, StepError, StepResult
 from deltaline_client._sequence import Job, SequenceRecord
 from deltaline_client._state import ClientState, info
@@ -28,15 +31,8 @@ def step(
     ran because of it.
     """
     limits = yield from info(client)
-    span = options.get("span", 0)
-    jobs = [row.to_job(f"rows[{index}]", limits, span, output) for index, row in enumerate(rows)]
-    for index, job in enumerate(jobs):
-        unfinished = job.progress.unfinished
-        if unfinished is not None:
-            if not unfinished.is_same_row(job):
-                raise StepUnfinished(f"rows[{index}]: a step has an unknown outcome; resume it, or repeat that call")
-            jobs[index] = unfinished
-    return (yield from _run(client, jobs, limits, options))
+    done = yield from stepped(client, limits, Batch.of_rows(rows, limits, output), options)
+    return done if isinstance(done, StepResult) else done.result()
 
 
 def resume(
@@ -51,35 +47,51 @@ def resume(
     Raises: ValueError when a sequence has no unfinished step on the span; else as `step`.
     """
     limits = yield from info(client)
-    jobs = []
-    for index, sequence in enumerate(sequences):
-        unfinished = sequence.progress(options.get("span", 0)).unfinished
-        if unfinished is None:
-            raise ValueError(f"sequences[{index}]: no unfinished step")
-        jobs.append(unfinished)
-    return (yield from _run(client, jobs, limits, options))
-
-
-def _run(client: ClientState, jobs: list[Job], limits: ServerInfo, options: StepOptions) -> Flow[StepResult]:
-    """Run jobs to their end and gather the results. Raises as `step` does."""
-    if len({id(job.sequence) for job in jobs}) != len(jobs):
-        raise DuplicateSequence("a sequence is in the batch twice")
-    held: list[Job] = []
-    yield from client._shared.ready(limits)
+    yield from client._shared.ready(limits, client._attempts(options.get("timeout_s")))
     exchange = Exchange(client, limits, options)
+    with Hold(sequences, options.get("span", 0)) as progress:
+        jobs = []
+        for index, one in enumerate(progress):
+            if one.unfinished is None:
+                raise ValueError(f"sequences[{index}]: no unfinished step")
+            jobs.append(one.unfinished)
+        return (yield from _run(jobs, exchange))
+
+
+def stepped(client: ClientState, limits: ServerInfo, batch: Batch, options: StepOptions) -> Flow[Applied | StepResult]:
+    """Apply a batch: as arrays where nothing is out of the ordinary, else as jobs. Raises as `step` does."""
+    yield from client._shared.ready(limits, client._attempts(options.get("timeout_s")))
+    exchange = Exchange(client, limits, options)
+    with Hold(batch.sequences, options.get("span", 0)) as progress:
+        plain = PlainStep(batch, progress, options)
+        if plain.is_ordinary(limits):
+            done = yield from plain.run(exchange)
+            return _gathered(done, exchange) if isinstance(done, list) else done
+        jobs = batch.jobs(progress)
+        for index, job in enumerate(jobs):
+            unfinished = job.progress.unfinished
+            if unfinished is not None:
+                if not unfinished.is_same_row(job):
+                    raise StepUnfinished(
+                        f"rows[{index}]: a step has an unknown outcome; resume it, or repeat that call"
+                    )
+                jobs[index] = unfinished
+        return (yield from _run(jobs, exchange))
+
+
+def _run(jobs: list[Job], exchange: Exchange) -> Flow[StepResult]:
+    """Run jobs, whose progress is held, to their end and gather the results. Raises as `step` does."""
     try:
         for job in jobs:
-            job.progress.acquire()
-            held.append(job)
             job.error = None
         yield from exchange.run(jobs)
     finally:
-        for job in held:
+        for job in jobs:
             job.leave()
-    return gathered(jobs, exchange)
+    return _gathered(jobs, exchange)
 
 
-def gathered(jobs: Sequence[Job], exchange: Exchange) -> StepResult:
+def _gathered(jobs: Sequence[Job], exchange: Exchange) -> StepResult:
     """The results of jobs that are over. Raises: StepError; the error itself when nothing at all ran because of it."""
     results = tuple(map(RowResult.from_job, jobs))
     if all(job.error is None for job in jobs):

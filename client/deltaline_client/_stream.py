@@ -18,6 +18,7 @@ from deltaline_client._channel import error_of
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._flow import Answer
 from deltaline_client._messages import read_stream_response, stream_request
+from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._pending import Pending, broken
 
 Mailbox = queue.SimpleQueue[Answer]
@@ -37,7 +38,11 @@ class StepStream:
         """Send a step; its answer, or the error that ended the stream, comes to the mailbox under `number`."""
         with self._lock:
             if self._outbox is None:
-                self._outbox, self._pending = self._open()
+                try:
+                    self._outbox, self._pending = self._open()
+                except ValueError:  # what grpc raises on a channel that is closed
+                    mailbox.put((number, Disconnected()))
+                    return
             message = stream_request(self._pending.add(number, mailbox.put), request)
             self._outbox.put(message)
 

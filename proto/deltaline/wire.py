@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -74,9 +75,8 @@ def encode(array: NDArray[Any]) -> tensor_pb2.Tensor:
 
     Raises: WireError for a dtype or rank that the wire does not have.
     """
-    header, payload = _split(array)
-    header.inline = bytes(payload)
-    return header
+    payload = bytes(_payload(array))
+    return tensor_pb2.Tensor(dtype=data_type(array.dtype), shape=array.shape, inline=payload)
 
 
 def decode(tensor: tensor_pb2.Tensor, *, limit_bytes: int, field: str = "tensor") -> NDArray[Any]:
@@ -135,9 +135,8 @@ def tensor_pieces(array: NDArray[Any]) -> list[Piece]:
 
     The last piece is a view of `array` (of a copy, if it is not contiguous). Raises: as `encode`.
     """
-    header, payload = _split(array)
-    pieces = field_pieces(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, [payload])
-    return [header.SerializeToString(), *pieces]
+    payload = _payload(array)
+    return [_header(array.dtype, array.shape), field_head(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(payload)), payload]
 
 
 def field_pieces(number: int, pieces: Sequence[Piece]) -> list[Piece]:
@@ -146,20 +145,30 @@ def field_pieces(number: int, pieces: Sequence[Piece]) -> list[Piece]:
     Appended to a serialised message without that field, it sets it. protobuf's own serialiser copies a large bytes
     field several times (64 x 1024 float32: 495 us against 6 us for this, 2026-11-21, 2 cores).
     """
-    num_bytes = sum(map(len, pieces))
-    return [_varint(number << 3 | 2) + _varint(num_bytes), *pieces]
+    return [field_head(number, sum(map(len, pieces))), *pieces]
 
 
-def _split(array: NDArray[Any]) -> tuple[tensor_pb2.Tensor, memoryview]:
-    """The Tensor without its payload, and the payload as bytes."""
+@lru_cache(4096)
+def field_head(number: int, num_bytes: int) -> bytes:
+    """Return what stands before a length-delimited field of so many bytes: its tag and its length."""
+    return varint(number << 3 | 2) + varint(num_bytes)
+
+
+def _payload(array: NDArray[Any]) -> memoryview:
+    """The elements as bytes. Raises: WireError for a rank that the wire does not have."""
     if not 1 <= array.ndim <= MAX_RANK:
         raise WireError("shape", f"1 to {MAX_RANK} dimensions", str(array.ndim))
-    header = tensor_pb2.Tensor(dtype=data_type(array.dtype), shape=array.shape)
-    return header, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _varint(value: int) -> bytes:
-    """A protobuf varint of a value >= 0."""
+@lru_cache(1024)
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """A serialised Tensor without its payload."""
+    return tensor_pb2.Tensor(dtype=data_type(dtype), shape=shape).SerializeToString()
+
+
+def varint(value: int) -> bytes:
+    """Return the protobuf varint of a value >= 0."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

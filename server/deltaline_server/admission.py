@@ -15,13 +15,14 @@ NO_COMMIT = -1
 Slots = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Admission:
     """Rows of a request that were taken, in row order: what each does once it runs.
 
     rows: index into the request. after: the cells' progress once the rows are done, int64 [5, rows] as in Progress.
-    commit: accepted count that the row fixes, NO_COMMIT for none; has_commits: whether there is any. num_replayed:
-    drafts that it folds into the state first.
+    commit: accepted count that the row fixes, NO_COMMIT for none; has_commits: whether any may. num_replayed: drafts
+    that it folds into the state first; has_replays: whether there are any. is_idle: whether no row's cell has a step in
+    flight. Nothing of it changes; it is not frozen because every step makes one.
     """
 
     rows: NDArray[np.int64]
@@ -32,6 +33,8 @@ class Admission:
     commit_position: NDArray[np.int64]
     commit_ordinal: NDArray[np.int64]
     num_replayed: NDArray[np.int64]
+    has_replays: bool
+    is_idle: bool
 
     @property
     def step(self) -> NDArray[np.int64]:

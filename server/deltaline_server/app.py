@@ -6,6 +6,7 @@ Knows the order of things. Does not know what a step is. Life: start (load, list
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -104,6 +105,9 @@ class Server:
                 runtime.engine.close()
             self.metrics.close()
             raise
+        # What is there now stays: the garbage collector need not look at it again while steps wait.
+        gc.collect()
+        gc.freeze()
         self._is_ready = True
         self._tasks = [
             asyncio.create_task(self._every(self.config.lease_tick_s, runtime.reap), name="leases"),
@@ -150,8 +154,10 @@ class Server:
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
+        self._layer_service.close()
         await self.runtime.close()
         await asyncio.to_thread(self.metrics.close)
+        gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
 
     def _listen(self) -> None:

@@ -40,7 +40,8 @@ class Run:
     def take_outputs(self, result: BatchResult) -> None:
         """Give each job its outputs and its share of the stages' times."""
         taken, num_rows, num_tokens = 0, len(result.finite), self.batch.num_tokens
-        for piece in self.pieces:
+        hidden, into = result.hidden, self.batch.into
+        for number, piece in enumerate(self.pieces):
             job, timing = piece.job, piece.job.timing
             if not timing.batch_rows:
                 timing.queue_s = self.began_s - job.arrival_s
@@ -48,10 +49,14 @@ class Run:
             timing.compute_s += result.compute_s
             timing.copy_out_s += result.copy_out_s
             timing.batch_rows, timing.batch_tokens = num_rows, num_tokens
-            if not result.failed:
-                places = piece.output_places()
+            if result.failed:
+                continue
+            places = piece.output_places()
+            if result.is_placed:
+                job.put_outputs(places, into[number])
+            else:
                 count = places.stop - places.start if isinstance(places, slice) else len(places)
-                job.put_outputs(places, result.hidden[taken : taken + count] if len(self.pieces) > 1 else result.hidden)
+                job.put_outputs(places, hidden[taken : taken + count] if len(self.pieces) > 1 else hidden)
                 taken += count
 
     def answer(self, result: BatchResult) -> bool:
@@ -84,42 +89,41 @@ class Run:
 
 def lay_out(pieces: list[Piece], table: SequenceTable, num_short: int) -> StepBatch:
     """The batch of these pieces (not empty, all of one span, the `num_short` short rows first)."""
-    span = pieces[0].job.request.span
+    span = pieces[0].job.span
     num_rows = sum(len(piece.index) for piece in pieces)
     control = np.zeros((6, num_rows + 1), dtype=np.int32)
     read_line, draft_half = table.read_line[span], table.draft_half[span]
     row = token = 0
     for piece in pieces:
         job, slots, end = piece.job, piece.slots, row + len(piece.index)
-        ends = piece.lengths.cumsum()
-        if token:
-            ends += token
-        control[0, row + 1 : end + 1] = ends
-        control[1, row:end] = read_line[slots]
-        control[2, row:end] = table.write_line[slots]
+        ends = job.form.query_start_loc[1:] if piece.is_whole else piece.lengths.cumsum()
+        control[0, row + 1 : end + 1] = ends + token if token else ends
+        control[1, row:end] = read_line.take(slots)
+        control[2, row:end] = table.write_line.take(slots)
         control[3, row:end] = piece.lengths
         if piece.num_of_kind[RowKind.VERIFY]:
             control[3, row:end][job.kind[piece.index] == RowKind.VERIFY] = 0
-        if job.has_replays and not piece.cursor:
+        if job.admission.has_replays and not piece.cursor:
             control[4, row:end] = job.admission.num_replayed[piece.index]
-        control[5, row:end] = draft_half[slots]
-        row, token = end, int(ends[-1])
+        control[5, row:end] = draft_half.take(slots)
+        row, token = end, token + int(ends[-1])
     hidden = tuple(piece.hidden() for piece in pieces)
     return StepBatch(span, control, num_short, hidden, _wanted(pieces), _into(pieces))
 
 
-def _into(pieces: list[Piece]) -> NDArray[Any] | None:
-    """Where all outputs go, if that is one place in shared memory."""
-    job = pieces[0].job
-    if len(pieces) > 1 or job.request.output_memory is None:
-        return None
-    places = pieces[0].output_places()
-    return job.outputs[places] if isinstance(places, slice) else None
+def _into(pieces: list[Piece]) -> tuple[NDArray[Any], ...]:
+    """Where the outputs of each piece go, if all of them go to shared memory; else nothing."""
+    if any(piece.job.request.output_memory is None for piece in pieces):
+        return ()
+    places = [piece.output_places() for piece in pieces]
+    if not all(isinstance(place, slice) for place in places):
+        return ()
+    return tuple(piece.job.outputs[place] for piece, place in zip(pieces, places, strict=True))
 
 
 def _wanted(pieces: list[Piece]) -> NDArray[np.int64] | None:
     """The packed tokens whose outputs go back, None for all."""
-    if all(piece.job.request.output is OutputRows.ALL for piece in pieces):
+    if all(piece.job.form.output is OutputRows.ALL for piece in pieces):
         return None
     token, wanted = 0, []
     for piece in pieces:

@@ -23,23 +23,26 @@ class Cells:
 
     def __init__(self, num_slots: int, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
+        # What every answer of `add` is cut from: no job has more rows than there are slots.
+        self._every = np.arange(num_slots)
+        self._every.flags.writeable = False
         self._entries = np.zeros((num_slots, max_in_flight), dtype=np.int64)
         self.in_flight = np.zeros(num_slots, dtype=np.int64)
         self.not_given = np.zeros(num_slots, dtype=np.int64)
 
     def add(self, slots: Slots, steps: NDArray[np.int64], number: int) -> NDArray[np.int64]:
         """Each slot's next step is a row of job `number`. Returns the rows that have none before them to be given."""
-        index = np.arange(len(slots))
+        index = self._every[: len(slots)]
         self._entries[slots, steps % self._max_in_flight] = index + (number << _INDEX_BITS)
-        before = self.not_given[slots]
+        before = self.not_given.take(slots)
         self.not_given[slots] = before + 1
-        return index[before == 0] if before.any() else index
+        return index[before == 0] if np.count_nonzero(before) else index
 
     def given(self, slots: Slots, steps: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
         """The engine has these steps whole. Returns the rows behind them, by job: its number, and positions in it."""
-        left = self.not_given[slots] - 1
+        left = self.not_given.take(slots) - 1
         self.not_given[slots] = left
-        if not left.any():
+        if not np.count_nonzero(left):
             return []
         has_next = left > 0
         entries = self._entries[slots[has_next], (steps[has_next] + 1) % self._max_in_flight]

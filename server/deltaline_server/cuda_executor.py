@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from triton import knobs
 
-from deltaline_server.executor import BatchLimits, DeviceCounts, Finish, Report
+from deltaline_server.executor import BatchLimits, DeviceCounts, Launched, Report
 from deltaline_server.graphs import Graphs, make_buckets
 from deltaline_server.model import Model
 from deltaline_server.staging import Copier, Layout, Slot
@@ -44,7 +44,9 @@ class CudaExecutor:
         model = self._model
         layouts = [bucket.layout for bucket in self._buckets]
         sizes = model.hidden_size, model.dtype, model.numpy_dtype
-        slots = [Slot(layouts, *sizes, self._copier) for _ in range(NUM_SLOTS)]
+        # Whoever launches writes to them, and need not be in inference mode, which takes time to enter.
+        with torch.inference_mode(False):
+            slots = [Slot(layouts, *sizes, self._copier) for _ in range(NUM_SLOTS)]
         # What was allocated and zeroed so far was so on the stream that other threads use.
         torch.cuda.synchronize(model.device)
         with torch.cuda.stream(self._compute):
@@ -54,7 +56,7 @@ class CudaExecutor:
         for slot in slots:
             self._free.put(slot)
 
-    def launch(self, batch: StepBatch) -> Finish:
+    def launch(self, batch: StepBatch) -> Launched:
         bucket = self._graphs.find(batch)
         slot = self._free.get()
         try:
@@ -72,7 +74,7 @@ class CudaExecutor:
         except BaseException:
             self._free.put(slot)
             raise
-        return lambda: self._finish(slot, batch, bucket.layout)
+        return Launched(slot.is_done, lambda: self._finish(slot, batch, bucket.layout))
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         with torch.cuda.stream(self._compute):

@@ -37,7 +37,7 @@ def is_streamed(request: StepRequest) -> bool:
     What lies there the client may use for other things once it has the reply, so it is kept no longer than that.
     """
     is_shared = request.is_input_shared or request.output_memory is not None
-    return not is_shared and request.num_rows == 1 and int(request.kind[0]) == RowKind.PREFILL
+    return not is_shared and request.form.num_rows == 1 and int(request.form.kind[0]) == RowKind.PREFILL
 
 
 class EarlierReplies:

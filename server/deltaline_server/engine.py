@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deltaline_server.executor import Executor, Finish, Report
+from deltaline_server.executor import Executor, Launched, Report
 from deltaline_server.step import BatchResult, StepBatch
 
 logger = logging.getLogger(__name__)
 
 OnDone = Callable[[BatchResult], None]
+
+# A batch of so many bytes takes less time to copy than two threads take to wake.
+SMALL_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,9 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Launched:
+class _Out:
     run: _Run
-    finish: Finish
+    launched: Launched
 
 
 @dataclass(frozen=True)
@@ -52,25 +56,32 @@ class _Prepare:
 class Engine:
     """Owns the device thread: batches and zeroing run on it in the order in which they were submitted.
 
-    `submit` and `zero_lines` return at once and may be called from any thread. Where a device computes by itself, a
-    second thread waits for its results, so that the next batch is launched meanwhile.
+    `submit`, `zero_lines` and `poll` wait for no computation and belong to one thread. Where a device computes by
+    itself, a second thread waits for its results, so that the next batch is launched meanwhile. Threads wake slowly: a
+    small batch of a caller who polls is launched by `submit` and told by `poll`, when the threads have nothing to do.
     """
 
     def __init__(self, executor: Executor, device: torch.device) -> None:
         self._executor, self._device = executor, device
         self._jobs: queue.SimpleQueue[_Run | _Zero | _Prepare | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Out | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, name="device", daemon=False)]
         if executor.is_asynchronous:
             self._threads.append(threading.Thread(target=self._collect, name="results", daemon=False))
         self._lock = threading.Lock()
+        self._polled: deque[_Out] = deque()
         self._unfinished = 0
         self._turn = time.monotonic()
         self._is_started = self._is_closed = self._has_failed = False
         self._precision = ""
 
     def start(self) -> None:
-        """Start the threads. fp32 products are full fp32 (no TF32) in this process until `close`."""
+        """Start the threads. fp32 products are full fp32 (no TF32) in this process until `close`.
+
+        The device is the calling thread's current one from now on, as `submit` and `poll` need it there.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         self._precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         self._is_started = True
@@ -83,13 +94,24 @@ class Engine:
         self._put(_Prepare(report, done))
         return done
 
-    def submit(self, batch: StepBatch, on_done: OnDone) -> None:
-        """Compute a batch. `on_done` is called on a thread of the engine, once, also when the computation fails.
+    def submit(self, batch: StepBatch, on_done: OnDone, polls: bool = False) -> None:
+        """Compute a batch. `on_done` is called once, also when the computation fails: on a thread of the engine, or, if
+        the caller polls, by `poll`.
 
-        The calls come in the order of submission. The batch's arrays must stay as they are until then. Raises
-        RuntimeError after `close`.
+        The calls come in the order of submission, if whoever gets one from a thread polls before it makes use of it.
+        The batch's arrays must stay as they are until then. Raises RuntimeError after `close`.
         """
-        self._put(_Run(batch, on_done))
+        run = _Run(batch, on_done)
+        if polls and self._executor.is_asynchronous and batch.num_bytes <= SMALL_BYTES and self._may_launch():
+            self._polled.append(_Out(run, self._launch(run)))
+        else:
+            self._put(run)
+
+    def poll(self) -> bool:
+        """Tell the results of batches that are done and wait for this; return whether more of them are to come."""
+        while (out := self._take_polled()) is not None:
+            self._deliver(out)
+        return bool(self._polled)
 
     def zero_lines(self, lines: NDArray[np.int64]) -> None:
         """Zero every tensor of these lines in every layer, after the batches submitted before and before those after.
@@ -114,6 +136,8 @@ class Engine:
                 return
             self._is_closed = True
             self._jobs.put(None)
+        while (out := self._take_polled(waits=True)) is not None:
+            self._deliver(out)
         if self._is_started:
             for thread in self._threads:
                 thread.join()
@@ -122,41 +146,64 @@ class Engine:
 
     def _put(self, job: _Run | _Zero | _Prepare) -> None:
         with self._lock:
-            if self._is_closed:
-                raise RuntimeError("engine: expected an open engine, got a closed one")
-            if self._unfinished == 0:
-                self._turn = time.monotonic()
-            self._unfinished += 1
+            self._begin()
             self._jobs.put(job)
+
+    def _may_launch(self) -> bool:
+        """Whether the threads have nothing to do, so that the caller may launch a batch; it is counted then."""
+        with self._lock:
+            if self._unfinished > len(self._polled):
+                return False
+            self._begin()
+            return True
+
+    def _take_polled(self, waits: bool = False) -> _Out | None:
+        """The first batch that waits to be polled, if it is done or the caller waits for it; None if there is none."""
+        with self._lock:
+            if not self._polled or not (waits or _is_done(self._polled[0])):
+                return None
+            self._turn = time.monotonic()
+            self._unfinished -= 1  # before it is told: whoever hears of it may launch the next one
+            return self._polled.popleft()
+
+    def _begin(self) -> None:
+        """Count a job, with the lock held."""
+        if self._is_closed:
+            raise RuntimeError("engine: expected an open engine, got a closed one")
+        if self._unfinished == 0:
+            self._turn = time.monotonic()
+        self._unfinished += 1
 
     def _serve(self) -> None:
         """The device thread."""
         with torch.inference_mode(), self._on_device():
             while (job := self._jobs.get()) is not None:
                 self._take_turn()
-                if isinstance(job, _Run):
-                    launched = self._launch(job)
-                    if self._executor.is_asynchronous:
-                        self._launched.put(launched)
-                        del job, launched
-                        continue
-                    self._deliver(launched)
-                    del launched
-                elif isinstance(job, _Zero):
-                    self._zero(job.lines)
-                else:
-                    self._prepare(job)
-                self._take_turn(finished=1)
+                self._take_turn(finished=self._do(job))
                 del job  # nothing of it is held while the thread waits: its arrays may lie in memory to be unmapped
         self._launched.put(None)
+
+    def _do(self, job: _Run | _Zero | _Prepare) -> bool:
+        """Do a job; whether it is finished, and not only launched."""
+        if isinstance(job, _Run):
+            out = _Out(job, self._launch(job))
+            if self._executor.is_asynchronous:
+                self._launched.put(out)
+                return False
+            self._deliver(out)
+        elif isinstance(job, _Zero):
+            self._zero(job.lines)
+        else:
+            self._prepare(job)
+        return True
 
     def _collect(self) -> None:
         """The thread that waits for results."""
         with torch.inference_mode(), self._on_device():
-            while (launched := self._launched.get()) is not None:
-                self._deliver(launched)
+            while (out := self._launched.get()) is not None:
+                self._deliver(out)
                 self._take_turn(finished=1)
-                del launched
+                del out
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """Make the device the thread's current one."""
@@ -167,24 +214,23 @@ class Engine:
             self._turn = time.monotonic()
             self._unfinished -= finished
 
-    def _launch(self, job: _Run) -> _Launched:
-        failure = _failure(job.batch)
+    def _launch(self, run: _Run) -> Launched:
         if not self._has_failed:
             try:
-                return _Launched(job, self._executor.launch(job.batch))
+                return self._executor.launch(run.batch)
             except Exception:
-                self._batch_failed(job.batch)
-        return _Launched(job, lambda: failure)
+                self._batch_failed(run.batch)
+        return Launched(lambda: True, lambda: _failure(run.batch))
 
-    def _deliver(self, launched: _Launched) -> None:
-        batch = launched.run.batch
-        result = _failure(batch)
+    def _deliver(self, out: _Out) -> None:
+        run = out.run
+        result = _failure(run.batch)
         try:
-            result = launched.finish()
+            result = out.launched.result()
         except Exception:
-            self._batch_failed(batch)
+            self._batch_failed(run.batch)
         try:
-            launched.run.on_done(result)
+            run.on_done(result)
         except Exception:
             logger.exception("the receiver of a batch's result failed")
 
@@ -210,6 +256,14 @@ class Engine:
             job.done.set_exception(error)
         else:
             job.done.set_result(None)
+
+
+def _is_done(out: _Out) -> bool:
+    """Whether a batch is done; so is one whose device can't tell, which its result will say."""
+    try:
+        return out.launched.is_done()
+    except Exception:
+        return True
 
 
 def _failure(batch: StepBatch) -> BatchResult:

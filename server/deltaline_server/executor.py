@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,10 +19,16 @@ from deltaline_kernels import Rows
 from deltaline_kernels.rows import NUM_FIELDS
 from deltaline_server.model import Model
 from deltaline_server.state_pool import StatePool
-from deltaline_server.step import BatchResult, StepBatch, finite_rows
+from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
-Finish = Callable[[], BatchResult]
 Report = Callable[[int, int], None]
+
+
+class Launched(NamedTuple):
+    """A batch that a device computes. is_done tells whether it is over; result waits until then, and is called once."""
+
+    is_done: Callable[[], bool]
+    result: Callable[[], BatchResult]
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,8 @@ class Executor(Protocol):
     def prepare(self, report: Report) -> None:
         """Compile and allocate all that batches need, before the first one; `report` gets what is done, of how much."""
 
-    def launch(self, batch: StepBatch) -> Finish:
-        """Begin to compute a batch; what is returned waits for it and returns its result, and is to be called once."""
+    def launch(self, batch: StepBatch) -> Launched:
+        """Begin to compute a batch."""
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         """Zero lines after the batches launched before. Raises as StatePool.zero does."""
@@ -92,9 +98,9 @@ class CpuExecutor:
         for span in range(len(self._model.spans)):
             self._compute(trial_batch(self._model, self._pool, span, [1, self._pool.max_draft + 1]))
 
-    def launch(self, batch: StepBatch) -> Finish:
+    def launch(self, batch: StepBatch) -> Launched:
         result = self._compute(batch)
-        return lambda: result
+        return Launched(lambda: True, lambda: result)
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         self._pool.zero(lines)
@@ -126,7 +132,7 @@ class CpuExecutor:
         computed_s = time.perf_counter()
         integer_type = torch.int32 if model.dtype.itemsize == torch.int32.itemsize else torch.int16
         array = returned.view(integer_type).numpy().view(model.numpy_dtype)
-        finite = finite_rows(batch.control[0], sizes)
+        finite = sound_rows(batch.control[0], sizes)
         return BatchResult(array, finite, copied_s - begin_s, computed_s - copied_s, time.perf_counter() - computed_s)
 
 

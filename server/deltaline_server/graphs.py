@@ -83,6 +83,7 @@ class Graphs:
     def __init__(self, model: Model, pool: StatePool, buckets: list[Bucket]) -> None:
         self._model, self._pool, self._buckets = model, pool, buckets
         self._graphs: dict[tuple[int, int, Bucket], torch.cuda.CUDAGraph] = {}
+        self._decodes: dict[int, Bucket] = {}  # by their rows: the usual batches, found at once
 
     @property
     def num_captured(self) -> int:
@@ -112,13 +113,18 @@ class Graphs:
         """Return the smallest bucket that holds a batch. Raises: ValueError when it is beyond the limits."""
         short, num_rows = batch.num_short, batch.control.shape[1] - 1
         sizes = short, num_rows - short, batch.num_tokens
-        if sizes == (num_rows, 0, num_rows):
-            longest_short = longest = 1  # no row is empty: the usual batch, found without a look at its lengths
+        is_decode = sizes == (num_rows, 0, num_rows)  # of one token each, since no row is empty
+        if is_decode and num_rows in self._decodes:
+            return self._decodes[num_rows]
+        if is_decode:
+            longest_short = longest = 1
         else:
             lengths = np.diff(batch.control[0])
             longest_short, longest = int(lengths[:short].max(initial=0)), int(lengths.max(initial=0))
         for bucket in self._buckets:
             if bucket.holds(*sizes, longest_short, longest):
+                if is_decode:
+                    self._decodes[num_rows] = bucket
                 return bucket
         raise ValueError(
             "batch: expected one within the limits, got {} short rows, {} long rows, {} tokens".format(*sizes)

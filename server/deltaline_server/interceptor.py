@@ -107,6 +107,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             async for body in bodies:
                 rpc.received.inc()
                 yield parse(deserialize, body)
+                del body  # or an idle stream would hold its last message
 
         async def stream_unary(bodies: AsyncIterator[bytes], context: Context) -> bytes:
             async with self._call(rpc, context):

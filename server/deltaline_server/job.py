@@ -5,17 +5,17 @@ Knows its rows' chunks and outputs; not other jobs' order (ready.py), nor steps'
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.admission import NO_COMMIT, Admission
+from deltaline_server.admission import Admission
 from deltaline_server.errors import Refusal
 from deltaline_server.replies import KeptReply
-from deltaline_server.step import OutputRows, RowKind, RowOutcome, StepRequest, StepResult, StepTiming
+from deltaline_server.step import RowKind, RowOutcome, StepRequest, StepResult, StepTiming, count_kinds
 
 
 class RowState:
@@ -55,36 +55,38 @@ class Job:
         reserved_bytes: NDArray[np.int64],
         number: int,
         arrival_s: float,
+        on_done: Callable[[StepResult], None],
     ) -> None:
-        self.request, self.admission = request, admission
+        """on_done: called once, with the whole result."""
+        form = request.form
+        self.request, self.form, self.span, self.admission = request, form, form.span, admission
         self.number, self.arrival_s = number, arrival_s
-        self.future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        self._on_done = on_done
         rows = admission.rows
         num_rows = len(rows)
-        self.is_whole = num_rows == request.num_rows
+        self.is_whole = num_rows == form.num_rows
         """Whether every row of the request was admitted, so that positions in the admission are its rows."""
         self.position: NDArray[np.int64]
         self.begin: NDArray[np.int64]
+        self.num_of_kind: Mapping[RowKind, int]
         if self.is_whole:
-            self.kind, self.length, self.begin = request.kind, request.lengths, request.query_start_loc[:-1]
+            self.kind, self.length, self.begin = form.kind, form.lengths, form.query_start_loc[:-1]
+            self.num_of_kind, self.longest = form.num_of_kind, form.longest
             self.outcome = np.full(num_rows, RowOutcome.EXECUTED.value, dtype=np.uint8)
             self.position = admission.position.copy()
         else:
-            self.kind, self.length = request.kind[rows], request.lengths[rows]
-            self.begin = request.query_start_loc[rows]
-            self.outcome = np.full(request.num_rows, RowOutcome.REFUSED.value, dtype=np.uint8)
+            self.kind, self.length = form.kind[rows], form.lengths[rows]
+            self.num_of_kind = count_kinds(self.kind)
+            self.begin, self.longest = form.query_start_loc[rows], int(self.length.max(initial=0))
+            self.outcome = np.full(form.num_rows, RowOutcome.REFUSED.value, dtype=np.uint8)
             self.outcome[rows] = RowOutcome.EXECUTED
-            self.position = np.zeros(request.num_rows, dtype=np.int64)
+            self.position = np.zeros(form.num_rows, dtype=np.int64)
             self.position[rows] = admission.position
         self.cursor = np.zeros(num_rows, dtype=np.int64)
         self.state = np.zeros(num_rows, dtype=np.uint8)
         self.num_unfinished = num_rows
         self.is_finished = self.is_marred = False
         """is_marred: whether a row was doomed or refused, so that states must be looked at one by one."""
-        kinds = self.kind.tobytes()
-        self.num_of_kind = {kind: kinds.count(kind) for kind in RowKind}
-        self.has_commits = bool((admission.commit != NO_COMMIT).any())
-        self.has_replays = bool(admission.num_replayed.any())
         self.reserved_bytes = reserved_bytes
         self.refusals: dict[int, Refusal] = {}
         self.joins: list[Join] = []
@@ -105,15 +107,13 @@ class Job:
         In memory of the client's every row has one: kept replies lie there, so the same step sent again must find and
         leave each where it was, whatever is refused this time.
         """
-        if self.request.output_memory is not None:
-            rows = np.arange(self.request.num_rows)
-        if len(rows) == self.request.num_rows and self.request.output is OutputRows.ALL:
-            self.output_start = self.request.query_start_loc
+        form = self.form
+        if self.request.output_memory is not None or len(rows) == form.num_rows:
+            self.output_start = form.output_start
             return
-        counts = np.zeros(self.request.num_rows, dtype=np.int64)
-        counts[rows] = self.request.output_counts[rows]
-        self.output_start = np.zeros(self.request.num_rows + 1, dtype=np.int64)
-        np.cumsum(counts, out=self.output_start[1:])
+        counts = np.zeros(form.num_rows, dtype=np.int64)
+        counts[rows] = form.output_counts[rows]
+        self.output_start = np.concatenate(([0], np.cumsum(counts)))
 
     @property
     def outputs(self) -> NDArray[Any]:
@@ -162,7 +162,7 @@ class Job:
         return np.flatnonzero((self.state == RowState.WAITING) & (self.cursor == 0))
 
     def finish(self) -> None:
-        """Take over the joined rows' outcomes and complete the future, unless its caller has gone. Idempotent."""
+        """Take over the joined rows' outcomes and tell the result. Idempotent."""
         if self.is_finished:
             return
         self.is_finished = True
@@ -177,8 +177,7 @@ class Job:
             place, outputs = self.output_of(join.row), source.output_of(join.source_row)
             if place.ctypes.data != outputs.ctypes.data:
                 place[:] = outputs
-        if not self.future.done():
-            self.future.set_result(self._result())
+        self._on_done(self._result())
 
     def _result(self) -> StepResult:
         outputs, start = self.outputs, self.output_start

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.admission import Admission
 from deltaline_server.cells import Cells
 from deltaline_server.earlier_replies import is_streamed
 from deltaline_server.errors import Reason, Refusal, RequestError
@@ -19,7 +20,7 @@ from deltaline_server.job import Job, Join, RowState
 from deltaline_server.observer import Observer
 from deltaline_server.piece import Piece
 from deltaline_server.ready import ReadyRows
-from deltaline_server.replies import Fingerprint, KeptReply, fingerprint_bytes
+from deltaline_server.replies import Fingerprint, KeptReply
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.step import StepRequest
 
@@ -102,7 +103,7 @@ class JobQueue:
 
     def find_repeated(self, request: StepRequest, row: int, slot: int) -> KeptReply | Join | Refusal:
         """A step that is done or in flight came again: its kept reply, the job to join, or why neither."""
-        ledger, span = self._table.ledger, request.span
+        ledger, span = self._table.ledger, request.form.span
         fingerprint = Fingerprint.of(request, row)
         step = int(request.step[row])
         if step == ledger.done.step[span, slot]:
@@ -123,17 +124,15 @@ class JobQueue:
         if not is_streamed(request):
             return None
         fingerprint = Fingerprint.of(request, row)
-        return self._table.replies.get_earlier(request.span, slot, int(request.step[row]), fingerprint)
+        return self._table.replies.get_earlier(request.form.span, slot, int(request.step[row]), fingerprint)
 
-    def reserve(
-        self, request: StepRequest, rows: NDArray[np.int64], slots: NDArray[np.int64], num_joins: int
-    ) -> NDArray[np.int64]:
-        """Check the bounds and set aside the bytes of the new rows' kept replies; int64 [len(rows)].
+    def reserve(self, request: StepRequest, admission: Admission, num_joins: int) -> NDArray[np.int64]:
+        """Check the bounds and set aside the bytes of the admitted rows' kept replies; int64 [rows].
 
-        rows: the request's new rows, slots: theirs. Raises RequestError QUEUE_FULL or REPLY_BYTES_EXHAUSTED.
+        Raises RequestError QUEUE_FULL or REPLY_BYTES_EXHAUSTED.
         """
         limits = self._limits
-        num_rows = len(rows) + num_joins
+        num_rows = len(admission.rows) + num_joins
         if num_rows and self._num_rows + num_rows > limits.queue_rows:
             raise RequestError(
                 Reason.QUEUE_FULL,
@@ -146,16 +145,21 @@ class JobQueue:
                 f"{self._num_bytes} of {limits.queue_bytes} bytes wait, {request.hidden.nbytes} more do not fit",
                 retry_after_s=0.02,
             )
-        outputs = request.output_counts[rows] * request.token_bytes
-        reserved = outputs + fingerprint_bytes(request.lengths[rows] * request.token_bytes)
-        ledger, span = self._table.ledger, request.span
-        is_idle = ledger.tail.step[span][slots] == ledger.done.step[span][slots]
-        self._table.replies.reserve(int(reserved.sum()), span, slots if is_idle.all() else slots[is_idle])
+        replies, form, rows, slots = self._table.replies, request.form, admission.rows, admission.slots
+        if len(rows) == form.num_rows:
+            reserved, total = form.kept_bytes, form.total_kept_bytes
+        else:
+            reserved = form.kept_bytes[rows]
+            total = int(reserved.sum())
+        if not admission.is_idle:
+            ledger = self._table.ledger
+            slots = slots[ledger.tail.step[form.span, slots] == ledger.done.step[form.span, slots]]
+        replies.reserve(total, form.span, slots)
         return reserved
 
     def add(self, job: Job) -> None:
         """Queue a job whose rows were reserved and taken by the ledger."""
-        admission, span = job.admission, job.request.span
+        admission, span = job.admission, job.span
         if len(admission.rows):
             index = self._cells[span].add(admission.slots, admission.step, job.number)
             if len(index):
@@ -175,7 +179,7 @@ class JobQueue:
         """The engine was given a piece: the rows behind those that it ends may run."""
         job, index = piece.job, piece.index
         job.cursor[index] += piece.lengths
-        span = job.request.span
+        span = job.span
         cells = self._cells[span]
         cells.in_flight[piece.slots] += 1
         if piece.ends:
@@ -185,7 +189,7 @@ class JobQueue:
 
     def returned(self, piece: Piece) -> None:
         """A piece came back from the engine."""
-        self._cells[piece.job.request.span].in_flight[piece.slots] -= 1
+        self._cells[piece.job.span].in_flight[piece.slots] -= 1
 
     def done(self, job: Job, index: NDArray[np.int64]) -> None:
         """Rows (positions in the job's admission) are done; they were the first of their cells."""
@@ -199,7 +203,7 @@ class JobQueue:
 
     def refuse(self, job: Job, index: int, refusal: Refusal) -> None:
         """Drop an admitted row; the steps behind it on its cell are refused untouched. None of them is in flight."""
-        span, slot, first = job.request.span, int(job.admission.slots[index]), int(job.admission.step[index])
+        span, slot, first = job.span, int(job.admission.slots[index]), int(job.admission.step[index])
         ledger = self._table.ledger
         behind = ledger.refusal(Reason.PREDECESSOR_REFUSED, span, slot)
         for step in range(first, int(ledger.tail.step[span, slot]) + 1):
@@ -251,7 +255,7 @@ class JobQueue:
         while self._ended:
             ended, self._ended = self._ended, []
             for job in ended:
-                jobs = self._jobs[job.request.span]
+                jobs = self._jobs[job.span]
                 if job.number in jobs and job.can_finish:
                     job.finish()
                     del jobs[job.number]
@@ -269,7 +273,7 @@ class JobQueue:
 
     def _watch_deadline(self, job: Job) -> None:
         """Remember a job's deadline; those of finished jobs are forgotten once they are the most."""
-        span, deadline_s = job.request.span, job.request.deadline_s
+        span, deadline_s = job.span, job.request.deadline_s
         assert deadline_s is not None
         heapq.heappush(self._deadlines, (deadline_s, job.number, span))
         if len(self._deadlines) > 64 + 2 * sum(map(len, self._jobs)):

@@ -17,8 +17,6 @@ from deltaline_server.step import RowKind, StepRequest
 # Commits that one span may be ahead of another's: each is remembered until every span has passed it.
 MAX_FIXED_COMMITS = 16384
 
-VERIFY_KIND = bytes([RowKind.VERIFY])
-
 
 class Progress:
     """Where cells stand: one int64 array `values` [5, spans, slots], and a view [spans, slots] of each field.
@@ -71,21 +69,22 @@ class StepLedger:
         Plain rows are prefills and decodes, the next steps of cells that no verify has been at lately, at the cells'
         positions, without commits and within the limit in flight. `judge` admits the same rows with the same values.
         """
-        span, num_rows = request.span, len(slots)
-        # Bytes compare at a fraction of what numpy's reductions cost.
-        if VERIFY_KIND in request.kind.tobytes() or request.accepted.tobytes() != b"\xff\xff\xff\xff" * num_rows:
+        form, num_rows = request.form, len(slots)
+        if form.num_of_kind[RowKind.VERIFY] or form.has_commits:
             return None
-        after = self.tail.values[:, span].take(slots, axis=1)
+        # Bytes compare at a fraction of what numpy's reductions cost.
+        after = self.tail.values[:, form.span].take(slots, axis=1)
         last_step, position = after[0].tobytes(), after[1].tobytes()
         after[0] += 1
         if after[0].tobytes() != request.step.tobytes() or position != request.position.tobytes():
             return None
-        done_step = self.done.step[span].take(slots)
-        if done_step.tobytes() != last_step and (after[0] - done_step).max() > self.max_in_flight:
+        done_step = self.done.step[form.span].take(slots)
+        is_idle = done_step.tobytes() == last_step
+        if not is_idle and (after[0] - done_step).max() > self.max_in_flight:
             return None
         if np.count_nonzero(after[2:]):
             return None
-        after[1] += request.lengths
+        after[1] += form.lengths
         return Admission(
             rows=self._every_row[:num_rows],
             slots=slots,
@@ -95,6 +94,8 @@ class StepLedger:
             commit_position=self._zeros[:num_rows],
             commit_ordinal=self._zeros[:num_rows],
             num_replayed=self._zeros[:num_rows],
+            has_replays=False,
+            is_idle=is_idle,
         )
 
     def judge(
@@ -105,9 +106,10 @@ class StepLedger:
         rows: the request's rows to judge, their slots and lengths beside them. Returns what could be taken, and the
         refusals of the others by row index.
         """
-        span = request.span
+        form = request.form
+        span = form.span
         last_step, position, pending, replay, zero_commits = self.tail.values[:, span, slots]
-        accepted = request.accepted[rows].astype(np.int64)
+        accepted = form.accepted[rows].astype(np.int64)
         has_commit, is_pending = accepted != NO_COMMIT, pending > 0
         commits = has_commit & is_pending
         commit = np.where(commits, accepted, NO_COMMIT)
@@ -123,7 +125,8 @@ class StepLedger:
                 (~has_commit & is_pending, Reason.VERIFY_PENDING),
                 ((accepted < NO_COMMIT) | (is_pending & (accepted > pending)), Reason.ACCEPTED_OUT_OF_RANGE),
             ]
-        faults.append((last_step - self.done.step[span, slots] >= self.max_in_flight, Reason.TOO_MANY_IN_FLIGHT))
+        in_flight = last_step - self.done.step[span, slots]
+        faults.append((in_flight >= self.max_in_flight, Reason.TOO_MANY_IN_FLIGHT))
         reason = np.zeros(len(rows), dtype=np.int64)
         for number, (fault, _) in enumerate(faults, start=1):  # the last one wins: the most basic fault is told
             np.putmask(reason, fault, number)
@@ -131,7 +134,7 @@ class StepLedger:
             int(rows[i]): self.refusal(faults[reason[i] - 1][1], span, int(slots[i]), accepted=int(accepted[i]))
             for i in np.flatnonzero(reason)
         }
-        is_verify = request.kind[rows] == RowKind.VERIFY
+        is_verify = form.kind[rows] == RowKind.VERIFY
         ordinal = np.where(commits, np.where(accepted == 0, zero_commits + 1, 0), zero_commits)
         taken = np.flatnonzero(reason == 0)
         after = np.zeros((5, len(rows)), dtype=np.int64)
@@ -139,6 +142,7 @@ class StepLedger:
         after[1] = after_commit + np.where(is_verify, 0, lengths)
         after[2] = np.where(is_verify, lengths, 0)
         after[4] = np.where(is_verify, ordinal, 0)
+        num_replayed = np.where(commits, accepted, replay)[taken]
         admission = Admission(
             rows=rows[taken],
             slots=slots[taken],
@@ -147,7 +151,9 @@ class StepLedger:
             commit=commit[taken],
             commit_position=position[taken],
             commit_ordinal=zero_commits[taken],
-            num_replayed=np.where(commits, accepted, replay)[taken],
+            num_replayed=num_replayed,
+            has_replays=bool(num_replayed.any()),
+            is_idle=not in_flight[taken].any(),
         )
         return admission, refusals
 

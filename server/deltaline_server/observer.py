@@ -10,7 +10,7 @@ from deltaline_server.errors import Reason
 from deltaline_server.step import RowKind
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class BatchTiming:
     """A batch that is done. num_of_kind: its rows by kind. queued: (kind, rows, seconds from arrival to the device) of
     rows that began with it. busy_s: seconds, not counted with other batches, in which the engine had this one.

@@ -5,6 +5,7 @@ Knows one job; not what else is in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,10 +15,10 @@ from numpy.typing import NDArray
 
 from deltaline_server.admission import Slots
 from deltaline_server.job import Job
-from deltaline_server.step import OutputRows, RowKind
+from deltaline_server.step import OutputRows, RowKind, count_kinds
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Piece:
     """Rows `index` (positions in the job's admission, int64 [n]), `lengths` tokens of each, int64 [n].
 
@@ -42,12 +43,11 @@ class Piece:
         return slots if self.is_whole else slots[self.index]
 
     @cached_property
-    def num_of_kind(self) -> dict[RowKind, int]:
+    def num_of_kind(self) -> Mapping[RowKind, int]:
         """How many rows there are of each kind."""
         if self.is_whole:
             return self.job.num_of_kind
-        kinds = self.job.kind[self.index].tobytes()
-        return {kind: kinds.count(kind) for kind in RowKind}
+        return count_kinds(self.job.kind[self.index])
 
     def without(self, dropped: list[int]) -> Piece:
         """The piece without these rows (positions in the admission)."""
@@ -63,7 +63,7 @@ class Piece:
 
     def wanted(self, token: int) -> NDArray[np.int64] | None:
         """Which outputs go back, as places in a batch that has the piece at `token`, int64; None for all of them."""
-        output = self.job.request.output
+        output = self.job.form.output
         if output is OutputRows.ALL:
             return None
         if output is OutputRows.LAST and self.ends:
@@ -72,7 +72,7 @@ class Piece:
 
     def output_places(self) -> NDArray[np.int64] | slice:
         """Where the outputs go in the job's reply."""
-        job, output = self.job, self.job.request.output
+        job, output = self.job, self.job.form.output
         if output is OutputRows.NONE or (output is OutputRows.LAST and not self.ends):
             return slice(0, 0)
         if self.is_whole:

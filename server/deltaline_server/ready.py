@@ -106,7 +106,7 @@ class ReadyRows:
 
     def add(self, job: Job, index: NDArray[np.int64]) -> None:
         """Rows (positions in the job's admission) of which no token was taken may run now."""
-        if job.length.max() > self._max_short:
+        if job.longest > self._max_short:
             is_long = job.length[index] > self._max_short
             for i in index[is_long].tolist():
                 self._add_long(_LongRow(job, i))
@@ -154,11 +154,11 @@ class ReadyRows:
 
     def _add_short(self, job: Job, index: NDArray[np.int64], cursor: int) -> None:
         if len(index):
-            self._short.setdefault(job.request.priority, []).append((job, index, cursor))
+            self._short.setdefault(job.form.priority, []).append((job, index, cursor))
             self.num_short += len(index)
 
     def _add_long(self, row: _LongRow) -> None:
-        priority = row.job.request.priority
+        priority = row.job.form.priority
         if priority not in self._long:
             self._long[priority] = _Rounds(self._quantum)
         self._long[priority].add(row)

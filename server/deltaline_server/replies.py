@@ -15,11 +15,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.earlier_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer, is_streamed
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.step import StepRequest
-
-# A row's request is kept whole up to this size, as a checksum beyond it.
-WHOLE_REQUEST_BYTES = 16384
-CHECKSUM_BYTES = 32
+from deltaline_server.step import CHECKSUM_BYTES, WHOLE_REQUEST_BYTES, StepRequest
 
 
 @dataclass(frozen=True)
@@ -34,20 +30,13 @@ class Fingerprint:
 
     @classmethod
     def of(cls, request: StepRequest, row: int) -> Fingerprint:
-        begin, end = request.query_start_loc[row], request.query_start_loc[row + 1]
-        hidden = request.hidden[begin:end]
+        form = request.form
+        hidden = request.hidden[form.query_start_loc[row] : form.query_start_loc[row + 1]]
         if hidden.nbytes <= WHOLE_REQUEST_BYTES:
             kept = hidden.tobytes()
         else:
             kept = hashlib.blake2b(hidden.view(np.uint8).data, digest_size=CHECKSUM_BYTES).digest()
-        return cls(
-            int(request.kind[row]), int(request.position[row]), int(request.accepted[row]), int(request.output), kept
-        )
-
-
-def fingerprint_bytes(row_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes that the kept request of rows of these sizes takes."""
-    return np.where(row_bytes <= WHOLE_REQUEST_BYTES, row_bytes, CHECKSUM_BYTES)
+        return cls(int(form.kind[row]), int(request.position[row]), int(form.accepted[row]), int(form.output), kept)
 
 
 @dataclass(frozen=True)

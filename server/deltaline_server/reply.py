@@ -23,6 +23,10 @@ from deltaline_server.regions import OutputMemory
 from deltaline_server.sequence import SequenceDescription, SequenceState
 from deltaline_server.step import StepResult, StepTiming
 
+_CORRELATION_ID = wire.varint(pb.StepStreamResponse.CORRELATION_ID_FIELD_NUMBER << 3)
+_OUTCOME, _POSITION = pb.StepResponse.OUTCOME_FIELD_NUMBER, pb.StepResponse.POSITION_FIELD_NUMBER
+_OUTPUT_START_LOC, _HIDDEN = pb.StepResponse.OUTPUT_START_LOC_FIELD_NUMBER, pb.StepResponse.HIDDEN_FIELD_NUMBER
+
 
 def status(refusal: Refusal) -> status_pb2.Status:
     """Make the google.rpc.Status of a refusal: ErrorInfo always; BadRequest and RetryInfo where they apply."""
@@ -60,23 +64,24 @@ def _shared_tensor(hidden: NDArray[Any], memory: OutputMemory) -> bytes:
 
 def stream_response(correlation_id: int, result: StepResult) -> bytes:
     """Serialise a StepStreamResponse for a step that was taken. The outputs are copied once, into the reply itself."""
-    head = pb.StepStreamResponse(correlation_id=correlation_id).SerializeToString()
+    head = _CORRELATION_ID + wire.varint(correlation_id) if correlation_id else b""
     return b"".join([head, *wire.field_pieces(pb.StepStreamResponse.STEP_FIELD_NUMBER, _step_pieces(result))])
 
 
 def _step_pieces(result: StepResult) -> list[wire.Piece]:
     """A serialised StepResponse as pieces: the columns as they lie in their arrays, the outputs as a view."""
-    response = pb.StepResponse
-    message = response(row_status=row_statuses(result.refusals), timing=_timing(result.timing))
-    memory = result.output_memory
+    memory, field_pieces = result.output_memory, wire.field_pieces
     tensor = wire.tensor_pieces(result.hidden) if memory is None else [_shared_tensor(result.hidden, memory)]
+    rest = pb.StepResponse(timing=_timing(result.timing))
+    if result.refusals:
+        rest.row_status.extend(row_statuses(result.refusals))
     return [
         # An outcome is below 128: a varint of one byte.
-        *wire.field_pieces(response.OUTCOME_FIELD_NUMBER, [result.outcome.tobytes()]),
-        *wire.field_pieces(response.POSITION_FIELD_NUMBER, [result.position.astype("<u8", copy=False).tobytes()]),
-        *wire.field_pieces(response.OUTPUT_START_LOC_FIELD_NUMBER, [result.output_start_loc.astype("<u4").tobytes()]),
-        *wire.field_pieces(response.HIDDEN_FIELD_NUMBER, tensor),
-        message.SerializeToString(),
+        *field_pieces(_OUTCOME, [result.outcome.tobytes()]),
+        *field_pieces(_POSITION, [result.position.astype("<u8", copy=False).tobytes()]),
+        *field_pieces(_OUTPUT_START_LOC, [result.output_start_loc.astype("<u4").tobytes()]),
+        *field_pieces(_HIDDEN, tensor),
+        rest.SerializeToString(),
     ]
 
 

@@ -7,7 +7,7 @@ what is wrong with one row is the scheduler's to say. No Python loop over rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.regions import OutputMemory, Regions
-from deltaline_server.step import OutputRows, RowKind, StepRequest
+from deltaline_server.step import OutputRows, RowKind, StepForm, StepRequest
 from deltaline_server.step_message import Column, Slice, StepMessage
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
@@ -125,46 +125,48 @@ def read_commit(message: pb.CommitSequencesRequest, limits: RequestLimits) -> Co
 
 
 def read_step(
-    message: StepMessage, limits: RequestLimits, *, now_s: float, remaining_s: float | None, client: str = ""
+    message: StepMessage, limits: RequestLimits, *, now_s: float, until_s: float | None, client: str = ""
 ) -> StepRequest:
     """Return the arrays of a StepRequest; hidden states are a view, of the message's bytes (read-only) or of a region.
 
-    Args: now_s, the scheduler's clock; remaining_s, time to the RPC's own deadline, None for none; client, who asks.
-    Raises: RequestError with the field at fault.
+    Args: now_s, the scheduler's clock; until_s, the RPC's own deadline on it, None for none; client, who asks.
+    Raises: RequestError with the field at fault. What follows from the message's pattern is kept there.
     """
+    pattern = message.pattern
+    form: StepForm | None = None if pattern is None else pattern.form
+    if form is None:
+        form = _read_form(message, limits)
+        if pattern is not None:
+            pattern.form = form
+    hidden = _read_hidden(message, limits)
+    request = StepRequest(
+        form,
+        _read_counters("step", message.step, form.num_rows),
+        _read_counters("position", message.position, form.num_rows),
+        hidden,
+        _read_deadline_s(message.queue_timeout_us, now_s, until_s),
+        client,
+        message.shared is not None,
+    )
+    if message.output_slice is not None:
+        request.output_memory = _read_output_memory(message.output_slice, request, limits.regions)
+    return request
+
+
+def _read_form(message: StepMessage, limits: RequestLimits) -> StepForm:
+    """What a step asks of its rows, apart from their numbers. Raises: RequestError."""
     epoch = read_epoch(message.server_epoch)
     span = _read_span(message.span, limits)
     handle = read_handles(message.sequence, limits)
-    num_rows = len(handle)
-    kind = _read_kinds(message.kind, num_rows)
-    step = _read_counters("step", message.step, num_rows)
-    position = _read_counters("position", message.position, num_rows)
-    accepted = limits.no_commits[:num_rows]
+    kind = _read_kinds(message.kind, len(handle))
+    accepted = limits.no_commits[: len(handle)]
     if len(message.accepted):
-        accepted = _read_column("accepted", message.accepted, num_rows, np.int32)
-    hidden = _read_hidden(message, limits)
-    query_start_loc = _read_offsets(message.query_start_loc, kind, len(hidden), limits)
+        accepted = _read_column("accepted", message.accepted, len(handle), np.int32)
+    query_start_loc = _read_offsets(message.query_start_loc, kind, len(_read_hidden(message, limits)), limits)
     if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
-    request = StepRequest(
-        server_epoch=epoch,
-        span=span,
-        handle=handle,
-        kind=kind,
-        step=step,
-        position=position,
-        accepted=accepted,
-        query_start_loc=query_start_loc,
-        hidden=hidden,
-        output=_read_output(message.output),
-        priority=message.priority,
-        deadline_s=_read_deadline_s(message.queue_timeout_us, now_s, remaining_s),
-        client=client,
-        is_input_shared=message.shared is not None,
-    )
-    if message.output_slice is None:
-        return request
-    return replace(request, output_memory=_read_output_memory(message.output_slice, request, limits.regions))
+    output, token_bytes = _read_output(message.output), limits.hidden_size * limits.dtype.itemsize
+    return StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, token_bytes)
 
 
 def _read_span(span: int, limits: RequestLimits) -> int:
@@ -228,7 +230,7 @@ def _read_hidden(message: StepMessage, limits: RequestLimits) -> NDArray[Any]:
 
 def _read_output_memory(place: Slice, request: StepRequest, regions: Regions) -> OutputMemory:
     """Where the outputs of a request go."""
-    needed = int(request.output_counts.sum()) * request.token_bytes
+    needed = int(request.form.output_start[-1]) * request.form.token_bytes
     return regions.output("output_slice", place.region, place.offset, place.size_bytes, needed, request.hidden)
 
 
@@ -256,12 +258,12 @@ def _read_output(output: int) -> OutputRows:
         raise _invalid("output", f"must be ALL, LAST or NONE, got {output}") from error
 
 
-def _read_deadline_s(queue_timeout_us: int, now_s: float, remaining_s: float | None) -> float | None:
+def _read_deadline_s(queue_timeout_us: int, now_s: float, until_s: float | None) -> float | None:
     """The earlier of the request's own queue limit and the RPC's deadline, on the scheduler's clock."""
-    waits_s = [] if remaining_s is None else [remaining_s]
-    if queue_timeout_us:
-        waits_s.append(queue_timeout_us / 1e6)
-    return now_s + min(waits_s) if waits_s else None
+    if not queue_timeout_us:
+        return until_s
+    queue_s = now_s + queue_timeout_us / 1e6
+    return queue_s if until_s is None else min(queue_s, until_s)
 
 
 def _invalid(field: str, message: str) -> RequestError:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from deltaline_server.admission import Slots
 from deltaline_server.batch import Run, lay_out
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.flights import BatchEngine, Flights
 from deltaline_server.job import Job, RowState
 from deltaline_server.job_queue import JobQueue, Limits, Load
 from deltaline_server.observer import Observer
@@ -26,7 +26,7 @@ from deltaline_server.pace import Pace
 from deltaline_server.piece import Piece
 from deltaline_server.replies import Answers
 from deltaline_server.sequences import SequenceTable
-from deltaline_server.step import BatchResult, RowKind, StepBatch, StepRequest, StepResult
+from deltaline_server.step import BatchResult, RowKind, StepRequest, StepResult
 from deltaline_server.verdict import judge
 
 _log = logging.getLogger(__name__)
@@ -36,13 +36,6 @@ MAX_BATCHES_IN_FLIGHT = 2
 TIMER_S = 1e-3
 # Turns of the event loop that a reply takes from its future to gRPC: a stream's goes through a callback and a task.
 REPLY_TURNS = 3
-
-
-class BatchEngine(Protocol):
-    """What the scheduler needs of an engine."""
-
-    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None]) -> None:
-        """Compute a batch; `on_done` is called on a thread of the engine's. Both in the order of submission."""
 
 
 class Scheduler:
@@ -58,10 +51,10 @@ class Scheduler:
         clock: Callable[[], float],
     ) -> None:
         """clock: monotonic seconds, called on the engine's threads too."""
-        self._table, self._engine, self._observer, self._clock = table, engine, observer, clock
+        self._table, self._observer, self._clock = table, observer, clock
         self._queue = JobQueue(table, limits, observer)
         self._pace = Pace(table.ledger.num_spans, limits.chunk_tokens)
-        self._in_flight: deque[Run] = deque()
+        self._flights = Flights(engine, self._landed, clock)
         self._unsettled: tuple[Run, BatchResult, float] | None = None
         self._due: asyncio.TimerHandle | None = None
         self._num_jobs = self._num_awaited = 0
@@ -87,10 +80,10 @@ class Scheduler:
         """Run nothing more, the engine is about to close: what has begun stays as it is. After `stop`. Idempotent."""
         self._is_halted = True
 
-    def submit(self, request: StepRequest) -> asyncio.Future[StepResult]:
-        """Judge every row, queue those that are new, and return the future of the whole result.
+    def submit(self, request: StepRequest, on_done: Callable[[StepResult], None]) -> None:
+        """Judge every row, queue those that are new, and call `on_done` once with the whole result, maybe at once.
 
-        Cancelling the future cancels nothing else: the work goes on, and its reply is kept. Raises RequestError
+        The work is done and its reply is kept whoever has gone meanwhile; `on_done` may not raise. Raises RequestError
         (QUEUE_FULL, REPLY_BYTES_EXHAUSTED, STOPPING) when the request can't be taken; then no row was touched.
         """
         self.settle()
@@ -98,10 +91,9 @@ class Scheduler:
             raise RequestError(Reason.STOPPING, "the server is stopping")
         verdict = judge(request, self._table, self._queue)
         admission = verdict.admission
-        reserved_bytes = self._queue.reserve(request, admission.rows, admission.slots, len(verdict.joins))
-        self._table.ledger.take(request.span, admission)
-        self._table.touch(verdict.live_slots)
-        job = Job(request, admission, reserved_bytes, self._num_jobs, self._clock())
+        reserved_bytes = self._queue.reserve(request, admission, len(verdict.joins))
+        self._table.ledger.take(request.form.span, admission)
+        job = Job(request, admission, reserved_bytes, self._num_jobs, self._clock(), on_done)
         self._num_jobs += 1
         job.lay_out_outputs(admission.rows if job.is_whole else verdict.answered_rows)
         job.joins = verdict.joins
@@ -118,12 +110,15 @@ class Scheduler:
         else:
             self._num_awaited -= job.num_of_kind[RowKind.DECODE] + job.num_of_kind[RowKind.VERIFY]
             self._queue.add(job)
-            self._pump_soon()
-        return job.future
+            if self._flights or self._pump_is_due:
+                self._pump_soon()
+            else:  # the device has nothing to do: a turn of the loop is time lost
+                self._guarded(self._pump)
+        self._table.touch(verdict.live_slots)  # last: it need not keep the device waiting
 
     def _pump_soon(self) -> None:
         """Form a batch after the callbacks that are ready now, so that requests that came together run together."""
-        if not self._pump_is_due and len(self._in_flight) < MAX_BATCHES_IN_FLIGHT:
+        if not self._pump_is_due and len(self._flights) < MAX_BATCHES_IN_FLIGHT:
             self._pump_is_due = True
             asyncio.get_running_loop().call_soon(self._guarded, self._pump)
 
@@ -142,8 +137,8 @@ class Scheduler:
         self._pump_is_due = False
         now_s = self._clock()
         self._queue.drop_overdue(now_s)
-        while len(self._in_flight) < MAX_BATCHES_IN_FLIGHT and (spans := self._queue.ready_spans()):
-            if self._in_flight and not has_waited and self._must_wait(now_s):
+        while len(self._flights) < MAX_BATCHES_IN_FLIGHT and (spans := self._queue.ready_spans()):
+            if self._flights and not has_waited and self._must_wait(now_s):
                 break
             for span in spans:
                 num_short, pieces = self._start(span, now_s)
@@ -160,7 +155,7 @@ class Scheduler:
         has_short = any(ready.num_short for ready in self._queue.ready)
         if (has_short and self._num_awaited <= 0) or not (has_short or self._pace.expects_short(now_s)):
             return False
-        [run] = self._in_flight
+        run = self._flights.first
         began_s = max(run.submitted_s, self._last_completed_s)
         wait_s = self._pace.due_s(began_s, run.predicted_s) - now_s
         if wait_s < TIMER_S / 2:
@@ -185,36 +180,34 @@ class Scheduler:
     def _begin(self, piece: Piece) -> Piece:
         """Fix the commits of the rows that begin with this piece; return it without those that conflict."""
         job = piece.job
-        if job.has_commits and not piece.cursor:
-            conflicts = self._table.ledger.begin(job.request.span, job.admission, piece.index)
+        if job.admission.has_commits and not piece.cursor:
+            conflicts = self._table.ledger.begin(job.span, job.admission, piece.index)
             if conflicts:
                 for index, refusal in conflicts.items():
                     self._queue.refuse(job, index, refusal)
                 piece = piece.without(list(conflicts))
-        if job.has_replays and not piece.cursor:
+        if job.admission.has_replays and not piece.cursor:
             self._observer.accepted(int(job.admission.num_replayed[piece.index].sum()))
         return piece
 
     def _run(self, span: int, num_short: int, pieces: list[Piece]) -> None:
         table = self._table
         batch = lay_out(pieces, table, num_short)
+        now_s = self._clock()
+        run = Run(span, pieces, batch, now_s, now_s)
+        self._flights.start(run)
+        # The device works while the books are brought up to what it was given.
         for piece in pieces:
             self._queue.take(piece)
             table.read_line[span][piece.slots] = table.write_line[piece.slots]
             if piece.num_of_kind[RowKind.VERIFY]:
                 is_verify = piece.job.kind[piece.index] == RowKind.VERIFY
                 table.draft_half[span, piece.slots[is_verify]] ^= 1
-        loop, clock = asyncio.get_running_loop(), self._clock
-        now_s = clock()
-        run = Run(span, pieces, batch, now_s, now_s)
         run.predicted_s = self._pace.predicted_s(span, num_short, run.num_long_tokens)
-
-        def bring_over(result: BatchResult) -> None:
-            loop.call_soon_threadsafe(self._guarded, self._complete, run, result, clock())
-
-        self._in_flight.append(run)
         self._queue.served(span)
-        self._engine.submit(batch, bring_over)
+
+    def _landed(self, run: Run, result: BatchResult, done_s: float) -> None:
+        self._guarded(self._complete, run, result, done_s)
 
     def _complete(self, run: Run, result: BatchResult, done_s: float) -> None:
         """A batch is done: answer, settle the books, and form the next one.
@@ -223,7 +216,6 @@ class Scheduler:
         settled the rows count as in flight. Else the device comes first.
         """
         self.settle()
-        self._in_flight.popleft()
         if self._due is not None:
             self._due.cancel()
             self._due = None
@@ -234,7 +226,7 @@ class Scheduler:
         self._last_completed_s, self._num_awaited = done_s, run.batch.num_short
         run.take_outputs(result)
         self._unsettled = run, result, busy_s
-        may_answer_first = self._in_flight or not self._queue.ready_spans()
+        may_answer_first = self._flights or not self._queue.ready_spans()
         if may_answer_first and run.answer(result):
             self._settle_later(REPLY_TURNS)
         else:
@@ -282,7 +274,7 @@ class Scheduler:
 
     def _finish_rows(self, job: Job, finished: NDArray[np.int64], slots: Slots) -> None:
         """Rows (positions in the job's admission, and their slots) are done."""
-        table, admission, span = self._table, job.admission, job.request.span
+        table, admission, span = self._table, job.admission, job.span
         table.ledger.finish(span, admission, finished)
         rows = admission.rows[finished]
         answers = Answers(job.request, job.outputs, job.output_start, job.position, slots, rows)

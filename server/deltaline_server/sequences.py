@@ -129,7 +129,7 @@ class SequenceTable:
         return [SequenceState(state) for state in states.tolist()]
 
     def touch(self, slots: Slots) -> None:
-        """Renew the leases of slots whose steps were taken or are done; a later deadline stays."""
+        """Renew the leases of slots whose steps were taken or are over; a later deadline stays."""
         deadline_s = self._lease_s.take(slots)
         deadline_s += self._clock()
         self._deadline_s[slots] = np.maximum(self._deadline_s.take(slots), deadline_s)

@@ -15,13 +15,15 @@ import grpc
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import reply, request
 from deltaline_server.errors import RequestError
+from deltaline_server.finite import LARGE_BYTES, FiniteCheck
 from deltaline_server.interceptor import Context, bug, empty_frames
 from deltaline_server.observer import Observer
 from deltaline_server.request import RequestLimits
 from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.step import StepRequest, StepResult
-from deltaline_server.step_message import StepMessage, StreamStep, parse_step, parse_stream_step
+from deltaline_server.step_message import StepMessage, StreamStep
+from deltaline_server.step_parser import StepParser
 from deltaline_server.stream_room import StreamRoom
 
 NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
@@ -47,10 +49,11 @@ class LayerService:
         self._table, self._scheduler, self._limits = table, scheduler, limits
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
+        self._finite = FiniteCheck()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
-        unary = grpc.unary_unary_rpc_method_handler
+        unary, parser = grpc.unary_unary_rpc_method_handler, StepParser()
         return grpc.method_handlers_generic_handler(
             NAME,
             {
@@ -58,9 +61,9 @@ class LayerService:
                 "CloseSequences": unary(self.close_sequences, pb.CloseSequencesRequest.FromString),
                 "DescribeSequences": unary(self.describe_sequences, pb.DescribeSequencesRequest.FromString),
                 "RenewLeases": unary(self.renew_leases, pb.RenewLeasesRequest.FromString),
-                "Step": unary(self.step, parse_step),
+                "Step": unary(self.step, parser.parse_step),
                 "CommitSequences": unary(self.commit_sequences, pb.CommitSequencesRequest.FromString),
-                "StepStream": grpc.stream_stream_rpc_method_handler(self.step_stream, parse_stream_step),
+                "StepStream": grpc.stream_stream_rpc_method_handler(self.step_stream, parser.parse_stream_step),
             },
         )
 
@@ -98,7 +101,14 @@ class LayerService:
 
     async def step(self, message: StepMessage, context: Context) -> bytes:
         """Apply one step. The work goes on, and its reply is kept, whatever becomes of this RPC."""
-        return reply.step_response(await self._submit(message, context))
+        remaining_s = context.time_remaining()
+        until_s = None if remaining_s is None else self._clock() + remaining_s
+        done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        step = self._read(message, context.peer(), until_s)
+        await self._examine(step)
+        self._scheduler.submit(step, partial(_complete, done))
+        del message, step  # it may lie in memory to be unmapped
+        return reply.step_response(await done)
 
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""
@@ -115,27 +125,29 @@ class LayerService:
         gRPC's flow control holds the client. A message that can't be parsed ends the stream once the steps before it
         are answered; so does `end_streams`.
         """
-        answers: asyncio.Queue[tuple[int, int, StepResult | BaseException] | None] = asyncio.Queue()
+        answers: asyncio.Queue[tuple[int, int, StepResult | Exception] | None] = asyncio.Queue()
         room = StreamRoom(STREAM_STEPS, STREAM_BYTES)
+        client, remaining_s = context.peer(), context.time_remaining()
+        until_s = None if remaining_s is None else self._clock() + remaining_s
         num_taken = 0
 
-        def answer(correlation_id: int, num_bytes: int, done: asyncio.Future[StepResult]) -> None:
-            answers.put_nowait((correlation_id, num_bytes, done.exception() or done.result()))
+        def answer(correlation_id: int, num_bytes: int, result: StepResult | Exception) -> None:
+            answers.put_nowait((correlation_id, num_bytes, result))
 
         async def take() -> None:
             nonlocal num_taken
             try:
                 async for message in messages:
-                    step = self._read_safely(message.step, context)
+                    step = self._read_safely(message.step, client, until_s)
                     # A refusal's traceback holds the message until its answer is written.
-                    inline = message.step.inline or b""
-                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(inline)
+                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(message.step.inline or b"")
                     await room.take(num_bytes)
+                    if isinstance(step, StepRequest):
+                        await self._examine(step)
                     num_taken += 1
-                    future = self._submit_safely(step)
-                    future.add_done_callback(partial(answer, message.correlation_id, num_bytes))
+                    self._submit_safely(step, partial(answer, message.correlation_id, num_bytes))
                     # Nothing of a step is held while the stream waits: it may lie in memory to be unmapped.
-                    del message, step, future
+                    del message, step
             finally:
                 answers.put_nowait(None)
 
@@ -161,50 +173,53 @@ class LayerService:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
+    def close(self) -> None:
+        """End its threads; after the last call."""
+        self._finite.close()
+
     def end_streams(self) -> None:
         """Take no more steps from streams; each ends once those that it has taken are answered."""
         for reader in self._stream_readers:
             reader.cancel()
 
-    def _read(self, message: StepMessage, context: Context) -> StepRequest:
-        """Check a step. Raises: RequestError."""
-        return request.read_step(
-            message,
-            self._limits,
-            now_s=self._clock(),
-            remaining_s=context.time_remaining(),
-            client=context.peer(),
-        )
+    def _read(self, message: StepMessage, client: str, until_s: float | None) -> StepRequest:
+        """Check a step; until_s: the RPC's own deadline, None for none. Raises: RequestError."""
+        return request.read_step(message, self._limits, now_s=self._clock(), until_s=until_s, client=client)
 
-    def _submit(self, message: StepMessage, context: Context) -> asyncio.Future[StepResult]:
-        """Check a step and hand it to the scheduler. Raises: RequestError; then nothing was taken."""
-        return self._scheduler.submit(self._read(message, context))
-
-    def _read_safely(self, message: StepMessage, context: Context) -> StepRequest | Exception:
+    def _read_safely(self, message: StepMessage, client: str, until_s: float | None) -> StepRequest | Exception:
         """As `_read`, but what it raises is returned."""
         try:
-            return self._read(message, context)
+            return self._read(message, client, until_s)
         except Exception as error:
             return error
 
-    def _submit_safely(self, step: StepRequest | Exception) -> asyncio.Future[StepResult]:
-        """Hand a step to the scheduler; what that raises, or what is given in place of a step, is in the future."""
+    async def _examine(self, step: StepRequest) -> None:
+        """Look at a large tensor before the scheduler has to, so that the event loop need not wait for that."""
+        if step.hidden.nbytes >= LARGE_BYTES:
+            step.is_finite = await self._finite.all_finite(step.hidden)
+
+    def _submit_safely(self, step: StepRequest | Exception, answer: Callable[[StepResult | Exception], None]) -> None:
+        """Hand a step to the scheduler; what that raises, or what is given in place of a step, is the answer."""
         try:
             if isinstance(step, Exception):
                 raise step
-            return self._scheduler.submit(step)
+            self._scheduler.submit(step, answer)
         except Exception as error:
-            failed: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-            if isinstance(error, RequestError):  # a future keeps the traceback, and by this frame itself
+            if isinstance(error, RequestError):  # whoever keeps it keeps its traceback, and by that this frame
                 empty_frames(error)
                 error.__traceback__ = None
-            failed.set_exception(error)
-            return failed
+            answer(error)
 
-    def _stream_response(self, correlation_id: int, answer: StepResult | BaseException) -> bytes:
+    def _stream_response(self, correlation_id: int, answer: StepResult | Exception) -> bytes:
         """The message that answers one step of a stream."""
         if isinstance(answer, StepResult):
             return reply.stream_response(correlation_id, answer)
         refusal = answer.refusal if isinstance(answer, RequestError) else bug(answer)
         self._observer.refused(refusal.reason, 1)
         return reply.stream_status(correlation_id, refusal)
+
+
+def _complete(done: asyncio.Future[StepResult], result: StepResult) -> None:
+    """Give a result to who waits for it, unless he has gone."""
+    if not done.done():
+        done.set_result(result)

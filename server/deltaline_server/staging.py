@@ -5,7 +5,6 @@ A slot belongs to one batch from its launch until its result is taken. Knows lay
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltaline_kernels.rows import NUM_FIELDS
-from deltaline_server.step import BatchResult, StepBatch, finite_rows
+from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
 # Smaller arrays are sooner copied than asked where they lie.
 DIRECT_BYTES = 1 << 16
@@ -94,7 +93,7 @@ class Slot:
         self._wanted = _Crossing(tokens * 8)
         self._selected = torch.empty(tokens, hidden_size, dtype=dtype, device="cuda")
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
-        self._into: NDArray[Any] | None = None
+        self._is_placed = False
 
     def inputs(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Control and hidden on the device."""
@@ -150,15 +149,19 @@ class Slot:
     def copy_out(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> None:
         """Begin to copy sizes and the wanted outputs to the host on a stream, the current one.
 
-        Outputs go to this slot's memory, or straight to batch.into if that is pinned.
+        Outputs go to this slot's memory, or straight to batch.into if all of that is pinned.
         """
         outbound, begin = self._outbound, layout.size_bytes
-        into = None if batch.into is None else _as_pinned(batch.into)
-        self._into = None if into is None else batch.into
-        if into is not None:
+        places = [_as_pinned(into) for into in batch.into]
+        self._is_placed = bool(places) and None not in places
+        if self._is_placed:
             outbound.receive(0, batch.num_tokens * 4)
-            outputs = self.outputs(layout)[1] if batch.wanted is None else self._selected
-            into.copy_(outputs[: len(into) // self._token_bytes].view(-1).view(torch.uint8), non_blocking=True)
+            outputs = (self.outputs(layout)[1] if batch.wanted is None else self._selected).view(-1).view(torch.uint8)
+            first = 0
+            for place in places:
+                assert place is not None
+                place.copy_(outputs[first : first + len(place)], non_blocking=True)
+                first += len(place)
         elif batch.wanted is None:
             outbound.receive(0, begin + batch.num_tokens * self._token_bytes)
         else:
@@ -168,25 +171,27 @@ class Slot:
                 outbound.tensor[begin:end].copy_(self._selected[: len(batch.wanted)].view(-1).view(torch.uint8), True)
         self.events[4].record(stream)
 
+    def is_done(self) -> bool:
+        """Whether the copy out is over."""
+        return bool(self.events[4].query())
+
     def wait(self, batch: StepBatch, layout: Layout) -> BatchResult:
-        """Wait for the copy out and return the result, whose arrays are the caller's, or batch.into."""
+        """Wait for the copy out and return the result, whose arrays are the caller's."""
         self.events[4].synchronize()
         begin, num_tokens = layout.size_bytes, batch.num_tokens
         sizes = self._outbound.array[: num_tokens * 4].view(np.float32)
         num_returned = num_tokens if batch.wanted is None else len(batch.wanted)
-        hidden, self._into = self._into, None
-        if hidden is None:
-            hidden = np.empty((num_returned, self._hidden_size), self._numpy_dtype)
-            returned = self._outbound.array[begin : begin + hidden.nbytes]
-            self._copier.copy(hidden.view(np.uint8).reshape(-1), returned)
+        hidden = np.empty((0 if self._is_placed else num_returned, self._hidden_size), self._numpy_dtype)
+        returned = self._outbound.array[begin : begin + hidden.nbytes]
+        self._copier.copy(hidden.view(np.uint8).reshape(-1), returned)
         events = self.events
-        copy_in_s, _, compute_s, copy_out_s = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
         return BatchResult(
             hidden,
-            finite_rows(batch.control[0], sizes),
-            copy_in_s,
-            compute_s,
-            copy_out_s,
+            sound_rows(batch.control[0], sizes),
+            copy_in_s=events[0].elapsed_time(events[1]) / 1e3,
+            compute_s=events[2].elapsed_time(events[3]) / 1e3,
+            copy_out_s=events[3].elapsed_time(events[4]) / 1e3,
+            is_placed=self._is_placed,
         )
 
 

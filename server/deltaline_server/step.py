@@ -5,6 +5,7 @@ Plain arrays: no protobuf (request.py makes these, reply.py reads them), no torc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -14,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
+from deltaline_server.finite import all_finite, finite_rows
 from deltaline_server.regions import OutputMemory
 
-# The exponent bits of each type of hidden states: all of them are set in infinities and NaNs, and in nothing else.
-EXPONENTS = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
+# A row's request is kept whole up to this size, as a checksum beyond it.
+WHOLE_REQUEST_BYTES = 16384
+CHECKSUM_BYTES = 32
 
 
 class RowKind(IntEnum):
@@ -45,47 +48,99 @@ class RowOutcome(IntEnum):
     REFUSED = 4
 
 
-@dataclass(frozen=True)
-class StepRequest:
-    """N rows for one span, already checked as a request: lengths agree, offsets are sound, no handle twice.
+@dataclass(frozen=True, eq=False)
+class StepForm:
+    """What a step asks apart from its numbers and its tensor: N rows of one span, checked as a request.
 
-    handle uint64 [N]; kind uint8 [N]; step int64 [N]; position int64 [N]; accepted int32 [N], -1 for no commit;
-    query_start_loc int64 [N + 1]; hidden [T, hidden] in the server's dtype.
+    A decode loop sends one form again and again: what follows from it is found once. No array of it is ever written.
+
+    handle uint64 [N], none twice; kind uint8 [N]; accepted int32 [N], -1 for no commit; query_start_loc int64 [N + 1],
+    sound. token_bytes: of one token's hidden state.
     """
 
     server_epoch: int
     span: int
     handle: NDArray[np.uint64]
     kind: NDArray[np.uint8]
-    step: NDArray[np.int64]
-    position: NDArray[np.int64]
     accepted: NDArray[np.int32]
     query_start_loc: NDArray[np.int64]
-    hidden: NDArray[Any]
     output: OutputRows
     priority: int
-    deadline_s: float | None
-    """When the rows must have begun, on the scheduler's monotonic clock; None for no limit."""
-    client: str = ""
-    """Who asks, as far as the connection tells; clients of one priority get equal shares of the prefill tokens."""
-    is_input_shared: bool = False
-    """Whether `hidden` lies in memory that the client shares, and has promised not to touch."""
-    output_memory: OutputMemory | None = None
-    """Where the outputs go, with room for all that `output` asks for; None for memory of the server's own."""
+    token_bytes: int
 
     @property
     def num_rows(self) -> int:
         return len(self.handle)
 
     @cached_property
+    def num_of_kind(self) -> Mapping[RowKind, int]:
+        """How many rows there are of each kind."""
+        return count_kinds(self.kind)
+
+    @cached_property
+    def has_commits(self) -> bool:
+        """Whether a row says how many drafts were accepted."""
+        return self.accepted.tobytes() != b"\xff\xff\xff\xff" * self.num_rows
+
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each row, int64 [N]."""
-        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+        return np.diff(self.query_start_loc)
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's hidden state."""
-        return int(self.hidden.shape[1]) * self.hidden.dtype.itemsize
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.lengths.max())
+
+    @cached_property
+    def output_counts(self) -> NDArray[np.int64]:
+        """Output rows that the reply carries for each row that runs, int64 [N]."""
+        if self.output is OutputRows.ALL:
+            return self.lengths
+        return np.full(self.num_rows, 1 if self.output is OutputRows.LAST else 0, dtype=np.int64)
+
+    @cached_property
+    def output_start(self) -> NDArray[np.int64]:
+        """Where each row's outputs begin in a reply that has those of all rows, int64 [N + 1]."""
+        if self.output is OutputRows.ALL:
+            return self.query_start_loc
+        return np.concatenate(([0], np.cumsum(self.output_counts)))
+
+    @cached_property
+    def kept_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each row and its reply take while they are kept, int64 [N]."""
+        row_bytes = self.lengths * self.token_bytes
+        requests = np.where(row_bytes <= WHOLE_REQUEST_BYTES, row_bytes, CHECKSUM_BYTES)
+        kept: NDArray[np.int64] = requests + self.output_counts * self.token_bytes
+        return kept
+
+    @cached_property
+    def total_kept_bytes(self) -> int:
+        """The sum of kept_bytes."""
+        return int(self.kept_bytes.sum())
+
+
+@dataclass(slots=True, eq=False)
+class StepRequest:
+    """One step of the rows of a form. step int64 [N]; position int64 [N]; hidden [T, hidden] in the server's dtype.
+
+    Nothing of it changes; it is not frozen because every step makes one.
+    """
+
+    form: StepForm
+    step: NDArray[np.int64]
+    position: NDArray[np.int64]
+    hidden: NDArray[Any]
+    deadline_s: float | None = None
+    """When the rows must have begun, on the scheduler's monotonic clock; None for no limit."""
+    client: str = ""
+    """Who asks, as far as the connection tells; clients of one priority get equal shares of the prefill tokens."""
+    is_input_shared: bool = False
+    """Whether `hidden` lies in memory that the client shares, and has promised not to touch."""
+    output_memory: OutputMemory | None = None
+    """Where the outputs go, with room for all that the form asks for; None for memory of the server's own."""
+    is_finite: bool | None = None
+    """Whether all values of `hidden` are finite, None when nobody has looked."""
 
     @property
     def message_bytes(self) -> int:
@@ -95,23 +150,9 @@ class StepRequest:
 
     def finite_rows(self) -> NDArray[np.bool_] | None:
         """Which rows have finite values only, bool [N]; None when all have."""
-        # Integers order as magnitudes do: infinities and NaNs are the largest of each sign, read as signed integers
-        # those above 0, as unsigned ones those below. Two passes, no array in between.
-        bits = np.dtype(f"u{self.hidden.dtype.itemsize}")
-        exponent = EXPONENTS[self.hidden.dtype.name]
-        words = self.hidden.view(bits).reshape(-1)
-        sign = 1 << 8 * bits.itemsize - 1
-        if np.maximum.reduce(words) < sign | exponent and np.maximum.reduce(words.view(f"i{bits.itemsize}")) < exponent:
+        if self.is_finite or (self.is_finite is None and all_finite(self.hidden)):
             return None
-        infinite = (self.hidden.view(bits) & bits.type(exponent)) == exponent
-        return ~np.logical_or.reduceat(infinite.any(axis=1), self.query_start_loc[:-1])
-
-    @cached_property
-    def output_counts(self) -> NDArray[np.int64]:
-        """Output rows that the reply carries for each row that runs, int64 [N]."""
-        if self.output is OutputRows.ALL:
-            return self.lengths
-        return np.full(self.num_rows, 1 if self.output is OutputRows.LAST else 0, dtype=np.int64)
+        return finite_rows(self.hidden, self.form.query_start_loc[:-1])
 
 
 @dataclass
@@ -126,7 +167,7 @@ class StepTiming:
     batch_tokens: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepResult:
     """What became of each row of a StepRequest.
 
@@ -144,15 +185,15 @@ class StepResult:
     """Where `hidden` lies, None for memory of the server's own. In it refused rows have a place as well."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepBatch:
     """What the engine computes at once: rows of one span, short rows first.
 
     control int32 [6, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half (the
     layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] of one dtype, at least one, that follow one
     another in row order; they stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go
-    back, None for all. into [rows, hidden]: memory of a client where these outputs are to be in the end, if they go to
-    one place; an engine that can write there saves a copy, and returns it as the result's hidden.
+    back, None for all. into: memory of clients where the outputs of each piece are to be in the end [rows, hidden],
+    empty unless all have such a place; an engine that can write there saves a copy.
     """
 
     span: int
@@ -160,21 +201,26 @@ class StepBatch:
     num_short: int
     hidden: tuple[NDArray[Any], ...]
     wanted: NDArray[np.int64] | None
-    into: NDArray[Any] | None = None
+    into: tuple[NDArray[Any], ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """T, the tokens of all rows."""
         return int(self.control[0, -1])
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the hidden states."""
+        return sum(piece.nbytes for piece in self.hidden)
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class BatchResult:
     """What the engine made of a StepBatch.
 
-    hidden [wanted, hidden] in the batch's dtype; finite bool [N]: False where an output of the row (wanted or not) is
-    not finite, so that its state can't be trusted. failed: the computation raised; nothing of the batch's state can
-    be trusted and hidden is empty.
+    hidden [wanted, hidden] in the batch's dtype; is_placed: it is empty, all outputs lie in the batch's `into`. finite
+    bool [N]: False where an output of the row (wanted or not) is not finite, so that its state can't be trusted.
+    failed: the computation raised; nothing of the batch's state can be trusted and hidden is empty.
     """
 
     hidden: NDArray[Any]
@@ -183,9 +229,16 @@ class BatchResult:
     compute_s: float = 0.0
     copy_out_s: float = 0.0
     failed: bool = False
+    is_placed: bool = False
 
 
-def finite_rows(starts: NDArray[np.int32], sizes: NDArray[np.float32]) -> NDArray[np.bool_]:
+def count_kinds(kind: NDArray[np.uint8]) -> dict[RowKind, int]:
+    """How many rows there are of each kind; kind uint8 [N]."""
+    kinds = kind.tobytes()
+    return {kind: kinds.count(kind) for kind in RowKind}
+
+
+def sound_rows(starts: NDArray[np.int32], sizes: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Tell for each row whether all its outputs are finite; starts `[N + 1]`: the rows' first tokens, sizes `[T]`."""
     finite = np.isfinite(sizes)
     if finite.all():

@@ -22,7 +22,7 @@ from deltaline_server.step import StepRequest
 OPEN = bytes([SequenceState.OPEN])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Verdict:
     """What is to become of each row of a request; every row is in exactly one of them.
 
@@ -53,8 +53,8 @@ class Verdict:
 
 def judge(request: StepRequest, table: SequenceTable, queue: JobQueue) -> Verdict:
     """Judge every row of a request against the table, the ledger and the queue."""
-    ledger, span = table.ledger, request.span
-    slots, states = table.lookup(request.server_epoch, request.handle)
+    ledger, span = table.ledger, request.form.span
+    slots, states = table.lookup(request.form.server_epoch, request.form.handle)
     finite = request.finite_rows()
     if finite is None and states.tobytes() == OPEN * len(states):
         plain = ledger.judge_plain(request, slots)
@@ -80,7 +80,7 @@ def judge(request: StepRequest, table: SequenceTable, queue: JobQueue) -> Verdic
             kept[i] = earlier
             del refusals[i]
     new = held[is_new & finite]
-    admission, refused = ledger.judge(request, new, slots[new], request.lengths[new])
+    admission, refused = ledger.judge(request, new, slots[new], request.form.lengths[new])
     refusals |= refused
     joins: list[Join] = []
     for i in held[~(stale | gap | is_new)].tolist():

@@ -106,6 +106,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self.requests: defaultdict[str, list[Any]] = defaultdict(list)
         self.streams_opened = 0
         self.script: Callable[[Any, Any], Iterator[Any]] | None = None
+        self.make_region: Callable[[Any, Any], admin.CreateSharedMemoryResponse] | None = None
         self.arrived, self.released = threading.Event(), threading.Event()
         self.lock = threading.Lock()
         self.server = grpc.server(futures.ThreadPoolExecutor(8))
@@ -177,10 +178,12 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         return admin.GetLoadResponse(sequences_open=len(self.streams), lines_total=16, draining=False)
 
     def CreateSharedMemory(self, request: Any, context: Any) -> admin.CreateSharedMemoryResponse:
-        raise NotImplementedError
+        if self.make_region is None:
+            raise NotImplementedError
+        return self.make_region(request, context)
 
     def ReleaseSharedMemory(self, request: Any, context: Any) -> admin.ReleaseSharedMemoryResponse:
-        raise NotImplementedError
+        return admin.ReleaseSharedMemoryResponse()
 
     def Drain(self, request: Any, context: Any) -> admin.DrainResponse:
         self._enter("Drain", request, context)

@@ -16,8 +16,9 @@ import pytest
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client import _cli_demo
-from deltaline_client._cli import main
+from deltaline_client._cli import _parser, bench_options, main
 from deltaline_client._cli_text import mebibytes, table
+from deltaline_server.config import Config
 from deltaline_server.errors import Reason
 
 
@@ -73,6 +74,22 @@ def test_bench_steps_every_kind_and_closes_what_it_opened(server: Any, capsys: p
 def test_bench_refuses_sizes_that_make_no_sense(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "127.0.0.1:1", f"--{option}", "-1"]) == 1
     assert f"--{option}: expected " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("65536", 65536), ("2GiB", 2**31), ("0.5mib", 2**19), ("3MB", 3_000_000), ("0", 0)]
+)
+def test_bytes_may_have_the_servers_units(text: str, count: int) -> None:
+    options = bench_options(_parser().parse_args(["bench", "--shared-memory-bytes", text]))
+    assert options.shared_memory_bytes == count
+    config = Config.parse(["--random-init", "x", "--shared-memory-bytes", text], {})
+    assert config.shared_memory_bytes == count
+
+
+@pytest.mark.parametrize("text", ["2GiBs", "MiB", "infGiB", "1.5", "-1", "-1MiB", ""])
+def test_other_bytes_are_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "127.0.0.1:1", f"--shared-memory-bytes={text}"]) == 1
+    assert capsys.readouterr().err.startswith("deltaline: error: --shared-memory-bytes: expected ")
 
 
 @pytest.mark.parametrize(("option", "value", "limit"), [("drafts", "5", "4"), ("rows", "9", "16")])

@@ -11,7 +11,7 @@ from deltaline_client._requests import CHUNK_BYTES, WINDOW_BYTES, requests_in_fl
 from deltaline_server.service import STREAM_BYTES
 
 
-@pytest.mark.parametrize(("inline", "steps", "expected"), [(2**30, 8, 2), (2**20, 8, 8), (2**20, 3, 3), (1, 0, 1)])
+@pytest.mark.parametrize(("inline", "steps", "expected"), [(2**30, 8, 4), (2**20, 8, 8), (2**20, 3, 3), (1, 0, 1)])
 def test_requests_in_flight_fit_the_window(inline: int, steps: int, expected: int) -> None:
     limits: Any = SimpleNamespace(inline_limit_bytes=inline, max_steps_in_flight=steps)
     assert requests_in_flight(limits) == expected

@@ -102,4 +102,19 @@ async def test_refused_messages_do_not_stay_in_memory(target: Target, method: st
     await asyncio.sleep(0.1)
     size = len(hidden.inline)
     held = [one for one in gc.get_objects() if type(one) is memoryview and one.nbytes == size]
-    assert len(held) <= 1
+    assert not held
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_an_idle_stream_keeps_no_message(target: Target) -> None:
+    hidden = wire.encode(np.ones((NUM_TOKENS, HIDDEN), dtype=np.float32))
+    step = step_request(target, [target.witness.handle], hidden=hidden, query_start_loc=[0, NUM_TOKENS])
+    stream = target.channel.stream_stream(LAYER + "StepStream")()
+    await stream.write(pb.StepStreamRequest(step=step).SerializeToString())
+    answer = pb.StepStreamResponse.FromString(await stream.read())
+    assert answer.WhichOneof("result") == "step"
+    await target.witness.close()  # and with it the kept reply
+    await asyncio.sleep(0.1)
+    size = len(hidden.inline)
+    assert [one for one in gc.get_objects() if type(one) is memoryview and one.nbytes == size] == []
+    stream.cancel()

@@ -90,12 +90,13 @@ async def test_two_decodes_at_once_are_refused_while_a_region_is_made(
         sequence = await client.open()
         await client.info()
         engine = HeldEngine(server, monkeypatch)
-        first, second = (asyncio.create_task(client.decode([sequence], draw(1, 0))) for _ in range(2))
-        await engine.holds_one()  # the second one's: the first waits for the region
+        calls = [asyncio.create_task(client.decode([sequence], draw(1, 0))) for _ in range(2)]
+        await engine.holds_one()  # whose step it is depends on who came first behind the wait for the region
+        (refused,), (other,) = await asyncio.wait(calls, timeout=5, return_when=asyncio.FIRST_COMPLETED)
         with pytest.raises(SequenceBusy):
-            await asyncio.wait_for(first, 5)
+            await refused
         engine.release()
-        await second
+        await other
         assert sequence.progress().step == 1
 
 

@@ -230,25 +230,6 @@ def test_an_engine_that_could_not_zero_a_line_computes_nothing_more(
     assert "zeroing 1 lines failed" in caplog.text
 
 
-def test_the_heartbeat_stands_still_while_a_batch_runs(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert driver.engine.heartbeat_s() == 0.0
-    entered, leave = threading.Event(), threading.Event()
-
-    def wait(span: int, hidden: torch.Tensor, rows: object, pool: object) -> torch.Tensor:
-        entered.set()
-        leave.wait(WAIT_S)
-        return hidden
-
-    monkeypatch.setattr(driver.model, "forward", wait)
-    driver.engine.submit(make_batch([1], [1]), lambda _: None)
-    assert entered.wait(WAIT_S)
-    first = driver.engine.heartbeat_s()
-    assert 0 < first < driver.engine.heartbeat_s()
-    leave.set()
-    driver.engine.close()
-    assert driver.engine.heartbeat_s() == 0.0
-
-
 def test_close_finishes_what_was_submitted_and_takes_no_more(driver: Driver) -> None:
     done: list[BatchResult] = []
     for _ in range(5):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deltaline_server.admission import Admission
 from deltaline_server.ledger import StepLedger
-from deltaline_server.step import OutputRows, RowKind, StepRequest
+from deltaline_server.step import OutputRows, RowKind, StepForm, StepRequest
 
 NUM_SLOTS, MAX_IN_FLIGHT = 6, 2
 
@@ -19,30 +19,29 @@ NUM_SLOTS, MAX_IN_FLIGHT = 6, 2
 def make_request(kinds: list[int], steps: list[int], positions: list[int], accepted: list[int]) -> StepRequest:
     """Rows of 1 token, a prefill's of 3."""
     lengths = [3 if kind == RowKind.PREFILL else 1 for kind in kinds]
-    return StepRequest(
+    form = StepForm(
         server_epoch=1,
         span=1,
         handle=np.zeros(len(kinds), np.uint64),
         kind=np.array(kinds, np.uint8),
-        step=np.array(steps, np.int64),
-        position=np.array(positions, np.int64),
         accepted=np.array(accepted, np.int32),
         query_start_loc=np.cumsum([0, *lengths]),
-        hidden=np.zeros((sum(lengths), 4), np.float32),
         output=OutputRows.ALL,
         priority=0,
-        deadline_s=None,
+        token_bytes=16,
     )
+    hidden = np.zeros((sum(lengths), 4), np.float32)
+    return StepRequest(form, np.array(steps, np.int64), np.array(positions, np.int64), hidden)
 
 
 def judge_both(ledger: StepLedger, request: StepRequest, slots: list[int]) -> Admission | None:
     """Judge a request both ways; whatever the short way admits, the long way admits with the same values."""
     at = np.array(slots)
     plain = ledger.judge_plain(request, at)
-    is_next = request.step == ledger.tail.step[request.span, at] + 1
+    is_next = request.step == ledger.tail.step[request.form.span, at] + 1
     if plain is not None:
         assert is_next.all()
-        admission, refusals = ledger.judge(request, np.arange(len(at)), at, request.lengths)
+        admission, refusals = ledger.judge(request, np.arange(len(at)), at, request.form.lengths)
         assert not refusals
         # What names a commit counts only where there is one.
         for name in {field.name for field in fields(Admission)} - {"commit_position", "commit_ordinal"}:
@@ -66,7 +65,7 @@ def test_short_way_admits_as_the_long_way(data: st.DataObject) -> None:
         admission = judge_both(ledger, request, slots)
         if admission is None and all(s == ledger.tail.step[1, slot] + 1 for s, slot in zip(steps, slots, strict=True)):
             at = np.array(slots)
-            admission, _ = ledger.judge(request, np.arange(len(at)), at, request.lengths)
+            admission, _ = ledger.judge(request, np.arange(len(at)), at, request.form.lengths)
         if admission is not None and len(admission.rows):
             ledger.take(1, admission)
             if data.draw(st.booleans()):

@@ -53,25 +53,29 @@ def make_step() -> pb.StepRequest:
 
 
 def read(message: pb.StepRequest, **times: Any) -> Any:
-    return request.read_step(from_protobuf(message), LIMITS, **({"now_s": 100.0, "remaining_s": None} | times))
+    return request.read_step(from_protobuf(message), LIMITS, **({"now_s": 100.0, "until_s": None} | times))
 
 
 def test_sound_step_becomes_arrays() -> None:
     step = read(make_step())
-    assert (step.server_epoch, step.span, step.priority, step.deadline_s) == (5, 1, -8, None)
-    assert [step.handle.tolist(), step.kind.tolist(), step.accepted.tolist()] == [[11, 12, 13], [1, 2, 3], [-1, -1, 2]]
-    assert (step.handle.dtype, step.kind.dtype, step.step.dtype) == (np.uint64, np.uint8, np.int64)
+    assert (step.form.server_epoch, step.form.span, step.form.priority, step.deadline_s) == (5, 1, -8, None)
+    assert [step.form.handle.tolist(), step.form.kind.tolist(), step.form.accepted.tolist()] == [
+        [11, 12, 13],
+        [1, 2, 3],
+        [-1, -1, 2],
+    ]
+    assert (step.form.handle.dtype, step.form.kind.dtype, step.step.dtype) == (np.uint64, np.uint8, np.int64)
     np.testing.assert_array_equal(step.hidden, hidden(8))
 
 
 def test_no_accepted_means_no_commit() -> None:
     message = make_step()
     message.ClearField("accepted")
-    assert read(message).accepted.tolist() == [-1, -1, -1]
+    assert read(message).form.accepted.tolist() == [-1, -1, -1]
 
 
 def test_unspecified_output_means_all_rows() -> None:
-    assert read(make_step()).output is OutputRows.ALL
+    assert read(make_step()).form.output is OutputRows.ALL
 
 
 @pytest.mark.parametrize("value", [2**62, 2**63 - 1, 2**63, 2**64 - 1], ids=["2^62", "2^63-1", "2^63", "2^64-1"])
@@ -83,13 +87,13 @@ def test_counters_beyond_int64_are_cut(field: str, value: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("timeout_us", "remaining_s", "deadline_s"),
-    [(0, None, None), (0, 2.0, 102.0), (500_000, None, 100.5), (500_000, 2.0, 100.5), (3_000_000, 2.0, 102.0)],
+    ("timeout_us", "until_s", "deadline_s"),
+    [(0, None, None), (0, 102.0, 102.0), (500_000, None, 100.5), (500_000, 102.0, 100.5), (3_000_000, 102.0, 102.0)],
 )
-def test_earlier_deadline_counts(timeout_us: int, remaining_s: float | None, deadline_s: float | None) -> None:
+def test_earlier_deadline_counts(timeout_us: int, until_s: float | None, deadline_s: float | None) -> None:
     message = make_step()
     message.queue_timeout_us = timeout_us
-    assert read(message, remaining_s=remaining_s).deadline_s == deadline_s
+    assert read(message, until_s=until_s).deadline_s == deadline_s
 
 
 def set_field(**values: Any) -> Callable[[pb.StepRequest], None]:

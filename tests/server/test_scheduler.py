@@ -167,9 +167,9 @@ async def test_a_refused_step_commits_nothing() -> None:
     for span in (0, 1):
         await rig.step((a, VERIFY, 1, 0, -1, [2, 3]), span=span)
     rig.engine.eager = False
-    blocker = rig.scheduler.submit(rig.request((rig.open()[0], DECODE, 1, 0, -1, [1])))
+    blocker = rig.submit(rig.request((rig.open()[0], DECODE, 1, 0, -1, [1])))
     await asyncio.sleep(0)
-    late = rig.scheduler.submit(rig.request((a, DECODE, 2, 2, 2, [9]), deadline_s=rig.now + 1))
+    late = rig.submit(rig.request((a, DECODE, 2, 2, 2, [9]), deadline_s=rig.now + 1))
     rig.now += 2
     rig.engine.release()
     await blocker
@@ -181,11 +181,11 @@ async def test_a_refused_step_commits_nothing() -> None:
 async def test_steps_in_flight_run_in_order_and_a_refused_one_takes_those_behind_it() -> None:
     rig = Rig(eager=False)
     a, b = rig.open(2)
-    blocker = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [1])))
+    blocker = rig.submit(rig.request((b, DECODE, 1, 0, -1, [1])))
     await asyncio.sleep(0)
-    first = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
-    doomed = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [2]), deadline_s=rig.now + 1))
-    behind = rig.scheduler.submit(rig.request((a, DECODE, 3, 2, -1, [3])))
+    first = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    doomed = rig.submit(rig.request((a, DECODE, 2, 1, -1, [2]), deadline_s=rig.now + 1))
+    behind = rig.submit(rig.request((a, DECODE, 3, 2, -1, [3])))
     rig.now += 2
     rig.engine.release()
     await blocker
@@ -199,7 +199,7 @@ async def test_steps_in_flight_run_in_order_and_a_refused_one_takes_those_behind
 async def test_eight_steps_may_be_in_flight() -> None:
     rig = Rig(eager=False)
     (a,) = rig.open()
-    futures = [rig.scheduler.submit(rig.request((a, DECODE, s + 1, s, -1, [1]))) for s in range(9)]
+    futures = [rig.submit(rig.request((a, DECODE, s + 1, s, -1, [1]))) for s in range(9)]
     assert reason(await futures[8]) is Reason.TOO_MANY_IN_FLIGHT
     await asyncio.sleep(0)
     rig.engine.release()
@@ -210,10 +210,10 @@ async def test_a_step_in_flight_is_joined_by_its_retry() -> None:
     rig = Rig(eager=False)
     a, b = rig.open(2)
     row = (a, DECODE, 1, 0, -1, [4.0])
-    first = rig.scheduler.submit(rig.request(row))
+    first = rig.submit(rig.request(row))
     await asyncio.sleep(0)
-    again = rig.scheduler.submit(rig.request(row, (b, DECODE, 1, 0, -1, [5.0])))
-    conflict = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [6.0])))
+    again = rig.submit(rig.request(row, (b, DECODE, 1, 0, -1, [5.0])))
+    conflict = rig.submit(rig.request((a, DECODE, 1, 0, -1, [6.0])))
     rig.engine.release()
     assert outputs(await first) == outputs(await again, 0) == [4]
     assert outputs(await again, 1) == [5]
@@ -226,7 +226,7 @@ async def test_work_goes_on_when_its_caller_is_cancelled() -> None:
     rig = Rig(eager=False)
     (a,) = rig.open()
     row = (a, DECODE, 1, 0, -1, [4.0])
-    task = asyncio.create_task(asyncio.wait_for(asyncio.shield(rig.scheduler.submit(rig.request(row))), 10))
+    task = asyncio.create_task(asyncio.wait_for(asyncio.shield(rig.submit(rig.request(row))), 10))
     await asyncio.sleep(0.01)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -240,10 +240,10 @@ async def test_prefills_are_cut_and_decodes_run_between_the_chunks() -> None:
     rig = Rig(eager=False, chunk_tokens=128)
     a, b = rig.open(2)
     tokens = [float(i % 11) for i in range(300)]
-    long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, tokens), output=OutputRows.LAST))
+    long = rig.submit(rig.request((a, PREFILL, 1, 0, -1, tokens), output=OutputRows.LAST))
     await asyncio.sleep(0)
     assert len(rig.engine.waiting) == 2  # the second chunk does not wait for the first one's end
-    decode = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
+    decode = rig.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
     for _ in range(3):
         rig.engine.run()
         for _ in range(3):
@@ -257,7 +257,7 @@ async def test_prefills_are_cut_and_decodes_run_between_the_chunks() -> None:
 async def test_a_cut_row_is_not_dropped_after_its_first_chunk() -> None:
     rig = Rig(eager=False, chunk_tokens=64)
     (a,) = rig.open()
-    long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 200), deadline_s=rig.now + 1))
+    long = rig.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 200), deadline_s=rig.now + 1))
     await asyncio.sleep(0)
     rig.now += 100
     rig.engine.release()
@@ -267,10 +267,10 @@ async def test_a_cut_row_is_not_dropped_after_its_first_chunk() -> None:
 async def test_rows_of_waiting_requests_run_in_one_batch_by_priority() -> None:
     rig = Rig(eager=False)
     a, b, c, d = rig.open(4)
-    blocker = rig.scheduler.submit(rig.request((d, DECODE, 1, 0, -1, [1])))
+    blocker = rig.submit(rig.request((d, DECODE, 1, 0, -1, [1])))
     await asyncio.sleep(0)
     waiting = [
-        rig.scheduler.submit(rig.request((handle, DECODE, 1, 0, -1, [token]), priority=priority))
+        rig.submit(rig.request((handle, DECODE, 1, 0, -1, [token]), priority=priority))
         for handle, token, priority in ((a, 1, 0), (b, 2, 1), (c, 3, -1))
     ]
     rig.engine.release()
@@ -297,16 +297,16 @@ async def test_the_queue_is_bounded_in_rows_bytes_and_reply_bytes() -> None:
     handles = rig.open(3)
     rows = [(handle, DECODE, 1, 0, -1, [1.0]) for handle in handles]
     with pytest.raises(RequestError) as full:
-        rig.scheduler.submit(rig.request(*rows))
+        rig.submit(rig.request(*rows))
     assert full.value.refusal.reason is Reason.QUEUE_FULL and full.value.refusal.retry_after_s
     rig = Rig(queue_bytes=32)
     with pytest.raises(RequestError) as full:
-        rig.scheduler.submit(rig.request((rig.open()[0], PREFILL, 1, 0, -1, [1.0] * 5)))
+        rig.submit(rig.request((rig.open()[0], PREFILL, 1, 0, -1, [1.0] * 5)))
     assert full.value.refusal.reason is Reason.QUEUE_FULL
     rig = Rig(reply_bytes=32)
     (a,) = rig.open()
     with pytest.raises(RequestError) as full:
-        rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 3)))
+        rig.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 3)))
     assert full.value.refusal.reason is Reason.REPLY_BYTES_EXHAUSTED
     assert outputs(await rig.step((a, PREFILL, 1, 0, -1, [1.0] * 2))) == [1, 3]
     assert rig.scheduler.load().reply_bytes == 32 and rig.scheduler.load().queued_rows == 0
@@ -331,8 +331,8 @@ async def test_a_row_that_is_not_finite_poisons_itself_and_what_waits_behind_it(
     rig = Rig(eager=False)
     a, b = rig.open(2)
     rig.engine.poison_token = 13
-    both = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [13]), (b, DECODE, 1, 0, -1, [2])))
-    behind = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [3])))
+    both = rig.submit(rig.request((a, DECODE, 1, 0, -1, [13]), (b, DECODE, 1, 0, -1, [2])))
+    behind = rig.submit(rig.request((a, DECODE, 2, 1, -1, [3])))
     await asyncio.sleep(0)
     rig.engine.release()
     assert reason(await both, 0) is Reason.STATE_POISONED and outputs(await both, 1) == [2]
@@ -344,13 +344,13 @@ async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
     rig = Rig(eager=False)
     (a,) = rig.open()
     handles = np.array([a], dtype=np.uint64)
-    running = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    running = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
     await asyncio.sleep(0)
     assert rig.table.close(rig.table.server_epoch, handles) == [SequenceState.CLOSING]
     rig.now += 1000
     rig.table.reap()
     assert rig.lines.num_used == 1
-    assert reason(await rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [1])))) is Reason.SEQUENCE_CLOSED
+    assert reason(await rig.submit(rig.request((a, DECODE, 2, 1, -1, [1])))) is Reason.SEQUENCE_CLOSED
     rig.engine.run()
     assert outputs(await running) == [1]
     await rig.scheduler.drained()
@@ -451,6 +451,7 @@ async def test_random_histories_agree_with_the_tokens_committed(seed: int) -> No
                 rig.table.close(rig.table.server_epoch, np.array([handle], dtype=np.uint64))
                 del live[handle]
     assert rig.counts.total["replayed"] > 0
+    await asyncio.sleep(0)  # the last books were settled in this turn
     assert rig.scheduler.load().queued_rows == rig.scheduler.load().queued_bytes == 0
 
 
@@ -470,11 +471,11 @@ async def test_rows_that_lose_their_commit_to_another_span_do_not_stall_the_othe
     for span in (0, 1):
         await rig.step((a, VERIFY, 1, 0, -1, [2, 3]), span=span)
     rig.engine.eager = False
-    blocker = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [1]), span=1))
+    blocker = rig.submit(rig.request((b, DECODE, 1, 0, -1, [1]), span=1))
     await asyncio.sleep(0)
-    winner = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, 1, [9]), span=0))
-    loser = rig.scheduler.submit(rig.request((a, PREFILL, 2, 2, 2, [9.0] * 64), span=1))
-    behind = rig.scheduler.submit(rig.request((b, PREFILL, 2, 1, -1, [1.0] * 64), span=1))
+    winner = rig.submit(rig.request((a, DECODE, 2, 1, 1, [9]), span=0))
+    loser = rig.submit(rig.request((a, PREFILL, 2, 2, 2, [9.0] * 64), span=1))
+    behind = rig.submit(rig.request((b, PREFILL, 2, 1, -1, [1.0] * 64), span=1))
     rig.engine.release()
     await asyncio.wait_for(asyncio.gather(blocker, winner, loser, behind), 5)
     assert outputs(await winner) == [checksum([2, 9])]
@@ -485,9 +486,9 @@ async def test_rows_that_lose_their_commit_to_another_span_do_not_stall_the_othe
 async def test_spans_take_turns() -> None:
     rig = Rig(spans=2, eager=False, chunk_tokens=64)
     a, b = rig.open(2)
-    long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 640), span=0))
+    long = rig.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 640), span=0))
     await asyncio.sleep(0)
-    decode = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3]), span=1))
+    decode = rig.submit(rig.request((b, DECODE, 1, 0, -1, [3]), span=1))
     for _ in range(3):
         rig.engine.run()
         for _ in range(3):
@@ -509,18 +510,18 @@ async def test_a_sequence_whose_kept_reply_fills_the_budget_can_still_step() -> 
 async def test_a_reply_that_its_client_may_lack_is_not_given_up() -> None:
     rig = Rig(eager=False, reply_bytes=48)  # three replies to a decode
     (a,) = rig.open()
-    first = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    first = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
     await asyncio.sleep(0)
-    second = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [2])))
+    second = rig.submit(rig.request((a, DECODE, 2, 1, -1, [2])))
     rig.engine.run()
     await first
     await asyncio.sleep(0)
     third = rig.request((a, DECODE, 3, 2, -1, [3]))
     rig.table.replies.limit_bytes = 32
     with pytest.raises(RequestError) as short:
-        rig.scheduler.submit(third)
+        rig.submit(third)
     assert short.value.refusal.reason is Reason.REPLY_BYTES_EXHAUSTED
-    again = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    again = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
     assert outputs(await again) == [1]
     rig.engine.run()
     assert outputs(await second) == [5]
@@ -530,14 +531,15 @@ async def test_retries_in_flight_count_against_the_queue() -> None:
     rig = Rig(eager=False, queue_rows=3)
     (a,) = rig.open()
     row = (a, DECODE, 1, 0, -1, [4.0])
-    futures = [rig.scheduler.submit(rig.request(row)) for _ in range(3)]
+    futures = [rig.submit(rig.request(row)) for _ in range(3)]
     with pytest.raises(RequestError) as full:
-        rig.scheduler.submit(rig.request(row))
+        rig.submit(rig.request(row))
     assert full.value.refusal.reason is Reason.QUEUE_FULL
     await asyncio.sleep(0)
     rig.engine.release()
     assert [outputs(await future) for future in futures] == [[4]] * 3
     await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the last books were settled in this turn
     assert rig.scheduler.load().queued_rows == rig.scheduler.load().queued_bytes == 0
 
 
@@ -553,9 +555,9 @@ async def test_a_thousand_verifies_of_which_nothing_is_accepted() -> None:
 async def test_many_overdue_rows_are_refused_in_little_time() -> None:
     rig = Rig(slots=2049, eager=False, queue_rows=4096, queue_bytes=1 << 24, reply_bytes=1 << 24)
     first, *others = rig.open(2049)
-    blocker = rig.scheduler.submit(rig.request((first, DECODE, 1, 0, -1, [1])))
+    blocker = rig.submit(rig.request((first, DECODE, 1, 0, -1, [1])))
     await asyncio.sleep(0)
-    late = [rig.scheduler.submit(rig.request((h, DECODE, 1, 0, -1, [1]), deadline_s=rig.now + 1)) for h in others]
+    late = [rig.submit(rig.request((h, DECODE, 1, 0, -1, [1]), deadline_s=rig.now + 1)) for h in others]
     rig.now += 2
     begin = asyncio.get_running_loop().time()
     rig.engine.release()
@@ -576,8 +578,13 @@ async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
     assert left() == 5.0
     rig.table.renew(epoch, handles)
     assert left() == 60.0
+    rig.now += 50.0
+    begun = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    assert left() == 60.0  # a step that is taken renews, before it is done
+    rig.engine.run()
+    await begun
     rig.table.renew(epoch, handles, 600.0)
-    running = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    running = rig.submit(rig.request((a, DECODE, 2, 1, -1, [1])))
     assert left() == 600.0
     await asyncio.sleep(0)
     rig.now += 590.0
@@ -587,17 +594,40 @@ async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
     assert left() == 60.0
 
 
+async def test_a_step_that_is_refused_after_it_was_taken_has_renewed_the_lease() -> None:
+    """Else a sequence could expire behind a refusal that asks for the same step again."""
+    rig = Rig(eager=False)
+    a, b = rig.open(2)
+    futures = []
+    for step in (1, 2):  # as many batches as the engine takes
+        futures.append(rig.submit(rig.request((b, DECODE, step, step - 1, -1, [1]))))
+        for _ in range(3):
+            await asyncio.sleep(0)
+    rig.now += 59.0
+    late = rig.submit(rig.request((a, DECODE, 1, 0, -1, [2]), deadline_s=rig.now + 0.5))
+    rig.table.reap()
+    rig.now += 1.0
+    rig.table.reap()
+    rig.engine.release()
+    assert reason(await late) is Reason.QUEUE_DEADLINE
+    rig.now += 1.0
+    rig.table.reap()
+    again = await rig.step((a, DECODE, 1, 0, -1, [2]))
+    assert reason(again) is None and outputs(again) == [2]
+    await asyncio.gather(*futures)
+
+
 async def test_stop_refuses_what_waits_and_finishes_what_runs() -> None:
     rig = Rig(eager=False)
     a, b = rig.open(2)
-    running = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    running = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
     await asyncio.sleep(0)
-    behind = rig.scheduler.submit(rig.request((a, DECODE, 2, 1, -1, [2])))
-    waiting = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
+    behind = rig.submit(rig.request((a, DECODE, 2, 1, -1, [2])))
+    waiting = rig.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
     rig.scheduler.stop()
     assert reason(await behind) is Reason.STOPPING and reason(await waiting) is Reason.STOPPING
     with pytest.raises(RequestError) as stopping:
-        rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
+        rig.submit(rig.request((b, DECODE, 1, 0, -1, [3])))
     assert stopping.value.refusal.reason is Reason.STOPPING
     rig.engine.run()
     assert outputs(await running) == [1]
@@ -608,7 +638,7 @@ async def test_stop_refuses_what_waits_and_finishes_what_runs() -> None:
 async def test_a_bug_while_a_batch_completes_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(eager=False)
     (a,) = rig.open()
-    rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
     await asyncio.sleep(0)
     monkeypatch.setattr(rig.table.ledger, "finish", None)
     rig.engine.run()
@@ -620,18 +650,18 @@ async def test_a_bug_while_a_request_settles_the_books_ends_the_scheduler(monkey
     rig = Rig()
     a, b = rig.open(2)
     monkeypatch.setattr(rig.table.ledger, "finish", None)
-    assert outputs(await rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [1])))) == [1]
+    assert outputs(await rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))) == [1]
     assert not rig.scheduler.has_failed  # answered, and not in the books yet
     with pytest.raises(RequestError) as stopping:
-        rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [1])))
+        rig.submit(rig.request((b, DECODE, 1, 0, -1, [1])))
     assert stopping.value.refusal.reason is Reason.STOPPING and rig.scheduler.has_failed
 
 
 async def test_a_batch_has_no_more_rows_than_it_may() -> None:
     rig = Rig(eager=False, batch_rows=3, long_rows=2, chunk_tokens=256)
     handles = rig.open(8)
-    decodes = [rig.scheduler.submit(rig.request(*((h, DECODE, 1, 0, -1, [1.0]) for h in handles[:5])))]
-    prefills = [rig.scheduler.submit(rig.request((h, PREFILL, 1, 0, -1, [1.0] * 64))) for h in handles[5:]]
+    decodes = [rig.submit(rig.request(*((h, DECODE, 1, 0, -1, [1.0]) for h in handles[:5])))]
+    prefills = [rig.submit(rig.request((h, PREFILL, 1, 0, -1, [1.0] * 64))) for h in handles[5:]]
     while rig.scheduler.load().queued_rows:
         await asyncio.sleep(0)
         if rig.engine.waiting:

@@ -40,9 +40,10 @@ async def test_a_line_is_free_once_the_last_step_of_its_closed_sequence_is_answe
         futures: list[Any] = []
         submit = server.runtime.scheduler.submit
 
-        def noted(request: Any) -> Any:
-            futures.append(submit(request))
-            return futures[0]
+        def noted(request: Any, on_done: Any) -> None:
+            futures.append(done := asyncio.get_running_loop().create_future())
+            done.add_done_callback(lambda done: on_done(done.result()))
+            submit(request, done.set_result)
 
         monkeypatch.setattr(server.runtime.scheduler, "submit", noted)
         step = stub.Step(make_step(opened))

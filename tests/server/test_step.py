@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deltaline_server.step import OutputRows, StepRequest
+from deltaline_server.step import OutputRows, StepForm, StepRequest
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -20,20 +20,18 @@ def test_rows_with_a_value_that_is_not_finite_are_found(dtype: type, value: floa
     hidden[1, 2] = info.smallest_subnormal
     starts = np.array([0, 1, 4, 6])
     column = np.zeros(3, dtype=np.int64)
-    request = StepRequest(
-        1,
-        0,
-        column.astype(np.uint64),
-        column.astype(np.uint8),
-        column,
-        column,
-        column.astype(np.int32),
-        starts,
-        hidden,
-        OutputRows.ALL,
-        0,
-        None,
+    form = StepForm(
+        server_epoch=1,
+        span=0,
+        handle=column.astype(np.uint64),
+        kind=column.astype(np.uint8),
+        accepted=column.astype(np.int32),
+        query_start_loc=starts,
+        output=OutputRows.ALL,
+        priority=0,
+        token_bytes=5 * hidden.dtype.itemsize,
     )
+    request = StepRequest(form, column, column, hidden)
     assert request.finite_rows() is None
     hidden[3, 4] = value
     finite = request.finite_rows()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +19,9 @@ from deltaline_server.errors import RequestError
 from deltaline_server.regions import Region, Regions
 from deltaline_server.request import RequestLimits, read_step
 from deltaline_server.step import StepRequest
-from deltaline_server.step_message import StepMessage, Walk, from_protobuf, parse_step, parse_stream_step, walk_step
+from deltaline_server.step_message import Pattern, Runs, StepMessage, from_protobuf, walk_step
+from deltaline_server.step_parser import MOST_BYTES, MOST_PATTERNS, StepParser
+from deltaline_server.walk import Walk
 
 HIDDEN = 4
 REGION = 2**64 - 3
@@ -44,7 +47,7 @@ NUMBERS = {
 
 def plain(message: StepMessage) -> dict[str, Any]:
     """The same in Python's own values, so that both parsers' can be compared."""
-    values = {name: getattr(message, name) for name in message._fields}
+    values = {name: getattr(message, name) for name in message._fields if name != "pattern"}
     inline = values.pop("inline")
     lists = {name: list(map(int, value)) for name, value in values.items() if not isinstance(value, int | None)}
     return values | lists | {"inline": None if inline is None else bytes(inline)}
@@ -61,40 +64,65 @@ def by_protobuf(body: bytes) -> dict[str, Any] | None:
 def outcome(message: StepMessage) -> Any:
     """The request's arrays or its error, in values that compare."""
     try:
-        request = read_step(message, LIMITS, now_s=0.0, remaining_s=None)
+        request = read_step(message, LIMITS, now_s=0.0, until_s=None)
     except RequestError as error:
         return error.refusal
-    columns = [name for name, value in vars(request).items() if isinstance(value, np.ndarray)]
-    arrays = {name: (getattr(request, name).dtype, getattr(request, name).tobytes()) for name in columns}
-    memory = request.output_memory
+    form, memory = request.form, request.output_memory
+    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request) if field.name != "form"}
+    values |= {field.name: getattr(form, field.name) for field in dataclasses.fields(form)}
+    arrays = {name: (value.dtype, value.tobytes()) for name, value in values.items() if isinstance(value, np.ndarray)}
     outputs = None if memory is None else (memory.region, memory.offset, memory.memory.ctypes.data, len(memory.memory))
-    return vars(request) | arrays | {"output_memory": outputs}
+    return values | arrays | {"output_memory": outputs}
 
 
 def check(body: bytes) -> bool:
-    """Both parsers agree about a body; returns whether the fast one took it."""
+    """All parsers agree about a body; returns whether the fast one took it."""
     expected = by_protobuf(body)
+    parser = StepParser()
     walked = walk_step(body, 0, len(body))
     if walked is not None:
-        assert plain(walked) == expected
-        assert outcome(walked) == outcome(from_protobuf(pb.StepRequest.FromString(body)))
+        message, runs = walked
+        assert plain(message) == expected
+        reference = outcome(from_protobuf(pb.StepRequest.FromString(body)))
+        assert outcome(message) == reference
+        check_pattern(Pattern(body, 0, len(body), message, runs), body, runs)
+        assert [outcome(parser.parse_step(body)) for _ in range(2)] == [reference, reference]
     if expected is None:
         with pytest.raises(DecodeError):
-            parse_step(body)
+            parser.parse_step(body)
     else:
-        assert plain(parse_step(body)) == expected
-    check_in_stream(body, expected)
+        assert plain(parser.parse_step(body)) == expected
+    check_in_stream(parser, body, expected)
     return walked is not None
 
 
-def check_in_stream(body: bytes, expected: dict[str, Any] | None) -> None:
+def check_pattern(pattern: Pattern, body: bytes, runs: Runs) -> None:
+    """A pattern takes its own message and those with other numbers and tensors, as protobuf does; no others."""
+    matched = pattern.match(body, 0, len(body))
+    assert matched is not None and plain(matched) == by_protobuf(body)
+    differing = {at for run in runs if run is not None for at in range(*run)}
+    for at in {*range(0, len(body), 1 + len(body) // 24), *sorted(differing)[:9]}:
+        changed = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+        found = pattern.match(b"head" + changed + b"tail", 4, 4 + len(body))
+        if at not in differing:
+            assert found is None
+        elif found is not None:
+            assert plain(found) == by_protobuf(changed)
+            assert outcome(found._replace(pattern=None)) == outcome(from_protobuf(pb.StepRequest.FromString(changed)))
+        else:
+            assert (runs.shared and at in range(*runs.shared)) or (
+                runs.output_slice and at in range(*runs.output_slice)
+            )
+
+
+def check_in_stream(parser: StepParser, body: bytes, expected: dict[str, Any] | None) -> None:
     """The same step as a stream carries it."""
     pieces = [b"\x08\xff\xff\xff\xff\x0f", *wire.field_pieces(pb.StepStreamRequest.STEP_FIELD_NUMBER, [body])]
     if expected is None:
         with pytest.raises(DecodeError):
-            parse_stream_step(b"".join(pieces))
+            parser.parse_stream_step(b"".join(pieces))
     else:
-        in_stream = parse_stream_step(b"".join(pieces))
+        in_stream = parser.parse_stream_step(b"".join(pieces))
         assert (in_stream.correlation_id, plain(in_stream.step)) == (2**32 - 1, expected)
 
 
@@ -301,7 +329,7 @@ def test_of_two_payloads_the_last_one_counts() -> None:
 
 
 def read(body: bytes) -> StepRequest:
-    return read_step(parse_step(body), LIMITS, now_s=0.0, remaining_s=None)
+    return read_step(StepParser().parse_step(body), LIMITS, now_s=0.0, until_s=None)
 
 
 @pytest.mark.parametrize("span", [b"\x10\x01", b"\x10\x81\x00"], ids=["two bytes", "three bytes"])
@@ -319,3 +347,56 @@ def test_elements_are_a_view_where_they_are_aligned(span: bytes) -> None:
 def test_field_with_a_longer_tag_is_no_field_of_a_walk() -> None:
     with pytest.raises(ValueError, match="at most 15"):
         Walk(admin_service_pb2.GetServerInfoResponse.DESCRIPTOR, "sequence_state_bytes")
+
+
+def test_of_many_batches_the_last_ones_are_remembered() -> None:
+    parser = StepParser()
+
+    def body(handle: int) -> bytes:
+        hidden = wire.encode(np.zeros((1, HIDDEN), LIMITS.dtype))
+        message = pb.StepRequest(
+            server_epoch=1, sequence=[handle], kind=[pb.ROW_KIND_DECODE], step=[1], position=[0], hidden=hidden
+        )
+        message.query_start_loc.extend([0, 1])
+        return message.SerializeToString()
+
+    first = parser.parse_step(body(1)).pattern
+    assert first is not None and parser.parse_step(body(1)).pattern is first
+    for handle in range(2, 2 + MOST_PATTERNS):
+        parser.parse_step(body(handle))
+    assert len(parser._patterns) == MOST_PATTERNS
+    assert parser.parse_step(body(1)).pattern is not first
+
+
+@pytest.mark.parametrize("column", ["sequence", "kind", "accepted", "query_start_loc"])
+def test_columns_that_nobody_has_checked_are_not_remembered_at_any_length(column: str) -> None:
+    """Or messages that are all refused would fill the memory: each may be as large as a tensor."""
+    parser = StepParser()
+    for first in range(3):
+        columns: dict[str, Any] = {column: [first] * MOST_BYTES}
+        message = parser.parse_step(pb.StepRequest(server_epoch=1, **columns).SerializeToString())
+        assert len(getattr(message, column)) == MOST_BYTES and message.pattern is None
+    assert not parser._patterns
+    rows = list(range(1, 1025))
+    assert parser.parse_step(pb.StepRequest(server_epoch=1, sequence=rows).SerializeToString()).pattern is not None
+
+
+def test_a_pattern_keeps_no_message_alive() -> None:
+    """No slice, view or base of an array of what is remembered has more bytes than the columns."""
+    parser = StepParser()
+    hidden = wire.encode(np.zeros((64, HIDDEN), LIMITS.dtype))
+    for size in (1000, 2000):  # walked, then matched
+        values: dict[str, Any] = {"sequence": [7], "kind": [pb.ROW_KIND_PREFILL], "step": [1], "position": [size]}
+        request = pb.StepRequest(server_epoch=1, hidden=hidden, query_start_loc=[0, 64], **values)
+        pattern = parser.parse_step(request.SerializeToString()).pattern
+        assert pattern is not None
+        read_step(parser.parse_step(request.SerializeToString()), LIMITS, now_s=0.0, until_s=None)
+        form = pattern.form
+        arrays = [form.handle, form.kind, form.accepted, form.query_start_loc, form.lengths, form.kept_bytes]
+        arrays += [value for value in pattern._message if isinstance(value, np.ndarray)]
+        for array in arrays:
+            base = array
+            while isinstance(base, np.ndarray) and base.base is not None:
+                base = base.base
+            assert (len(base) if isinstance(base, bytes) else base.nbytes) < len(request.hidden.inline)
+        assert pattern._message.inline is None and pattern.num_bytes < 100

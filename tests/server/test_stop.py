@@ -1,9 +1,11 @@
-"""A stop at once, under prefills that have begun."""
+"""A stop at once, under prefills that have begun; and what a server that has stopped leaves behind."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,3 +41,13 @@ async def test_stop_at_once_in_the_middle_of_a_prefill(
         await asyncio.sleep(0.05)  # what the last batches called back
         assert not server.runtime.scheduler.has_failed
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_a_server_that_has_stopped_leaves_no_state_in_memory(make_server: Callable[..., Server]) -> None:
+    server = make_server()
+    async with server:
+        pool = weakref.ref(server.runtime.pool)
+        assert gc.get_freeze_count()
+    del server
+    gc.collect()
+    assert pool() is None and not gc.get_freeze_count()

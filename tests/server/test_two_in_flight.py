@@ -16,6 +16,7 @@ import pytest
 from scheduler_rig import DECODE, MAX_DRAFT, PREFILL, VERIFY, Rig, checksum, outputs, reason
 
 from deltaline_server.errors import Reason
+from deltaline_server.flights import Flights
 from deltaline_server.step import BatchResult, OutputRows, RowKind, RowOutcome, StepBatch, StepResult
 
 
@@ -28,7 +29,7 @@ async def test_chunks_of_a_row_overlap_and_the_engine_copies_no_hidden_state() -
     rig = Rig(eager=False, chunk_tokens=64)
     (a,) = rig.open()
     request = rig.request((a, PREFILL, 1, 0, -1, [float(i) for i in range(200)]))
-    long = rig.scheduler.submit(request)
+    long = rig.submit(request)
     await turns()
     assert [batch.num_tokens for batch in rig.engine.batches] == [64, 64]
     assert rig.engine.batches[1].control[1, 0] == rig.engine.batches[1].control[2, 0]  # it reads what the first writes
@@ -41,7 +42,7 @@ async def test_chunks_of_a_row_overlap_and_the_engine_copies_no_hidden_state() -
 async def test_steps_of_a_sequence_overlap() -> None:
     rig = Rig(eager=False)
     (a,) = rig.open()
-    futures = [rig.scheduler.submit(rig.request((a, DECODE, s, s - 1, -1, [float(s)]))) for s in (1, 2, 3)]
+    futures = [rig.submit(rig.request((a, DECODE, s, s - 1, -1, [float(s)]))) for s in (1, 2, 3)]
     await turns()
     assert len(rig.engine.waiting) == 2
     rig.engine.release()
@@ -57,10 +58,10 @@ async def test_what_runs_behind_a_chunk_that_went_wrong_is_discarded(how: str) -
         rig.engine.fail_next = True
     else:
         tokens[3] = rig.engine.poison_token = 13.0
-    long = rig.scheduler.submit(rig.request((a, PREFILL, 1, 0, -1, tokens)))
-    behind = rig.scheduler.submit(rig.request((a, DECODE, 2, 200, -1, [2])))
+    long = rig.submit(rig.request((a, PREFILL, 1, 0, -1, tokens)))
+    behind = rig.submit(rig.request((a, DECODE, 2, 200, -1, [2])))
     await turns()
-    neighbour = rig.scheduler.submit(rig.request((b, DECODE, 1, 0, -1, [5])))
+    neighbour = rig.submit(rig.request((b, DECODE, 1, 0, -1, [5])))
     rig.engine.run()
     await turns()
     assert not long.done()  # its second chunk still writes the line
@@ -78,8 +79,8 @@ async def test_a_poisoned_slot_takes_what_runs_on_its_other_span_with_it() -> No
     rig = Rig(eager=False, spans=2)
     (a,) = rig.open()
     rig.engine.poison_token = 13.0
-    bad = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [13]), span=0))
-    other = rig.scheduler.submit(rig.request((a, DECODE, 1, 0, -1, [2]), span=1))
+    bad = rig.submit(rig.request((a, DECODE, 1, 0, -1, [13]), span=0))
+    other = rig.submit(rig.request((a, DECODE, 1, 0, -1, [2]), span=1))
     await turns()
     assert len(rig.engine.waiting) == 2
     rig.engine.run()
@@ -120,7 +121,7 @@ class TimedEngine:
         self.batches: list[tuple[int, int]] = []
         self.busy_s = 0.0
 
-    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None]) -> None:
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
         long_tokens = int(batch.num_tokens - batch.control[0, batch.num_short])
         compute_s = 0.3e-3 * (batch.num_short > 0) + 3e-6 * batch.num_short + 1e-6 * long_tokens
         num_rows = batch.control.shape[1] - 1
@@ -131,6 +132,9 @@ class TimedEngine:
         self.busy_s += compute_s
         self._loop.call_at(self._free_s, on_done, result)
 
+    def poll(self) -> bool:
+        return False
+
 
 class Load:
     """Closed-loop clients of a timed engine."""
@@ -139,7 +143,7 @@ class Load:
         self.loop = JumpingLoop()
         self.rig = Rig(slots=slots, queue_rows=4096, queue_bytes=1 << 28, reply_bytes=1 << 28, chunk_tokens=2048)
         self.engine = TimedEngine(self.rig, self.loop)
-        self.rig.scheduler._engine = self.engine
+        self.rig.scheduler._flights = Flights(self.engine, self.rig.scheduler._landed, self.loop.time)
         self.rig.scheduler._clock = self.loop.time
         self.latencies: list[float] = []
         self.prefilled: dict[str, int] = {}
@@ -151,7 +155,7 @@ class Load:
             step += 1
             began_s = self.loop.now
             request = self.rig.request(*((h, DECODE, step, step - 1, -1, [1.0]) for h in handles))
-            assert (await self.rig.scheduler.submit(request)).outcome[0] == RowOutcome.EXECUTED
+            assert (await self.rig.submit(request)).outcome[0] == RowOutcome.EXECUTED
             self.latencies.append(self.loop.now - began_s)
             await asyncio.sleep(think_s)
 
@@ -166,7 +170,7 @@ class Load:
                 output=OutputRows.LAST,
                 client=client,
             )
-            await self.rig.scheduler.submit(request)
+            await self.rig.submit(request)
             step += 1
             if self.loop.now < until_s:
                 self.prefilled[client] = self.prefilled.get(client, 0) + tokens
@@ -274,7 +278,7 @@ async def test_random_histories_with_two_batches_in_flight(seed: int) -> None:
             history.step += 1
             row = (handle, kind, history.step, len(base), accepted, new)
             deadline_s = rig.now + 1.0 if rng.random() < 0.1 else None
-            future = rig.scheduler.submit(rig.request(row, span=span, deadline_s=deadline_s))
+            future = rig.submit(rig.request(row, span=span, deadline_s=deadline_s))
             # A refused step commits nothing: `before` and `draft` are what it falls back to, `base` what it runs on.
             history.sent.append((future, before, draft, base, new))
             history.tokens, history.draft = (base, new) if kind is VERIFY else (base + new, [])

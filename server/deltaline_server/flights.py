@@ -1,0 +1,88 @@
+"""Flights: batches that the engine has, and how their results come to the event loop, in order.
+
+Knows the engine and the loop; not what a batch is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from deltaline_server.batch import Run
+from deltaline_server.step import BatchResult, StepBatch
+
+
+class BatchEngine(Protocol):
+    """What is needed of an engine."""
+
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
+        """Compute a batch; `on_done` is called on a thread of the engine's, or, if the caller polls, by `poll`."""
+
+    def poll(self) -> bool:
+        """Call `on_done` for batches that are done; return whether there are more that only this will tell."""
+
+
+@dataclass
+class _Flight:
+    """A batch, its result when it is there, and when that was."""
+
+    run: Run
+    result: BatchResult | None = None
+    done_s: float = 0.0
+
+
+class Flights:
+    """Batches in the engine, first submitted first. For one event loop."""
+
+    def __init__(
+        self, engine: BatchEngine, on_done: Callable[[Run, BatchResult, float], None], clock: Callable[[], float]
+    ) -> None:
+        """on_done: called on the loop with each batch, its result and when that was there; it may not raise."""
+        self._engine, self._on_done, self._clock = engine, on_done, clock
+        self._flights: deque[_Flight] = deque()
+        self._polls = self._is_polling = False
+        self._last_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def first(self) -> Run:
+        """The batch that is done next."""
+        return self._flights[0].run
+
+    def start(self, run: Run) -> None:
+        """Give a batch to the engine."""
+        loop, flight = asyncio.get_running_loop(), _Flight(run)
+
+        def done(result: BatchResult) -> None:
+            flight.done_s = self._clock()
+            flight.result = result  # last: the loop may look at any time
+            if not self._is_polling:  # a thread of the engine calls
+                loop.call_soon_threadsafe(self._land)
+
+        self._flights.append(flight)
+        self._engine.submit(run.batch, done, polls=True)
+        if not self._polls:
+            self._polls = True
+            loop.call_soon(self._poll)
+
+    def _poll(self) -> None:
+        """Take results that are there, and look again in the loop's next turn: so they are seen at once."""
+        self._is_polling = True
+        self._polls = self._engine.poll()
+        self._is_polling = False
+        if self._polls:  # asked before the results are told: whoever hears of them may start a batch, which asks too
+            asyncio.get_running_loop().call_soon(self._poll)
+        self._land()
+
+    def _land(self) -> None:
+        """Tell results in the order of the batches: one that comes by a thread may overtake one that is polled."""
+        while self._flights and (result := self._flights[0].result) is not None:
+            flight = self._flights.popleft()
+            # A batch was done no sooner than the one before it, whenever each was seen.
+            self._last_s = max(self._last_s, flight.done_s)
+            self._on_done(flight.run, result, self._last_s)

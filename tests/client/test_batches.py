@@ -1,0 +1,124 @@
+"""Batches as arrays: the ordinary way makes no object per row, and what is out of the ordinary ends the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from deltaline_client import NonFiniteInput, Row, RowOutcome, StepError
+from deltaline_client._sequence import Job
+from deltaline_server.errors import Reason
+
+HIDDEN = 8
+
+
+def tokens(count: int, seed: int = 0) -> NDArray[Any]:
+    return np.random.default_rng(seed).integers(-2, 3, (count, HIDDEN)).astype(np.float32)
+
+
+def mixed(sequences: Any) -> list[Row]:
+    a, b, c, d = sequences
+    return [
+        Row.prefill(a, tokens(3, seed=1)),
+        Row.verify(b, tokens(4, seed=2)),
+        Row.decode(c, tokens(1, seed=3)[0]),
+        Row.verify(d, tokens(2, seed=4)),
+    ]
+
+
+def wanted(output: str) -> list[NDArray[Any]]:
+    parts = [np.cumsum(tokens(count, seed=seed), axis=0) for count, seed in ((3, 1), (4, 2), (1, 3), (2, 4))]
+    return [{"all": part, "last": part[-1:], "none": part[:0]}[output] for part in parts]
+
+
+@pytest.mark.parametrize("output", ["all", "last", "none"])
+def test_an_ordinary_step_makes_no_object_per_row(
+    driven: Any, server: Any, monkeypatch: pytest.MonkeyPatch, output: Any
+) -> None:
+    client, do = driven.client, driven.do
+    sequences = do(client.open_many(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "__init__", lambda *_: pytest.fail("a job for an ordinary row"))
+        result = do(client.step(mixed(sequences), output=output))
+        do(client.commit(sequences[1::2], [2, 0]))
+        after = do(client.step([Row.decode(sequence, tokens(1)) for sequence in sequences]))
+    for got, expected in zip(result.outputs, wanted(output), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert [row.tokens for row in result.rows] == [3, 4, 1, 2]
+    assert [row.position for row in result.rows] == [3, 0, 1, 0]
+    assert [row.position for row in after.rows] == [sequence.position for sequence in sequences] == [4, 3, 2, 1]
+    assert all(row.outcome is RowOutcome.EXECUTED and row.error is None for row in after.rows)
+    assert list(server.requests["Step"][-1].accepted) == [-1, 2, -1, 0]
+    np.testing.assert_array_equal(after.outputs[1], tokens(4, seed=2)[:2].sum(axis=0, keepdims=True) + tokens(1))
+    after.outputs[0][0] = 7  # the caller's own memory
+    assert len(server.requests["Step"]) == 2
+
+
+@pytest.mark.parametrize("output", ["all", "last", "none"])
+@pytest.mark.parametrize("fault", ["lost", "full", "a row full", "lost, then a row full"])
+def test_a_mixed_step_out_of_the_ordinary_ends_the_same(driven: Any, server: Any, output: Any, fault: str) -> None:
+    client, do = driven.client, driven.do
+    sequences = do(client.open_many(4))
+    if fault.startswith("lost"):
+        server.lose("Step")
+    if fault == "full":
+        server.refuse("Step", Reason.QUEUE_FULL, 0.002)
+    if fault.endswith("a row full"):
+        server.refuse_rows({1: Reason.QUEUE_FULL}, 0.002)
+    result = do(client.step(mixed(sequences), output=output))
+    for got, expected in zip(result.outputs, wanted(output), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert [row.tokens for row in result.rows] == [3, 4, 1, 2]
+    do(client.commit(sequences[1::2], [4, 1]))
+    assert [sequence.position for sequence in sequences] == [3, 4, 1, 1]
+    assert [server.streams[sequence.handle][0].step for sequence in sequences] == [1] * 4
+
+
+def test_a_refused_verify_of_a_batch_waits_for_no_commit(driven: Any) -> None:
+    client, do = driven.client, driven.do
+    sequences = do(client.open_many(3))
+    hidden = np.stack([tokens(2, seed=row) for row in range(3)])
+    hidden[1, 1, 0] = np.nan
+    with pytest.raises(StepError) as caught:
+        do(client.verify(sequences, hidden))
+    assert isinstance(caught.value.errors[1], NonFiniteInput)
+    assert [sequence.progress().pending_tokens for sequence in sequences] == [2, 0, 2]
+
+
+@pytest.mark.parametrize("form", ["array", "torch", "list"])
+def test_verifies_come_as_an_array_or_a_list(driven: Any, server: Any, form: str) -> None:
+    client, do = driven.client, driven.do
+    sequences = do(client.open_many(3))
+    drafts = np.stack([tokens(4, seed=row) for row in range(3)])
+    hidden: Any = list(drafts) if form == "list" else drafts
+    if form == "torch":
+        hidden = pytest.importorskip("torch").from_numpy(drafts)
+    outputs = do(client.verify(sequences, hidden))
+    assert [output.shape for output in outputs] == [(4, HIDDEN)] * 3
+    np.testing.assert_array_equal(np.stack(outputs), np.cumsum(drafts, axis=1))
+    do(client.commit(sequences, [0, 4, 2]))
+    assert [sequence.position for sequence in sequences] == [0, 4, 2]
+    assert list(server.requests["Step"][-1].query_start_loc) == [0, 4, 8, 12]
+
+
+def test_wrong_arrays_of_drafts_are_named(driven: Any, server: Any) -> None:
+    client, do = driven.client, driven.do
+    sequences = do(client.open_many(2))
+    for shape, message in (
+        ((2, 5, HIDDEN), "1 .. 4 tokens"),
+        ((2, 0, HIDDEN), "1 .. 4 tokens"),
+        ((2, 3, HIDDEN + 1), f"width {HIDDEN}"),
+        ((3, 3, HIDDEN), "2 rows"),
+        ((2, 1, 3, HIDDEN), "shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            do(client.verify(sequences, np.zeros(shape)))
+    assert not server.requests["Step"]
+
+
+def test_a_step_of_no_rows_is_nothing(driven: Any, server: Any) -> None:
+    result = driven.do(driven.client.step([]))
+    assert result.rows == () and not server.requests["Step"]

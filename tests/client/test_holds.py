@@ -1,0 +1,147 @@
+"""Two calls at once on a span of a sequence: one goes, the other is told, whichever way they come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from deltaline_client import Client, DeadlineExceeded, DuplicateSequence, Row, SequenceBusy, StepUnfinished
+from deltaline_client._sequence import Progress
+
+HIDDEN = 8
+
+
+def tokens(count: int, seed: int = 0) -> NDArray[Any]:
+    return np.random.default_rng(seed).integers(-2, 3, (count, HIDDEN)).astype(np.float32)
+
+
+class SlowToRead(Progress):
+    """Lets another thread run between the look at `busy` and what follows."""
+
+    @property
+    def busy(self) -> bool:
+        value: bool = self._busy
+        time.sleep(0.02)
+        return value
+
+    @busy.setter
+    def busy(self, value: bool) -> None:
+        self._busy = value
+
+
+def decode_batch(client: Client, sequences: Any) -> Any:
+    return client.decode(sequences, tokens(len(sequences)))
+
+
+def step_batch(client: Client, sequences: Any) -> Any:
+    return client.step([Row.decode(sequence, tokens(1)) for sequence in sequences])
+
+
+def decode_one(client: Client, sequences: Any) -> Any:
+    return sequences[0].decode(tokens(1))
+
+
+@pytest.mark.parametrize("one", [decode_batch, step_batch, decode_one])
+@pytest.mark.parametrize("other", [decode_batch, decode_one])
+def test_of_two_threads_that_begin_at_once_one_is_refused(
+    server: Any, one: Callable[..., Any], other: Callable[..., Any]
+) -> None:
+    with Client(server.address) as client, ThreadPoolExecutor(2) as threads:
+        sequences = client.open_many(2)
+        client.info()
+        for sequence in sequences:
+            sequence._progress[0] = SlowToRead()
+        server.hang("Step")
+        errors = []
+
+        def run(call: Callable[..., Any]) -> None:
+            try:
+                call(client, sequences)
+            except SequenceBusy as error:
+                errors.append(error)
+                server.released.set()
+
+        for future in [threads.submit(run, call) for call in (one, other)]:
+            future.result(8)
+        assert len(errors) == 1
+        assert len(server.requests["Step"]) == 1
+        assert not any(sequence.progress().busy for sequence in sequences)
+        assert server.streams[sequences[0].handle][0].step == sequences[0].progress().step == 1
+
+
+def test_a_batch_that_is_refused_holds_none_of_its_sequences(server: Any) -> None:
+    with Client(server.address) as client, ThreadPoolExecutor(1) as threads:
+        free, taken = client.open_many(2)
+        client.info()
+        server.hang("Step")
+        call = threads.submit(taken.decode, tokens(1))
+        assert server.arrived.wait(5)
+        with pytest.raises(SequenceBusy):
+            client.decode([free, taken], tokens(2))
+        with pytest.raises(DuplicateSequence):
+            client.decode([free, free], tokens(2))
+        with pytest.raises(SequenceBusy):
+            taken.commit(0)
+        with pytest.raises(SequenceBusy):
+            taken.resume()
+        assert (free.progress().busy, taken.progress().busy) == (False, True)
+        server.released.set()
+        np.testing.assert_array_equal(free.decode(tokens(1)), tokens(1))
+        np.testing.assert_array_equal(call.result(5), tokens(1))
+        np.testing.assert_array_equal(taken.decode(tokens(1)), 2 * tokens(1))
+
+
+def test_a_commit_under_way_keeps_steps_away(server: Any) -> None:
+    with Client(server.address) as client, ThreadPoolExecutor(1) as threads:
+        sequence = client.open()
+        sequence.verify(tokens(3))
+        server.hang("CommitSequences")
+        call = threads.submit(sequence.commit, 2, now=True)
+        assert server.arrived.wait(5)
+        with pytest.raises(SequenceBusy):
+            sequence.decode(tokens(1))
+        with pytest.raises(SequenceBusy):
+            sequence.commit(1)
+        server.released.set()
+        call.result(5)
+        np.testing.assert_array_equal(sequence.decode(tokens(1)[0]), tokens(3)[:2].sum(0) + tokens(1)[0])
+        assert list(server.requests["Step"][-1].accepted) == [-1]
+
+
+def test_what_is_refused_before_it_is_sent_lets_go(driven: Any, server: Any) -> None:
+    client, do = driven.client, driven.do
+    sequence, other = do(client.open_many(2))
+    server.hang("Step")
+    with pytest.raises(DeadlineExceeded):
+        do(sequence.decode(tokens(1), timeout_s=0.2))
+    server.released.set()
+    with pytest.raises(StepUnfinished, match=r"rows\[1\]"):
+        do(client.decode([other, sequence], tokens(2) + 1))
+    np.testing.assert_array_equal(do(other.decode(tokens(1))), tokens(1))
+    np.testing.assert_array_equal(do(sequence.resume()), tokens(1))
+
+
+def test_threads_that_share_a_sequence_lose_no_step(server: Any) -> None:
+    with Client(server.address) as client, ThreadPoolExecutor(4) as threads:
+        sequence = client.open()
+        client.info()
+        done = threading.Semaphore(0)
+
+        def run(_: int) -> None:
+            while True:
+                try:
+                    sequence.decode(np.ones((1, HIDDEN), np.float32))
+                except SequenceBusy:
+                    continue
+                done.release()
+                return
+
+        list(threads.map(run, range(24)))
+        assert sequence.position == sequence.progress().step == server.streams[sequence.handle][0].step == 24

@@ -1,0 +1,44 @@
+"""Values that are not finite are found wherever they lie, in one look and by several threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from deltaline_server.finite import BLOCK, THREADS, FiniteCheck, all_finite, finite_rows
+
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, -np.nan])
+async def test_a_value_that_is_not_finite_is_found_anywhere(dtype: type, value: float) -> None:
+    info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    values: Any = np.full((THREADS * 2 + 1, BLOCK // 2 + 1), info.max, dtype)
+    values[::2] = -info.max
+    values[1, ::3] = info.smallest_subnormal
+    check = FiniteCheck()
+    assert all_finite(values) and await check.all_finite(values)
+    flat = values.reshape(-1)
+    for at in (0, BLOCK - 1, BLOCK, len(flat) // THREADS, len(flat) - 1):
+        before, flat[at] = flat[at], value
+        assert not all_finite(values) and not await check.all_finite(values)
+        row = at // values.shape[1]
+        expected = [not 0 <= row < 2, not 2 <= row < 4, row < 4]
+        assert finite_rows(values, np.array([0, 2, 4])).tolist() == expected
+        flat[at] = before
+    check.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_few_values_are_looked_at_too(dtype: type) -> None:
+    check = FiniteCheck()
+    for count in (1, 2, THREADS + 1):
+        values: Any = np.ones((1, count), dtype)
+        assert await check.all_finite(values)
+        values[0, -1] = np.nan
+        assert not await check.all_finite(values)
+    check.close()
