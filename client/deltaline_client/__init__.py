@@ -9,7 +9,22 @@ Every call is sent again by itself when that is safe and may help (see Retry). I
 or not at all. Knows the protocol; not models, not tokens, not torch (tensors are taken when the caller brings them).
 """
 
+from deltaline_client._adapter_exceptions import (
+    AdapterBytesExhausted,
+    AdapterExists,
+    AdapterInUse,
+    AdaptersOff,
+    AdapterUnknown,
+    InvalidAdapter,
+    UploadTimeout,
+)
 from deltaline_client._async_client import AsyncClient, AsyncSequence
+from deltaline_client._capacity_exceptions import (
+    NoFreeLines,
+    QueueFull,
+    ReplyBytesExhausted,
+    TooManyInFlight,
+)
 from deltaline_client._client import Client, Sequence
 from deltaline_client._exceptions import (
     AcceptedOutOfRange,
@@ -26,15 +41,12 @@ from deltaline_client._exceptions import (
     InvalidRequest,
     InvalidTensor,
     MessageTooLarge,
-    NoFreeLines,
     NonFiniteInput,
     NothingToCommit,
     PositionMismatch,
     PredecessorRefused,
     ProtocolError,
     QueueDeadline,
-    QueueFull,
-    ReplyBytesExhausted,
     RequestError,
     SequenceClosed,
     SequenceExpired,
@@ -48,7 +60,6 @@ from deltaline_client._exceptions import (
     StepGap,
     StepStale,
     Stopping,
-    TooManyInFlight,
     TransportError,
     Unavailable,
     UnknownSpan,
@@ -73,6 +84,11 @@ from deltaline_client._types import (
 
 __all__ = [
     "AcceptedOutOfRange",
+    "AdapterBytesExhausted",
+    "AdapterExists",
+    "AdapterInUse",
+    "AdapterUnknown",
+    "AdaptersOff",
     "AsyncClient",
     "AsyncSequence",
     "Bug",
@@ -86,6 +102,7 @@ __all__ = [
     "Disconnected",
     "Draining",
     "DuplicateSequence",
+    "InvalidAdapter",
     "InvalidBatch",
     "InvalidRequest",
     "InvalidSharedMemory",
@@ -137,5 +154,6 @@ __all__ = [
     "TransportError",
     "Unavailable",
     "UnknownSpan",
+    "UploadTimeout",
     "VerifyPending",
 ]

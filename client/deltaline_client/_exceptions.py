@@ -17,13 +17,17 @@ DeltalineError
 │   ├── AcceptedOutOfRange
 │   ├── NonFiniteInput
 │   ├── MessageTooLarge
+│   ├── InvalidAdapter
+│   ├── AdapterUnknown
 │   └── InvalidSharedMemory
 ├── CapacityError            the server is full: nothing ran, later it may
+│   ├── QueueDeadline
+│   ├── AdapterBytesExhausted
+│   ├── UploadTimeout
 │   ├── NoFreeLines
 │   ├── QueueFull
 │   ├── ReplyBytesExhausted
 │   ├── TooManyInFlight
-│   ├── QueueDeadline
 │   └── SharedMemoryExhausted
 ├── StateError               the state of the sequence is gone
 │   ├── SequenceUnknown
@@ -43,6 +47,9 @@ DeltalineError
 │   ├── PredecessorRefused
 │   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
 │   ├── SequenceBusy         raised here: another call is stepping this sequence right now
+│   ├── AdapterExists
+│   ├── AdapterInUse
+│   ├── AdaptersOff
 │   └── SharedMemoryOff
 ├── ServerError              the server is going away, or has a bug
 │   ├── Draining
@@ -146,30 +153,6 @@ class MessageTooLarge(RequestError):
 
 class CapacityError(DeltalineError):
     """The server is full; nothing ran."""
-
-
-class NoFreeLines(CapacityError):
-    """Fewer state lines are free than sequences were asked for."""
-
-    reason = "NO_FREE_LINES"
-
-
-class QueueFull(CapacityError):
-    """Too many rows or bytes wait for the device."""
-
-    reason = "QUEUE_FULL"
-
-
-class ReplyBytesExhausted(CapacityError):
-    """The reply could not be kept for a retry, so the step was not begun."""
-
-    reason = "REPLY_BYTES_EXHAUSTED"
-
-
-class TooManyInFlight(CapacityError):
-    """Too many steps of one sequence are in flight."""
-
-    reason = "TOO_MANY_IN_FLIGHT"
 
 
 class QueueDeadline(CapacityError):

@@ -103,14 +103,24 @@ class Interceptor(grpc.aio.ServerInterceptor):
                         rpc.sent.inc()
                         yield serialize(response)
 
-        async def stream_stream(bodies: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-            async def requests() -> AsyncIterator[Any]:
-                async for body in bodies:
-                    rpc.received.inc()
-                    yield parse(deserialize, body)
-                    del body  # or an idle stream would hold its last message
+        async def requests(bodies: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for body in bodies:
+                rpc.received.inc()
+                yield parse(deserialize, body)
+                del body  # or an idle stream would hold its last message
 
-            async with self._call(rpc, context), aclosing(handler.stream_stream(requests(), context)) as responses:
+        async def stream_unary(bodies: AsyncIterator[bytes], context: Context) -> bytes:
+            async with self._call(rpc, context):
+                response = serialize(await handler.stream_unary(requests(bodies), context))
+                rpc.sent.inc()
+                return response
+            raise AssertionError("abort() raises")
+
+        async def stream_stream(bodies: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+            async with (
+                self._call(rpc, context),
+                aclosing(handler.stream_stream(requests(bodies), context)) as responses,
+            ):
                 async for response in responses:
                     rpc.sent.inc()
                     yield serialize(response)
@@ -119,6 +129,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
             if handler.request_streaming:
                 return grpc.stream_stream_rpc_method_handler(stream_stream)
             return grpc.unary_stream_rpc_method_handler(unary_stream)
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(stream_unary)
         return grpc.unary_unary_rpc_method_handler(unary)
 
     @asynccontextmanager

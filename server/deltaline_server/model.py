@@ -21,8 +21,9 @@ from deltaline_kernels import Rows
 from deltaline_server.checkpoint import Checkpoint
 from deltaline_server.layers import Block, GatedDeltaNet, Layer
 from deltaline_server.model_config import CONFIG_FILE, GatedDeltaNetShape, ModelConfig, ModelError, Scope
+from deltaline_server.placement import Placement
 from deltaline_server.state_pool import StateOptions, StatePool, check_state
-from deltaline_server.weights import LayerLoader, Placement, random_init
+from deltaline_server.weights import LayerLoader, random_init
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -111,6 +112,13 @@ def load_model(options: ModelOptions) -> Model:
             in_block = options.scope is Scope.BLOCK
             layers[number] = Block(mixer, plan.loader.block(number), eps) if in_block else mixer
         return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shape, plan.placement)
+
+
+@contextmanager
+def open_weights(options: ModelOptions) -> Iterator[LayerLoader]:
+    """Open once more what `load_model` loads from, to read rows of weights, on no device. Raises as it does."""
+    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+        yield plan.loader
 
 
 def check_model(options: ModelOptions, state: StateOptions | None = None) -> None:

@@ -24,7 +24,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ModelError(ValueError):
-    """The model can't be served as asked. The message names what is at fault, what was expected, what was got."""
+    """The model, or an adapter of it, can't be served as asked.
+
+    The message names what is at fault, what was expected, what was got.
+    """
 
 
 class Scope(StrEnum):
@@ -132,11 +135,11 @@ class ModelConfig:
         """Read the parsed config. Raises ModelError naming the key."""
         model_type = raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-            raise ModelError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {_shown(model_type)}")
+            raise ModelError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {shown(model_type)}")
         if "quantization_config" in raw:
             raise ModelError("quantization_config: expected none (quantised weights are not served)")
         nested = MODEL_TYPES[model_type]
-        keys = _Keys(raw.get(nested), f"{nested}.") if nested else _Keys(raw, "")
+        keys = Keys(raw.get(nested), f"{nested}.") if nested else Keys(raw, "")
         keys.require("hidden_act", "silu", default="silu")
         num_layers = keys.integer("num_hidden_layers", 1, MAX_LAYERS)
         mixers = _mixers(keys, num_layers)
@@ -158,24 +161,28 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
         size = path.stat().st_size
         if size > max_bytes:
             raise ModelError(f"{path.name}: expected at most {max_bytes} bytes, got {size}")
-        parsed = json.loads(path.read_bytes())
+        return parse_json_object(path.read_bytes(), path.name)
     except OSError as error:
         raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
+
+
+def parse_json_object(text: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises ModelError naming it by `name`."""
+    try:
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{path.name}: expected JSON, got something else ({error})") from error
+        raise ModelError(f"{name}: expected JSON, got something else ({error})") from error
     if not isinstance(parsed, dict):
-        raise ModelError(f"{path.name}: expected a JSON object, got {_shown(parsed)}")
+        raise ModelError(f"{name}: expected a JSON object, got {shown(parsed)}")
     return parsed
 
 
-class _Keys:
+class Keys:
     """Typed access to the keys of a config; `prefix` is what messages put before a key."""
 
     def __init__(self, values: object, prefix: str) -> None:
         if not isinstance(values, Mapping):
-            raise ModelError(f"{prefix.rstrip('.')}: expected an object, got {_shown(values)}")
+            raise ModelError(f"{prefix.rstrip('.')}: expected an object, got {shown(values)}")
         self._values = values
         self._prefix = prefix
 
@@ -185,7 +192,7 @@ class _Keys:
 
     def fail(self, key: str, expected: str) -> ModelError:
         """The error that `key` is not as expected."""
-        got = _shown(self._values[key]) if key in self._values else "nothing"
+        got = shown(self._values[key]) if key in self._values else "nothing"
         return ModelError(f"{self._prefix}{key}: expected {expected}, got {got}")
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
@@ -205,7 +212,7 @@ class _Keys:
             raise self.fail(key, f"'{expected}'")
 
 
-def _gated_delta_net(keys: _Keys) -> GatedDeltaNetShape:
+def _gated_delta_net(keys: Keys) -> GatedDeltaNetShape:
     shape = GatedDeltaNetShape(
         num_key_heads=keys.integer("linear_num_key_heads", 1, MAX_LAYERS),
         num_value_heads=keys.integer("linear_num_value_heads", 1, MAX_LAYERS),
@@ -218,7 +225,7 @@ def _gated_delta_net(keys: _Keys) -> GatedDeltaNetShape:
     return shape
 
 
-def _mixers(keys: _Keys, num_layers: int) -> tuple[MixerKind, ...]:
+def _mixers(keys: Keys, num_layers: int) -> tuple[MixerKind, ...]:
     """The mixer of each layer: `layer_types`, or every full_attention_interval-th is attention."""
     types = keys.get("layer_types")
     if types is None:
@@ -231,7 +238,7 @@ def _mixers(keys: _Keys, num_layers: int) -> tuple[MixerKind, ...]:
     return tuple(MixerKind(kind) for kind in types)
 
 
-def _mlps(keys: _Keys, num_layers: int) -> tuple[MlpKind, ...]:
+def _mlps(keys: Keys, num_layers: int) -> tuple[MlpKind, ...]:
     """The MLP of each layer; absent keys mean what they mean to the checkpoint's model."""
     dense = keys.get("mlp_only_layers")
     if dense is None:
@@ -246,15 +253,15 @@ def _mlps(keys: _Keys, num_layers: int) -> tuple[MlpKind, ...]:
     )
 
 
-def _dtype(keys: _Keys, raw: Mapping[str, Any]) -> str | None:
+def _dtype(keys: Keys, raw: Mapping[str, Any]) -> str | None:
     """The dtype that the config names, under its new or its old key, nested or not."""
     named = keys.get("dtype") or keys.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype")
     if named is not None and named not in DTYPES:
-        raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {_shown(named)}")
+        raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {shown(named)}")
     return named
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value for a message, cut short."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

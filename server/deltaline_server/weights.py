@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from deltaline_server.checkpoint import DTYPES, RandomTensors, TensorSource
 from deltaline_server.model_config import LayerConfig, MixerKind, MlpKind, ModelConfig, ModelError, Scope
+from deltaline_server.modules import ALL, MIXER, Module, Packed, served_modules, whole_sections
+from deltaline_server.placement import Placement
 
 # What transformers writes before a layer's number: in whole models, then in models saved without their head.
 PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "language_model.layers.")
-MIXER = "linear_attn."
 # The rest of a block: checked in block scope, passed over in mixer scope.
 REST = ("input_layernorm.", "post_attention_layernorm.", "mlp.")
-ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -49,52 +50,18 @@ class BlockWeights:
     down: Tensor
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where weights go: device and dtype, and the share of the heads that rank `rank` of `world_size` holds."""
-
-    device: torch.device
-    dtype: torch.dtype
-    rank: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ModelError(f"world_size: expected at least 1, got {self.world_size}")
-        if not 0 <= self.rank < self.world_size:
-            raise ModelError(f"rank: expected 0..{self.world_size - 1}, got {self.rank}")
-
-    def share(self, size: int, start: int = 0) -> slice:
-        """Return this rank's part of `size` rows or columns that begin at `start`; world_size divides size."""
-        part = size // self.world_size
-        return slice(start + self.rank * part, start + (self.rank + 1) * part)
-
-
 def expected_tensors(config: ModelConfig, scope: Scope) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors of one served layer, without the prefix and the layer's number."""
     shape, hidden = config.gated_delta_net, config.hidden_size
-    heads = shape.num_value_heads
     tensors: dict[str, tuple[int, ...]] = {
-        "conv1d.weight": (shape.conv_channels, 1, shape.conv_width),
-        "A_log": (heads,),
-        "dt_bias": (heads,),
-        "norm.weight": (shape.value_dim,),
-        "out_proj.weight": (hidden, shape.values),
+        MIXER + "conv1d.weight": (shape.conv_channels, 1, shape.conv_width),
+        MIXER + "A_log": (shape.num_value_heads,),
+        MIXER + "dt_bias": (shape.num_value_heads,),
+        MIXER + "norm.weight": (shape.value_dim,),
     }
-    if config.interleaves_projections:
-        tensors["in_proj_qkvz.weight"] = (shape.conv_channels + shape.values, hidden)
-        tensors["in_proj_ba.weight"] = (2 * heads, hidden)
-    else:
-        tensors["in_proj_qkv.weight"] = (shape.conv_channels, hidden)
-        tensors["in_proj_z.weight"] = (shape.values, hidden)
-        tensors["in_proj_b.weight"] = (heads, hidden)
-        tensors["in_proj_a.weight"] = (heads, hidden)
-    tensors = {MIXER + name: size for name, size in tensors.items()}
+    tensors |= {f"{module.name}.weight": (module.rows, module.columns) for module in served_modules(config, scope)}
     if scope is Scope.BLOCK:
-        inner = config.intermediate_size
         tensors |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-        tensors |= {"mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden)}
-        tensors |= {"mlp.down_proj.weight": (hidden, inner)}
     return tensors
 
 
@@ -118,6 +85,7 @@ class LayerLoader:
         self._config = config
         self._placement = placement
         self.shape = config.gated_delta_net.shard(placement.world_size)
+        self._modules = served_modules(config, scope)
         inner = config.intermediate_size
         if scope is Scope.BLOCK and inner % placement.world_size:
             raise ModelError(f"world_size: expected a divisor of intermediate_size {inner}, got {placement.world_size}")
@@ -129,57 +97,42 @@ class LayerLoader:
         """Load the mixer of a layer."""
         name = f"{self._prefix}{layer}.{MIXER}"
         whole, place = self._config.gated_delta_net, self._placement
-        project = self._interleaved if self._config.interleaves_projections else self._separate
-        conv = torch.cat(self._qkv_rows(f"{name}conv1d.weight"))
+        sections = (whole.keys, whole.keys, whole.values)
+        conv = whole_sections(sections, partial(self._read, f"{name}conv1d.weight"), place)
         return MixerWeights(
-            in_proj=self._put(torch.cat(project(name))),
+            in_proj=self._projection(layer, Packed.IN_PROJ),
             conv=self._put(conv.squeeze(1).t()),
             A_log=self._put(self._read(f"{name}A_log", place.share(whole.num_value_heads)), torch.float32),
             dt_bias=self._put(self._read(f"{name}dt_bias", place.share(whole.num_value_heads)), torch.float32),
             norm=self._put(self._read(f"{name}norm.weight"), torch.float32),
-            out_proj=self._put(self._read(f"{name}out_proj.weight", ALL, place.share(whole.values))),
+            out_proj=self._projection(layer, Packed.OUT_PROJ),
         )
 
     def block(self, layer: int) -> BlockWeights:
         """Load what surrounds the mixer of a layer."""
         name = f"{self._prefix}{layer}."
-        part = self._placement.share(self._config.intermediate_size)
-        gate_up = [self._read(f"{name}mlp.{half}_proj.weight", part) for half in ("gate", "up")]
         return BlockWeights(
             input_norm=self._put(1 + self._read(f"{name}input_layernorm.weight").float(), torch.float32),
             post_norm=self._put(1 + self._read(f"{name}post_attention_layernorm.weight").float(), torch.float32),
-            gate_up=self._put(torch.cat(gate_up)),
-            down=self._put(self._read(f"{name}mlp.down_proj.weight", ALL, part)),
+            gate_up=self._projection(layer, Packed.GATE_UP),
+            down=self._projection(layer, Packed.DOWN),
         )
 
-    def _separate(self, name: str) -> list[Tensor]:
-        """Read q, k, v, z, b, a from one tensor for q | k | v and one for each of the others."""
-        whole, place = self._config.gated_delta_net, self._placement
-        heads = place.share(whole.num_value_heads)
-        return [
-            *self._qkv_rows(f"{name}in_proj_qkv.weight"),
-            self._read(f"{name}in_proj_z.weight", place.share(whole.values)),
-            self._read(f"{name}in_proj_b.weight", heads),
-            self._read(f"{name}in_proj_a.weight", heads),
-        ]
+    def rows(self, layer: int, module: Module) -> Tensor:
+        """Read a module's weight, this rank's rows in the served order and all columns, as its file has it."""
+        return module.order(partial(self._read, f"{self._prefix}{layer}.{module.name}.weight"), self._placement)
 
-    def _interleaved(self, name: str) -> list[Tensor]:
-        """Read q, k, v, z, b, a from tensors whose rows are, for each key head, its q | k | v | z and its b | a."""
-        whole, place, shape = self._config.gated_delta_net, self._placement, self.shape
-        qkvz = self._read(f"{name}in_proj_qkvz.weight", place.share(whole.conv_channels + whole.values))
-        ba = self._read(f"{name}in_proj_ba.weight", place.share(2 * whole.num_value_heads))
-        values = shape.group * shape.value_dim
-        parts = (
-            *qkvz.unflatten(0, (shape.num_key_heads, -1)).split((shape.key_dim, shape.key_dim, values, values), dim=1),
-            *ba.unflatten(0, (shape.num_key_heads, -1)).split((shape.group, shape.group), dim=1),
-        )
-        return [part.flatten(0, 1) for part in parts]
-
-    def _qkv_rows(self, name: str) -> list[Tensor]:
-        """Read this rank's rows of q, k and v from a tensor whose rows are q | k | v."""
-        whole, place = self._config.gated_delta_net, self._placement
-        sections = ((whole.keys, 0), (whole.keys, whole.keys), (whole.values, 2 * whole.keys))
-        return [self._read(name, place.share(size, start)) for size, start in sections]
+    def _projection(self, layer: int, packed: Packed) -> Tensor:
+        """Load the modules of a served projection, their rows one after the other."""
+        place = self._placement
+        parts = []
+        for module in self._modules:
+            if module.packed is packed:
+                read = partial(
+                    self._read, f"{self._prefix}{layer}.{module.name}.weight", columns=module.columns_of(place)
+                )
+                parts.append(module.order(read, place))
+        return self._put(torch.cat(parts))
 
     def _read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         return self._source.read(name, rows, columns)

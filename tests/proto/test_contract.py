@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2
 
-from deltaline.v1 import admin_service_pb2, layer_service_pb2, tensor_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, tensor_pb2
 
 ROOT = Path(__file__).parents[2] / "proto"
-FILES = [tensor_pb2.DESCRIPTOR, layer_service_pb2.DESCRIPTOR, admin_service_pb2.DESCRIPTOR]
+FILES = [module.DESCRIPTOR for module in (tensor_pb2, layer_service_pb2, admin_service_pb2, adapter_service_pb2)]
 METHODS = [m for file in FILES for service in file.services_by_name.values() for m in service.methods]
 
 
@@ -71,7 +71,8 @@ def test_each_method_has_its_own_request_and_response(method: Any) -> None:
 
 
 def test_file_names_and_packages_agree() -> None:
-    assert [(file.package, file.name.rsplit("/", 1)[0]) for file in files()] == [("deltaline.v1", "deltaline/v1")] * 3
+    expected = [("deltaline.v1", "deltaline/v1")] * len(FILES)
+    assert [(file.package, file.name.rsplit("/", 1)[0]) for file in files()] == expected
 
 
 def test_enum_values_are_named_after_their_enum_and_start_unspecified() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from deltaline_server.checkpoint import Checkpoint, TensorInfo
 from deltaline_server.model_config import ModelConfig, ModelError, Scope
-from deltaline_server.weights import LayerLoader, MixerWeights, Placement, expected_tensors, random_init
+from deltaline_server.placement import Placement
+from deltaline_server.weights import LayerLoader, MixerWeights, expected_tensors, random_init
 
 CPU = torch.device("cpu")
 WHOLE = Placement(CPU, torch.float32)

@@ -1,0 +1,115 @@
+"""Where the tensors of an adapter belong: the modules of the served layers, and those that somebody else computes.
+
+Knows names, as PEFT writes them; reads no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from deltaline_server.model_config import MixerKind, MlpKind, ModelConfig, ModelError, Scope, shown
+from deltaline_server.modules import MLP, Module, mlp_modules, served_modules
+from deltaline_server.placement import Placement
+from deltaline_server.weights import PREFIXES
+
+PEFT_PREFIX = "base_model.model."
+# The modules of an attention mixer; no config says their shapes yet.
+ATTENTION_MODULES = frozenset(f"self_attn.{name}_proj" for name in "qkvo")
+# What a model has beside its layers: model_type -> the beginnings of its modules' names.
+BESIDE_LAYERS = {"qwen3_5": ("model.visual.", "visual.")}
+BESIDE = -1
+
+
+class Part(StrEnum):
+    """What a tensor is to its module; the ends of the names that PEFT writes."""
+
+    A = "lora_A.weight"
+    B = "lora_B.weight"
+    MAGNITUDE = "lora_magnitude_vector"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a tensor belongs to. prefix: what stands before the layer's number; module: the name behind it.
+
+    Of what is no layer's, layer is BESIDE, prefix is empty and module is the whole name.
+    """
+
+    prefix: str
+    layer: int
+    module: str
+    part: Part
+
+    @property
+    def module_name(self) -> str:
+        """The module's whole name in the model."""
+        return self.module if self.layer == BESIDE else f"{self.prefix}{self.layer}.{self.module}"
+
+
+def parse_name(name: str) -> Place:
+    """Read the name of a tensor. Raises ModelError naming it, if PEFT gives no tensor of LoRA's such a name."""
+    stem, part = next(
+        ((name.removesuffix(f".{part}"), part) for part in Part if name.endswith(f".{part}")), (name, None)
+    )
+    inner = stem.removeprefix(PEFT_PREFIX)
+    prefix = next((prefix for prefix in PREFIXES if inner.startswith(prefix)), None)
+    if part is None or inner == stem:
+        raise _no_match(name)
+    if prefix is None:
+        return Place("", BESIDE, inner, part)
+    number, _, module = inner.removeprefix(prefix).partition(".")
+    if not (number.isascii() and number.isdecimal() and len(number) <= 4 and str(int(number)) == number and module):
+        raise _no_match(name)
+    return Place(prefix, int(number), module, part)
+
+
+class AdapterLayout:
+    """The served layers of a model, as an adapter sees them. Constant."""
+
+    def __init__(self, config: ModelConfig, scope: Scope, layers: Sequence[int], placement: Placement) -> None:
+        self.placement = placement
+        self.layers = tuple(sorted(layers))
+        self.modules = served_modules(config, scope)
+        """The modules of a served layer, in the order of their projections' rows."""
+        self._served = {module.name: module for module in self.modules}
+        self._mixer = {module.name: module for module in served_modules(config, Scope.MIXER)}
+        self._mlp = {module.name: module for module in mlp_modules(config)}
+        self._config = config
+
+    def start(self, module: Module) -> int:
+        """The first row of a module in its served projection, on this rank."""
+        before = self.modules[: self.modules.index(module)]
+        world_size = self.placement.world_size
+        return sum(other.served_shape(world_size)[0] for other in before if other.packed is module.packed)
+
+    def served(self, place: Place) -> Module | None:
+        """The served module that a tensor belongs to, None where it is not served here."""
+        return self._served.get(place.module) if place.layer in self.layers else None
+
+    def check(self, place: Place, name: str) -> tuple[int, int] | None:
+        """Return rows and columns of the module that a tensor belongs to, None where no config tells them.
+
+        Raises ModelError naming the tensor, if the model has no such module.
+        """
+        if place.layer == BESIDE and place.module.startswith(BESIDE_LAYERS.get(self._config.model_type, ())):
+            return None
+        if not 0 <= place.layer < len(self._config.layers):
+            raise _no_match(name)
+        layer = self._config.layers[place.layer]
+        is_attention = layer.mixer is MixerKind.ATTENTION
+        if is_attention and place.module in ATTENTION_MODULES:
+            return None
+        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and place.module.startswith(MLP):
+            return None
+        module = None if is_attention else self._mixer.get(place.module)
+        if module is None and layer.mlp is MlpKind.DENSE:
+            module = self._mlp.get(place.module)
+        if module is None:
+            raise _no_match(name)
+        return module.rows, module.columns
+
+
+def _no_match(name: str) -> ModelError:
+    return ModelError(f"{shown(name)}: expected a tensor of a linear module of the model, found no such module")

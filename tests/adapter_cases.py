@@ -1,0 +1,148 @@
+"""Small models and adapters for tests: base weights in memory, and adapters as PEFT writes them.
+
+Knows the files' format by itself, not from the server: what it writes is what the server has to read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from deltaline_server.checkpoint import TensorInfo
+from deltaline_server.model_config import ModelConfig, Scope
+from deltaline_server.weights import expected_tensors
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "num_experts": 0,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "rms_norm_eps": 1e-6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+}
+NEXT = ModelConfig.from_mapping(CONFIG)
+QWEN3_5 = ModelConfig.from_mapping(CONFIG | {"model_type": "qwen3_5_text"})
+IN_PROJ = {
+    "qwen3_next": ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"],
+    "qwen3_5_text": [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")],
+}
+MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+PREFIX = "base_model.model."
+
+
+class MemoryTensors:
+    """Tensors in memory, as a source."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo("memory", tuple(self.tensors[name].shape), "F32")
+
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        tensor = self.tensors[name]
+        return tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]
+
+
+def modules(config: ModelConfig) -> list[str]:
+    """The linear modules of a layer with a Gated DeltaNet mixer."""
+    return [*IN_PROJ[config.model_type], "linear_attn.out_proj", *MLP]
+
+
+def base_weights(config: ModelConfig, layers: int = 2) -> MemoryTensors:
+    """The weights of the first layers of a config."""
+    shapes = expected_tensors(config, Scope.BLOCK)
+    return MemoryTensors(
+        {f"model.layers.{i}.{name}": torch.randn(shape) for i in range(layers) for name, shape in shapes.items()}
+    )
+
+
+def adapter_config(**changes: Any) -> dict[str, Any]:
+    """A config as PEFT 0.21 writes it, for all modules of the layers' mixers and MLPs."""
+    config: dict[str, Any] = {
+        "alora_invocation_tokens": None,
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "base_model_name_or_path": "base",
+        "bias": "none",
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layer_replication": None,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "loftq_config": {},
+        "lora_alpha": 6,
+        "lora_bias": False,
+        "lora_dropout": 0.05,
+        "megatron_config": None,
+        "megatron_core": "megatron.core",
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "peft_version": "0.21.2",
+        "qalora_group_size": 16,
+        "r": 3,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": "all-linear",
+        "target_parameters": None,
+        "task_type": "CAUSAL_LM",
+        "trainable_token_indices": None,
+        "use_dora": False,
+        "use_qalora": False,
+        "use_rslora": False,
+    }
+    return config | changes
+
+
+def adapter_tensors(
+    base: MemoryTensors,
+    names: list[str],
+    layers: range = range(2),
+    ranks: Mapping[str, int] | None = None,
+    rank: int = 3,
+) -> dict[str, Tensor]:
+    """Random A and B of modules, by PEFT's names; `ranks` by module's name where they differ."""
+    tensors = {}
+    for layer in layers:
+        for name in names:
+            rows, columns = base.tensors[f"model.layers.{layer}.{name}.weight"].shape
+            stem = f"{PREFIX}model.layers.{layer}.{name}"
+            size = (ranks or {}).get(name, rank)
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(size, columns)
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(rows, size)
+    return tensors
+
+
+def with_magnitudes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors with DoRA's beside every B."""
+    more = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith("lora_B.weight"):
+            more[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.rand(len(tensor)) + 0.5
+    return more
+
+
+def write_adapter(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """Write a directory as PEFT does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+    (directory / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+    return directory
