@@ -105,7 +105,7 @@ class Tenant:
         response = await self.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name=name, drain=drain), timeout=60)
         return int(response.sequences)
 
-    async def list(self) -> pb.ListAdaptersResponse:
+    async def listed(self) -> pb.ListAdaptersResponse:
         response: pb.ListAdaptersResponse = await self.adapters.ListAdapters(pb.ListAdaptersRequest(), timeout=60)
         return response
 

@@ -89,7 +89,7 @@ async def test_rows_of_many_adapters_and_of_none_in_one_batch(
         alone = [fleet.expected(programs[0], content_hash)[0] for content_hash in (b"", *fleet.hashes)]
         far = [relative_error(a, b) for i, a in enumerate(alone) for b in alone[:i]]
         assert min(far) > 100 * TOLERANCE, "the adapters are too much alike to tell them apart"
-        listed = await tenant.list()
+        listed = await tenant.listed()
         assert {(one.name, one.state, one.sequences) for one in listed.adapters} == {
             (f"a{i}", RESIDENT, 2) for i in range(4)
         }
@@ -134,12 +134,12 @@ async def test_what_is_in_use_stays_what_it_is(make_server: MakeServer) -> None:
         await tenant.load(fleet.upload("a", 1))
         (new,), new_hash = await tenant.open("a")
         assert [old_hash, new_hash] == fleet.hashes
-        assert [one.state == DRAINING for one in (await tenant.list()).adapters] == [False, True]
+        assert [one.state == DRAINING for one in (await tenant.listed()).adapters] == [False, True]
         rest = Program(programs[0].steps[2:])
         outputs = await run_together(tenant.client, [old, new], [rest, programs[1]])
         check(fleet, programs, [first[0] + outputs[0], outputs[1]], [old_hash, new_hash])
         await tenant.client.close([old])
-        assert [one.content_hash for one in (await tenant.list()).adapters] == [new_hash]
+        assert [one.content_hash for one in (await tenant.listed()).adapters] == [new_hash]
         await tenant.client.close([new])
         assert await tenant.unload("a") == 0
 
@@ -187,7 +187,7 @@ async def test_opening_again_with_the_same_token(make_server: MakeServer) -> Non
         for other in ("a1", ""):
             with refused("INVALID_ARGUMENT", "INVALID_REQUEST"):
                 await tenant.open(other, 2, open_token=token)
-        assert (await tenant.list()).adapters[0].sequences == 2
+        assert (await tenant.listed()).adapters[0].sequences == 2
 
 
 async def test_a_lease_that_ran_out_frees_the_adapter(make_server: MakeServer) -> None:
@@ -196,10 +196,10 @@ async def test_a_lease_that_ran_out_frees_the_adapter(make_server: MakeServer) -
         await tenant.load(fleet.upload("a", 0))
         await tenant.open("a", 3, lease_ms=100)
         async with asyncio.timeout(10):
-            while (await tenant.list()).adapters[0].sequences:  # noqa: ASYNC110
+            while (await tenant.listed()).adapters[0].sequences:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert await tenant.unload("a") == 0
-        assert (await tenant.list()).used_bytes == 0
+        assert (await tenant.listed()).used_bytes == 0
 
 
 async def test_a_server_without_adapters(make_server: MakeServer) -> None:
@@ -208,7 +208,7 @@ async def test_a_server_without_adapters(make_server: MakeServer) -> None:
             lambda: tenant.open("a"),
             lambda: tenant.load("a"),
             lambda: tenant.unload("a"),
-            tenant.list,
+            tenant.listed,
         ]
         for call in calls:
             with refused("FAILED_PRECONDITION", "ADAPTERS_OFF"):
