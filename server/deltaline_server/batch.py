@@ -108,7 +108,13 @@ def lay_out(pieces: list[Piece], table: SequenceTable, num_short: int) -> StepBa
         control[5, row:end] = draft_half.take(slots)
         row, token = end, token + int(ends[-1])
     hidden = tuple(piece.hidden() for piece in pieces)
-    return StepBatch(span, control, num_short, hidden, _wanted(pieces), _into(pieces))
+    wanted, into = _wanted(pieces), _into(pieces)
+    copied_bytes = sum(
+        array.nbytes for piece, array in zip(pieces, hidden, strict=True) if not piece.job.request.is_input_shared
+    )
+    if not into:
+        copied_bytes += (token if wanted is None else len(wanted)) * hidden[0].shape[1] * hidden[0].itemsize
+    return StepBatch(span, control, num_short, hidden, wanted, into, copied_bytes)
 
 
 def _into(pieces: list[Piece]) -> tuple[NDArray[Any], ...]:
