@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,6 @@ class Served:
 
     model: Model
     adapters: dict[str, Adapter]
-    slots: dict[str, int] = field(default_factory=lambda: dict(SLOTS))
 
     def __post_init__(self) -> None:
         self.pool = self.model.make_pool(StateOptions(len(NAMES), MAX_DRAFT))
@@ -132,7 +131,7 @@ class Served:
         values |= {"num_replayed": zeros, "draft_half": zeros} | fields
         device = self.model.device
         rows = Rows.build(lengths, **values, max_short=MAX_DRAFT, device=device)
-        slots = torch.tensor([self.slots[name] for name in names], dtype=torch.int32, device=device)
+        slots = torch.tensor([SLOTS[name] for name in names], dtype=torch.int32, device=device)
         output = self.model.forward(0, torch.cat(list(hidden)).to(device), rows, self.pool, slots)
         return list(output.cpu().split(lengths))
 
@@ -214,3 +213,33 @@ def test_mixers_alone(tuned: Tuned, device: str) -> None:
     ours = served.step(rows, names, lines, read_line=[0] * len(names))
     for own, name, row in zip(ours, names, rows, strict=True):
         assert_close(own, tuned.run(name, row, tuned.cache(), Scope.MIXER))
+
+
+def test_the_outputs_of_two_ranks_sum_to_the_whole(tuned: Tuned, device: str) -> None:
+    """What adapters add, and what DoRA multiplies, is dealt out with the heads."""
+    names = [name for name in NAMES if name != "mlps"]
+    rows = [torch.randn(6 + i, HIDDEN) for i in range(len(names))]
+    lines, fresh = list(range(1, len(names) + 1)), [0] * len(names)
+    sums = [torch.zeros_like(row) for row in rows]
+    for rank in (0, 1):
+        options = {"scope": Scope.MIXER, "spans": [range(2, 3)], "rank": rank, "world_size": 2}
+        served = serve(tuned, device, filter(None, names), **options)
+        for total, part in zip(sums, served.step(rows, names, lines, read_line=fresh), strict=True):
+            total += part
+    for total, name, row in zip(sums, names, rows, strict=True):
+        assert_close(total, tuned.run(name, row, tuned.cache(), Scope.MIXER))
+
+
+def test_another_adapter_in_a_slot_is_another_model(tuned: Tuned, device: str) -> None:
+    """Of fewer ranks, without factors and for other modules: nothing of the one before is left."""
+    served = serve(tuned, device)
+    row = torch.randn(20, HIDDEN)
+    assert served.model.adapters is not None
+    for before, after in (("dora", "mixers"), ("mixers", "mlps"), ("plain", "one-layer"), ("patterns", "parts")):
+        slot = SLOTS[before]
+        fill_slots(served.model.adapters, {slot: served.adapters[before], 6: served.adapters[before]})
+        [ours] = served.step([row], [before], [1], read_line=[0])
+        assert_close(ours, tuned.run(before, row, tuned.cache()))
+        fill_slots(served.model.adapters, {slot: served.adapters[after]})
+        [ours] = served.step([row], [before], [1], read_line=[0])
+        assert_close(ours, tuned.run(after, row, tuned.cache()))
