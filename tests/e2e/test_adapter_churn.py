@@ -7,12 +7,13 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import torch
 from adapter_fleet import MAX_RANK, Fleet, Tenant
 from grpc_status import rpc_status
 from programs import Program, relative_error, run_together
@@ -23,7 +24,8 @@ from deltaline_server.app import Server
 
 TOLERANCE = 1e-4
 NUM_CLIENTS, NUM_SLOTS, NUM_ADAPTERS = 8, 8, 200
-# The whole churn takes about a minute on two cores: DELTALINE_TEST_CHURN=2000 asks for it.
+# The whole churn takes most of a minute on two idle cores; it is asked for by
+# DELTALINE_TEST_CHURN=2000 pytest tests/e2e/test_adapter_churn.py
 NUM_SEQUENCES = int(os.environ.get("DELTALINE_TEST_CHURN", "400"))
 # No base row waits for anything but other rows.
 BASE_S = 5.0
@@ -110,7 +112,17 @@ class Churn:
         self.counts[reason_of(status)] += 1
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """So many small products on both sides of the wire are quicker without threads that wait for one another."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("one_thread")
 async def test_200_adapters_over_8_slots(make_server: Callable[..., Server], tmp_path: Path) -> None:
     root = tmp_path / "root"
     options = {"adapter_root": str(root), "adapter_slots": NUM_SLOTS, "max_adapter_rank": MAX_RANK}
