@@ -11,15 +11,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from deltaline_server.adapter_copier import AdapterCopier, CallSoon
 from deltaline_server.adapter_loader import AdapterLoader
 from deltaline_server.adapter_registry import AdapterRegistry
 from deltaline_server.adapter_root import AdapterRoot
 from deltaline_server.adapter_slots import AdapterSlots
 from deltaline_server.config import Config
+from deltaline_server.host_memory import HostMemory
 from deltaline_server.model import Model, ModelOptions, open_weights
+from deltaline_server.pinning import CudaPinning
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,18 @@ class Adapters:
         if config.adapter_root is not None:
             root = AdapterRoot(Path(config.adapter_root))
             closing.callback(root.close)
+        memory = HostMemory(CudaPinning(model.device) if model.device.type == "cuda" else None)
+        closing.callback(memory.close)
         copier = AdapterCopier(model.adapters, call_soon)
         closing.callback(copier.close)
         slots = AdapterSlots(model.adapters.num_slots, copier, clock)
         registry = AdapterRegistry(config.adapter_bytes, slots)
-        is_pinned = model.device.type == "cuda"
         loader = AdapterLoader(
             registry=registry,
             layout=model.layout,
             root=root,
             open_base=lambda: open_weights(options),
-            allocate=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned),
+            allocate=memory.allocate,
             max_rank=config.max_adapter_rank,
         )
         return cls(registry, slots, loader, closing)
