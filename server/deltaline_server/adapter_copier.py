@@ -42,6 +42,8 @@ class AdapterCopier:
 
     def __init__(self, store: AdapterStore, call_soon: CallSoon) -> None:
         self._store, self._call_soon = store, call_soon
+        # `close` may be called on another thread than the rest.
+        self._lock = threading.Lock()
         self._is_closed = False
         self._jobs: queue.SimpleQueue[_Copy | _Clear | None] = queue.SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
@@ -60,29 +62,32 @@ class AdapterCopier:
         """
         if not isinstance(content, Adapter):
             raise TypeError(f"content: expected an Adapter, got {type(content).__name__}")
-        if self._is_closed:
+        if not self._put(_Copy(slot, content, done)):
             self._call_soon(lambda: done(False))
-        else:
-            self._put(_Copy(slot, content, done))
 
     def clear(self, slot: int) -> None:
         """Overwrite a slot with zeros, before what it is told afterwards."""
-        if not self._is_closed:
-            self._put(_Clear(slot))
+        self._put(_Clear(slot))
 
     def close(self) -> None:
         """Finish what was begun and end the thread. Idempotent; to be called while `call_soon` still takes calls."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._jobs.put(None)
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._jobs.put(None)
         if self._is_started:
             self._thread.join()
 
-    def _put(self, job: _Copy | _Clear) -> None:
-        if not self._is_started:
-            self._is_started = True
-            self._thread.start()
-        self._jobs.put(job)
+    def _put(self, job: _Copy | _Clear) -> bool:
+        """Give the thread a job; whether it takes any more."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            if not self._is_started:
+                self._is_started = True
+                self._thread.start()
+            self._jobs.put(job)
+            return True
 
     def _serve(self) -> None:
         """The thread."""

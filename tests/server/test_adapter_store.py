@@ -192,6 +192,23 @@ def test_after_the_end_copies_go_wrong_and_nobody_waits(monkeypatch: pytest.Monk
     assert rig.told == [("late", False)] and rig.copies == 0
 
 
+def test_whoever_copies_while_it_ends_is_told_once() -> None:
+    layout = make_layout()
+    store, adapter = AdapterStore(layout, 1, 8), random_adapter(layout, 1)
+    for _ in range(20):
+        calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        copier, told = AdapterCopier(store, calls.put), queue.SimpleQueue[bool]()
+        closer = threading.Thread(target=copier.close)
+        for number in range(12):
+            copier.copy(0, adapter, told.put)
+            if number == 4:
+                closer.start()
+        closer.join()
+        for _ in range(12):
+            calls.get(timeout=WAIT_S)()
+        assert told.qsize() == 12 and calls.empty()
+
+
 def test_what_is_no_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     with pytest.raises(TypeError, match="content: expected an Adapter, got FakeContent"):
