@@ -8,12 +8,14 @@ from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
-from deltaline_client import _calls, _commit, _sequences, _step
+from deltaline_client import _adapters, _calls, _commit, _sequences, _step
+from deltaline_client._adapters import AdaptersRecord
 from deltaline_client._async_stream import AsyncStepStream, Mailbox
 from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
 from deltaline_client._exceptions import DeltalineError
-from deltaline_client._flow import Flow, Receive, Send, Sleep, awaited
+from deltaline_client._flow import Call, Flow, Receive, Send, Sleep, awaited
 from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
@@ -73,7 +75,7 @@ class AsyncClient(ClientState):
                     command = flow.send(None)
                     continue
                 try:
-                    response = await self._methods[command.method.path](command.request, timeout=command.timeout_s)
+                    response = await self._answer(command)
                 except grpc.RpcError as failure:
                     command = flow.throw(error_of(failure))
                 except (asyncio.CancelledError, grpc.aio.UsageError):
@@ -88,6 +90,24 @@ class AsyncClient(ClientState):
         finally:
             flow.close()
 
+    async def _answer(self, command: Call) -> Any:
+        """Make one attempt at a method."""
+        method = self._methods[command.method.path]
+        if isinstance(command.request, Message):
+            return await method(command.request, timeout=command.timeout_s)
+        call = method(timeout=command.timeout_s)
+        try:
+            # In a thread: the next request may have to be read from a disk first.
+            while (request := await asyncio.to_thread(next, command.request, None)) is not None:
+                await call.write(request)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the call is over: awaited, it tells why
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        return await call
+
     async def open(self, *, lease_s: float | None = None) -> AsyncSequence:
         """Open a sequence with zero state. lease_s: how long it lives without a step; default the server's."""
         return (await self.open_many(1, lease_s=lease_s))[0]
@@ -98,6 +118,11 @@ class AsyncClient(ClientState):
 
     def _sequence(self, handle: int, server_epoch: int) -> AsyncSequence:
         return AsyncSequence(self, handle, server_epoch)
+
+    @property
+    def adapters(self) -> AsyncAdapters:
+        """The adapters of the server: load, unload, list."""
+        return AsyncAdapters(self)
 
     step = awaited(_step.step)
     resume = awaited(_step.resume)
@@ -136,6 +161,19 @@ def _is_cancelled() -> bool:
     """Whether the task is to end; else a CancelledError is that of a channel that was closed under its call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class AsyncAdapters(AdaptersRecord):
+    """The adapters of a server: what `AsyncClient.adapters` is. Methods and arguments are those of Adapters."""
+
+    _client: AsyncClient
+
+    async def _run(self, flow: Flow[T]) -> T:
+        return await self._client._run(flow)
+
+    load = awaited(_adapters.load)
+    unload = awaited(_adapters.unload)
+    list = awaited(_adapters.list_adapters)
 
 
 class AsyncSequence(SequenceRecord):

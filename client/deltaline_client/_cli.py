@@ -15,6 +15,7 @@ from typing import Any
 from deltaline_client._bench_lengths import Lengths
 from deltaline_client._bench_options import BenchOptions, parse_bytes, parse_mix
 from deltaline_client._bench_run import BenchError
+from deltaline_client._cli_adapters import add_adapters, run_adapters
 from deltaline_client._cli_bench import bench
 from deltaline_client._cli_demo import DemoError, demo
 from deltaline_client._cli_text import mebibytes, table
@@ -27,6 +28,7 @@ Talks to a deltaline server: a service that holds the recurrent layers of a lang
   deltaline demo                      see it work, with a server of its own; needs no network and no checkpoint
   deltaline info                      what the server on this machine serves
   deltaline load HOST:PORT            how full that server is
+  deltaline adapters list             which adapters (LoRA) it holds
   deltaline bench --clients 4         how fast it answers
 """
 _SERVER = "host:port, or unix:/path [%(default)s]"
@@ -83,6 +85,8 @@ def _run(options: argparse.Namespace) -> int:
             return show_info(options.server)
         case "load":
             return show_load(options.server)
+        case "adapters":
+            return run_adapters(options)
         case "demo":
             return demo(keep=options.keep)
         case _:
@@ -153,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("info", parents=[served], help=about, description=about)
     about = "how full a server is now"
     commands.add_parser("load", parents=[served], help=about, description=about)
+    add_adapters(commands)
     _add_bench(commands, served)
     about = "start a server and drive it from a few clients"
     shows = commands.add_parser("demo", help=about, description=_DEMO, formatter_class=raw)

@@ -9,7 +9,8 @@ from typing import Self, TypeVar
 
 import grpc
 
-from deltaline_client import _calls, _commit, _sequences, _step
+from deltaline_client import _adapters, _calls, _commit, _sequences, _step
+from deltaline_client._adapters import AdaptersRecord
 from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._flow import Flow, Receive, Send, Sleep, blocking
@@ -92,6 +93,11 @@ class Client(ClientState):
     def _sequence(self, handle: int, server_epoch: int) -> Sequence:
         return Sequence(self, handle, server_epoch)
 
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters of the server: load, unload, list."""
+        return Adapters(self)
+
     step = blocking(_step.step)
     resume = blocking(_step.resume)
     prefill = blocking(_calls.prefill)
@@ -120,6 +126,23 @@ class Client(ClientState):
 
     def __exit__(self, *exception: object) -> None:
         self.disconnect()
+
+
+class Adapters(AdaptersRecord):
+    """The adapters of a server: what `Client.adapters` is.
+
+    client.adapters.load("french", "path/of/a/peft/directory")
+    with client.open(adapter="french") as sequence: ...
+    """
+
+    _client: Client
+
+    def _run(self, flow: Flow[T]) -> T:
+        return self._client._run(flow)
+
+    load = blocking(_adapters.load)
+    unload = blocking(_adapters.unload)
+    list = blocking(_adapters.list_adapters)
 
 
 class Sequence(SequenceRecord):
