@@ -138,7 +138,7 @@ async def _serve(model: str, pipe: Connection) -> None:
         await bare.start()
         pipe.send((server.address, f"127.0.0.1:{port}"))
         await asyncio.to_thread(pipe.recv)
-        server.runtime.model.forward = lambda span, hidden, rows, pool: hidden.clone()  # type: ignore[method-assign]
+        server.runtime.model.forward = lambda span, hidden, *_: hidden.clone()  # type: ignore[method-assign]
         pipe.send("the layer only copies from here on")
         await asyncio.to_thread(pipe.recv)
         await bare.stop(None)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from deltaline_server.adapter import AdapterWeights
 from deltaline_server.checkpoint import TensorInfo
 from deltaline_server.model_config import ModelConfig, Scope
 from deltaline_server.weights import expected_tensors
@@ -138,6 +139,19 @@ def with_magnitudes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith("lora_B.weight"):
             more[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.rand(len(tensor)) + 0.5
     return more
+
+
+def merge_into(weight: Tensor, one: AdapterWeights) -> None:
+    """Change a served projection's weight `[out, in]` as an adapter does; mutates it."""
+    begin = 0
+    for i, size in enumerate(one.sizes):
+        rows, rank = slice(begin, begin + size), int(one.ranks[i])
+        begin += size
+        assert one.a[i].shape[0] == rank and not one.b[rank:, rows].any()
+        weight[rows] += one.scales[i].item() * one.b[:rank, rows].t().to(weight.dtype) @ one.a[i].to(weight.dtype)
+    assert begin == len(weight)
+    if one.factors is not None:
+        weight *= one.factors[:, None]
 
 
 def write_adapter(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:

@@ -19,6 +19,7 @@ from deltaline.v1 import admin_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
 from deltaline_kernels.selftest import run_selftest
 from deltaline_server import __version__
+from deltaline_server.bindings import Bindings
 from deltaline_server.config import Config
 from deltaline_server.engine import Engine
 from deltaline_server.executor import BatchLimits, Executor, Report, make_executor
@@ -73,6 +74,7 @@ class Runtime:
             lines=LinePool(config.max_sequences, engine.zero_lines),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
             replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
+            bindings=Bindings(config.max_sequences),
             num_slots=config.max_sequences,
             default_lease_s=config.default_lease_ms / 1000,
             max_lease_s=config.max_lease_ms / 1000,

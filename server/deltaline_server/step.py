@@ -193,7 +193,8 @@ class StepBatch:
     layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] of one dtype, at least one, that follow one
     another in row order; they stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go
     back, None for all. into: memory of clients where the outputs of each piece are to be in the end [rows, hidden],
-    empty unless all have such a place; an engine that can write there saves a copy.
+    empty unless all have such a place; an engine that can write there saves a copy. adapter_slots int32 [N]: the slot
+    of each row's adapter, -1 for none; None when no row has one.
     """
 
     span: int
@@ -202,6 +203,7 @@ class StepBatch:
     hidden: tuple[NDArray[Any], ...]
     wanted: NDArray[np.int64] | None
     into: tuple[NDArray[Any], ...] = ()
+    adapter_slots: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from kernels.lora_batches import make_batch
 from kernels.paths import InterpretedPath, Path
 from kernels.tolerance import assert_close
 
-from deltaline_kernels import LoraWeights, add_lora, group_tokens
+from deltaline_kernels import LoraWeights, add_lora, group_tokens, spread_slots, spread_slots_reference
 from deltaline_kernels.lora import plan
 
 
@@ -39,6 +40,10 @@ CASES: dict[str, tuple[list[int], list[list[int]], dict[str, Any]]] = {
     "large-tiles": (mixed(plan.FEW_TOKENS + 20, 3), [[16], [5], [33]], {"inputs": 50}),
     "long-inputs": (mixed(6, 2), [[16], [20]], {"inputs": 3000, "sizes": (10,)}),
 }
+
+
+# Two rows of one token.
+SPREAD_SLOTS, SPREAD_STARTS = torch.zeros(2, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
 
 
 @pytest.fixture(params=["two-launches", "one-launch"])
@@ -188,6 +193,31 @@ def test_tokens_are_grouped_in_their_order(exact_path: Path, num_tokens: int, nu
     check_tiles(exact_path, [t % (num_slots + 4) - 2 for t in range(num_tokens)], num_slots)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_tokens"),
+    [
+        ([], 0),
+        ([], 5),
+        ([1], 1),
+        ([1] * 64, 64),
+        ([1] * 65, 65),
+        ([3, 0, 0, 1, 5, 0], 9),
+        ([0, 0, 4, 0], 20),
+        ([2] * 70 + [500, 0, 300], 1000),
+        ([0] * 200 + [129], 129),
+    ],
+    ids=lambda value: f"{len(value)}-rows" if isinstance(value, list) else str(value),
+)
+def test_tokens_have_the_adapters_of_their_rows(exact_path: Path, lengths: list[int], num_tokens: int) -> None:
+    device = exact_path.device
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    row_slots = torch.tensor(mixed(len(lengths), 9), dtype=torch.int32, device=device)
+    wanted = [slot for slot, length in zip(row_slots.tolist(), lengths, strict=True) for _ in range(length)]
+    found = exact_path.spread(row_slots, starts, num_tokens)
+    assert found.tolist() == wanted + [-1] * (num_tokens - len(wanted))
+    assert torch.equal(found, spread_slots_reference(row_slots, starts, num_tokens))
+
+
 WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "x: expected a tensor, got list", {"x": [1.0]}),
     (TypeError, "x: expected torch.float32, got torch.bfloat16", {"x": torch.zeros(2, 6).bfloat16()}),
@@ -269,3 +299,21 @@ def test_group_tokens_names_the_wrong_argument() -> None:
         group_tokens(slots.long(), 2)
     with pytest.raises(ValueError, match=r"^num_slots: expected at least 1, got 0"):
         group_tokens(slots, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, "row_slots: expected a tensor, got list", ([0], SPREAD_STARTS, 2)),
+        (TypeError, "row_slots: expected torch.int32", (SPREAD_SLOTS.long(), SPREAD_STARTS, 2)),
+        (ValueError, r"query_start_loc: expected shape \[3\], got \[2\]", (SPREAD_SLOTS, SPREAD_STARTS[:2], 2)),
+        (TypeError, "num_tokens: expected an integer, got float", (SPREAD_SLOTS, SPREAD_STARTS, 2.0)),
+        (ValueError, "num_tokens: expected at least 0, got -1", (SPREAD_SLOTS, SPREAD_STARTS, -1)),
+    ],
+    ids=str,
+)
+def test_rows_that_cannot_be_spread_are_refused(
+    error: type[Exception], message: str, arguments: tuple[Any, Any, Any]
+) -> None:
+    with pytest.raises(error, match="^" + message):
+        spread_slots(*arguments)
