@@ -104,9 +104,9 @@ class AdapterHost:
         self._thread.start()
         self.do(self._start)
 
-    def write(self, name: str, **changes: Any) -> Path:
+    def write(self, name: str, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
         """Write an adapter into the folder; `changes` are those of its config."""
-        return write_adapter(self.folder / name, adapter_config(**changes), self.tensors)
+        return write_adapter(self.folder / name, adapter_config(**changes), tensors or self.tensors)
 
     def do(self, what: Callable[[], Any]) -> Any:
         """Call it in the server's thread; a coroutine is awaited."""

@@ -108,16 +108,25 @@ class AsyncClient(ClientState):
             raise
         return await call
 
-    async def open(self, *, lease_s: float | None = None) -> AsyncSequence:
-        """Open a sequence with zero state. lease_s: how long it lives without a step; default the server's."""
-        return (await self.open_many(1, lease_s=lease_s))[0]
+    async def open(self, *, lease_s: float | None = None, adapter: str | None = None) -> AsyncSequence:
+        """Open a sequence with zero state.
 
-    async def open_many(self, count: int, *, lease_s: float | None = None) -> list[AsyncSequence]:
-        """Open `count` sequences, all or none. Raises NoFreeLines when so many do not become free in time."""
-        return await self._run(_sequences.open_sequences(self, self._sequence, count, lease_s))
+        lease_s: how long it lives without a step; default the server's. adapter: the name of one that is loaded, which
+        the sequence has for as long as it lives; default none. Raises as open_many.
+        """
+        return (await self.open_many(1, lease_s=lease_s, adapter=adapter))[0]
 
-    def _sequence(self, handle: int, server_epoch: int) -> AsyncSequence:
-        return AsyncSequence(self, handle, server_epoch)
+    async def open_many(
+        self, count: int, *, lease_s: float | None = None, adapter: str | None = None
+    ) -> list[AsyncSequence]:
+        """Open `count` sequences with the same adapter, all or none.
+
+        Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name.
+        """
+        return await self._run(_sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
+
+    def _sequence(self, handle: int, server_epoch: int, adapter: str | None, adapter_hash: bytes) -> AsyncSequence:
+        return AsyncSequence(self, handle, server_epoch, adapter, adapter_hash)
 
     @property
     def adapters(self) -> AsyncAdapters:

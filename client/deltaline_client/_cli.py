@@ -109,6 +109,10 @@ def show_info(address: str) -> int:
     spans = ", ".join(
         f"{index}: layers {span.first}-{span.first + span.count - 1}" for index, span in enumerate(info.spans)
     )
+    adapters = "none"
+    if info.adapter_bytes:
+        kept = f"{mebibytes(info.adapter_bytes)} of host memory, {info.adapter_slots} slots on the device"
+        adapters = f"{kept}, rank at most {info.max_adapter_rank}"
     rows = [
         ("server", f"deltaline {info.version} on {info.device}, epoch {info.server_epoch:#x}"),
         ("model", f"{info.model_type}, hidden size {info.hidden_size}, {info.dtype}, state in {info.state_dtype}"),
@@ -117,6 +121,7 @@ def show_info(address: str) -> int:
         ("steps", f"at most {info.max_draft_tokens} tokens to verify, {info.max_steps_in_flight} steps in flight"),
         ("inline tensors", f"at most {mebibytes(info.inline_limit_bytes)}"),
         ("leases", f"{info.default_lease_s:g} s, at most {info.max_lease_s:g} s"),
+        ("adapters", adapters),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(info.versions.items()))),
     ]
     print(table(rows, align="<<"))

@@ -94,13 +94,13 @@ def _load(client: Client, name: str, path: str | None, is_pinned: bool) -> int:
     size, digits = mebibytes(adapter.size_bytes), _hash(adapter)
     print(f"{adapter.name} {done}: rank {adapter.rank}, {size}, hash {digits}{pin}")
     if adapter.modules_elsewhere:
-        print(f"it changes {adapter.modules_elsewhere} more modules, which this server does not serve")
+        print(f"it changes {_count(adapter.modules_elsewhere, 'more module')}, which this server does not serve")
     return 0
 
 
 def _unload(client: Client, name: str, is_draining: bool) -> int:
     count = client.adapters.unload(name, drain=is_draining)
-    print(f"{name} is unloaded" + (f"; {count} open sequences go on with it" if count else ""))
+    print(f"{name} is unloaded" + (f"; {_count(count, 'open sequence')} still have it" if count else ""))
     return 0
 
 
@@ -126,9 +126,8 @@ def _table(listed: AdapterList) -> str:
     ]
     memory = f"{mebibytes(listed.used_bytes)} of {mebibytes(listed.limit_bytes)} in use"
     slots = f"{listed.slots_used} of {listed.slots_total} slots on the device"
-    count = f"{len(rows)} adapter{'' if len(rows) == 1 else 's'}"
     lines = [table([heading, *rows], align="<>><<><")] if rows else []
-    return "\n".join([*lines, f"{count}, {memory}, {slots}"])
+    return "\n".join([*lines, f"{_count(len(rows), 'adapter')}, {memory}, {slots}"])
 
 
 def _json(listed: AdapterList) -> str:
@@ -137,6 +136,10 @@ def _json(listed: AdapterList) -> str:
         for one in listed.adapters
     ]
     return json.dumps(asdict(listed) | {"adapters": adapters}, indent=2)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 def _hash(adapter: Adapter) -> str:
