@@ -49,8 +49,9 @@ class AdapterCopier:
             self._stream = torch.cuda.Stream(store.device)
             # The slots were allocated and zeroed there.
             self._stream.wait_stream(torch.cuda.current_stream(store.device))
+        # Begins with the first job: a server whose start was broken off has nothing to end.
         self._thread = threading.Thread(target=self._serve, name="adapters", daemon=False)
-        self._thread.start()
+        self._is_started = False
 
     def copy(self, slot: int, content: Content, done: Callable[[bool], None]) -> None:
         """Begin to copy an adapter; `done` is called later by way of `call_soon`: whether it went well.
@@ -62,19 +63,26 @@ class AdapterCopier:
         if self._is_closed:
             self._call_soon(lambda: done(False))
         else:
-            self._jobs.put(_Copy(slot, content, done))
+            self._put(_Copy(slot, content, done))
 
     def clear(self, slot: int) -> None:
         """Overwrite a slot with zeros, before what it is told afterwards."""
         if not self._is_closed:
-            self._jobs.put(_Clear(slot))
+            self._put(_Clear(slot))
 
     def close(self) -> None:
         """Finish what was begun and end the thread. Idempotent; to be called while `call_soon` still takes calls."""
         if not self._is_closed:
             self._is_closed = True
             self._jobs.put(None)
-        self._thread.join()
+        if self._is_started:
+            self._thread.join()
+
+    def _put(self, job: _Copy | _Clear) -> None:
+        if not self._is_started:
+            self._is_started = True
+            self._thread.start()
+        self._jobs.put(job)
 
     def _serve(self) -> None:
         """The thread."""

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from deltaline_server.adapter_layout import AdapterLayout
 from deltaline_server.adapter_loader import AdapterLoader
 from deltaline_server.adapter_registry import AdapterRegistry
 from deltaline_server.adapter_root import AdapterRoot
-from deltaline_server.adapter_service import Adapters, AdapterService
+from deltaline_server.adapter_service import AdapterService
 from deltaline_server.adapter_slots import AdapterSlots
+from deltaline_server.adapters import Adapters
 from deltaline_server.interceptor import Interceptor
 from deltaline_server.metrics import Metrics
 from deltaline_server.model_config import ModelError, Scope
@@ -70,7 +71,7 @@ class Rig:
             allocate=self.allocate,
             max_rank=8,
         )
-        self.service = AdapterService(Adapters(self.registry, self.slots, self.loader), upload_s=2.0)
+        self.service = AdapterService(Adapters(self.registry, self.slots, self.loader, ExitStack()), upload_s=2.0)
         self.stub: Any = None
 
     @contextmanager
