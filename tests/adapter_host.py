@@ -9,7 +9,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from deltaline_server.adapter_layout import AdapterLayout
 from deltaline_server.adapter_loader import AdapterLoader
 from deltaline_server.adapter_registry import AdapterRegistry
 from deltaline_server.adapter_root import AdapterRoot
-from deltaline_server.adapter_service import Adapters, AdapterService
+from deltaline_server.adapter_service import AdapterService
 from deltaline_server.adapter_slots import AdapterSlots
+from deltaline_server.adapters import Adapters
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.interceptor import Context, Interceptor
 from deltaline_server.metrics import Metrics
@@ -132,7 +133,8 @@ class AdapterHost:
             allocate=lambda num_bytes: torch.full((num_bytes,), 0xFF, dtype=torch.uint8),
             max_rank=8,
         )
-        self.service = Faulty(None if self._is_off else Adapters(self.registry, self.slots, self._loader))
+        adapters = Adapters(self.registry, self.slots, self._loader, ExitStack())
+        self.service = Faulty(None if self._is_off else adapters)
         self._server = grpc.aio.server(interceptors=[Interceptor(Metrics(SERVICES))])
         self._server.add_generic_rpc_handlers((self.service.handlers(), _info_handlers(self.info)))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"

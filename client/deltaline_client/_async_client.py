@@ -14,7 +14,7 @@ from deltaline_client import _adapters, _calls, _commit, _sequences, _step
 from deltaline_client._adapters import AdaptersRecord
 from deltaline_client._async_stream import AsyncStepStream, Mailbox
 from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
-from deltaline_client._exceptions import DeltalineError
+from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, TransportError, Unavailable
 from deltaline_client._flow import Call, Flow, Receive, Send, Sleep, awaited
 from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._retry import Retry
@@ -78,6 +78,8 @@ class AsyncClient(ClientState):
                     response = await self._answer(command)
                 except grpc.RpcError as failure:
                     command = flow.throw(error_of(failure))
+                except TransportError as error:
+                    command = flow.throw(error)
                 except (asyncio.CancelledError, grpc.aio.UsageError):
                     if not self._is_disconnected or _is_cancelled():
                         raise
@@ -91,7 +93,7 @@ class AsyncClient(ClientState):
             flow.close()
 
     async def _answer(self, command: Call) -> Any:
-        """Make one attempt at a method."""
+        """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
         method = self._methods[command.method.path]
         if isinstance(command.request, Message):
             return await method(command.request, timeout=command.timeout_s)
@@ -106,7 +108,15 @@ class AsyncClient(ClientState):
         except asyncio.CancelledError:
             call.cancel()
             raise
-        return await call
+        try:
+            return await call
+        except grpc.aio.AioRpcError as failure:
+            # A write that fails may put an error of grpc.aio's own in the place of the server's status, which is lost.
+            if failure.code() is grpc.StatusCode.INTERNAL and not failure.trailing_metadata():
+                if not call.time_remaining():
+                    raise DeadlineExceeded("no answer in time") from failure
+                raise Unavailable("the stream of requests broke") from failure
+            raise
 
     async def open(self, *, lease_s: float | None = None, adapter: str | None = None) -> AsyncSequence:
         """Open a sequence with zero state.
@@ -125,7 +135,9 @@ class AsyncClient(ClientState):
         """
         return await self._run(_sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
 
-    def _sequence(self, handle: int, server_epoch: int, adapter: str | None, adapter_hash: bytes) -> AsyncSequence:
+    def _sequence(
+        self, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
+    ) -> AsyncSequence:
         return AsyncSequence(self, handle, server_epoch, adapter, adapter_hash)
 
     @property

@@ -97,7 +97,9 @@ class Client(ClientState):
         """
         return self._run(_sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
 
-    def _sequence(self, handle: int, server_epoch: int, adapter: str | None, adapter_hash: bytes) -> Sequence:
+    def _sequence(
+        self, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
+    ) -> Sequence:
         return Sequence(self, handle, server_epoch, adapter, adapter_hash)
 
     @property

@@ -8,7 +8,7 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,6 +248,14 @@ def test_a_file_that_the_server_cannot_hold_is_not_read(driven: Driven, host: Ad
     assert max(told, default=0) < 16 << 20
 
 
+def test_why_an_upload_is_refused_is_not_lost(driven: Driven, host: AdapterHost) -> None:
+    with open(host.directory / TENSORS, "r+b") as file:
+        file.truncate(1 << 40)
+    for _ in range(50):  # the refusal comes while pieces are written
+        with pytest.raises(AdapterBytesExhausted, match="1099511627776 bytes asked for"):
+            driven.load("mine", host.directory)
+
+
 def test_an_upload_takes_the_memory_of_pieces(host: AdapterHost, driven: Driven) -> None:
     host.info.inline_limit_bytes = 4 << 20
     size = 64 << 20
@@ -307,6 +315,46 @@ def test_a_slow_upload_is_not_begun_anew(host: AdapterHost, kind: str) -> None:
         assert len(host.service.calls) == 1
         with pytest.raises(DeadlineExceeded):
             driven.load("other", host.directory, progress=lambda done, _: time.sleep(0.05), timeout_s=0.1)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_an_upload_survives_connections_that_break(host: AdapterHost, kind: str) -> None:
+    connections: list[asyncio.Task[None] | None] = []
+
+    async def forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter, limit: int) -> None:
+        while limit > 0 and (data := await source.read(1024)):
+            limit -= len(data)
+            sink.write(data)
+            await sink.drain()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        limit = 10_000 if len(connections) < 3 else 1 << 30
+        connections.append(asyncio.current_task())
+        far_reader, far_writer = await asyncio.open_connection(*host.address.split(":"))
+        ways = [forward(reader, far_writer, limit), forward(far_reader, writer, 1 << 30)]
+        tasks = [asyncio.create_task(way) for way in ways]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for end in (writer, far_writer):
+            end.transport.abort()
+            with suppress(OSError):
+                await end.wait_closed()
+
+    proxy = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    if kind == "sync":
+        with Client(address, retry=fast()) as blocking:
+            loaded = await asyncio.to_thread(blocking.adapters.load, "mine", host.directory)
+    else:
+        async with AsyncClient(address, retry=fast()) as client:
+            loaded = await client.adapters.load("mine", host.directory)
+    await asyncio.gather(*(task for task in connections if task))
+    proxy.close()
+    await proxy.wait_closed()
+    assert not loaded.already_loaded and len(connections) == 4
+    assert host.registry.num_loaded == 1 and host.service._upload_bytes == 0
 
 
 async def test_a_cancelled_upload_leaves_nothing_and_the_client_goes_on(host: AdapterHost) -> None:
