@@ -64,7 +64,8 @@ class Executor(Protocol):
         """Begin to compute a batch."""
 
     def zero(self, lines: NDArray[np.int64]) -> None:
-        """Zero lines after the batches launched before. Raises as StatePool.zero does."""
+        """Zero lines after the batches launched before, without waiting for these if it is asynchronous. Raises as
+        StatePool.zero does."""
 
     def is_lost(self) -> bool:
         """Tell, after an error, whether the device answers no more."""

@@ -24,6 +24,8 @@ from deltaline_server.step import StepBatch
 FEWEST_LONG_TOKENS = 256
 # Tokens per short row of the smallest graph in which it may have several.
 FEWEST_DRAFTS = 4
+# Beside long rows graphs have all short rows that there may be, or one of so many: the others are computed in vain.
+FEW_SHORT_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def make_buckets(limits: BatchLimits, max_draft: int, has_adapters: bool = False
     """The buckets for every batch within the limits, in the order in which they are to be tried.
 
     Short rows that decode: powers of two. Where they may have several tokens, each with so many that rows have 4, 8,
-    ... max_draft. With long rows: powers of two of their tokens, without short rows and with as many as there may be.
+    ... max_draft. With long rows: powers of two of their tokens, without short rows, with few and with as many as there
+    may be.
     has_adapters: batches may have adapters; they have buckets of their own, of the same sizes.
     """
     most = limits.short_rows
@@ -60,7 +63,7 @@ def make_buckets(limits: BatchLimits, max_draft: int, has_adapters: bool = False
         for length in _powers(min(FEWEST_DRAFTS, max_draft), max_draft):
             buckets += [Bucket(Layout(rows, rows, rows * length), max_draft, max_draft) for rows in row_counts]
     for tokens in _powers(min(FEWEST_LONG_TOKENS, limits.chunk_tokens), limits.chunk_tokens):
-        for short in (0, most):
+        for short in sorted({0, -(-most // FEW_SHORT_SHARE), most}):
             # Of several rows nobody knows how long they are: all of the tokens may be one's.
             buckets += [
                 Bucket(Layout(short, short + long, short + tokens), max_draft, tokens if long == 1 else short + tokens)

@@ -34,7 +34,7 @@ from deltaline_server.verdict import judge
 _log = logging.getLogger(__name__)
 
 MAX_BATCHES_IN_FLIGHT = 2
-# The event loop's timers are that coarse (epoll counts milliseconds, and rounds up).
+# The timers of an event loop that sleeps are that coarse (epoll counts milliseconds, and rounds up).
 TIMER_S = 1e-3
 # Turns of the event loop that a reply takes from its future to gRPC: a stream's goes through a callback and a task.
 REPLY_TURNS = 3
@@ -158,11 +158,11 @@ class Scheduler:
             return False
         run = self._flights.first
         began_s = max(run.submitted_s, self._last_completed_s)
-        wait_s = self._pace.due_s(began_s, run.predicted_s) - now_s
-        if wait_s < TIMER_S / 2:
+        wait_s = self._pace.due_s(began_s, run.predicted_s) - now_s - (0 if self._flights.is_polled else TIMER_S / 2)
+        if wait_s < 0:
             return False
         if self._due is None:
-            self._due = asyncio.get_running_loop().call_later(wait_s - TIMER_S / 2, self._guarded, self._waited)
+            self._due = asyncio.get_running_loop().call_later(wait_s, self._guarded, self._waited)
         return True
 
     def _waited(self) -> None:

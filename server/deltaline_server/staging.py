@@ -130,7 +130,7 @@ class Slot:
         fields = inbound.array[: math.prod(layout.fields) * 4].view(np.int32).reshape(layout.fields)
         _fill(fields[:NUM_FIELDS], batch, layout)
         if batch.adapter_slots is not None:
-            _fill_adapters(fields[NUM_FIELDS], batch.adapter_slots, batch.num_short, layout)
+            fill_adapters(fields[NUM_FIELDS], batch.adapter_slots, batch.num_short, layout)
         filled, end = 0, begin
         pinned = []
         for piece in batch.hidden:
@@ -265,7 +265,7 @@ def _fill(fields: NDArray[np.int32], batch: StepBatch, layout: Layout) -> None:
     fields[0, end:] = control[0, num_rows]
 
 
-def _fill_adapters(field: NDArray[np.int32], adapter_slots: NDArray[np.int32], num_short: int, layout: Layout) -> None:
+def fill_adapters(field: NDArray[np.int32], adapter_slots: NDArray[np.int32], num_short: int, layout: Layout) -> None:
     """Write the slots `[N]` of a batch's adapters in a layout `[rows + 1]`; the other rows have none."""
     first_long, end = layout.short_rows, layout.short_rows + len(adapter_slots) - num_short
     field[num_short:] = -1

@@ -23,7 +23,7 @@ def _spread(row_slots, starts, token_slots, num_rows, num_tokens, BLOCK_T: tl.co
         o_n = begin + tl.arange(0, BLOCK_N)
         # Rows behind the last one end behind every token.
         ends = tl.load(starts + 1 + o_n, mask=o_n < num_rows, other=2147483647)
-        row += tl.sum((ends[None, :] <= o_t[:, None]).to(tl.int32), axis=1)
+        row += tl.sum((ends[:, None] <= o_t[None, :]).to(tl.int32), axis=0)
     slots = tl.load(row_slots + row, mask=row < num_rows, other=-1)
     tl.store(token_slots + o_t, slots, mask=o_t < num_tokens)
 
