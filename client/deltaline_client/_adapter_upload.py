@@ -6,7 +6,7 @@ Knows the files' names, not what is in them: that is the server's to judge.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,7 @@ class Upload:
         self.error: Exception | None = None
         self.is_over = False
 
-    def messages(self, name: str, pinned: bool) -> Iterator[pb.LoadAdapterRequest]:
+    def messages(self, name: str, pinned: bool) -> Generator[pb.LoadAdapterRequest, None, None]:
         """The messages in order. They may be asked for in any thread, which is the one that reads the files."""
         if self._source is None:
             yield pb.LoadAdapterRequest(name=name, pinned=pinned)

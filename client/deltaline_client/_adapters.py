@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def load(
     )
     while True:
         upload = Upload(source, piece_bytes, progress)
+        messages = upload.messages(name, pinned)
         try:
-            response = yield from call(LOAD_ADAPTER, upload.messages(name, pinned), attempts.next_timeout_s())
+            response = yield from call(LOAD_ADAPTER, messages, attempts.next_timeout_s())
             if upload.error is not None:
                 raise upload.error
             return LoadedAdapter.from_proto(response)
@@ -73,6 +75,8 @@ def load(
                 raise
         finally:
             upload.is_over = True
+            with suppress(ValueError):  # a thread is reading just now: it lets go of the file when it is done
+                messages.close()
         yield Sleep(delay_s)
 
 
