@@ -86,6 +86,7 @@ async def test_rows_of_many_adapters_and_of_none_in_one_batch(
         assert hashes[::2] == [fleet.hashes[0], b"", fleet.hashes[3], fleet.hashes[1], fleet.hashes[2]]
         programs = draw(10)
         check(fleet, programs, await run_together(tenant.client, sequences, programs), hashes)
+        assert not is_empty(server)
         alone = [fleet.expected(programs[0], content_hash)[0] for content_hash in (b"", *fleet.hashes)]
         far = [relative_error(a, b) for i, a in enumerate(alone) for b in alone[:i]]
         assert min(far) > 100 * TOLERANCE, "the adapters are too much alike to tell them apart"
@@ -142,6 +143,17 @@ async def test_what_is_in_use_stays_what_it_is(make_server: MakeServer) -> None:
         assert [one.content_hash for one in (await tenant.listed()).adapters] == [new_hash]
         await tenant.client.close([new])
         assert await tenant.unload("a") == 0
+        async with asyncio.timeout(10):
+            while not is_empty(server):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+def is_empty(server: Server) -> bool:
+    """Whether nothing of any adapter is left on the device."""
+    store = server.runtime.model.adapters
+    assert store is not None
+    layers = [store.layer(layer) for layer in server.runtime.model.layout.layers]
+    return not any(weights.a.any() or weights.b.any() for layer in layers for weights in layer.values())
 
 
 async def test_a_step_sent_again_gets_the_same_bytes_whatever_became_of_its_adapter(make_server: MakeServer) -> None:
