@@ -13,10 +13,12 @@ from deltaline_server.batch_adapters import BatchAdapters
 from deltaline_server.bindings import Bindings
 from deltaline_server.ready import ReadyRows
 
-# While rows wait for their adapters: how often these are asked for again and the rows' deadlines are looked at,
-# seconds. The device may have nothing else to do, and an adapter may have been promised to others. One that arrives is
-# told.
-ASK_AGAIN_S = 0.02
+# While rows wait for their adapters the device may have nothing else to do: how often their deadlines are looked at,
+# seconds. An adapter that arrives is told.
+TICK_S = 0.02
+# So many ticks later their adapters are asked for again: one may have been promised to others, or gone wrong. With
+# hundreds of them that takes milliseconds.
+ASK_TICKS = 5
 
 
 class Residency:
@@ -33,6 +35,7 @@ class Residency:
         self._bindings, self._ready, self._guarded, self._pump = bindings, ready, guarded, pump
         self._arrived: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._num_ticks = 0
 
     @property
     def num_waiting(self) -> int:
@@ -61,22 +64,26 @@ class Residency:
             ready.wake(number)
 
     def _watch(self) -> None:
-        """Ask again later, as rows wait."""
+        """Look after the rows that wait."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._guarded, self._ask_again)
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._guarded, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._num_ticks += 1
+        self._pump()
+        if self._num_ticks % ASK_TICKS == 0:
+            self._ask_again()
+            self._pump()
+        if self.num_waiting:
+            self._watch()
 
     def _ask_again(self) -> None:
         """Ask for every adapter that rows still wait for; those that nobody waits for any more are not brought."""
-        self._timer = None
         registry = self._bindings.registry
         assert registry is not None
-        self._pump()
         for number in sorted({number for ready in self._ready for number in ready.parked}):
             if not sum(ready.still_waits(number) for ready in self._ready):
                 registry.cancel(number)
             elif registry.want(number):
                 self._wake(number)
-        if self.num_waiting:
-            self._watch()
-        if any(ready.priority is not None for ready in self._ready):
-            self._pump()
