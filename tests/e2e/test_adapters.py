@@ -369,6 +369,36 @@ async def test_a_server_stops_while_an_adapter_is_on_its_way(
     assert not [thread for thread in threading.enumerate() if thread.name == "adapters"]
 
 
+async def test_a_server_stops_while_adapters_are_read(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    async with serving(make_server) as (server, tenant):
+        fleet = Fleet(server.config, 2)
+        assert server.runtime.adapters is not None
+        loader, is_reading = server.runtime.adapters.loader, threading.Event()
+        allocate = loader._allocate
+
+        def slowly(num_bytes: int) -> Any:
+            is_reading.set()
+            gate.wait(30)
+            return allocate(num_bytes)
+
+        monkeypatch.setattr(loader, "_allocate", slowly)
+        loads = [asyncio.create_task(tenant.load(fleet.upload(f"a{i}", i))) for i in range(2)]
+        assert await asyncio.to_thread(is_reading.wait, 20)
+        server.interrupt()
+        server.interrupt()  # the second signal: nobody is waited for
+        stopping = asyncio.create_task(server.stop())
+        await asyncio.sleep(0.3)
+        assert not stopping.done()  # the thread that reads is
+        gate.set()
+        await asyncio.wait_for(stopping, 20)
+        assert all(
+            isinstance(gone, grpc.aio.AioRpcError) for gone in await asyncio.gather(*loads, return_exceptions=True)
+        )
+        assert server.runtime.adapters.registry.num_registered == 1
+
+
 async def test_verifies_and_long_prompts_of_adapters_beside_others(make_server: MakeServer) -> None:
     async with serving(make_server, adapter_slots=3, chunk_tokens=64) as (server, tenant):
         fleet = Fleet(server.config, 3)
