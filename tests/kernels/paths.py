@@ -61,11 +61,14 @@ class Path:
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gated_rms_norm(o, z, weight, eps)
 
-    def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:
-        return group_tokens(token_slots, num_slots)
+    def group(self, token_slots: Tensor, num_slots: int, max_rank: int) -> AdapterTiles:
+        return group_tokens(token_slots, num_slots, max_rank)
 
     def add_lora(self, x: Tensor, out: Tensor, weights: LoraWeights, token_slots: Tensor) -> None:
-        add_lora(x, out, weights, self.group(token_slots, weights.num_slots))
+        self.add_grouped(x, out, weights, self.group(token_slots, weights.num_slots, weights.max_rank))
+
+    def add_grouped(self, x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
+        add_lora(x, out, weights, tiles)
 
 
 class InterpretedPath(Path):
@@ -122,18 +125,17 @@ class InterpretedPath(Path):
         gated_rms_norm_triton(o, z, weight, eps, y)
         return y
 
-    def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:
+    def group(self, token_slots: Tensor, num_slots: int, max_rank: int) -> AdapterTiles:
         from deltaline_kernels.lora.group import group_tokens_triton
 
-        made = group_tokens(token_slots, num_slots)
+        made = group_tokens(token_slots, num_slots, max_rank)
         slots, tokens = torch.full_like(made.slots, 99), torch.full_like(made.tokens, 99)
         if made.num_tiles > 0:
             group_tokens_triton(token_slots, num_slots, slots, tokens)
         return AdapterTiles(slots, tokens, made.num_tokens, made.num_slots)
 
-    def add_lora(self, x: Tensor, out: Tensor, weights: LoraWeights, token_slots: Tensor) -> None:
+    def add_grouped(self, x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
         from deltaline_kernels.lora.launch import add_lora_triton
 
-        tiles = self.group(token_slots, weights.num_slots)
         if tiles.num_tiles > 0:
             add_lora_triton(x, out, weights, tiles)

@@ -8,7 +8,7 @@ from torch import Tensor
 from deltaline_kernels.compat.lora_kernel import add_up, list_tiles
 from deltaline_kernels.compat.lora_tokens import AdapterTokens
 from deltaline_kernels.lora.expand import launch_expand
-from deltaline_kernels.lora.plan import count_tiles, find_bucket, pad_rank, plan_expand, plan_shrink, tile_rows
+from deltaline_kernels.lora.plan import count_tiles, find_bucket, pad_rank, piece_rows, plan_expand, plan_shrink
 from deltaline_kernels.lora.shrink import launch_shrink
 from deltaline_kernels.lora.tiles import AdapterTiles
 
@@ -44,7 +44,7 @@ def expand_triton(
 
 def _list_tiles(tokens: AdapterTokens, num_slots: int) -> AdapterTiles:
     """Return the tiles of the engine's groups, built on the device."""
-    rows = tile_rows(tokens.num_tokens)
+    rows = piece_rows(tokens.num_tokens)
     num_tiles = count_tiles(tokens.num_tokens, max(1, tokens.num_ids), rows)
     device = tokens.order.device
     slots = torch.empty((num_tiles,), dtype=torch.int32, device=device)

@@ -1,0 +1,206 @@
+"""LoRA in Triton for tiles of many tokens whose adapters have high ranks: products of bf16 by whole warp groups.
+
+The shrink leaves x A^T in two halves, its high part and what is left of it; so the expand takes both as they come.
+That keeps every operand of a product in shared memory: an asynchronous product of Hopper whose operand is in registers
+is what some assemblers get wrong. The inputs are not split: a tile of high rank has programs enough.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deltaline_kernels.lora.plan import DensePlan
+from deltaline_kernels.lora.tile import find_block, load_factor, load_rank, load_scale, load_tile, shrink_tile
+from deltaline_kernels.lora.tiles import AdapterTiles
+from deltaline_kernels.lora.weights import LoraWeights
+
+
+# One compiled variant whatever tiles a batch has: nothing is compiled while serving.
+@triton.jit(
+    do_not_specialize=["num_tiles", "tile_stride"], do_not_specialize_on_alignment=["tile_slots", "tile_tokens"]
+)
+def _shrink_dense(
+    x,
+    a,
+    ranks,
+    halves,
+    tile_slots,
+    tile_tokens,
+    x_stride,
+    num_tiles,
+    tile_stride,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
+):
+    if DEPENDENTS:
+        # The expand may start, load its outputs and wait.
+        gdc_launch_dependents()
+    r = tl.program_id(0) % BLOCKS * BLOCK_R
+    i_slice = tl.program_id(0) // BLOCKS % S
+    tile = tl.program_id(0) // (BLOCKS * S)
+    o_m = tl.arange(0, BLOCK_M)
+    o_r = tl.arange(0, BLOCK_R)
+    slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, 1)
+    # Tiles of adapters come first: behind the first one without an adapter there are none.
+    while slot >= 0:
+        rank = load_rank(ranks, slot, i_slice, S, R)
+        if r < rank:
+            p_a = a + (slot.to(tl.int64) * S + i_slice) * (R * K)
+            s = shrink_tile(x, p_a, token, x_stride, 0, r, rank, K, BLOCK_M, BLOCK_R, BLOCK_K, 1, STEPS, 0)
+            row = tile.to(tl.int64) * BLOCK_M + o_m
+            p_s = halves + ((row * S + i_slice) * (2 * COLUMNS) + r)[:, None] + o_r[None, :]
+            high = s.to(halves.dtype.element_ty)
+            # Rows without a token too, as zeros: the expand loads whole tiles.
+            tl.store(p_s, high)
+            tl.store(p_s + COLUMNS, (s - high.to(tl.float32)).to(halves.dtype.element_ty))
+        tile += tile_stride
+        slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, 1)
+
+
+# One compiled variant whatever tiles a batch has: nothing is compiled while serving.
+@triton.jit(
+    do_not_specialize=["num_tiles", "tile_stride"], do_not_specialize_on_alignment=["tile_slots", "tile_tokens"]
+)
+def _expand_dense(
+    halves,
+    b,
+    ranks,
+    scales,
+    factors,
+    out,
+    tile_slots,
+    tile_tokens,
+    out_stride,
+    num_tiles,
+    tile_stride,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    SIZES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    S: tl.constexpr = len(SIZES)
+    i_slice, column, end = find_block(tl.program_id(0) % PARTS, SIZES, BLOCK_N)
+    tile = tl.program_id(0) // PARTS
+    o_m = tl.arange(0, BLOCK_M)
+    o_r = tl.arange(0, BLOCK_R)
+    o_n = column + tl.arange(0, BLOCK_N)
+    in_n = (o_n < end)[None, :]
+    slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, 1)
+    # Tiles of adapters come first: behind the first one without an adapter there are none.
+    while slot >= 0:
+        rank = load_rank(ranks, slot, i_slice, S, R)
+        scale = load_scale(scales, slot, i_slice, S)
+        factor = load_factor(factors, slot, o_n, end, N)
+        inside = ((token >= 0) & (rank > 0))[:, None] & in_n
+        p_out = out + token.to(tl.int64)[:, None] * out_stride + o_n[None, :]
+        if EARLY:
+            b_out = tl.load(p_out, mask=inside, other=0.0)
+        if DEPENDENT:
+            gdc_wait()
+        row = tile.to(tl.int64) * BLOCK_M + o_m
+        p_s = halves + ((row * S + i_slice) * (2 * COLUMNS))[:, None] + o_r[None, :]
+        p_b = b + slot.to(tl.int64) * (R * N) + o_r[:, None] * N + o_n[None, :]
+        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for r in range(0, rank, BLOCK_R):
+            b_b = tl.load(p_b, mask=(r + o_r < rank)[:, None] & in_n, other=0.0)
+            product = tl.dot(tl.load(p_s), b_b, product)
+            product = tl.dot(tl.load(p_s + COLUMNS), b_b, product)
+            p_s += BLOCK_R
+            p_b += BLOCK_R * N
+        if not EARLY:
+            b_out = tl.load(p_out, mask=inside, other=0.0)
+        y = (b_out.to(tl.float32) + scale * product) * factor
+        tl.store(p_out, y.to(out.dtype.element_ty), mask=inside)
+        tile += tile_stride
+        slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, 1)
+    if DEPENDENT:
+        # A program without a tile too: who waits for this launch waits for the shrink.
+        gdc_wait()
+
+
+def launch_dense(
+    x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles, plan: DensePlan, *, overlap: bool
+) -> None:
+    """Add to out `[T, out]` for tokens that have an adapter; arguments are validated by the caller.
+
+    overlap: the expand may start while the shrink still runs, and waits by itself.
+    """
+    num_tiles, rows = tiles.tokens.shape
+    num_slices, rank = len(weights.sizes), weights.max_rank
+    # Both halves of a slice lie side by side.
+    halves = torch.empty((num_tiles, rows, num_slices, 2, plan.columns), dtype=x.dtype, device=x.device)
+    blocks = triton.cdiv(rank, plan.shrink_r)
+    per_tile = blocks * num_slices
+    tiles_at_once = min(num_tiles, max(1, plan.programs // per_tile))
+    _shrink_dense[(tiles_at_once * per_tile,)](
+        x,
+        weights.a,
+        weights.ranks,
+        halves,
+        tiles.slots,
+        tiles.tokens,
+        x.stride(0),
+        num_tiles,
+        tiles_at_once,
+        K=weights.num_inputs,
+        R=rank,
+        S=num_slices,
+        COLUMNS=plan.columns,
+        BLOCKS=blocks,
+        BLOCK_M=rows,
+        BLOCK_R=plan.shrink_r,
+        BLOCK_K=plan.shrink_k,
+        STEPS=plan.shrink_steps,
+        DEPENDENTS=overlap,
+        num_warps=plan.shrink_warps,
+        num_stages=plan.shrink_stages,
+    )
+    parts = sum(triton.cdiv(size, plan.expand_n) for size in weights.sizes)
+    tiles_at_once = min(num_tiles, max(1, plan.programs // parts))
+    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    if plan.registers is not None:
+        options["maxnreg"] = plan.registers
+    _expand_dense[(tiles_at_once * parts,)](
+        halves,
+        weights.b,
+        weights.ranks,
+        weights.scales,
+        weights.factors,
+        out,
+        tiles.slots,
+        tiles.tokens,
+        out.stride(0),
+        num_tiles,
+        tiles_at_once,
+        N=weights.num_outputs,
+        R=rank,
+        SIZES=weights.sizes,
+        COLUMNS=plan.columns,
+        PARTS=parts,
+        BLOCK_M=rows,
+        BLOCK_R=plan.expand_r,
+        BLOCK_N=plan.expand_n,
+        EARLY=plan.early,
+        DEPENDENT=overlap,
+        num_warps=plan.expand_warps,
+        num_stages=plan.expand_stages,
+        **options,
+    )
