@@ -108,7 +108,6 @@ def _expand_dense(
     while slot >= 0:
         rank = load_rank(ranks, slot, i_slice, S, R)
         scale = load_scale(scales, slot, i_slice, S)
-        factor = load_factor(factors, slot, o_n, end, N)
         inside = ((token >= 0) & (rank > 0))[:, None] & in_n
         p_out = out + token.to(tl.int64)[:, None] * out_stride + o_n[None, :]
         if EARLY:
@@ -127,6 +126,8 @@ def _expand_dense(
             p_b += BLOCK_R * N
         if not EARLY:
             b_out = tl.load(p_out, mask=inside, other=0.0)
+        # Late: what is held meanwhile takes registers from the products.
+        factor = load_factor(factors, slot, o_n, end, N)
         y = (b_out.to(tl.float32) + scale * product) * factor
         tl.store(p_out, y.to(out.dtype.element_ty), mask=inside)
         tile += tile_stride
