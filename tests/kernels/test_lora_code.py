@@ -17,6 +17,7 @@ TYPES = {
     "a": "*bf16",
     "b": "*bf16",
     "halves": "*bf16",
+    "sums": "*bf16",
     "out": "*bf16",
     "ranks": "*i32",
     "scales": "*fp32",
@@ -57,6 +58,7 @@ def test_dense_shrinks_take_no_operand_from_registers(bucket: tuple[int, int, in
     dense = pytest.importorskip("deltaline_kernels.lora.dense", reason="needs triton")
     ranks, inputs, warps, stages = bucket
     constants = {
+        "scaling": None,
         "K": 2048,
         "R": 256,
         "S": 1,
@@ -79,6 +81,9 @@ def test_dense_expands_take_no_operand_from_registers(bucket: tuple[int, int, in
     outputs, ranks, warps, stages, early, _ = bucket
     constants = {
         "factors": None,
+        "RANK_STRIDE": 1024,
+        "OUTPUT_STRIDE": 1,
+        "ADD": True,
         "N": 1024,
         "R": 256,
         "SIZES": (1024,),

@@ -16,21 +16,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deltaline_kernels.lora.plan import DensePlan
 from deltaline_kernels.lora.tile import find_block, load_factor, load_rank, load_scale, load_tile, shrink_tile
 from deltaline_kernels.lora.tiles import AdapterTiles
-from deltaline_kernels.lora.weights import LoraWeights
 
 
 # One compiled variant whatever tiles a batch has: nothing is compiled while serving.
 @triton.jit(
-    do_not_specialize=["num_tiles", "tile_stride"], do_not_specialize_on_alignment=["tile_slots", "tile_tokens"]
+    do_not_specialize=["scaling", "num_tiles", "tile_stride"],
+    do_not_specialize_on_alignment=["tile_slots", "tile_tokens"],
 )
 def _shrink_dense(
     x,
     a,
     ranks,
-    halves,
+    sums,
     tile_slots,
     tile_tokens,
     x_stride,
+    scaling,
     num_tiles,
     tile_stride,
     K: tl.constexpr,
@@ -59,14 +60,25 @@ def _shrink_dense(
         if r < rank:
             p_a = a + (slot.to(tl.int64) * S + i_slice) * (R * K)
             s = shrink_tile(x, p_a, token, x_stride, 0, r, rank, K, BLOCK_M, BLOCK_R, BLOCK_K, 1, STEPS, 0)
-            row = tile.to(tl.int64) * BLOCK_M + o_m
-            p_s = halves + ((row * S + i_slice) * (2 * COLUMNS) + r)[:, None] + o_r[None, :]
-            high = s.to(halves.dtype.element_ty)
-            # Rows without a token too, as zeros: the expand loads whole tiles.
-            tl.store(p_s, high)
-            tl.store(p_s + COLUMNS, (s - high.to(tl.float32)).to(halves.dtype.element_ty))
+            if scaling is None:
+                row = (tile.to(tl.int64) * BLOCK_M + o_m) * S + i_slice
+                # Rows without a token too, as zeros: the expand loads whole tiles.
+                store_halves(sums + (row * (2 * COLUMNS) + r)[:, None] + o_r[None, :], s, COLUMNS)
+            else:
+                row = token.to(tl.int64) * S + i_slice
+                inside = (token >= 0)[:, None] & (r + o_r < R)[None, :]
+                tl.store(sums + (row * R + r)[:, None] + o_r[None, :], s * scaling, mask=inside)
         tile += tile_stride
         slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, 1)
+
+
+@triton.jit
+def store_halves(p_high, s, COLUMNS: tl.constexpr):
+    """Store fp32 sums as what of them fits in the dtype behind `p_high`, and what is left of them COLUMNS behind it."""
+    dtype: tl.constexpr = p_high.dtype.element_ty
+    high = s.to(dtype)
+    tl.store(p_high, high)
+    tl.store(p_high + COLUMNS, (s - high.to(tl.float32)).to(dtype))
 
 
 # One compiled variant whatever tiles a batch has: nothing is compiled while serving.
@@ -82,6 +94,7 @@ def _expand_dense(
     out,
     tile_slots,
     tile_tokens,
+    b_slot_stride,
     out_stride,
     num_tiles,
     tile_stride,
@@ -89,11 +102,14 @@ def _expand_dense(
     R: tl.constexpr,
     SIZES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    RANK_STRIDE: tl.constexpr,
+    OUTPUT_STRIDE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
+    ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     S: tl.constexpr = len(SIZES)
@@ -110,22 +126,24 @@ def _expand_dense(
         scale = load_scale(scales, slot, i_slice, S)
         inside = ((token >= 0) & (rank > 0))[:, None] & in_n
         p_out = out + token.to(tl.int64)[:, None] * out_stride + o_n[None, :]
-        if EARLY:
+        if ADD and EARLY:
             b_out = tl.load(p_out, mask=inside, other=0.0)
         if DEPENDENT:
             gdc_wait()
         row = tile.to(tl.int64) * BLOCK_M + o_m
         p_s = halves + ((row * S + i_slice) * (2 * COLUMNS))[:, None] + o_r[None, :]
-        p_b = b + slot.to(tl.int64) * (R * N) + o_r[:, None] * N + o_n[None, :]
+        p_b = b + slot.to(tl.int64) * b_slot_stride + o_r[:, None] * RANK_STRIDE + o_n[None, :] * OUTPUT_STRIDE
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for r in range(0, rank, BLOCK_R):
             b_b = tl.load(p_b, mask=(r + o_r < rank)[:, None] & in_n, other=0.0)
             product = tl.dot(tl.load(p_s), b_b, product)
             product = tl.dot(tl.load(p_s + COLUMNS), b_b, product)
             p_s += BLOCK_R
-            p_b += BLOCK_R * N
-        if not EARLY:
+            p_b += BLOCK_R * RANK_STRIDE
+        if ADD and not EARLY:
             b_out = tl.load(p_out, mask=inside, other=0.0)
+        elif not ADD:
+            b_out = tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty)
         # Late: what is held meanwhile takes registers from the products.
         factor = load_factor(factors, slot, o_n, end, N)
         y = (b_out.to(tl.float32) + scale * product) * factor
@@ -137,70 +155,107 @@ def _expand_dense(
         gdc_wait()
 
 
-def launch_dense(
-    x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles, plan: DensePlan, *, overlap: bool
-) -> None:
-    """Add to out `[T, out]` for tokens that have an adapter; arguments are validated by the caller.
+def empty_halves(tiles: AdapterTiles, num_slices: int, b: Tensor, plan: DensePlan) -> Tensor:
+    """Return memory `[tiles, rows, S, 2, columns]` for the halves of sums that meet `b`."""
+    size = (tiles.num_tiles, tiles.rows, num_slices, 2, plan.columns)
+    return torch.empty(size, dtype=b.dtype, device=b.device)
 
-    overlap: the expand may start while the shrink still runs, and waits by itself.
+
+def launch_shrink_dense(
+    x: Tensor,
+    a: Tensor,
+    ranks: Tensor | None,
+    sums: Tensor,
+    tiles: AdapterTiles,
+    plan: DensePlan,
+    *,
+    scaling: float | None = None,
+    dependents: bool = False,
+) -> None:
+    """Write x A^T as halves `[tiles, rows, S, 2, columns]`, of tokens that have an adapter with a rank.
+
+    a: `[slots, S, R, in]`. `scaling`: the sums are written scaled and whole, in fp32, to `[T, S, R]`. `dependents`: the
+    next launch waits by itself. Arguments are validated by the caller.
     """
-    num_tiles, rows = tiles.tokens.shape
-    num_slices, rank = len(weights.sizes), weights.max_rank
-    # Both halves of a slice lie side by side.
-    halves = torch.empty((num_tiles, rows, num_slices, 2, plan.columns), dtype=x.dtype, device=x.device)
+    _, num_slices, rank, inputs = a.shape
     blocks = triton.cdiv(rank, plan.shrink_r)
     per_tile = blocks * num_slices
-    tiles_at_once = min(num_tiles, max(1, plan.programs // per_tile))
+    tiles_at_once = min(tiles.num_tiles, max(1, plan.programs // per_tile))
     _shrink_dense[(tiles_at_once * per_tile,)](
         x,
-        weights.a,
-        weights.ranks,
-        halves,
+        a,
+        ranks,
+        sums,
         tiles.slots,
         tiles.tokens,
         x.stride(0),
-        num_tiles,
+        scaling,
+        tiles.num_tiles,
         tiles_at_once,
-        K=weights.num_inputs,
+        K=inputs,
         R=rank,
         S=num_slices,
         COLUMNS=plan.columns,
         BLOCKS=blocks,
-        BLOCK_M=rows,
+        BLOCK_M=tiles.rows,
         BLOCK_R=plan.shrink_r,
         BLOCK_K=plan.shrink_k,
         STEPS=plan.shrink_steps,
-        DEPENDENTS=overlap,
+        DEPENDENTS=dependents,
         num_warps=plan.shrink_warps,
         num_stages=plan.shrink_stages,
     )
-    parts = sum(triton.cdiv(size, plan.expand_n) for size in weights.sizes)
-    tiles_at_once = min(num_tiles, max(1, plan.programs // parts))
-    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+
+
+def launch_expand_dense(
+    halves: Tensor,
+    b: Tensor,
+    ranks: Tensor | None,
+    scales: Tensor | None,
+    factors: Tensor | None,
+    sizes: tuple[int, ...],
+    out: Tensor,
+    tiles: AdapterTiles,
+    plan: DensePlan,
+    *,
+    add: bool = True,
+    dependent: bool = False,
+) -> None:
+    """Add to out `[T, out]` what the halves `[tiles, rows, S, 2, columns]` give, or with `add` false overwrite it.
+
+    Other arguments: see `launch_expand`. They are validated by the caller.
+    """
+    parts = sum(triton.cdiv(size, plan.expand_n) for size in sizes)
+    tiles_at_once = min(tiles.num_tiles, max(1, plan.programs // parts))
+    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     if plan.registers is not None:
         options["maxnreg"] = plan.registers
     _expand_dense[(tiles_at_once * parts,)](
         halves,
-        weights.b,
-        weights.ranks,
-        weights.scales,
-        weights.factors,
+        b,
+        ranks,
+        scales,
+        factors,
         out,
         tiles.slots,
         tiles.tokens,
+        b.stride(0),
         out.stride(0),
-        num_tiles,
+        tiles.num_tiles,
         tiles_at_once,
-        N=weights.num_outputs,
-        R=rank,
-        SIZES=weights.sizes,
+        N=b.shape[2],
+        R=b.shape[1],
+        SIZES=sizes,
         COLUMNS=plan.columns,
+        RANK_STRIDE=b.stride(1),
+        OUTPUT_STRIDE=b.stride(2),
         PARTS=parts,
-        BLOCK_M=rows,
+        BLOCK_M=tiles.rows,
         BLOCK_R=plan.expand_r,
         BLOCK_N=plan.expand_n,
         EARLY=plan.early,
-        DEPENDENT=overlap,
+        ADD=add,
+        DEPENDENT=dependent,
         num_warps=plan.expand_warps,
         num_stages=plan.expand_stages,
         **options,
