@@ -161,7 +161,7 @@ def _adapt(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what adapters of several ranks added to a projection of two slices, and what their reference added."""
     sizes, inputs, rank = (heads.values, heads.num_value_heads), heads.keys, 64
-    ranks = torch.tensor([[16, 0], [64, 5], [1, 64]], dtype=torch.int32, device=device)
+    ranks = torch.tensor([[16, 0], [1, 64], [64, 5]], dtype=torch.int32, device=device)
     a, b = fill(3, 2, rank, inputs).to(dtype), fill(3, rank, sum(sizes)).to(dtype)
     weights = LoraWeights(a, b, ranks, torch.full((3, 2), 0.5, device=device), sizes)
     # Every third token has no adapter, a few have the first two, the rest the last one.

@@ -124,7 +124,8 @@ def _expand_dense(
     while slot >= 0:
         rank = load_rank(ranks, slot, i_slice, S, R)
         scale = load_scale(scales, slot, i_slice, S)
-        inside = ((token >= 0) & (rank > 0))[:, None] & in_n
+        # Whatever the rank, which is known later.
+        inside = (token >= 0)[:, None] & in_n
         p_out = out + token.to(tl.int64)[:, None] * out_stride + o_n[None, :]
         if ADD and EARLY:
             b_out = tl.load(p_out, mask=inside, other=0.0)
@@ -147,7 +148,7 @@ def _expand_dense(
         # Late: what is held meanwhile takes registers from the products.
         factor = load_factor(factors, slot, o_n, end, N)
         y = (b_out.to(tl.float32) + scale * product) * factor
-        tl.store(p_out, y.to(out.dtype.element_ty), mask=inside)
+        tl.store(p_out, y.to(out.dtype.element_ty), mask=inside & (rank > 0))
         tile += tile_stride
         slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, 1)
     if DEPENDENT:
