@@ -36,6 +36,7 @@ CASES: dict[str, tuple[list[int], list[list[int]], dict[str, Any]]] = {
     "not-a-slot": ([0, 3, -7, 1, 99], [[4], [4], [4]], {}),
     "many-slots": (mixed(40, 90), [[1 + slot % 8] for slot in range(90)], {"inputs": 33}),
     "large-tiles": (mixed(plan.FEW_TOKENS + 20, 3), [[16], [5], [33]], {"inputs": 50}),
+    "dense-tiles": (mixed(plan.DENSE_TOKENS + 20, 3), [[64], [5], [70]], {"inputs": 50, "factors": True}),
     "long-inputs": (mixed(6, 2), [[16], [20]], {"inputs": 3000, "sizes": (10,)}),
 }
 
