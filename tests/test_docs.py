@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from google.rpc import code_pb2
 
-from deltaline.v1 import admin_service_pb2, layer_service_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 from deltaline_server.errors import Reason
@@ -69,6 +69,7 @@ def test_every_call_is_in_the_table() -> None:
     services = [
         *layer_service_pb2.DESCRIPTOR.services_by_name.values(),
         *admin_service_pb2.DESCRIPTOR.services_by_name.values(),
+        *adapter_service_pb2.DESCRIPTOR.services_by_name.values(),
     ]
     calls = {f"{service.name}.{method.name}" for service in services for method in service.methods}
     assert {row[0] for row in table("docs/protocol.md", "call")} == calls

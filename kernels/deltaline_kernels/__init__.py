@@ -13,6 +13,8 @@ from deltaline_kernels.lora import (
     add_lora,
     add_lora_reference,
     group_tokens,
+    spread_slots,
+    spread_slots_reference,
 )
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
@@ -37,4 +39,6 @@ __all__ = [
     "gated_rms_norm_reference",
     "group_tokens",
     "run_selftest",
+    "spread_slots",
+    "spread_slots_reference",
 ]

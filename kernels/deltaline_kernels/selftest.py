@@ -3,6 +3,7 @@
 Wrong code from an assembler shows here before it shows in an answer. Knows nothing of models, allocates its tensors.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,14 @@ from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
 from deltaline_kernels.gated_delta.plan import choose_plan
-from deltaline_kernels.lora import LoraWeights, add_lora, add_lora_reference, group_tokens
+from deltaline_kernels.lora import (
+    LoraWeights,
+    add_lora,
+    add_lora_reference,
+    group_tokens,
+    spread_slots,
+    spread_slots_reference,
+)
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 
@@ -164,13 +172,14 @@ def _adapt(
     ranks = torch.tensor([[16, 0], [1, 64], [64, 5]], dtype=torch.int32, device=device)
     a, b = fill(3, 2, rank, inputs).to(dtype), fill(3, rank, sum(sizes)).to(dtype)
     weights = LoraWeights(a, b, ranks, torch.full((3, 2), 0.5, device=device), sizes)
-    # Every third token has no adapter, a few have the first two, the rest the last one.
-    order = torch.arange(num_tokens, device=device)
-    slots = torch.where(order % 3 == 2, -1, (order // 8).clamp(max=2)).to(torch.int32)
+    # Rows of 1, 3, 5 .. tokens; most have the last adapter, some have none.
+    order = torch.arange(math.isqrt(num_tokens - 1) + 2, device=device)
+    starts = (order**2).clamp(max=num_tokens).to(torch.int32)
+    row_slots = torch.tensor([2, 1, 0, 2, -1, 2, 2, 2], dtype=torch.int32, device=device)[order[:-1] % 8]
     x, out = fill(num_tokens, inputs).to(dtype), fill(num_tokens, sum(sizes)).to(dtype)
     want = out.clone()
-    add_lora(x, out, weights, group_tokens(slots, 3, rank))
-    add_lora_reference(x, want, weights, slots)
+    add_lora(x, out, weights, group_tokens(spread_slots(row_slots, starts, num_tokens), 3, rank))
+    add_lora_reference(x, want, weights, spread_slots_reference(row_slots, starts, num_tokens))
     return [out], [want]
 
 

@@ -66,12 +66,16 @@ class _Resident:
 
 
 class AdapterSlots:
-    """Slots 0 .. num_slots - 1. `clock` gives seconds."""
+    """Slots 0 .. num_slots - 1. `clock` gives seconds.
+
+    Attributes: on_copied, called with the number of each adapter that batches may use from now on.
+    """
 
     def __init__(self, num_slots: int, copier: SlotCopier, clock: Callable[[], float]) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
         self.num_slots, self.num_copies, self.num_evicted = num_slots, 0, 0
+        self.on_copied: Callable[[int], None] = lambda number: None
         self._copier, self._clock = copier, clock
         self._free = list(range(num_slots - 1, -1, -1))
         # By number of the adapter, the least recently used first.
@@ -82,7 +86,7 @@ class AdapterSlots:
     @property
     def num_resident(self) -> int:
         """Adapters that a batch may use."""
-        return sum(self.is_ready(number) for number in self._residents)
+        return sum(self.is_ready(number) for number in list(self._residents))  # a scraper's thread may ask
 
     def is_ready(self, number: int) -> bool:
         """Whether a batch may use the adapter now."""
@@ -196,6 +200,8 @@ class AdapterSlots:
                 resident.is_leaving = resident.is_forgotten = True
             self._settle(number)
             self._assign()
+            if self.is_ready(number):
+                self.on_copied(number)
 
         self._copier.copy(slot, content, done)
 

@@ -15,6 +15,7 @@ from triton import knobs
 
 from deltaline_server.executor import BatchLimits, DeviceCounts, Launched, Report
 from deltaline_server.graphs import Graphs, make_buckets
+from deltaline_server.line_zeroing import LineZeroing
 from deltaline_server.model import Model
 from deltaline_server.staging import Copier, Layout, Slot
 from deltaline_server.state_pool import StatePool
@@ -36,7 +37,7 @@ class CudaExecutor:
         self._num_compiled = 0
         knobs.runtime.jit_post_compile_hook = self._count_compiled
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self._buckets = make_buckets(limits, pool.max_draft)
+        self._buckets = make_buckets(limits, pool.max_draft, model.adapters is not None)
         self._graphs = Graphs(model, pool, self._buckets)
 
     def prepare(self, report: Report) -> None:
@@ -51,7 +52,7 @@ class CudaExecutor:
         torch.cuda.synchronize(model.device)
         with torch.cuda.stream(self._compute):
             self._graphs.capture(slots, report)
-            self._pool.zero(np.zeros(1, np.int64))  # so that its memory is there: the null line stays what it is
+            self._zeroing = LineZeroing(self._pool)
         torch.cuda.synchronize(model.device)
         for slot in slots:
             self._free.put(slot)
@@ -77,8 +78,8 @@ class CudaExecutor:
         return Launched(slot.is_done, lambda: self._finish(slot, batch, bucket.layout))
 
     def zero(self, lines: NDArray[np.int64]) -> None:
-        with torch.cuda.stream(self._compute):
-            self._pool.zero(lines)
+        torch.cuda.set_stream(self._compute)
+        self._zeroing.zero(lines)
 
     def is_lost(self) -> bool:
         try:

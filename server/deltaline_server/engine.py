@@ -26,8 +26,11 @@ logger = logging.getLogger(__name__)
 
 OnDone = Callable[[BatchResult], None]
 
-# A batch of so many bytes takes less time to copy than two threads take to wake.
-SMALL_BYTES = 2 << 20
+# A batch of so many bytes, in and out, takes less time to copy than two threads take to wake.
+SMALL_BYTES = 4 << 20
+# While a thread has something to launch, whoever polls sleeps for so long: the interpreter's lock, once released by
+# one who takes it again at once, goes to no other for milliseconds.
+YIELD_S = 50e-6
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Engine:
 
     `submit`, `zero_lines` and `poll` wait for no computation and belong to one thread. Where a device computes by
     itself, a second thread waits for its results, so that the next batch is launched meanwhile. Threads wake slowly: a
-    small batch of a caller who polls is launched by `submit` and told by `poll`, when the threads have nothing to do.
+    small batch of a caller who polls is launched by `submit` and told by `poll`, when no thread has one to launch.
     """
 
     def __init__(self, executor: Executor, device: torch.device) -> None:
@@ -70,7 +73,7 @@ class Engine:
             self._threads.append(threading.Thread(target=self._collect, name="results", daemon=False))
         self._lock = threading.Lock()
         self._polled: deque[_Out] = deque()
-        self._unfinished = 0
+        self._unfinished = self._queued = 0
         self._turn = time.monotonic()
         self._is_started = self._is_closed = self._has_failed = False
         self._precision = ""
@@ -103,7 +106,7 @@ class Engine:
         after `close`.
         """
         run = _Run(batch, on_done)
-        if polls and self._executor.is_asynchronous and batch.num_bytes <= SMALL_BYTES and self._may_launch():
+        if polls and self._executor.is_asynchronous and batch.copied_bytes <= SMALL_BYTES and self._may_launch():
             self._polled.append(_Out(run, self._launch(run)))
         else:
             self._put(run)
@@ -112,6 +115,8 @@ class Engine:
         """Tell the results of batches that are done and wait for this; return whether more of them are to come."""
         while (out := self._take_polled()) is not None:
             self._deliver(out)
+        if self._polled and self._queued:
+            time.sleep(YIELD_S)
         return bool(self._polled)
 
     def zero_lines(self, lines: NDArray[np.int64]) -> None:
@@ -119,7 +124,11 @@ class Engine:
 
         An engine that could not do it computes nothing more: `failed` is True. Raises RuntimeError after `close`.
         """
-        self._put(_Zero(lines.copy()))
+        if not (self._executor.is_asynchronous and self._may_launch()):
+            self._put(_Zero(lines.copy()))
+            return
+        self._zero(lines)
+        self._take_turn(finished=1)
 
     def heartbeat_s(self) -> float:
         """Seconds since a thread last began or ended a job while there is work; 0.0 when idle."""
@@ -148,12 +157,13 @@ class Engine:
     def _put(self, job: _Run | _Zero | _Prepare) -> None:
         with self._lock:
             self._begin()
+            self._queued += 1
             self._jobs.put(job)
 
     def _may_launch(self) -> bool:
-        """Whether the threads have nothing to do, so that the caller may launch a batch; it is counted then."""
+        """Whether the device has all that was submitted, so that the caller may launch a batch; it is counted then."""
         with self._lock:
-            if self._unfinished > len(self._polled):
+            if self._queued:
                 return False
             self._begin()
             return True
@@ -180,7 +190,7 @@ class Engine:
         with torch.inference_mode(), self._on_device():
             while (job := self._jobs.get()) is not None:
                 self._take_turn()
-                self._take_turn(finished=self._do(job))
+                self._take_turn(finished=self._do(job), dequeued=1)
                 del job  # nothing of it is held while the thread waits: its arrays may lie in memory to be unmapped
         self._launched.put(None)
 
@@ -210,10 +220,11 @@ class Engine:
         """Make the device the thread's current one."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
-    def _take_turn(self, finished: int = 0) -> None:
+    def _take_turn(self, finished: int = 0, dequeued: int = 0) -> None:
         with self._lock:
             self._turn = time.monotonic()
             self._unfinished -= finished
+            self._queued -= dequeued
 
     def _launch(self, run: _Run) -> Launched:
         if not self._has_failed:

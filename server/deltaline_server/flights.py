@@ -50,6 +50,11 @@ class Flights:
         return len(self._flights)
 
     @property
+    def is_polled(self) -> bool:
+        """Whether the loop looks for results in each of its turns, so that its timers are exact."""
+        return self._polls
+
+    @property
     def first(self) -> Run:
         """The batch that is done next."""
         return self._flights[0].run

@@ -5,57 +5,72 @@ Knows seconds, rows and tokens; not jobs nor clocks (times are arguments, in sec
 
 from __future__ import annotations
 
-# Prefill chunks beside decodes compute for so many times as long as the decodes themselves: a decode that comes at the
-# worst time waits for one chunk and runs with another, and the prefills still get three fifths of such a batch.
-CHUNK_TO_SHORT = 1.5
-# Shorter chunks would not run faster: launches and the reading of weights take most of their time.
+# A batch of decodes and prefill chunks takes at most so many times as long as the decodes alone: a decode that comes at
+# the worst time waits for a batch of chunks and runs with the next, and the prefills get two thirds of the device.
+CHUNK_STRETCH = 3.0
+# Chunks have this size or the double of it, and so on: what is between two of these computes as long as the larger one
+# (graphs.py). Shorter ones would not run faster: launches and the reading of weights take most of their time.
 MIN_CHUNK_TOKENS = 256
 # Short rows are expected again for so long after the last ones.
 SHORT_MEMORY_S = 0.1
 # The next batch is formed when the running one has this share of its time left, or this time: what it takes to lay
 # the next one out and to copy it in.
 LEAD_SHARE = 0.3
-LEAD_S = 0.4e-3
+LEAD_S = 0.65e-3
 # How much a new measurement counts, and how much longer than expected one may count: a stall is no measure.
 WEIGHT = 0.25
 MAX_SURPRISE = 2.0
+# Sizes of chunks that were not met for so long are unknown again: what was measured of them may have been a stall.
+MEMORY_S = 10.0
 
-_BUCKETS = 32
+# Seconds by tokens of long rows (a size of chunks, or 0).
+_Curve = dict[int, float]
 
 
 class Pace:
-    """Smoothed times of batches: those of short rows by the power of two of their number, long rows' by the token."""
+    """Smoothed times of batches of each span, by the power of two of their short rows and by the size of their chunks.
+
+    Between the sizes that were measured, and beyond them, time is taken to grow linearly.
+    """
 
     def __init__(self, num_spans: int, chunk_tokens: int) -> None:
         """chunk_tokens: tokens of long rows in a batch, at most."""
-        self._chunk_tokens = chunk_tokens
-        self._short_s: list[list[float]] = [[0.0] * _BUCKETS for _ in range(num_spans)]
-        self._token_s = [0.0] * num_spans
-        self._last_short_s, self._last_short_at_s = 0.0, float("-inf")
+        self._sizes = [chunk_tokens]  # descending
+        size = MIN_CHUNK_TOKENS
+        while size < chunk_tokens:
+            self._sizes.insert(1, size)
+            size *= 2
+        self._curves: list[dict[int, _Curve]] = [{} for _ in range(num_spans)]
+        self._met_s: dict[tuple[int, int, int], float] = {}
+        self._last_short, self._last_short_s, self._last_short_at_s = 0, 0.0, float("-inf")
 
     def measured(self, span: int, num_short: int, long_tokens: int, seconds: float, now_s: float) -> None:
         """A batch of so many short rows and so many tokens of long rows was computed in `seconds`."""
-        short_s, bucket = self._short_time(span, num_short), num_short.bit_length()
-        token_s = self._token_s[span]
-        long_s = token_s * long_tokens
-        if num_short and not long_tokens:
-            self._short_s[span][bucket] = _blend(self._short_s[span][bucket], seconds)
-        elif long_tokens and not num_short:
-            self._token_s[span] = _blend(token_s, seconds / long_tokens)
-        elif short_s and long_s:  # nobody knows whose time it was: each gets its share of the surprise
-            surprise = seconds / (short_s + long_s)
-            self._short_s[span][bucket] = _blend(short_s, short_s * surprise)
-            self._token_s[span] = _blend(token_s, token_s * surprise)
-        elif short_s and seconds > short_s:
-            self._token_s[span] = (seconds - short_s) / long_tokens
-        elif long_s and seconds > long_s:
-            self._short_s[span][bucket] = seconds - long_s
+        bucket, size = num_short.bit_length(), self._size(long_tokens)
+        curve = self._curves[span].setdefault(bucket, {})
+        curve[size] = _blend(curve.get(size, 0.0), seconds)
+        self._met_s[span, bucket, size] = now_s
+        for other in [s for s in curve if s and now_s - self._met_s[span, bucket, s] > MEMORY_S]:
+            del curve[other]
         if num_short:
-            self._last_short_s, self._last_short_at_s = self._short_time(span, num_short), now_s
+            self._last_short, self._last_short_s = num_short, self.predicted_s(span, num_short, 0)
+            self._last_short_at_s = now_s
 
     def predicted_s(self, span: int, num_short: int, long_tokens: int) -> float:
-        """How long a batch will compute, 0.0 for what was never measured."""
-        return self._short_time(span, num_short) + self._token_s[span] * long_tokens
+        """How long a batch will compute, 0.0 for what nothing is known of."""
+        curves, bucket, size = self._curves[span], num_short.bit_length(), self._size(long_tokens)
+        curve = curves.get(bucket, {})
+        if size in curve:
+            return curve[size]
+        known = [b for b, other in curves.items() if b and 0 in other]
+        short_s = curves[min(known, key=lambda b: abs(b - bucket))][0] if known and num_short else 0.0
+        if not size:
+            return short_s
+        # By the lower estimate, since a size that is tried becomes known.
+        estimates = [short_s + _at(curves.get(0, {}), size)] if any(curves.get(0, {})) else []
+        if any(curve):
+            estimates.append(_at({0: short_s} | curve, size))
+        return min(estimates, default=short_s)
 
     def expects_short(self, now_s: float) -> bool:
         """Whether short rows were served so lately that more must be expected."""
@@ -64,26 +79,32 @@ class Pace:
     def chunk_tokens(self, span: int, num_short: int, now_s: float) -> int:
         """How many tokens of long rows the next batch may have beside `num_short` short rows."""
         if not num_short and not self.expects_short(now_s):
-            return self._chunk_tokens
-        short_s = self._short_time(span, num_short) or self._last_short_s
-        token_s = self._token_s[span]
-        tokens = int(CHUNK_TO_SHORT * short_s / token_s) if token_s else 0
-        return min(self._chunk_tokens, max(MIN_CHUNK_TOKENS, tokens))
+            return self._sizes[0]
+        rows = num_short or self._last_short
+        short_s = self.predicted_s(span, rows, 0)
+        for size in self._sizes:
+            if short_s < self.predicted_s(span, rows, size) <= CHUNK_STRETCH * short_s:
+                return size
+        return self._sizes[-1]
 
     @staticmethod
     def due_s(began_s: float, predicted_s: float) -> float:
         """When the batch behind one that began at `began_s` should be formed, if it waits for more rows."""
         return began_s + min((1 - LEAD_SHARE) * predicted_s, predicted_s - LEAD_S)
 
-    def _short_time(self, span: int, num_short: int) -> float:
-        """Seconds of so many short rows, those of the nearest number that was measured, 0.0 when none was."""
-        if not num_short:
-            return 0.0
-        times, bucket = self._short_s[span], num_short.bit_length()
-        if times[bucket]:
-            return times[bucket]
-        known = [i for i, seconds in enumerate(times) if seconds]
-        return times[min(known, key=lambda i: abs(i - bucket))] if known else 0.0
+    def _size(self, long_tokens: int) -> int:
+        """The smallest size of chunks that has room for so many tokens; 0 for none."""
+        return min((size for size in self._sizes if size >= long_tokens), default=self._sizes[0]) if long_tokens else 0
+
+
+def _at(curve: _Curve, size: int) -> float:
+    """A curve's value where it was not measured: on the line through its neighbours, (0, 0) being one if need be."""
+    points = sorted(({0: 0.0} | curve).items())
+    if len(points) == 1:
+        return 0.0
+    right = min((i for i, (at, _) in enumerate(points) if at > size), default=len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 + max(y1 - y0, 0.0) * (size - x0) / (x1 - x0)
 
 
 def _blend(old: float, new: float) -> float:

@@ -89,11 +89,16 @@ class StatePool:
 
         Raises IndexError if one is not a line, before any is zeroed.
         """
-        if len(lines) == 0:
-            return
-        if lines.min() < 0 or lines.max() > self.num_lines:
+        self.check_lines(lines)
+        self.zero_at(torch.tensor(lines, dtype=torch.int64, device=self.device))
+
+    def check_lines(self, lines: NDArray[np.int64]) -> None:
+        """Raise IndexError if one is not a line."""
+        if len(lines) and (lines.min() < 0 or lines.max() > self.num_lines):
             raise IndexError(f"lines: expected 0..{self.num_lines}, got {lines.min()}..{lines.max()}")
-        index = torch.tensor(lines, dtype=torch.int64, device=self.device)
+
+    def zero_at(self, index: Tensor) -> None:
+        """As `zero`, for lines int64 `[n]` on the device, which nobody checks."""
         for layer in self.layers:
             for tensor in layer.tensors:
                 tensor.index_fill_(0, index, 0)

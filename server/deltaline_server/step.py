@@ -193,7 +193,9 @@ class StepBatch:
     layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] of one dtype, at least one, that follow one
     another in row order; they stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go
     back, None for all. into: memory of clients where the outputs of each piece are to be in the end [rows, hidden],
-    empty unless all have such a place; an engine that can write there saves a copy.
+    empty unless all have such a place; an engine that can write there saves a copy. copied_bytes: of what crosses
+    between host and device, what is not in shared memory. adapter_slots int32 [N]: the slot of
+    each row's adapter, -1 for none; None when no row has one.
     """
 
     span: int
@@ -202,16 +204,13 @@ class StepBatch:
     hidden: tuple[NDArray[Any], ...]
     wanted: NDArray[np.int64] | None
     into: tuple[NDArray[Any], ...] = ()
+    copied_bytes: int = 0
+    adapter_slots: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:
         """T, the tokens of all rows."""
         return int(self.control[0, -1])
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the hidden states."""
-        return sum(piece.nbytes for piece in self.hidden)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from deltaline_kernels import (
     gated_delta,
     gated_rms_norm,
     group_tokens,
+    spread_slots,
 )
 from deltaline_kernels.gated_delta.heads import Heads
 
@@ -60,6 +61,9 @@ class Path:
 
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gated_rms_norm(o, z, weight, eps)
+
+    def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+        return spread_slots(row_slots, query_start_loc, num_tokens)
 
     def group(self, token_slots: Tensor, num_slots: int, max_rank: int) -> AdapterTiles:
         return group_tokens(token_slots, num_slots, max_rank)
@@ -124,6 +128,14 @@ class InterpretedPath(Path):
         y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype)
         gated_rms_norm_triton(o, z, weight, eps, y)
         return y
+
+    def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+        from deltaline_kernels.lora.spread import spread_slots_triton
+
+        token_slots = torch.full((num_tokens,), 99, dtype=torch.int32)
+        if num_tokens > 0:
+            spread_slots_triton(row_slots, query_start_loc, token_slots)
+        return token_slots
 
     def group(self, token_slots: Tensor, num_slots: int, max_rank: int) -> AdapterTiles:
         from deltaline_kernels.lora.group import group_tokens_triton

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from kernels.lora_batches import make_batch
 from kernels.paths import InterpretedPath, Path
 from kernels.tolerance import assert_close
 
+from deltaline_kernels import spread_slots_reference
 from deltaline_kernels.lora import plan
 
 
@@ -237,3 +239,28 @@ def test_tokens_are_grouped_in_their_order(exact_path: Path, num_tokens: int, nu
         [t % (num_slots + 4) - 2 for t in range(num_tokens)],
     ):
         check_tiles(exact_path, slots, num_slots, max_rank)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_tokens"),
+    [
+        ([], 0),
+        ([], 5),
+        ([1], 1),
+        ([1] * 64, 64),
+        ([1] * 65, 65),
+        ([3, 0, 0, 1, 5, 0], 9),
+        ([0, 0, 4, 0], 20),
+        ([2] * 70 + [500, 0, 300], 1000),
+        ([0] * 200 + [129], 129),
+    ],
+    ids=lambda value: f"{len(value)}-rows" if isinstance(value, list) else str(value),
+)
+def test_tokens_have_the_adapters_of_their_rows(exact_path: Path, lengths: list[int], num_tokens: int) -> None:
+    device = exact_path.device
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    row_slots = torch.tensor(mixed(len(lengths), 9), dtype=torch.int32, device=device)
+    wanted = [slot for slot, length in zip(row_slots.tolist(), lengths, strict=True) for _ in range(length)]
+    found = exact_path.spread(row_slots, starts, num_tokens)
+    assert found.tolist() == wanted + [-1] * (num_tokens - len(wanted))
+    assert torch.equal(found, spread_slots_reference(row_slots, starts, num_tokens))

@@ -1,4 +1,4 @@
-"""What add_lora, group_tokens and LoraWeights refuse, by name."""
+"""What add_lora, group_tokens, spread_slots and LoraWeights refuse, by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from deltaline_kernels import LoraWeights, add_lora, group_tokens
+from deltaline_kernels import LoraWeights, add_lora, group_tokens, spread_slots
+
+# Two rows of one token.
+SPREAD_SLOTS, SPREAD_STARTS = torch.zeros(2, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
 
 WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "x: expected a tensor, got list", {"x": [1.0]}),
@@ -92,3 +95,21 @@ def test_group_tokens_names_the_wrong_argument() -> None:
         group_tokens(slots, 0)
     with pytest.raises(ValueError, match=r"^max_rank: expected at least 1, got 0"):
         group_tokens(slots, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, "row_slots: expected a tensor, got list", ([0], SPREAD_STARTS, 2)),
+        (TypeError, "row_slots: expected torch.int32", (SPREAD_SLOTS.long(), SPREAD_STARTS, 2)),
+        (ValueError, r"query_start_loc: expected shape \[3\], got \[2\]", (SPREAD_SLOTS, SPREAD_STARTS[:2], 2)),
+        (TypeError, "num_tokens: expected an integer, got float", (SPREAD_SLOTS, SPREAD_STARTS, 2.0)),
+        (ValueError, "num_tokens: expected at least 0, got -1", (SPREAD_SLOTS, SPREAD_STARTS, -1)),
+    ],
+    ids=str,
+)
+def test_rows_that_cannot_be_spread_are_refused(
+    error: type[Exception], message: str, arguments: tuple[Any, Any, Any]
+) -> None:
+    with pytest.raises(error, match="^" + message):
+        spread_slots(*arguments)

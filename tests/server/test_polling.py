@@ -32,11 +32,14 @@ class HeldDevice:
         self.events: list[str] = []
         self._waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
         self.cannot_tell = False
+        self.may_launch = threading.Event()
+        self.may_launch.set()
 
     def prepare(self, report: Report) -> None:
         pass
 
     def launch(self, batch: StepBatch) -> Launched:
+        assert self.may_launch.wait(WAIT_S)
         done, number = threading.Event(), len(self.launched_by)
         self.launched_by.append(threading.get_ident())
         self.events.append(f"launch {number}")
@@ -87,7 +90,7 @@ def engine(device: HeldDevice) -> Iterator[Engine]:
 def make_batch(num_bytes: int = 64) -> StepBatch:
     control = np.zeros((6, 2), np.int32)
     control[0, 1] = 1
-    return StepBatch(0, control, 1, (np.zeros((1, num_bytes // 4), np.float32),), None)
+    return StepBatch(0, control, 1, (np.zeros((1, num_bytes // 4), np.float32),), None, copied_bytes=num_bytes)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -117,17 +120,38 @@ def test_a_large_batch_and_one_of_who_does_not_poll_go_by_the_threads(engine: En
     assert threading.get_ident() not in device.launched_by
 
 
-def test_nothing_overtakes_what_the_threads_have(engine: Engine, device: HeldDevice) -> None:
+def test_nothing_overtakes_what_the_threads_have_to_launch(engine: Engine, device: HeldDevice) -> None:
     results: list[float] = []
+    device.may_launch.clear()
     engine.submit(make_batch(), lambda result: results.append(result.compute_s))
     engine.zero_lines(np.array([1]))
     engine.submit(make_batch(), lambda result: results.append(result.compute_s), polls=True)
-    until(lambda: len(device.launched_by) == 2)
-    assert device.events == ["launch 0", "zero", "launch 1"]
+    assert device.events == []
+    device.may_launch.set()
     device.finish_one()
     device.finish_one()
     until(lambda: len(results) == 2)
+    assert device.events == ["launch 0", "zero", "launch 1"]
     assert results == [0.0, 1.0] and not engine.poll()
+
+
+def test_what_comes_is_launched_at_once_while_a_thread_only_waits_for_results(
+    engine: Engine, device: HeldDevice
+) -> None:
+    results: list[float] = []
+    engine.submit(make_batch(), lambda result: results.append(result.compute_s))
+    until(lambda: device.events == ["launch 0"])
+    until(lambda: engine._queued == 0)
+    engine.zero_lines(np.array([1]))
+    engine.submit(make_batch(), lambda result: results.append(result.compute_s), polls=True)
+    assert device.events == ["launch 0", "zero", "launch 1"]
+    assert device.launched_by[0] != device.launched_by[1] == threading.get_ident()
+    device.finish_one()
+    until(lambda: results == [0.0])
+    assert engine.poll()
+    device.finish_one()
+    assert not engine.poll() and results == [0.0, 1.0]
+    assert engine.heartbeat_s() == 0.0
 
 
 def test_who_hears_of_a_batch_may_launch_the_next_one(engine: Engine, device: HeldDevice) -> None:

@@ -145,9 +145,9 @@ def _expand_dense(
             b_out = tl.load(p_out, mask=inside, other=0.0)
         elif not ADD:
             b_out = tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty)
+        y = b_out.to(tl.float32) + scale * product
         # Late: what is held meanwhile takes registers from the products.
-        factor = load_factor(factors, slot, o_n, end, N)
-        y = (b_out.to(tl.float32) + scale * product) * factor
+        y *= load_factor(factors, slot, o_n, end, N)
         tl.store(p_out, y.to(out.dtype.element_ty), mask=inside & (rank > 0))
         tile += tile_stride
         slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, 1)

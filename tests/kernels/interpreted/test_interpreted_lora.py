@@ -18,6 +18,7 @@ from kernels.test_lora import (
     test_sums_between_the_products_are_fp32,
     test_tiles_may_be_those_of_any_rank,
     test_tokens_are_grouped_in_their_order,
+    test_tokens_have_the_adapters_of_their_rows,
     test_weights_may_change_between_calls,
 )
 from kernels.test_lora import test_a_token_that_is_not_finite_spoils_no_other as check_not_finite
@@ -54,6 +55,7 @@ __all__ = [
     "test_tensors_of_another_call_are_not_remembered",
     "test_tiles_may_be_those_of_any_rank",
     "test_tokens_are_grouped_in_their_order",
+    "test_tokens_have_the_adapters_of_their_rows",
     "test_tokens_without_an_adapter_keep_their_bits",
     "test_weights_may_change_between_calls",
     "test_what_is_added_is_rounded_once",
