@@ -123,7 +123,7 @@ class Model:
             if self.adapters is None:
                 raise ValueError("adapter_slots: expected None, as this model has no adapter slots")
             token_slots = spread_slots(adapter_slots, rows.query_start_loc, hidden.shape[0])
-            tiles = group_tokens(token_slots, self.adapters.num_slots)
+            tiles = group_tokens(token_slots, self.adapters.num_slots, self.adapters.max_rank)
         for layer in self.spans[span]:
             hidden = self._layers[layer].forward(hidden, rows, pool.layers[self._places[layer]], tiles)
         return hidden

@@ -65,11 +65,14 @@ class Path:
     def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
         return spread_slots(row_slots, query_start_loc, num_tokens)
 
-    def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:
-        return group_tokens(token_slots, num_slots)
+    def group(self, token_slots: Tensor, num_slots: int, max_rank: int) -> AdapterTiles:
+        return group_tokens(token_slots, num_slots, max_rank)
 
     def add_lora(self, x: Tensor, out: Tensor, weights: LoraWeights, token_slots: Tensor) -> None:
-        add_lora(x, out, weights, self.group(token_slots, weights.num_slots))
+        self.add_grouped(x, out, weights, self.group(token_slots, weights.num_slots, weights.max_rank))
+
+    def add_grouped(self, x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
+        add_lora(x, out, weights, tiles)
 
 
 class InterpretedPath(Path):
@@ -134,18 +137,17 @@ class InterpretedPath(Path):
             spread_slots_triton(row_slots, query_start_loc, token_slots)
         return token_slots
 
-    def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:
+    def group(self, token_slots: Tensor, num_slots: int, max_rank: int) -> AdapterTiles:
         from deltaline_kernels.lora.group import group_tokens_triton
 
-        made = group_tokens(token_slots, num_slots)
+        made = group_tokens(token_slots, num_slots, max_rank)
         slots, tokens = torch.full_like(made.slots, 99), torch.full_like(made.tokens, 99)
         if made.num_tiles > 0:
             group_tokens_triton(token_slots, num_slots, slots, tokens)
         return AdapterTiles(slots, tokens, made.num_tokens, made.num_slots)
 
-    def add_lora(self, x: Tensor, out: Tensor, weights: LoraWeights, token_slots: Tensor) -> None:
+    def add_grouped(self, x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
         from deltaline_kernels.lora.launch import add_lora_triton
 
-        tiles = self.group(token_slots, weights.num_slots)
         if tiles.num_tiles > 0:
             add_lora_triton(x, out, weights, tiles)

@@ -59,13 +59,14 @@ def spread_slots(row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) ->
     return token_slots
 
 
-def group_tokens(token_slots: Tensor, num_slots: int) -> AdapterTiles:
+def group_tokens(token_slots: Tensor, num_slots: int, max_rank: int = MAX_RANK) -> AdapterTiles:
     """Sort the tokens of a batch by adapter; neither waits for the device nor depends on what `token_slots` holds.
 
     Args:
         token_slots: `[T]` int32, contiguous, the slot of each token's adapter; every value outside 0..num_slots-1, such
             as -1, stands for none.
         num_slots: of the weights that the tiles are used with.
+        max_rank: of these weights; another one costs time and changes nothing else.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -75,8 +76,9 @@ def group_tokens(token_slots: Tensor, num_slots: int) -> AdapterTiles:
     device = token_slots.device
     check_tensor("token_slots", token_slots, (None,), (torch.int32,), device)
     check_positive("num_slots", num_slots)
+    check_positive("max_rank", max_rank)
     num_tokens = token_slots.shape[0]
-    rows = tile_rows(num_tokens)
+    rows = tile_rows(num_tokens, max_rank)
     num_tiles = count_tiles(num_tokens, num_slots, rows)
     slots = torch.empty((num_tiles,), dtype=torch.int32, device=device)
     tokens = torch.empty((num_tiles, rows), dtype=torch.int32, device=device)
