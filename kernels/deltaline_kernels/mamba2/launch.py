@@ -1,4 +1,4 @@
-"""Order of the Mamba2 kernels on a GPU: short rows, then long ones.
+"""Order of the Mamba2 kernels on a GPU: short rows at once or token by token, then long ones.
 
 Knows host bounds only; which rows decode, verify or replay is read on the device.
 """
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deltaline_kernels.mamba2.heads import Heads
 from deltaline_kernels.mamba2.recurrent import launch_recurrent
+from deltaline_kernels.mamba2.verify import can_verify, launch_verify
 from deltaline_kernels.rows import Rows
 
 
@@ -35,8 +36,10 @@ def mamba2_triton(
         line_shift: line i of `rows` is line i - line_shift of `state` and `drafts`: with 1, which line 0 of `rows` does
             not name, a caller may use all of its lines.
     """
-    for part in (rows.short(), rows.long()):
-        launch_recurrent(
+    short = rows.short()
+    launch_short = launch_verify if can_verify(xBC, drafts, heads, short) else launch_recurrent
+    for launch, part in ((launch_short, short), (launch_recurrent, rows.long())):
+        launch(
             xBC,
             dt,
             rate,
