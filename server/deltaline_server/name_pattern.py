@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from dataclasses import dataclass, field
 
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 
 MAX_CHARS = 1024
 MAX_NODES = 4096

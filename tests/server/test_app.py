@@ -28,7 +28,8 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_kernels.selftest import Check
 from deltaline_server import __main__, app, runtime
 from deltaline_server.app import Server, StartError
-from deltaline_server.model_config import GatedDeltaNetShape, ModelError
+from deltaline_server.keys import ModelError
+from deltaline_server.mixer_shape import GatedDeltaNetShape
 from deltaline_server.state_pool import StateOptions
 
 READINESS = "deltaline.v1.LayerService"

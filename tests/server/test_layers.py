@@ -13,8 +13,9 @@ from torch import Tensor
 
 from deltaline_kernels import Rows
 from deltaline_server.checkpoint import Checkpoint
+from deltaline_server.keys import ModelError
 from deltaline_server.model import Model, ModelOptions, check_model, check_spans, load_model
-from deltaline_server.model_config import ModelError, Scope
+from deltaline_server.model_config import Scope
 from deltaline_server.state_pool import StateOptions, StatePool
 
 TOLERANCE = 1e-4

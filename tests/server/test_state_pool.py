@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaline_server.model_config import GatedDeltaNetShape, ModelError
+from deltaline_server.keys import ModelError
+from deltaline_server.mixer_shape import GatedDeltaNetShape
 from deltaline_server.state_pool import StateOptions, StatePool, check_state
 
 SHAPE = GatedDeltaNetShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=4, conv_width=4)
