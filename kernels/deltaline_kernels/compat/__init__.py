@@ -10,6 +10,7 @@ from deltaline_kernels.compat.gated_delta import (
     fused_sigmoid_gating_delta_rule_update,
 )
 from deltaline_kernels.compat.lora import lora_expand, lora_shrink
+from deltaline_kernels.compat.mamba2 import selective_state_update
 
 __all__ = [
     "causal_conv1d_fn",
@@ -19,4 +20,5 @@ __all__ = [
     "fused_sigmoid_gating_delta_rule_update",
     "lora_expand",
     "lora_shrink",
+    "selective_state_update",
 ]
