@@ -1,6 +1,7 @@
 """Writes a small checkpoint with random weights, as transformers writes it: python examples/make_checkpoint.py DIR
 
-All layers are Gated DeltaNet blocks, so a deltaline server can serve the whole stack. Needs torch and transformers.
+All layers are Gated DeltaNet blocks, or Mamba2 blocks with --mamba2, so a deltaline server can serve the whole stack.
+Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.utils import logging
 
 
-def make_checkpoint(directory: Path, *, seed: int = 0, num_layers: int = 4, vocab_size: int = 256) -> None:
+def make_checkpoint(
+    directory: Path, *, seed: int = 0, num_layers: int = 4, vocab_size: int = 256, mamba2: bool = False
+) -> None:
     """Write config.json and model.safetensors (fp32) to `directory`; the same seed writes the same weights."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
+    if mamba2:
+        make_mamba2(num_layers, vocab_size).save_pretrained(directory)
+        return
     config = Qwen3NextConfig(
         vocab_size=vocab_size,
         hidden_size=256,
@@ -36,12 +42,31 @@ def make_checkpoint(directory: Path, *, seed: int = 0, num_layers: int = 4, voca
     Qwen3NextForCausalLM(config).save_pretrained(directory)
 
 
+def make_mamba2(num_layers: int, vocab_size: int) -> Mamba2ForCausalLM:
+    """Make a Mamba2 model whose random weights don't repeat one token for ever."""
+    config = Mamba2Config(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        num_hidden_layers=num_layers,
+        num_heads=8,
+        head_dim=64,
+        state_size=64,
+        n_groups=2,
+        chunk_size=64,
+        initializer_range=0.02,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    return Mamba2ForCausalLM(config)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mamba2", action="store_true", help="Mamba2 instead of Gated DeltaNet")
     options = parser.parse_args()
-    make_checkpoint(options.directory, seed=options.seed)
+    make_checkpoint(options.directory, seed=options.seed, mamba2=options.mamba2)
     for path in sorted(options.directory.iterdir()):
         print(f"wrote {path}, {path.stat().st_size} bytes")
     print(f"now serve it: deltaline-server --model {options.directory}")
