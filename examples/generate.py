@@ -76,12 +76,12 @@ class Ends:
             with safe_open(path, "np") as file:
                 names = [name for name in file.keys() if ".layers." not in name]  # noqa: SIM118 - not a dict
                 tensors |= {name: file.get_tensor(name).astype(np.float32) for name in names}
-        names = MAMBA_NAMES if is_mamba else NAMES
-        self.embedding = find(tensors, names.embedding, directory)  # [vocabulary, hidden]
+        stored = MAMBA_NAMES if is_mamba else NAMES
+        self.embedding = find(tensors, stored.embedding, directory)  # [vocabulary, hidden]
         # [hidden]; but for Mamba2 the checkpoint stores the distance from 1
-        self.norm = find(tensors, names.norm, directory) + (0.0 if is_mamba else 1.0)
+        self.norm = find(tensors, stored.norm, directory) + (0.0 if is_mamba else 1.0)
         self.head = tensors.get("lm_head.weight", self.embedding)  # [vocabulary, hidden]; absent when tied
-        self.epsilon: float = config[names.epsilon]
+        self.epsilon: float = config[stored.epsilon]
         eos = config.get("eos_token_id")
         self.end_tokens = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
 

@@ -47,6 +47,15 @@ CONFIG = {
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }
+MAMBA2 = {
+    "model_type": "mamba2",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 3,
+    "num_heads": 4,
+    "head_dim": 64,
+    "state_size": 64,
+    "n_groups": 2,
+}
 DTYPE = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -161,10 +170,10 @@ class Twins:
         return results
 
 
-@pytest.fixture(scope="module")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
+@pytest.fixture(scope="module", params=[CONFIG, MAMBA2], ids=["gated_delta_net", "mamba2"])
+def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
     config = tmp_path_factory.mktemp("model") / "config.json"
-    config.write_text(json.dumps(CONFIG))
+    config.write_text(json.dumps(request.param))
     twins = Twins(config)
     yield twins
     for engine in twins.engines:

@@ -141,7 +141,8 @@ def test_the_shares_of_two_ranks_make_the_whole(make_oracle: Callable[..., Oracl
     for name in ("A_log", "D", "dt_bias", "norm"):
         assert torch.equal(torch.cat([getattr(rank, name) for rank in ranks]), getattr(whole, name))
     assert torch.equal(torch.cat([rank.out_proj for rank in ranks], dim=1), whole.out_proj)
-    assert ranks[0].out_bias is not None and torch.equal(ranks[0].out_bias, whole.out_bias)
+    assert whole.out_bias is not None and ranks[0].out_bias is not None
+    assert torch.equal(ranks[0].out_bias, whole.out_bias)
     assert ranks[1].out_bias is None
     assert whole.norm.shape == (2, values // 2)
 
