@@ -25,7 +25,7 @@ demo: $(INSTALLED)  ## write a small checkpoint, serve it to a few clients, gene
 
 test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
 	$(BIN)/pytest
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels/interpreted
+	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels/interpreted
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
@@ -49,7 +49,8 @@ bench-cpu: $(INSTALLED)  ## measure on the CPU: the mixer beside transformers, t
 
 bench-gpu: $(INSTALLED)  ## measure the kernels beside the peers that are installed; needs a CUDA device
 	$(BIN)/python -m deltaline_bench conv1d --output bench/results; conv1d=$$?; \
-	$(BIN)/python -m deltaline_bench gated_delta --output bench/results && exit $$conv1d
+	$(BIN)/python -m deltaline_bench gated_delta --output bench/results; delta=$$?; \
+	$(BIN)/python -m deltaline_bench lora --output bench/results && exit $$(( conv1d | delta ))
 
 wheel: $(INSTALLED)  ## build dist/deltaline-*.whl
 	$(BIN)/pip wheel --no-deps -w dist .
