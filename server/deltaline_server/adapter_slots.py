@@ -109,9 +109,12 @@ class AdapterSlots:
         if resident is not None and resident.is_leaving and not resident.is_forgotten and not self._waiting:
             resident.is_leaving = False  # whoever its slot was for waits no more
             return True
+        is_new = number not in self._waiting
         if resident is None or resident.is_leaving:
             self._waiting.setdefault(number, content)
-        self._assign()
+        # All that wait are asked for again, one after the other: a slot is looked for once, for the first of them.
+        if is_new or next(iter(self._waiting)) == number:
+            self._assign()
         return False
 
     def take(self, number: int, content: Content) -> int | None:

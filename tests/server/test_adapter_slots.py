@@ -100,6 +100,29 @@ def test_an_adapter_that_was_just_copied_stays_for_its_first_batch() -> None:
     assert rig.slots.is_ready(2)
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_asking_again_for_many_that_wait_is_cheap(is_held: bool) -> None:
+    """Hundreds may wait, and all are asked for again and again on the thread that also serves the rows that run."""
+    rig = Rig(1)
+    rig.make_ready(1, A)
+    if is_held:
+        rig.hold(1)
+    waiting = range(2, 102)
+    for number in waiting:
+        rig.slots.want(number, FakeContent(b"%d" % number))
+    searches = 0
+
+    def now() -> float:
+        nonlocal searches
+        searches += 1
+        return 0.0
+
+    rig.slots._clock = now  # what is asked before a resident may lose its slot
+    for _ in range(10):
+        assert not any(rig.slots.want(number, FakeContent(b"%d" % number)) for number in waiting)
+    assert searches <= 2 * 10
+
+
 @pytest.mark.parametrize("state", ["waiting", "loading", "ready", "held", "leaving"])
 def test_a_forgotten_adapter_leaves_nothing_on_the_device(state: str) -> None:
     rig = Rig(1)
