@@ -333,8 +333,8 @@ async def test_a_load_that_its_client_left_is_finished_and_later_ones_go_on(rig:
 
     rig.before_reading = wait
     call = rig.stub.LoadAdapter(iter([pb.LoadAdapterRequest(name="good")]), timeout=20)
-    waits_behind = asyncio.create_task(rig.load("good"))
     assert await asyncio.to_thread(is_reading.wait, 10)
+    waits_behind = asyncio.create_task(rig.load("good"))
     assert (await rig.list()).used_bytes > 0  # the loop serves while a thread reads
     call.cancel()
     await asyncio.sleep(0.1)
