@@ -106,8 +106,10 @@ class AdapterSlots:
         if self.is_ready(number):
             return True
         resident = self._residents.get(number)
-        if resident is not None and resident.is_leaving and not resident.is_forgotten and not self._waiting:
+        others_wait = len(self._waiting) > (number in self._waiting)
+        if resident is not None and resident.is_leaving and not resident.is_forgotten and not others_wait:
             resident.is_leaving = False  # whoever its slot was for waits no more
+            self.cancel(number)
             return True
         is_new = number not in self._waiting
         if resident is None or resident.is_leaving:

@@ -77,15 +77,19 @@ def test_a_slot_in_use_is_given_away_only_when_its_batches_are_over() -> None:
     assert rig.slots.want(2, B) and rig.device.slots == [b"b"]
 
 
-def test_one_that_was_to_leave_stays_if_nobody_waits_any_more() -> None:
+@pytest.mark.parametrize("was_wanted", [False, True])
+def test_one_that_was_to_leave_stays_if_nobody_else_waits_any_more(was_wanted: bool) -> None:
     rig = Rig(1)
     rig.make_ready(1, A)
     held = rig.hold(1)
     rig.slots.want(2, B)
+    if was_wanted:
+        assert not rig.slots.want(1, A)
     rig.slots.cancel(2)
     assert rig.slots.want(1, A)
     rig.let_go(1, slots=held)
     assert (rig.slots.num_copies, rig.slots.is_ready(1)) == (1, True)
+    rig.slots.check_integrity()
 
 
 def test_an_adapter_that_was_just_copied_stays_for_its_first_batch() -> None:
