@@ -44,9 +44,11 @@ def open_sequences(
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequence)}")
     if client._info is not None and client._info.server_epoch != response.server_epoch:
         client._info = None  # another process answers now; it may serve something else
+    sequences = [make(handle, response.server_epoch, adapter, response.adapter_hash) for handle in response.sequence]
     if (adapter is not None) != bool(response.adapter_hash):
+        yield from close(client, sequences)  # nobody else could
         raise ProtocolError("the server has not opened the sequences with the adapter that was asked for")
-    return [make(handle, response.server_epoch, adapter, response.adapter_hash) for handle in response.sequence]
+    return sequences
 
 
 def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceState]]:

@@ -106,12 +106,17 @@ class AdapterSlots:
         if self.is_ready(number):
             return True
         resident = self._residents.get(number)
-        if resident is not None and resident.is_leaving and not resident.is_forgotten and not self._waiting:
+        others_wait = len(self._waiting) > (number in self._waiting)
+        if resident is not None and resident.is_leaving and not resident.is_forgotten and not others_wait:
             resident.is_leaving = False  # whoever its slot was for waits no more
+            self.cancel(number)
             return True
+        is_new = number not in self._waiting
         if resident is None or resident.is_leaving:
             self._waiting.setdefault(number, content)
-        self._assign()
+        # All that wait are asked for again, one after the other: a slot is looked for once, for the first of them.
+        if is_new or next(iter(self._waiting)) == number:
+            self._assign()
         return False
 
     def take(self, number: int, content: Content) -> int | None:

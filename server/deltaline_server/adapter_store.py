@@ -106,6 +106,7 @@ def _allocate(layout: AdapterLayout, num_slots: int, max_rank: int) -> dict[Pack
             torch.zeros(num_slots, count, dtype=torch.int32, device=place.device),
             torch.zeros(num_slots, count, dtype=torch.float32, device=place.device),
             slices.sizes,
-            torch.zeros(num_slots, outputs, dtype=torch.float32, device=place.device),
+            # Filled by the kernel that `write` fills them with: it need not be loaded while batches run.
+            torch.full((num_slots, outputs), 0.0, dtype=torch.float32, device=place.device),
         )
     return projections

@@ -133,7 +133,9 @@ class ReadyRows:
 
     def still_waits(self, number: int) -> bool:
         """Whether rows are parked for an adapter; those that were dropped meanwhile are forgotten."""
-        parked = self.parked.pop(number, [])
+        if not any(job.is_marred for job, _ in self.parked.get(number, ())):
+            return number in self.parked
+        parked = self.parked.pop(number)
         waiting = [(job, index[job.state[index] == RowState.WAITING]) for job, index in parked]
         waiting = [(job, index) for job, index in waiting if len(index)]
         self.num_parked -= sum(len(index) for _, index in parked) - sum(len(index) for _, index in waiting)

@@ -46,6 +46,8 @@ def test_a_server_that_drops_the_adapter_is_noticed(server: Any, driven: Any) ->
     server.adapters["french"] = b""  # as one answers that does not know the field
     with pytest.raises(ProtocolError, match="not opened the sequences with the adapter"):
         driven.do(driven.client.open(adapter="french"))
+    [closed] = server.requests["CloseSequences"]
+    assert len(closed.sequence) == 1, "it would keep its state until its lease is over"
 
 
 def test_a_state_of_a_later_server_is_an_error_of_the_protocol() -> None:

@@ -334,14 +334,35 @@ async def test_a_load_that_its_client_left_is_finished_and_later_ones_go_on(rig:
 
     rig.before_reading = wait
     call = rig.stub.LoadAdapter(iter([pb.LoadAdapterRequest(name="good")]), timeout=20)
-    waits_behind = asyncio.create_task(rig.load("good"))
     assert await asyncio.to_thread(is_reading.wait, 10)
+    waits_behind = asyncio.create_task(rig.load("good"))
     assert (await rig.list()).used_bytes > 0  # the loop serves while a thread reads
     call.cancel()
     await asyncio.sleep(0.1)
     may_go_on.set()
     assert (await waits_behind).already_loaded
     rig.registry.check_integrity()
+
+
+async def test_an_upload_that_its_client_left_counts_until_its_bytes_are_read(rig: Rig) -> None:
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_reading.set()
+        assert may_go_on.wait(10)
+
+    rig.before_reading = wait
+    tensors = save(rig.tensors)
+    upload = asyncio.create_task(rig.upload("a", adapter_config(), tensors))
+    assert await asyncio.to_thread(is_reading.wait, 10)
+    upload.cancel()
+    await asyncio.sleep(0.1)
+    assert rig.service._upload_bytes == len(tensors)
+    may_go_on.set()
+    async with asyncio.timeout(10):
+        while rig.service._upload_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert rig.registry.num_registered == 1
 
 
 async def test_memory_that_the_host_does_not_have(rig: Rig) -> None:
