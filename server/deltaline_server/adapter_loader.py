@@ -86,11 +86,12 @@ class AdapterLoader:
     async def _load(self, name: str, is_pinned: bool, files: Files, field: str) -> tuple[AdapterDescription, bool]:
         """Load. Who asks may go away: while it waits for its turn nothing comes of it, later the load is finished."""
         await self._lock.acquire()
-        self._loading = asyncio.create_task(self._load_once(name, is_pinned, files, field))
-        self._loading.add_done_callback(self._is_over)
-        return await asyncio.shield(self._loading)
+        self._loading = loading = asyncio.create_task(self._load_once(name, is_pinned, files, field))
+        loading.add_done_callback(self._is_over)
+        return await asyncio.shield(loading)
 
     def _is_over(self, loading: asyncio.Task[tuple[AdapterDescription, bool]]) -> None:
+        self._loading = None  # what was raised holds its frames, and they the files
         self._lock.release()
         if not loading.cancelled():
             loading.exception()  # nobody may be there to see it

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -375,14 +376,36 @@ async def test_a_load_that_its_client_left_is_finished_and_later_ones_go_on(rig:
 
     rig.before_reading = wait
     call = rig.stub.LoadAdapter(iter([pb.LoadAdapterRequest(name="good")]), timeout=20)
-    waits_behind = asyncio.create_task(rig.load("good"))
     assert await asyncio.to_thread(is_reading.wait, 10)
+    waits_behind = asyncio.create_task(rig.load("good"))
     assert (await rig.list()).used_bytes > 0  # the loop serves while a thread reads
     call.cancel()
     await asyncio.sleep(0.1)
     may_go_on.set()
     assert (await waits_behind).already_loaded
     rig.registry.check_integrity()
+
+
+async def test_nothing_stays_of_an_upload_that_its_client_left_and_that_was_refused(rig: Rig) -> None:
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_reading.set()
+        assert may_go_on.wait(10)
+
+    rig.before_reading = wait
+    tensors = {name: tensor * float("nan") for name, tensor in rig.tensors.items()}
+    upload = asyncio.create_task(rig.upload("a", adapter_config(), save(tensors)))
+    assert await asyncio.to_thread(is_reading.wait, 10)
+    assert rig.loader._loading is not None
+    loading = weakref.ref(rig.loader._loading)
+    upload.cancel()
+    await asyncio.sleep(0.1)
+    may_go_on.set()
+    await rig.loader.close()
+    await asyncio.sleep(0.1)
+    assert loading() is None
+    assert rig.registry.used_bytes == 0
 
 
 async def test_memory_that_the_host_does_not_have(rig: Rig) -> None:
