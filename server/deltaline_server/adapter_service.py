@@ -25,14 +25,16 @@ from deltaline_server.model_config import ModelError
 NAME = pb.DESCRIPTOR.services_by_name["AdapterService"].full_name
 # How long the messages of one call may take, seconds.
 UPLOAD_S = 600.0
+# How long one of them may take: who announces bytes and sends none keeps others from uploading.
+PAUSE_S = 30.0
 
 
 class AdapterService:
     """The handlers of AdapterService. They take parsed messages and return serialised replies."""
 
-    def __init__(self, adapters: Adapters | None, upload_s: float = UPLOAD_S) -> None:
+    def __init__(self, adapters: Adapters | None, upload_s: float = UPLOAD_S, pause_s: float = PAUSE_S) -> None:
         """`adapters` is None where the server keeps none."""
-        self._adapters, self._upload_s = adapters, upload_s
+        self._adapters, self._upload_s, self._pause_s = adapters, upload_s, pause_s
         # Bytes of uploads that are coming in or being read; at most as many as the registry may hold, and a config.
         self._upload_bytes = 0
 
@@ -53,7 +55,7 @@ class AdapterService:
     async def load_adapter(self, messages: AsyncIterator[pb.LoadAdapterRequest], context: Context) -> bytes:
         """Load an adapter from the root, or from the chunks that follow."""
         adapters = self._existing()
-        reserved_bytes = 0
+        messages, reserved_bytes = _patiently(messages, self._pause_s), 0
         try:
             async with asyncio.timeout(self._upload_s):
                 first = await _first(messages)
@@ -64,7 +66,7 @@ class AdapterService:
             else:
                 loaded = await adapters.loader.load_directory(first.name, first.is_pinned)
         except TimeoutError as error:
-            message = f"the messages did not all come within {self._upload_s:g} seconds"
+            message = f"the messages did not come within {self._pause_s:g} seconds each, {self._upload_s:g} in all"
             raise RequestError(Reason.UPLOAD_TIMEOUT, message) from error
         finally:
             self._upload_bytes -= reserved_bytes
@@ -137,6 +139,19 @@ async def _first(messages: AsyncIterator[pb.LoadAdapterRequest]) -> _First:
         raise RequestError(Reason.INVALID_ADAPTER, str(error), field="name") from error
     config = first.upload.config if first.HasField("upload") else None
     return _First(first.name, first.pinned, config, first.upload.tensors_bytes, first.chunk)
+
+
+async def _patiently(
+    messages: AsyncIterator[pb.LoadAdapterRequest], pause_s: float
+) -> AsyncIterator[pb.LoadAdapterRequest]:
+    """The messages. Raises TimeoutError when one lets wait for longer."""
+    while True:
+        async with asyncio.timeout(pause_s):
+            message = await anext(messages, None)
+        if message is None:
+            return
+        yield message
+        del message  # or a stream that stalls would hold its last one
 
 
 async def _read_chunks(first: _First, messages: AsyncIterator[pb.LoadAdapterRequest]) -> bytearray:
