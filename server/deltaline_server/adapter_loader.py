@@ -98,6 +98,7 @@ class AdapterLoader:
             raise
 
     def _is_over(self, loading: asyncio.Task[tuple[AdapterDescription, bool]]) -> None:
+        self._loading = None  # what was raised holds its frames, and they the files
         self._lock.release()
         if not loading.cancelled():
             loading.exception()  # nobody may be there to see it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import cast
 
 import grpc
@@ -24,15 +25,17 @@ from deltaline_server.keys import ModelError
 NAME = pb.DESCRIPTOR.services_by_name["AdapterService"].full_name
 # How long the messages of one call may take, seconds.
 UPLOAD_S = 600.0
+# How long one of them may take: who announces bytes and sends none keeps others from uploading.
+PAUSE_S = 30.0
 
 
 class AdapterService:
     """The handlers of AdapterService. They take parsed messages and return serialised replies."""
 
-    def __init__(self, adapters: Adapters | None, upload_s: float = UPLOAD_S) -> None:
+    def __init__(self, adapters: Adapters | None, upload_s: float = UPLOAD_S, pause_s: float = PAUSE_S) -> None:
         """`adapters` is None where the server keeps none."""
-        self._adapters, self._upload_s = adapters, upload_s
-        # Bytes of uploads that are coming in or being read; at most as many as the registry may hold.
+        self._adapters, self._upload_s, self._pause_s = adapters, upload_s, pause_s
+        # Bytes of uploads that are coming in or being read; at most as many as the registry may hold, and a config.
         self._upload_bytes = 0
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -52,22 +55,21 @@ class AdapterService:
     async def load_adapter(self, messages: AsyncIterator[pb.LoadAdapterRequest], context: Context) -> bytes:
         """Load an adapter from the root, or from the chunks that follow."""
         adapters = self._existing()
-        size = 0
+        messages, reserved_bytes = _patiently(messages, self._pause_s), 0
         try:
             async with asyncio.timeout(self._upload_s):
                 first = await _first(messages)
-                size = self._reserve(first, adapters.registry)
-                tensors = await _read_chunks(first, messages, size)
-            if first.HasField("upload"):
-                config = first.upload.config
-                loaded = await adapters.loader.load_bytes(first.name, first.pinned, config, tensors)
+                reserved_bytes = self._reserve(first, adapters.registry)
+                tensors = await _read_chunks(first, messages)
+            if first.config is not None:
+                loaded = await adapters.loader.load_bytes(first.name, first.is_pinned, first.config, tensors)
             else:
-                loaded = await adapters.loader.load_directory(first.name, first.pinned)
+                loaded = await adapters.loader.load_directory(first.name, first.is_pinned)
         except TimeoutError as error:
-            message = f"the messages did not all come within {self._upload_s:g} seconds"
+            message = f"the messages did not come within {self._pause_s:g} seconds each, {self._upload_s:g} in all"
             raise RequestError(Reason.UPLOAD_TIMEOUT, message) from error
         finally:
-            self._upload_bytes -= size
+            self._upload_bytes -= reserved_bytes
         description, was_there = loaded
         return pb.LoadAdapterResponse(adapter=_message(description), already_loaded=was_there).SerializeToString()
 
@@ -92,26 +94,41 @@ class AdapterService:
             raise RequestError(Reason.ADAPTERS_OFF, "this server keeps no adapters")
         return self._adapters
 
-    def _reserve(self, first: pb.LoadAdapterRequest, registry: AdapterRegistry) -> int:
-        """Take room for the bytes that the chunks will have, 0 without an upload; return it. Raises RequestError."""
-        if not first.HasField("upload"):
+    def _reserve(self, first: _First, registry: AdapterRegistry) -> int:
+        """Take room for the bytes that an upload will have, 0 without one; return it. Raises RequestError."""
+        if first.config is None:
             return 0
-        size, config_bytes = first.upload.tensors_bytes, len(first.upload.config)
+        size, config_bytes = first.tensors_bytes, len(first.config)
         if config_bytes > MAX_CONFIG_BYTES:
             message = f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got {config_bytes}"
             raise RequestError(Reason.INVALID_ADAPTER, message, field="upload.config")
-        limit = registry.limit_bytes
-        if self._upload_bytes + size > limit:
+        limit = registry.limit_bytes + MAX_CONFIG_BYTES  # the largest adapter has a config too
+        num_bytes = config_bytes + size
+        if size > registry.limit_bytes or self._upload_bytes + num_bytes > limit:
             raise RequestError(
                 Reason.ADAPTER_BYTES_EXHAUSTED,
-                f"{size} bytes asked for, {limit - self._upload_bytes} of {limit} can be had for uploads",
-                retry_after_s=1.0 if size <= limit else None,
+                f"{num_bytes} bytes asked for, {limit - self._upload_bytes} of {limit} can be had for uploads",
+                retry_after_s=1.0 if size <= registry.limit_bytes else None,
             )
-        self._upload_bytes += size
-        return size
+        self._upload_bytes += num_bytes
+        return num_bytes
 
 
-async def _first(messages: AsyncIterator[pb.LoadAdapterRequest]) -> pb.LoadAdapterRequest:
+@dataclass(frozen=True)
+class _First:
+    """What the first message says. The message itself may be much larger, and the rest may be long in coming.
+
+    config: None without an upload.
+    """
+
+    name: str
+    is_pinned: bool
+    config: bytes | None
+    tensors_bytes: int
+    chunk: bytes
+
+
+async def _first(messages: AsyncIterator[pb.LoadAdapterRequest]) -> _First:
     """Read the first message and check its name. Raises RequestError INVALID_REQUEST or INVALID_ADAPTER."""
     first = await anext(messages, None)
     if first is None:
@@ -120,14 +137,26 @@ async def _first(messages: AsyncIterator[pb.LoadAdapterRequest]) -> pb.LoadAdapt
         check_name(first.name)
     except ModelError as error:
         raise RequestError(Reason.INVALID_ADAPTER, str(error), field="name") from error
-    return first
+    config = first.upload.config if first.HasField("upload") else None
+    return _First(first.name, first.pinned, config, first.upload.tensors_bytes, first.chunk)
 
 
-async def _read_chunks(
-    first: pb.LoadAdapterRequest, messages: AsyncIterator[pb.LoadAdapterRequest], size: int
-) -> bytearray:
-    """Read the stream to its end: `size` bytes in all. Raises RequestError INVALID_REQUEST."""
-    tensors = bytearray(first.chunk)
+async def _patiently(
+    messages: AsyncIterator[pb.LoadAdapterRequest], pause_s: float
+) -> AsyncIterator[pb.LoadAdapterRequest]:
+    """The messages. Raises TimeoutError when one lets wait for longer."""
+    while True:
+        async with asyncio.timeout(pause_s):
+            message = await anext(messages, None)
+        if message is None:
+            return
+        yield message
+        del message  # or a stream that stalls would hold its last one
+
+
+async def _read_chunks(first: _First, messages: AsyncIterator[pb.LoadAdapterRequest]) -> bytearray:
+    """Read the stream to its end: as many bytes as were announced. Raises RequestError INVALID_REQUEST."""
+    size, tensors = first.tensors_bytes, bytearray(first.chunk)
     if len(tensors) <= size:
         async for message in messages:
             if message.name or message.pinned or message.HasField("upload") or not message.chunk:
@@ -136,6 +165,7 @@ async def _read_chunks(
                 tensors += message.chunk[: size + 1 - len(tensors)]
                 break
             tensors += message.chunk
+            del message  # or a stream that stalls would hold its last one
     if len(tensors) != size:
         got = "more" if len(tensors) > size else str(len(tensors))
         raise _invalid("chunk", f"must make {size} bytes over all messages, as tensors_bytes says, got {got}")

@@ -103,23 +103,24 @@ class Interceptor(grpc.aio.ServerInterceptor):
                         rpc.sent.inc()
                         yield serialize(response)
 
-        async def requests(bodies: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-            async for body in bodies:
+        async def requests(context: Context) -> AsyncIterator[Any]:
+            # Not gRPC's own iterator: an idle stream would hold its last message there, and here too without `del`.
+            while (body := await context.read()) is not grpc.aio.EOF:
                 rpc.received.inc()
                 yield parse(deserialize, body)
-                del body  # or an idle stream would hold its last message
+                del body
 
-        async def stream_unary(bodies: AsyncIterator[bytes], context: Context) -> bytes:
+        async def stream_unary(_: AsyncIterator[bytes], context: Context) -> bytes:
             async with self._call(rpc, context):
-                response = serialize(await handler.stream_unary(requests(bodies), context))
+                response = serialize(await handler.stream_unary(requests(context), context))
                 rpc.sent.inc()
                 return response
             raise AssertionError("abort() raises")
 
-        async def stream_stream(bodies: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        async def stream_stream(_: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
             async with (
                 self._call(rpc, context),
-                aclosing(handler.stream_stream(requests(bodies), context)) as responses,
+                aclosing(handler.stream_stream(requests(context), context)) as responses,
             ):
                 async for response in responses:
                     rpc.sent.inc()

@@ -82,6 +82,9 @@ class Keys:
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut short."""
-    text = repr(value)
+    """A value for a message, cut short. It may be nested as deeply as JSON can be read."""
+    try:
+        text = repr(value)
+    except RecursionError:  # there is less room here than there was when it was read
+        text = "something nested too deeply"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -7,6 +7,7 @@ counted and bounded. Means what Python's `re.fullmatch` means for the same text.
 from __future__ import annotations
 
 import string
+import time
 from dataclasses import dataclass, field
 
 from deltaline_server.keys import ModelError
@@ -15,6 +16,10 @@ MAX_CHARS = 1024
 MAX_NODES = 4096
 MAX_DEPTH = 16
 MAX_REPEATS = 255
+# After so many steps (half a millisecond or so) the work rests, seconds: it runs beside threads that serve, and each
+# operation of theirs that gives up the interpreter would wait 5 ms for it.
+STEPS_PER_TURN = 1024
+REST_S = 5e-5
 
 _ALPHABET = 128
 _ANY = (1 << _ALPHABET) - 1 & ~(1 << ord("\n"))
@@ -37,13 +42,16 @@ class Work:
     """How much matching may still be done for one file."""
 
     def __init__(self, steps: int) -> None:
-        self._left = steps
+        self._left, self._rest_at = steps, steps - STEPS_PER_TURN
 
     def spend(self, steps: int) -> None:
-        """Count steps. Raises ModelError when more were made than may be."""
+        """Count steps, and let other threads run now and then. Raises ModelError when more were made than may be."""
         self._left -= steps
         if self._left < 0:
             raise ModelError("patterns: expected ones that are quick to match, got some that take too many steps")
+        if self._left < self._rest_at:
+            self._rest_at = self._left - STEPS_PER_TURN
+            time.sleep(REST_S)
 
 
 @dataclass(frozen=True)

@@ -226,3 +226,15 @@ def test_a_rank_for_every_module_by_name_is_quick() -> None:
     found = {name: config.module(name) for name in names}
     assert time.process_time() - begin_s < 1.0
     assert {name: module.rank for name, module in found.items() if module is not None} == ranks
+
+
+@pytest.mark.parametrize("key", ["r", "target_modules", "rank_pattern"])
+def test_a_value_nested_as_deeply_as_it_can_be_read_is_refused(key: str) -> None:
+    refusals = set()
+    for depth in range(800, 1000):  # somewhere there it can be read, and not be written into a message
+        text = json.dumps(adapter_config(**{key: None}))
+        nested = text.replace(f'"{key}": null', f'"{key}": {"[" * depth}{"]" * depth}')
+        with pytest.raises(ModelError) as error:
+            AdapterConfig.parse(nested.encode())
+        refusals.add(str(error.value).partition(":")[0])
+    assert refusals == {key, "adapter_config.json"}

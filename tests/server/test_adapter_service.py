@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from adapter_cases import (
 from adapter_rig import Clock, FakeDevice
 from grpc_status import rpc_status
 from safetensors.torch import save
-from target import LEAK, reason_of
+from target import ADAPTER, LEAK, bounded_memory, reason_of
 
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline.v1.adapter_service_pb2_grpc import AdapterServiceStub
@@ -74,6 +75,7 @@ class Rig:
         )
         self.service = AdapterService(Adapters(self.registry, self.slots, self.loader, ExitStack()), upload_s=2.0)
         self.stub: Any = None
+        self.port = 0
 
     @contextmanager
     def open_base(self) -> Iterator[LayerLoader]:
@@ -95,8 +97,15 @@ class Rig:
         return await self.send([first, *(pb.LoadAdapterRequest(chunk=piece) for piece in pieces)])
 
     async def send(self, messages: list[pb.LoadAdapterRequest]) -> pb.LoadAdapterResponse:
-        response: pb.LoadAdapterResponse = await self.stub.LoadAdapter(iter(messages), timeout=20)
-        return response
+        while True:
+            try:
+                response: pb.LoadAdapterResponse = await self.stub.LoadAdapter(iter(messages), timeout=20)
+            except grpc.aio.AioRpcError as error:
+                # A write that fails may put an error of grpc.aio's own in the place of the server's status.
+                if error.code() is not grpc.StatusCode.INTERNAL or error.trailing_metadata():
+                    raise
+            else:
+                return response
 
     async def list(self) -> pb.ListAdaptersResponse:
         response: pb.ListAdaptersResponse = await self.stub.ListAdapters(pb.ListAdaptersRequest())
@@ -106,7 +115,9 @@ class Rig:
 @pytest.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     made = Rig(tmp_path / "root")
-    async with serve(made.service) as made.stub:
+    server = serve(made.service)
+    made.port = server.port
+    async with server as made.stub:
         yield made
     await made.loader.close()
     assert made.root is not None
@@ -312,7 +323,11 @@ async def test_an_upload_that_the_server_cannot_hold_is_refused_before_it_comes(
     check_unharmed(rig)
 
 
-async def test_an_upload_that_stalls_ends_and_holds_up_nobody(rig: Rig) -> None:
+@pytest.mark.parametrize("pause_s", [30.0, 0.5], ids=["all messages", "one message"])
+async def test_an_upload_that_stalls_ends_and_holds_up_nobody(rig: Rig, pause_s: float) -> None:
+    rig.service._pause_s = pause_s
+    begin_s = time.monotonic()
+
     async def messages() -> AsyncIterator[pb.LoadAdapterRequest]:
         yield pb.LoadAdapterRequest(name="a", upload=pb.AdapterUpload(config=b"{}", tensors_bytes=100))
         await asyncio.sleep(60)
@@ -323,6 +338,46 @@ async def test_an_upload_that_stalls_ends_and_holds_up_nobody(rig: Rig) -> None:
     with refused("DEADLINE_EXCEEDED", "UPLOAD_TIMEOUT"):
         await call
     assert rig.service._upload_bytes == 0
+    assert (time.monotonic() - begin_s < 1.8) == (pause_s < 1.0)  # all messages may take 2 s
+
+
+@pytest.mark.parametrize("stalls_behind", ["the first message", "a later message"])
+async def test_uploads_that_stall_hold_no_more_than_they_announced(rig: Rig, stalls_behind: str) -> None:
+    unknown = b"\xfa\x3f\x80\x80\xc0\x01" + bytes(3 << 20)  # a field that the service does not know
+    first = pb.LoadAdapterRequest(name="a", upload=pb.AdapterUpload(config=b"{}", tensors_bytes=2)).SerializeToString()
+    later = pb.LoadAdapterRequest(chunk=b"x").SerializeToString()
+    bodies = [first + unknown] if stalls_behind == "the first message" else [first, later + unknown]
+    calls = []
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
+        with bounded_memory(64 << 20):
+            for _ in range(60):
+                call: Any = channel.stream_unary(ADAPTER + "LoadAdapter")(timeout=20)
+                for body in bodies:
+                    await call.write(body)
+                calls.append(call)
+            await asyncio.sleep(0.5)
+        assert rig.service._upload_bytes == 60 * 4 and not any(call.done() for call in calls)
+        for call in calls:
+            call.cancel()
+    assert (await rig.load("good")).adapter.name == "good"
+    assert rig.service._upload_bytes == 0
+
+
+async def test_the_configs_of_uploads_are_bounded_too(rig: Rig) -> None:
+    config = json.dumps(adapter_config()).encode().ljust(1 << 20)
+    upload = pb.AdapterUpload(config=config, tensors_bytes=LIMIT_BYTES // 2)
+    stalls = [rig.stub.LoadAdapter(timeout=20) for _ in range(2)]
+    for call in stalls:
+        await call.write(pb.LoadAdapterRequest(name="a", upload=upload))
+    done, [stalled] = await asyncio.wait(
+        [asyncio.ensure_future(call) for call in stalls], return_when="FIRST_COMPLETED"
+    )
+    with refused("RESOURCE_EXHAUSTED", "ADAPTER_BYTES_EXHAUSTED"):
+        await done.pop()
+    stalled.cancel()
+    await asyncio.sleep(0.1)
+    assert rig.service._upload_bytes == 0
+    assert (await rig.upload("a", config, save(rig.tensors))).adapter.name == "a"
 
 
 async def test_a_load_that_its_client_left_is_finished_and_later_ones_go_on(rig: Rig) -> None:
@@ -352,17 +407,43 @@ async def test_an_upload_that_its_client_left_counts_until_its_bytes_are_read(ri
         assert may_go_on.wait(10)
 
     rig.before_reading = wait
-    tensors = save(rig.tensors)
-    upload = asyncio.create_task(rig.upload("a", adapter_config(), tensors))
+    config, tensors = adapter_config(), save(rig.tensors)
+    upload = asyncio.create_task(rig.upload("a", config, tensors))
     assert await asyncio.to_thread(is_reading.wait, 10)
+    taken = rig.service._upload_bytes
+    assert taken >= len(tensors)
     upload.cancel()
     await asyncio.sleep(0.1)
-    assert rig.service._upload_bytes == len(tensors)
+    assert rig.service._upload_bytes == taken
     may_go_on.set()
     async with asyncio.timeout(10):
         while rig.service._upload_bytes:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert rig.registry.num_registered == 1
+
+
+async def test_nothing_stays_of_an_upload_that_its_client_left_and_that_was_refused(rig: Rig) -> None:
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_reading.set()
+        assert may_go_on.wait(10)
+
+    rig.before_reading = wait
+    tensors = {name: tensor * float("nan") for name, tensor in rig.tensors.items()}
+    upload = asyncio.create_task(rig.upload("a", adapter_config(), save(tensors)))
+    assert await asyncio.to_thread(is_reading.wait, 10)
+    assert rig.loader._loading is not None
+    loading = weakref.ref(rig.loader._loading)
+    upload.cancel()
+    await asyncio.sleep(0.1)
+    may_go_on.set()
+    await rig.loader.close()
+    await asyncio.gather(upload, return_exceptions=True)
+    del upload
+    await asyncio.sleep(0.1)
+    assert loading() is None
+    assert rig.registry.used_bytes == 0
 
 
 async def test_memory_that_the_host_does_not_have(rig: Rig) -> None:

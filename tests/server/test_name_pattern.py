@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 
 import pytest
@@ -140,3 +141,20 @@ def test_work_is_shared_by_the_patterns_of_a_file() -> None:
     patterns = [NamePattern("a*b", work) for _ in range(2)]
     with pytest.raises(ModelError, match="too many steps"):
         [pattern.matches("a" * 300) for pattern in patterns for _ in range(3)]
+
+
+def test_other_threads_run_beside_the_work() -> None:
+    """A thread that serves gives up the interpreter at every operation of the device, and has to get it back."""
+
+    def work_hard() -> None:
+        for i in range(64):
+            NamePattern("(.*.*.*.*.*a|.*.*.*b)*" * 20 + str(i), work)
+
+    work, worker = Work(STEPS), threading.Thread(target=work_hard)
+    worker.start()
+    turns, begin_s = 0, time.perf_counter()
+    while worker.is_alive():
+        time.sleep(0)
+        turns += 1
+    # Python itself takes the interpreter from a thread after 5 ms.
+    assert (time.perf_counter() - begin_s) / turns < 3e-3
