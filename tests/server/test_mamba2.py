@@ -157,3 +157,20 @@ def test_two_ranks_with_biases_sum_to_the_whole(make_oracle: Callable[..., Oracl
         for rank, world_size in ((0, 1), (0, 2), (1, 2))
     )
     assert_close(ranks[0] + ranks[1], whole, tolerance=1e-5)
+
+
+def test_a_row_that_is_not_finite_leaves_its_neighbours_alone(make_oracle: Callable[..., Oracle], device: str) -> None:
+    served, again = (serve(make_oracle("mamba2").options(device)) for _ in range(2))
+    lengths, tokens = [1, MAX_DRAFT, 40], 1 + MAX_DRAFT + 40
+    hidden = torch.randn(tokens, HIDDEN)
+    bad = hidden.clone()
+    bad[1 : 1 + MAX_DRAFT] = torch.nan
+    fields = {"read_line": [0, 0, 0], "num_committed": [1, 0, 40]}
+    clean, poisoned = served.step(hidden, [1, 2, 3], lengths, **fields), again.step(bad, [1, 2, 3], lengths, **fields)
+    assert poisoned[1 : 1 + MAX_DRAFT].isnan().all()
+    for rows in (slice(0, 1), slice(1 + MAX_DRAFT, tokens)):
+        assert torch.equal(poisoned[rows], clean[rows])
+    for ours, theirs in zip(served.pool.layers, again.pool.layers, strict=True):
+        for line in (1, 3):
+            assert torch.equal(ours.recurrent[line], theirs.recurrent[line])
+            assert torch.equal(ours.conv[line], theirs.conv[line])
