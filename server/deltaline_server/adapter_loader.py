@@ -61,7 +61,8 @@ class AdapterLoader:
         """
         root = self._root
         if root is None:
-            raise RequestError(Reason.ADAPTERS_OFF, "this server has no folder of adapters", field="upload")
+            message = "this server has no folder of adapters: upload the files, or start it with --adapter-root"
+            raise RequestError(Reason.ADAPTERS_OFF, message, field="upload")
         return await self._load(name, is_pinned, lambda: root.open(name), "name")
 
     async def load_bytes(

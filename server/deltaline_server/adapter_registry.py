@@ -9,13 +9,18 @@ while a name may be given to another content once the first is unloaded.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
 from deltaline_server.adapter_slots import AdapterSlots, Content
+from deltaline_server.byte_count import spelled
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.log import event
+
+_log = logging.getLogger(__name__)
 
 # Also bounds the reply that lists them.
 MAX_ADAPTERS = 4096
@@ -95,11 +100,11 @@ class AdapterRegistry:
         if free < num_bytes or num_adapters - len(victims) >= MAX_ADAPTERS:
             raise RequestError(
                 Reason.ADAPTER_BYTES_EXHAUSTED,
-                f"{num_bytes} bytes asked for, {free} of {self.limit_bytes} can be had",
+                self._why_not(num_bytes, free),
                 retry_after_s=1.0 if num_bytes <= self.limit_bytes else None,
             )
         for number in victims:
-            self._remove(number)
+            self._remove(number, "adapter evicted")
             self.num_evicted += 1
         self.used_bytes += num_bytes
         self._num_reserved += 1
@@ -129,7 +134,11 @@ class AdapterRegistry:
         number = self._number(name)
         entry = self._entries[number]
         if entry.content.content_hash != content_hash:
-            raise RequestError(Reason.ADAPTER_EXISTS, "the name has another content", field="name")
+            raise RequestError(
+                Reason.ADAPTER_EXISTS,
+                "the name has another content: unload it first, or choose another name",
+                field="name",
+            )
         entry.is_pinned = is_pinned
         self._entries.move_to_end(number)
         return self._describe(number)
@@ -141,7 +150,7 @@ class AdapterRegistry:
 
         Raises RequestError ADAPTER_UNKNOWN.
         """
-        number = self._number(name)
+        number = self._number(name, ": load it first")
         self._entries[number].num_sequences += count
         return number
 
@@ -156,7 +165,7 @@ class AdapterRegistry:
         self._entries.move_to_end(number)
         self._slots.cancel(number)
         if entry.is_draining:
-            self._remove(number)
+            self._remove(number, "adapter drained")
 
     def content(self, number: int) -> Content:
         """What a number that is bound means."""
@@ -199,14 +208,16 @@ class AdapterRegistry:
         if entry.num_sequences and not drain:
             raise RequestError(
                 Reason.ADAPTER_IN_USE,
-                f"{entry.num_sequences} sequences use the adapter",
+                f"open sequences that use the adapter: {entry.num_sequences}; close them, or unload it with drain",
                 metadata={"sequences": str(entry.num_sequences)},
                 retry_after_s=1.0,
             )
         del self._numbers[name]
         entry.is_draining = True
-        if not entry.num_sequences:
-            self._remove(number)
+        if entry.num_sequences:
+            self._tell("adapter drains", entry.content, sequences=entry.num_sequences)
+        else:
+            self._remove(number, "adapter unloaded")
         return entry.num_sequences
 
     def describe(self) -> list[AdapterDescription]:
@@ -227,18 +238,43 @@ class AdapterRegistry:
             if entry.num_sequences < 0 or (entry.is_draining and not entry.num_sequences):
                 raise ValueError("adapter registry: an adapter is held for nobody")
 
-    def _number(self, name: str) -> int:
+    def _number(self, name: str, hint: str = "") -> int:
         number = self._numbers.get(name)
         if number is None:
-            raise RequestError(Reason.ADAPTER_UNKNOWN, "no adapter has this name", field="name")
+            raise RequestError(Reason.ADAPTER_UNKNOWN, f"no adapter has this name{hint}", field="name")
         return number
 
-    def _remove(self, number: int) -> None:
+    def _why_not(self, num_bytes: int, free: int) -> str:
+        """Why `num_bytes` can't be had when `free` can, and what to do."""
+        asked, limit = spelled(num_bytes), spelled(self.limit_bytes)
+        if num_bytes > self.limit_bytes:
+            return f"the adapter takes {asked}, more than the {limit} of the server: start it with more --adapter-bytes"
+        if num_bytes <= free:
+            return f"the server keeps {MAX_ADAPTERS} adapters at most, all in use, pinned or being loaded: unload some"
+        return (
+            f"the adapter takes {asked}, and {spelled(free)} of {limit} can be had, as the rest is in use, pinned or "
+            "being loaded: unload adapters, or start the server with more --adapter-bytes"
+        )
+
+    def _remove(self, number: int, message: str) -> None:
+        """Forget an adapter; the log has the message."""
         entry = self._entries.pop(number)
         self.used_bytes -= entry.content.num_bytes
         if self._numbers.get(entry.name) == number:
             del self._numbers[entry.name]
         self._slots.forget(number)
+        self._tell(message, entry.content)
+
+    def _tell(self, message: str, content: Content, **fields: int) -> None:
+        """Log what became of an adapter. Its name is left out, as a client chose it; the content tells which it is."""
+        event(
+            _log,
+            message,
+            content=content.content_hash.hex()[:16],
+            rank=content.rank,
+            size_bytes=content.num_bytes,
+            **fields,
+        )
 
     def _describe(self, number: int) -> AdapterDescription:
         entry = self._entries[number]

@@ -7,6 +7,7 @@ tensors.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -56,7 +57,8 @@ class AdapterRoot:
         try:
             directory = os.open(name, _DIRECTORY_FLAGS, dir_fd=self._descriptor)
         except OSError as error:
-            raise ModelError(f"name: expected a directory of adapters, found none ({error.strerror})") from error
+            why = _why(error)
+            raise ModelError(f"name: expected a directory of adapters, found none {why}") from error
         try:
             with _opened(directory, CONFIG_FILE) as config:
                 if config.size > MAX_CONFIG_BYTES:
@@ -76,13 +78,19 @@ def _opened(directory: int, file: str) -> Iterator[DescriptorBytes]:
     except OSError as error:
         pickles = [name for name in _PICKLES if _exists(directory, name)] if file == TENSORS_FILE else []
         but = f"; {pickles[0]} can run code when it is loaded and is never read" if pickles else ""
-        raise ModelError(f"{file}: expected a file, found none ({error.strerror}){but}") from error
+        raise ModelError(f"{file}: expected a file, found none {_why(error)}{but}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ModelError(f"{file}: expected a regular file, got something else")
         yield DescriptorBytes(descriptor, file)
     finally:
         os.close(descriptor)
+
+
+def _why(error: OSError) -> str:
+    """What the system says, which is not that it met a link."""
+    hint = "; links are not followed" if error.errno in (errno.ENOTDIR, errno.ELOOP) else ""
+    return f"({error.strerror}){hint}"
 
 
 def _exists(directory: int, name: str) -> bool:

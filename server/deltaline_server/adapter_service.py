@@ -18,6 +18,7 @@ from deltaline_server.adapter_config import CONFIG_FILE, MAX_CONFIG_BYTES
 from deltaline_server.adapter_registry import AdapterDescription, AdapterRegistry
 from deltaline_server.adapter_root import check_name
 from deltaline_server.adapters import Adapters
+from deltaline_server.byte_count import spelled
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.interceptor import Context
 from deltaline_server.keys import ModelError
@@ -91,7 +92,7 @@ class AdapterService:
 
     def _existing(self) -> Adapters:
         if self._adapters is None:
-            raise RequestError(Reason.ADAPTERS_OFF, "this server keeps no adapters")
+            raise RequestError(Reason.ADAPTERS_OFF, "this server keeps no adapters: start it with --adapter-bytes")
         return self._adapters
 
     def _reserve(self, first: _First, registry: AdapterRegistry) -> int:
@@ -105,10 +106,13 @@ class AdapterService:
         limit = registry.limit_bytes + MAX_CONFIG_BYTES  # the largest adapter has a config too
         num_bytes = config_bytes + size
         if size > registry.limit_bytes or self._upload_bytes + num_bytes > limit:
+            fits_later = size <= registry.limit_bytes
+            have, hint = spelled(limit - self._upload_bytes), "try again later, or " if fits_later else ""
             raise RequestError(
                 Reason.ADAPTER_BYTES_EXHAUSTED,
-                f"{num_bytes} bytes asked for, {limit - self._upload_bytes} of {limit} can be had for uploads",
-                retry_after_s=1.0 if size <= registry.limit_bytes else None,
+                f"the upload has {spelled(num_bytes)}, and {have} of {spelled(limit)} can be had for uploads: "
+                f"{hint}start the server with more --adapter-bytes",
+                retry_after_s=1.0 if fits_later else None,
             )
         self._upload_bytes += num_bytes
         return num_bytes

@@ -30,7 +30,7 @@ from deltaline_server.health import Health
 from deltaline_server.interceptor import Interceptor
 from deltaline_server.log import event
 from deltaline_server.metrics import Metrics
-from deltaline_server.ports import answers, why_not_bound
+from deltaline_server.ports import answers, told, why_not_bound
 from deltaline_server.runtime import Runtime
 from deltaline_server.service import LayerService
 
@@ -181,7 +181,7 @@ class Server:
             try:
                 self.metrics_port = self.metrics.serve(config.host, config.metrics_port)
             except OSError as error:
-                why = f"{host}:{config.metrics_port} ({error.strerror})"
+                why = f"{host}:{config.metrics_port}{told(error, '--metrics-port')}"
                 raise StartError(f"--metrics-port: can't listen on {why}") from error
 
     async def _load(self) -> Runtime:

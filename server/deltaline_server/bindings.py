@@ -54,7 +54,8 @@ class Bindings:
         if not name:
             return BASE
         if self.registry is None:
-            raise RequestError(Reason.ADAPTERS_OFF, "this server keeps no adapters", field="adapter")
+            message = "this server keeps no adapters: start it with --adapter-bytes"
+            raise RequestError(Reason.ADAPTERS_OFF, message, field="adapter")
         number = self.registry.bind(name, count)
         return BoundAdapter(number, name, self.registry.content(number).content_hash)
 

@@ -74,7 +74,10 @@ class Config:
     queue_bytes: int = setting(2**28, "batches", "bytes of hidden states that may wait or run", low=1)
 
     adapter_bytes: int = setting(
-        0, "adapters", "bytes of host memory for adapters (LoRA, DoRA), at most; 0 for a server without them", low=0
+        0,
+        "adapters",
+        "bytes of host memory for adapters (LoRA, DoRA), at most, such as 1GiB; 0 for a server without them",
+        low=0,
     )
     adapter_root: str | None = setting(
         None, "adapters", "folder of adapters that clients may load by name; default none: they upload", metavar="DIR"

@@ -141,7 +141,7 @@ class Metrics:
         )
         rows = Counter(
             "deltaline_adapter_rows",
-            "Rows with an adapter, by how many adapters their batch had: so many, more than half of it.",
+            "Rows with an adapter, by the adapters in their batch, rounded up to a power of two; 256 is also more.",
             ("adapters",),
             registry=self.registry,
         )

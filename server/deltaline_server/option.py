@@ -12,6 +12,7 @@ from typing import Any
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_BYTES = "a number of bytes such as 4MiB, its unit KiB, MiB, GiB, TiB, KB, MB, GB, TB or none"
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -57,7 +58,7 @@ def from_text(option: Field[Any], text: str, source: str) -> Any:
             return int(float(text[: -len(unit)]) * _UNITS[unit]) if unit else int(text)
         return kind(text)
     except (KeyError, ValueError, OverflowError) as error:
-        expected = "a number of bytes such as 4MiB" if option.name.endswith("_bytes") else _WORDS[kind]
+        expected = _BYTES if option.name.endswith("_bytes") else _WORDS[kind]
         raise ConfigError(f"{source}: expected {expected}, got {text!r}") from error
 
 
@@ -72,11 +73,11 @@ def check_limits(option: Field[Any], value: Any) -> None:
 
 
 def shown(option: Field[Any]) -> str:
-    """The default as the help shows it; of None, 0 and False the option's text says what they mean."""
+    """The default as the help shows it; of None the option's text says what it means."""
     default: Any = option.default
-    if not default:
+    if default is None:
         return ""
-    return f" [{default >> 20}MiB]" if option.name.endswith("_bytes") else f" [{default}]"
+    return f" [{default >> 20}MiB]" if default and option.name.endswith("_bytes") else f" [{default}]"
 
 
 def kind_of(option: Field[Any]) -> type:

@@ -5,18 +5,25 @@ Knows addresses; not who wants to listen there.
 
 from __future__ import annotations
 
+import errno
 import socket
 
 
+def told(error: OSError, flag: str) -> str:
+    """What the system says of a port, in parentheses, and what to do when it is in use; `flag` is the port's."""
+    hint = f": another server runs there; stop it, or give {flag}" if error.errno == errno.EADDRINUSE else ""
+    return f" ({error.strerror}){hint}"
+
+
 def why_not_bound(host: str, port: int) -> str:
-    """Why nothing can listen on a port, in parentheses, as a plain socket tells it: gRPC does not."""
+    """Why nothing can listen on the port of --port, as a plain socket tells it: gRPC does not."""
     try:
         for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
     except OSError as error:
-        return f" ({error.strerror})"
+        return told(error, "--port")
     return ""
 
 

@@ -109,7 +109,8 @@ def test_what_is_wrong_is_told_in_one_line(
     number = host.do(lambda: host.registry.bind("good"))
     capsys.readouterr()
     assert adapters(host, "unload", "good") == 1
-    assert capsys.readouterr().err == "deltaline: error: 1 sequences use the adapter\n"
+    message = "open sequences that use the adapter: 1; close them, or unload it with drain"
+    assert capsys.readouterr().err == f"deltaline: error: {message}\n"
     host.do(lambda: host.registry.release(number))
 
 

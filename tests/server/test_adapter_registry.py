@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from functools import partial
 
 import pytest
 from adapter_rig import Clock, FakeContent, FakeDevice
@@ -49,6 +51,7 @@ def test_another_content_under_a_name_is_refused() -> None:
     rig.load("a")
     with pytest.raises(RequestError) as error:
         rig.load("a", b"other", is_pinned=True)
+    assert str(error.value) == "the name has another content: unload it first, or choose another name"
     assert reason_of(error) is Reason.ADAPTER_EXISTS
     assert rig.load("a") == AdapterDescription("a", b"a", 4, 10, AdapterState.REGISTERED, False, 0, 0)
 
@@ -79,6 +82,10 @@ def test_what_is_bound_pinned_or_busy_does_not_go() -> None:
         rig.load("large", num_bytes=20)
     assert reason_of(error) is Reason.ADAPTER_BYTES_EXHAUSTED
     assert error.value.refusal.retry_after_s == 1.0
+    assert str(error.value) == (
+        "the adapter takes 20 bytes, and 10 bytes of 40 bytes can be had, as the rest is in use, pinned or being "
+        "loaded: unload adapters, or start the server with more --adapter-bytes"
+    )
     assert rig.registry.describe() == before
     rig.load("small")
     assert rig.names == ["bound", "busy", "pinned", "small"]
@@ -90,6 +97,9 @@ def test_what_never_fits_is_refused_without_a_hint_to_retry() -> None:
     with pytest.raises(RequestError) as error:
         rig.registry.reserve(31)
     assert (reason_of(error), error.value.refusal.retry_after_s) == (Reason.ADAPTER_BYTES_EXHAUSTED, None)
+    assert str(error.value).startswith(
+        "the adapter takes 31 bytes, more than the 30 bytes of the server: start it with"
+    )
     assert rig.names == ["a"]
 
 
@@ -114,6 +124,7 @@ def test_the_number_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RequestError) as error:
         rig.load("d")
     assert reason_of(error) is Reason.ADAPTER_BYTES_EXHAUSTED
+    assert str(error.value).startswith("the server keeps 2 adapters at most, all in use")
 
 
 def test_an_evicted_adapter_leaves_its_slot_cleared() -> None:
@@ -130,10 +141,11 @@ def test_an_evicted_adapter_leaves_its_slot_cleared() -> None:
 
 def test_a_name_that_is_not_there_is_unknown() -> None:
     rig = Rig()
-    for call in (rig.registry.bind, lambda name: rig.registry.unload(name, drain=True)):
+    unload = partial(rig.registry.unload, drain=True)
+    for call, hint in ((rig.registry.bind, ": load it first"), (unload, "")):
         with pytest.raises(RequestError) as error:
             call("a")
-        assert reason_of(error) is Reason.ADAPTER_UNKNOWN
+        assert (reason_of(error), str(error.value)) == (Reason.ADAPTER_UNKNOWN, f"no adapter has this name{hint}")
 
 
 def test_unloading_what_is_in_use_is_refused() -> None:
@@ -168,6 +180,26 @@ def test_draining_keeps_the_content_for_those_who_have_it_and_frees_the_name() -
     assert rig.device.slots.count(b"old") == 1
     rig.registry.release(number)
     assert (rig.names, rig.device.slots) == (["a"], [None, None])
+
+
+def test_each_that_leaves_is_a_line_of_the_log_without_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    for name in ("evicted", "unloaded", "drained"):
+        rig.load(name, name[:1].encode() * 32)
+    number = rig.registry.bind("drained", 2)
+    with caplog.at_level(logging.INFO):
+        rig.load("large", b"l" * 32, num_bytes=10)
+        rig.registry.unload("unloaded", drain=True)
+        rig.registry.unload("drained", drain=True)
+        rig.registry.release(number)
+        rig.registry.release(number)
+    drained = {"content": "64" * 8, "rank": 4, "size_bytes": 10}
+    assert [(record.getMessage(), vars(record)["fields"]) for record in caplog.records] == [
+        ("adapter evicted", drained | {"content": "65" * 8}),
+        ("adapter unloaded", drained | {"content": "75" * 8}),
+        ("adapter drains", drained | {"sequences": 2}),
+        ("adapter drained", drained),
+    ]
 
 
 def test_releasing_what_is_not_bound_is_a_bug() -> None:

@@ -475,12 +475,14 @@ async def test_a_server_without_adapters_says_so() -> None:
             stub.ListAdapters(pb.ListAdaptersRequest()),
         ]
         for call in calls:
-            with refused("FAILED_PRECONDITION", "ADAPTERS_OFF"):
+            with refused("FAILED_PRECONDITION", "ADAPTERS_OFF") as messages:
                 await call
+            assert messages == ["this server keeps no adapters: start it with --adapter-bytes"]
 
 
 async def test_a_server_without_a_folder_takes_uploads(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.loader, "_root", None)
-    with refused("FAILED_PRECONDITION", "ADAPTERS_OFF"):
+    with refused("FAILED_PRECONDITION", "ADAPTERS_OFF") as messages:
         await rig.load("good")
+    assert messages == ["this server has no folder of adapters: upload the files, or start it with --adapter-root"]
     assert (await rig.upload("good", adapter_config(), save(rig.tensors))).adapter.name == "good"

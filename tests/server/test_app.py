@@ -239,7 +239,8 @@ async def test_port_in_use_is_told(make_server: Callable[..., Server], option: s
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StartError) as caught:
         await make_server(**{option: taken.getsockname()[1]}).start()
     assert str(caught.value).startswith(named if option != "port" else f"--host, {named}")
-    assert "Address already in use" in str(caught.value)
+    hint = f"(Address already in use): another server runs there; stop it, or give {named}"
+    assert str(caught.value).endswith(hint)
 
 
 async def test_host_of_another_machine_is_told(make_server: Callable[..., Server]) -> None:

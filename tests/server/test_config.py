@@ -43,6 +43,20 @@ def test_every_option_is_in_the_help(option: str, capsys: pytest.CaptureFixture[
     assert f"--{option.replace('_', '-')} " in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_the_help_has_defaults_that_are_0_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        Config.parse(["--help"], {})
+    text = " ".join(capsys.readouterr().out.split())
+    for shown in ("random weights [0]", "0 for a server without them [0]", "kept for retries, at most [256MiB]"):
+        assert shown in text
+    assert "[None]" not in text
+
+
+def test_a_unit_that_is_not_known_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"--adapter-bytes: expected .* KiB, MiB, GiB, TiB, KB, MB, GB, TB .*'1G'"):
+        parse("--adapter-bytes", "1G")
+
+
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option not in FREE_TEXT])
 def test_every_variable_is_read_and_judged(option: str) -> None:
     with pytest.raises(ConfigError, match=f"DELTALINE_{option.upper()}|--{option.replace('_', '-')}"):
