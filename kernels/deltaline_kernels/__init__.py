@@ -14,6 +14,7 @@ from deltaline_kernels.lora import (
     add_lora_reference,
     group_tokens,
 )
+from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest import Check, run_selftest
@@ -36,5 +37,7 @@ __all__ = [
     "gated_rms_norm",
     "gated_rms_norm_reference",
     "group_tokens",
+    "mamba2",
+    "mamba2_reference",
     "run_selftest",
 ]

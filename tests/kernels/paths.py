@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,10 @@ from deltaline_kernels import (
     gated_delta,
     gated_rms_norm,
     group_tokens,
+    mamba2,
 )
 from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.mamba2.heads import Heads as MambaHeads
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,22 @@ class Path:
         return gated_delta(
             qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=num_key_heads, normalize=normalize
         )
+
+    def mamba2(
+        self,
+        xBC: Tensor,
+        dt: Tensor,
+        A_log: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        drafts: Tensor,
+        rows: Rows,
+        num_groups: int,
+        *,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        return mamba2(xBC, dt, A_log, D, dt_bias, state, drafts, rows, num_groups=num_groups, dt_limit=dt_limit)
 
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gated_rms_norm(o, z, weight, eps)
@@ -114,6 +133,28 @@ class InterpretedPath(Path):
         o = torch.empty(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype)
         gated_delta_triton(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads, normalize=normalize)
         return o
+
+    def mamba2(
+        self,
+        xBC: Tensor,
+        dt: Tensor,
+        A_log: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        drafts: Tensor,
+        rows: Rows,
+        num_groups: int,
+        *,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        from deltaline_kernels.mamba2.launch import mamba2_triton
+
+        _, num_heads, head_dim, state_dim = state.shape
+        heads = MambaHeads(num_groups, num_heads, head_dim, state_dim, dt_limit)
+        y = torch.empty(xBC.shape[0], heads.num_heads, heads.head_dim, dtype=xBC.dtype)
+        mamba2_triton(xBC, dt, A_log, D, dt_bias, state, drafts, rows, y, heads)
+        return y
 
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         from deltaline_kernels.norm.kernel import gated_rms_norm_triton

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from deltaline_kernels.gated_delta.gates import read_gates
 from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
-from deltaline_kernels.gated_delta.tile import below, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.gated_delta.verify_tile import (
     TOKENS,
     compare,
@@ -32,6 +31,7 @@ from deltaline_kernels.gated_delta.verify_tile import (
     remain,
 )
 from deltaline_kernels.rows import Rows
+from deltaline_kernels.tile import below, load_tile, scale, store_tile, to_fp32
 
 KEYS = (64, 128)
 # Threads that share a row of the state, and bytes that each loads at once.

@@ -9,7 +9,7 @@ hands.
 import triton
 import triton.language as tl
 
-from deltaline_kernels.gated_delta.tile import load_values
+from deltaline_kernels.tile import load_values
 
 # Tokens of the longest row; keys and queries together are as many as a matrix instruction has at least.
 TOKENS = tl.constexpr(8)

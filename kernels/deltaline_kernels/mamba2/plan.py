@@ -1,0 +1,42 @@
+"""Which tile of a head's state a program of the Mamba2 kernels holds. Knows sizes, no tensors and no kernels."""
+
+from dataclasses import dataclass
+
+from deltaline_kernels.mamba2.heads import Heads
+
+# From so many rows x heads on, short rows are computed by programs that take more of the state each.
+MANY_HEADS = 256
+# Bytes of a state's row that 8 threads load at once: whole sectors. A warp has 4 such rows at a time.
+ROW_BYTES = 128
+ROWS_PER_WARP = 4
+# With larger states the parts of many heads don't fit in the registers: half of them do.
+LARGEST_STATE = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`parts` times ROWS_PER_WARP rows of the state per warp, in blocks of `block_s` values."""
+
+    num_warps: int
+    parts: int
+    max_registers: int | None
+    block_s: int
+
+
+# Warps, parts and registers. Of many heads a program takes several parts of the state, so that what a token costs
+# beside them is paid once: all the more where rows have several tokens, or where a state of 2 bytes per value, by which
+# MANY is keyed, leaves less time. Of few heads that would leave too few programs.
+FEW: tuple[int, int, int | None] = (2, 1, None)
+MANY: dict[int, tuple[int, int, int | None]] = {4: (1, 2, 128), 2: (1, 8, 255)}
+MANY_TOKENS: tuple[int, int, int | None] = (1, 8, 255)
+
+
+def choose_tile(heads: Heads, num_rows: int, state_bytes: int, *, one: bool) -> Tile:
+    """Return the tile for rows of `one` token, or of several; `state_bytes` is the size of a value."""
+    many = num_rows * heads.num_heads >= MANY_HEADS
+    num_warps, parts, max_registers = (MANY[state_bytes] if one else MANY_TOKENS) if many else FEW
+    if heads.state_dim > LARGEST_STATE:
+        parts = max(1, parts // 2)
+    # Fewer values than threads would leave two threads with one value of a state that is updated in place.
+    values = 1 << (heads.state_dim - 1).bit_length()
+    return Tile(num_warps, parts, max_registers, max(16, min(ROW_BYTES // state_bytes, values)))
