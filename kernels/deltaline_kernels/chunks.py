@@ -1,4 +1,4 @@
-"""Where the chunks of packed rows are, in Triton: one slot per chunk, without a table that a host would have to make."""
+"""Where the chunks of packed rows are, in Triton: a slot each, without a table that a host would have to make."""
 
 import triton
 import triton.language as tl

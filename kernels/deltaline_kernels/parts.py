@@ -1,4 +1,4 @@
-"""How long rows are cut into parts that run at once. Knows numbers of tokens and programs, no tensors and no kernels."""
+"""How long rows are cut into parts that run at once. Knows numbers of tokens and programs, no tensors."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,15 @@ class Plan:
 
 
 def cut_rows(
-    programs: int, num_rows: int, num_tokens: int, max_length: int, *, at_once: int, fewest: int, shortest: int, chunk: int
+    programs: int,
+    num_rows: int,
+    num_tokens: int,
+    max_length: int,
+    *,
+    at_once: int,
+    fewest: int,
+    shortest: int,
+    chunk: int,
 ) -> Plan:
     """Return the plan of rows of at most `max_length` tokens, of which each takes `programs` programs whole.
 

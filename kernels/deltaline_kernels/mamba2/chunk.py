@@ -5,9 +5,9 @@ Within a chunk, with G_i = g_1 + .. + g_i, d the time steps and h the state befo
     y = exp(G) C h^T + tril(exp(G_i - G_j) d_j C_i.B_j) X + D X
     h = exp(G_C) h + (exp(G_C - G_j) d_j x_j)^T B
 
-G and d cross memory (steps.py); `_walk` goes through the chunks of a row, or of a part of one, with a block of one head's
-state in registers. The scores C B^T are the same for the heads of a group, yet each program computes them: they are a
-quarter of its products, and read from memory they would be as many bytes as x.
+G and d cross memory (steps.py); `_walk` goes through the chunks of a row, or of a part of one, with a block of one
+head's state in registers. The scores C B^T are those of all heads of a group, yet each program computes them: they are a quarter
+of its products, and read from memory they would be as many bytes as x.
 
 A row in parts is walked twice, all parts at once. First each part but the last finds where it ends, E, and by how much
 the state decays on the way, d: from the state that the row starts from in its first part, from zero in the others. Then
@@ -222,8 +222,9 @@ def launch_chunk(
     softplus: bool,
     line_shift: int,
 ) -> None:
-    """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Arguments as of `mamba2_triton`, but that a time
-    step is within the limits without `softplus` too. Mutates `state` and `y`.
+    """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `state` and `y`.
+
+    Arguments as of `mamba2_triton`, but that a time step is within the limits without `softplus` too.
     """
     if rows.num_rows == 0:
         return

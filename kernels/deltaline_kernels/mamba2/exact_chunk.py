@@ -18,9 +18,10 @@ from deltaline_kernels.mamba2.heads import Heads
 from deltaline_kernels.rows import Rows
 
 CHUNK = 16
-# No dot has more than 32 rows. Hopper's asynchronous matrix instruction needs 64: below that Triton uses the
-# synchronous one, which the assembler of Triton 3.6 gets right with operands in registers.
-BLOCK_P = 32
+# No dot has more than 16 rows, so that a state of 256 columns stays in registers. Hopper's asynchronous matrix
+# instruction needs 64: below that Triton uses the synchronous one, which the assembler of Triton 3.6 gets right with
+# operands in registers.
+BLOCK_P = 16
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.

@@ -1,7 +1,8 @@
 """The walk of chunk.py for Hopper, in Gluon: the same steps, each begun before it is waited for.
 
-The tiles of the chunk after the next are on their way while a chunk is computed. Only for sizes that fit: S of 64 or 128, P a multiple of 64, rows of xBC at
-multiples of 16 bytes.
+The tiles of the chunk after the next are on their way while a chunk is computed, and the warps turn C B^T into scores
+while the matrix unit is at the products with the state. Only for sizes that fit: S of 64 or 128, P a multiple of 64,
+rows of xBC at multiples of 16 bytes.
 """
 
 import torch
@@ -130,9 +131,7 @@ def _walk(
         num_tokens = gl.where(live, gl.maximum(part_end - part_begin, 0), 0)
         num_chunks = num_tokens // CHUNK
         for i in gl.static_range(STAGES):
-            _copy_chunk(
-                tiles, buffers, p_steps + i * (H * STEPS), i, first + i * CHUNK, columns, i < num_chunks, CHUNK
-            )
+            _copy_chunk(tiles, buffers, p_steps + i * (H * STEPS), i, first + i * CHUNK, columns, i < num_chunks, CHUNK)
 
         o_s = gl.arange(0, S, layout=gl.SliceLayout(0, mma_s))
         o_p = i_p * BLOCK_P + gl.arange(0, BLOCK_P, layout=gl.SliceLayout(1, mma_s))
@@ -163,7 +162,7 @@ def _walk(
         g_last = gl.load(p_steps + CHUNK - 1, mask=num_chunks > 0, other=0.0)
         for c in range(0, num_chunks):
             stage = c % STAGES
-            # Before any product is begun: the assembler waits for all that are on their way where the sum of one is used.
+            # Before a product is begun: the assembler waits for all that are on their way where the sum of one is used.
             h_s.store(h.to(dtype))
             h = h * gl.exp2(g_last)
             fence_async_shared()
