@@ -9,7 +9,7 @@ FAR = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def find_chunk(control, num_rows, i_slot, CHUNK: tl.constexpr):
-    """Return the first token of the chunk in a slot and the end of its row; the slot is empty if that is not behind it.
+    """Return the first token of the chunk in a slot, the end of its row, and whether there is one.
 
     Row i has the slots from query_start_loc[i] // CHUNK + i on: enough for each, and none twice. So `T // CHUNK + N`
     slots are enough for N rows of T tokens.
@@ -23,5 +23,4 @@ def find_chunk(control, num_rows, i_slot, CHUNK: tl.constexpr):
         begin = tl.maximum(begin, tl.max(tl.where(is_before, starts, 0), 0))
         end = tl.minimum(end, tl.min(tl.where(is_before, FAR, starts), 0))
     first = (i_slot - i_row - begin // CHUNK) * CHUNK + begin
-    is_row = (i_row >= 0) & (i_row < num_rows)
-    return first, tl.where(is_row, end, first)
+    return first, end, (i_row >= 0) & (i_row < num_rows) & (first < end)

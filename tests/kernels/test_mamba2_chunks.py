@@ -1,4 +1,4 @@
-"""Mamba2: long rows of 16-bit values, whole or in parts, in tiles or with masks, by either walk through their chunks."""
+"""Mamba2: long rows of 16-bit values, whole or in parts, in tiles or with masks, by either walk through chunks."""
 
 from __future__ import annotations
 

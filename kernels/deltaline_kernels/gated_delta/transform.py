@@ -118,8 +118,8 @@ def _transform(
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     i_slot = tl.program_id(0) // H
     i_h = tl.program_id(0) % H
-    first, end = find_chunk(control, num_rows, i_slot, CHUNK)
-    if first < end:
+    first, end, is_here = find_chunk(control, num_rows, i_slot, CHUNK)
+    if is_here:
         o_b = places(BLOCK)
         p_q = qkv + first.to(tl.int64) * qkv_stride + i_h * K
         # The gates of all value heads of the key head: [HEADS, CHUNK].

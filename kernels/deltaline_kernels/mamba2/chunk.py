@@ -6,8 +6,8 @@ Within a chunk, with G_i = g_1 + .. + g_i, d the time steps and h the state befo
     h = exp(G_C) h + (exp(G_C - G_j) d_j x_j)^T B
 
 G and d cross memory (steps.py); `_walk` goes through the chunks of a row, or of a part of one, with a block of one
-head's state in registers. The scores C B^T are those of all heads of a group, yet each program computes them: they are a quarter
-of its products, and read from memory they would be as many bytes as x.
+head's state in registers. C B^T is the same for all heads of a group, yet each program computes it: it is a quarter of
+the products, and read from memory it would be as many bytes as x.
 
 A row in parts is walked twice, all parts at once. First each part but the last finds where it ends, E, and by how much
 the state decays on the way, d: from the state that the row starts from in its first part, from zero in the others. Then

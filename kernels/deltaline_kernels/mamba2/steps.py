@@ -44,8 +44,8 @@ def _sum_steps(
 ):
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     i_slot = tl.program_id(0) // BLOCKS
-    first, end = find_chunk(control, num_rows, i_slot, CHUNK)
-    if first < end:
+    first, end, is_here = find_chunk(control, num_rows, i_slot, CHUNK)
+    if is_here:
         o_c = tl.arange(0, CHUNK)[None, :]
         o_h = (tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS))[:, None]
         in_h = o_h < H
