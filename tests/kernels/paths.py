@@ -77,8 +77,8 @@ class Path:
     ) -> Tensor:
         return mamba2(xBC, dt, A_log, D, dt_bias, state, drafts, rows, num_groups=num_groups, dt_limit=dt_limit)
 
-    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return gated_rms_norm(o, z, weight, eps)
+    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
+        return gated_rms_norm(o, z, weight, eps, gate_first=gate_first)
 
     def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:
         return group_tokens(token_slots, num_slots)
@@ -156,11 +156,11 @@ class InterpretedPath(Path):
         mamba2_triton(xBC, dt, A_log, D, dt_bias, state, drafts, rows, y, heads)
         return y
 
-    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
         from deltaline_kernels.norm.kernel import gated_rms_norm_triton
 
         y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype)
-        gated_rms_norm_triton(o, z, weight, eps, y)
+        gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first)
         return y
 
     def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:

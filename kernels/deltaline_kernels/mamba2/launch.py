@@ -1,4 +1,4 @@
-"""Order of the Mamba2 kernels on a GPU: short rows token by token, long rows in chunks.
+"""Order of the Mamba2 kernels on a GPU: short rows at once or token by token, long rows in chunks.
 
 Knows host bounds only; which rows decode, verify or replay is read on the device.
 """
@@ -10,6 +10,7 @@ from deltaline_kernels.mamba2.chunk import launch_chunk
 from deltaline_kernels.mamba2.exact_chunk import launch_exact_chunk
 from deltaline_kernels.mamba2.heads import Heads
 from deltaline_kernels.mamba2.recurrent import launch_recurrent
+from deltaline_kernels.mamba2.verify import can_verify, launch_verify
 from deltaline_kernels.rows import Rows
 
 
@@ -38,8 +39,10 @@ def mamba2_triton(
         line_shift: line i of `rows` is line i - line_shift of `state` and `drafts`: with 1, which line 0 of `rows` does
             not name, a caller may use all of its lines.
     """
+    short = rows.short()
+    launch_short = launch_verify if can_verify(xBC, drafts, heads, short) else launch_recurrent
     launch_long = launch_exact_chunk if xBC.dtype == torch.float32 else launch_chunk
-    for launch, part in ((launch_recurrent, rows.short()), (launch_long, rows.long())):
+    for launch, part in ((launch_short, short), (launch_long, rows.long())):
         launch(
             xBC,
             dt,

@@ -15,12 +15,13 @@ LARGEST_STATE = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """`parts` times ROWS_PER_WARP rows of the state per warp, in blocks of `block_s` values."""
+    """`parts` parts of a few rows of the state each, in blocks of `block_s` values; `records` are loaded at once."""
 
     num_warps: int
     parts: int
     max_registers: int | None
     block_s: int
+    records: int = 3
 
 
 # Warps, parts and registers. Of many heads a program takes several parts of the state, so that what a token costs
@@ -29,6 +30,12 @@ class Tile:
 FEW: tuple[int, int, int | None] = (2, 1, None)
 MANY: dict[int, tuple[int, int, int | None]] = {4: (1, 2, 128), 2: (1, 8, 255)}
 MANY_TOKENS: tuple[int, int, int | None] = (1, 8, 255)
+
+# Short rows as a chunk each: threads that share a row of the state, and bytes that each loads at once; rows of a part,
+# those of a matrix instruction; parts and registers of the one warp that a program is, for few and many of them.
+ROW_THREADS, LOAD_BYTES = 4, 16
+SHORT_ROWS = 16
+FEW_SHORT, MANY_SHORT = (1, 168), (2, 255)
 
 
 def choose_tile(heads: Heads, num_rows: int, state_bytes: int, *, one: bool) -> Tile:
@@ -40,3 +47,9 @@ def choose_tile(heads: Heads, num_rows: int, state_bytes: int, *, one: bool) -> 
     # Fewer values than threads would leave two threads with one value of a state that is updated in place.
     values = 1 << (heads.state_dim - 1).bit_length()
     return Tile(num_warps, parts, max_registers, max(16, min(ROW_BYTES // state_bytes, values)))
+
+
+def choose_short_tile(heads: Heads, num_rows: int, state_bytes: int) -> Tile:
+    """Return the tile for rows of several tokens that are a chunk each."""
+    parts, max_registers = MANY_SHORT if num_rows * heads.num_heads >= MANY_HEADS else FEW_SHORT
+    return Tile(1, parts, max_registers, ROW_THREADS * LOAD_BYTES // state_bytes)
