@@ -138,7 +138,7 @@ def pack_operands(
         check_beside(name, gate, {**rows, "HV": num_value_heads}, ACTIVATIONS, device)
         packed.append(_pack_gate(gate, batch * length, num_value_heads, q.dtype))
     heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, scale, EPS)
-    qkv = _share(q, k, v)
+    qkv = share_columns(q, k, v)
     if qkv is None:
         qkv = torch.cat([x.reshape(batch * length, x.shape[2] * x.shape[3]) for x in (q, k, v)], dim=1)
     a, b = packed
@@ -163,7 +163,7 @@ def _pack_gate(gate: Tensor, num_tokens: int, num_heads: int, dtype: torch.dtype
     return flat if packed else flat.contiguous()
 
 
-def _share(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+def share_columns(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return `[T, 2*H*K + HV*V]` over the memory of q, k and v if they are its columns, else None."""
     batch, length = q.shape[:2]
     columns = [x.shape[2] * x.shape[3] for x in (q, k, v)]
