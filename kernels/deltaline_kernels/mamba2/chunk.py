@@ -31,7 +31,8 @@ from deltaline_kernels.rows import Rows
 PADDING = 16
 # Of the widest state that 4 warps have registers for.
 WIDE_STATE = 128
-STAGES = 2
+# Blocks of tiles on their way. Of a walk that has no outputs more leave room for two programs on a multiprocessor.
+STAGES, ENDS_STAGES = 2, 4
 
 
 @triton.jit
@@ -240,6 +241,7 @@ def launch_chunk(
 
     def walk(*, ends_only: bool) -> None:
         x_tiles = s_tiles = y_tiles = None
+        stages = ENDS_STAGES if ends_only else STAGES
         if tiles:
             view = ((xBC.shape[0], heads.channels), (xBC.stride(0), 1))
             x_tiles = TensorDescriptor(xBC, *view, [CHUNK, BLOCK_P])
@@ -275,9 +277,9 @@ def launch_chunk(
             PARTS=in_parts,
             ENDS=ends_only,
             TILES=tiles,
-            STAGES=STAGES,
+            STAGES=stages,
             num_warps=4 if state_dim <= WIDE_STATE else 8,
-            num_stages=STAGES,
+            num_stages=stages,
         )
 
     if in_parts:
