@@ -15,7 +15,7 @@ from deltaline_bench.mamba2.field_prefill import prefill_peers
 from deltaline_bench.peers import Peers
 
 VLLM = "vllm.model_executor.layers.mamba.ops.mamba_ssm"
-SGLANG = "sglang.kernels.ops.mamba.mamba_ssm"
+SGLANG = "sglang.kernels.ops.mamba.triton_ops.mamba_ssm"
 UPDATE = "selective_state_update"
 
 Function = Callable[..., Any]

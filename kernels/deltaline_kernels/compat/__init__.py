@@ -11,6 +11,7 @@ from deltaline_kernels.compat.gated_delta import (
     fused_sigmoid_gating_delta_rule_update,
 )
 from deltaline_kernels.compat.lora import lora_expand, lora_shrink
+from deltaline_kernels.compat.mamba2 import selective_state_update
 
 __all__ = [
     "causal_conv1d_fn",
@@ -21,4 +22,5 @@ __all__ = [
     "lora_expand",
     "lora_shrink",
     "mamba_chunk_scan_combined_varlen",
+    "selective_state_update",
 ]

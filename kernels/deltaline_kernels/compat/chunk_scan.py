@@ -14,8 +14,9 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, STATES
 from deltaline_kernels.compat.arguments import check_integer, check_operand
-from deltaline_kernels.compat.chunk_scan_rows import ScanTokens, scan
-from deltaline_kernels.compat.operands import check_beside, check_counts, share_columns
+from deltaline_kernels.compat.mamba2_operands import MambaOperands
+from deltaline_kernels.compat.operands import check_beside, check_counts, share_columns, widen
+from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.rows import EngineRows, check_offsets
 from deltaline_kernels.mamba2.heads import Heads
 
@@ -107,7 +108,8 @@ def mamba_chunk_scan_combined_varlen(
     if not dt_softplus:
         step = (dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*heads.dt_limit)
         dt_bias = None
-    tokens = ScanTokens(
+    y = out if is_plain else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    operands = MambaOperands(
         xBC,
         _pack(step, x.dtype),
         _pack(A, x.dtype),
@@ -115,9 +117,9 @@ def mamba_chunk_scan_combined_varlen(
         None if dt_bias is None else _pack(dt_bias, x.dtype),
         heads,
         bool(dt_softplus),
+        y,
     )
-    y = out if is_plain else torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    scan(tokens, states, rows, y)
+    advance(operands, states, rows, keep=True, chunked=True)
     if D is not None and D.ndim == 2:
         y += D.float() * x.float()
     if z is not None:
@@ -152,7 +154,7 @@ def _copy_rows(y: Tensor, out: Tensor, cu_seqlens: Tensor) -> None:
 
 def _pack(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `values` contiguous, in fp32 unless they are of `dtype`."""
-    return (values if values.dtype == dtype else values.float()).contiguous()
+    return widen(values, dtype).contiguous()
 
 
 def _check_tokens(

@@ -6,14 +6,14 @@ import pytest
 from kernels.paths import InterpretedPath
 from kernels.test_compat_chunk_scan import SCANS, check_scan
 
-from deltaline_kernels.compat import chunk_scan_rows
+from deltaline_kernels.compat import recurrence
 
 
 @pytest.fixture(autouse=True)
 def triton_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltaline_kernels.compat.chunk_scan_launch import scan_triton
+    from deltaline_kernels.compat.recurrence_launch import advance_triton
 
-    monkeypatch.setattr(chunk_scan_rows, "_scan_cpu", scan_triton)
+    monkeypatch.setattr(recurrence, "advance_cpu", advance_triton)
 
 
 @pytest.mark.parametrize(
