@@ -57,6 +57,10 @@ CASES = {
         [Row(5, replayed=4), Row(40, replayed=2, half=1, to="other"), Row(9, replayed=3, to="nowhere")],
     ),
     "skipped-and-null": (PLAIN, [Row(1, skipped=True), Row(3, to="null"), Row(9, skipped=True), Row(9, to="null")]),
+    "fresh-with-a-count": (
+        PLAIN,
+        [Row(2, fresh=True, replayed=2), Row(3, verify=True, fresh=True, replayed=1), Row(9, fresh=True, replayed=2)],
+    ),
     "limits": (replace(PLAIN, dt_limit=(0.3, 0.9)), [Row(1), Row(4, verify=True, replayed=1), Row(20)]),
     "mixed": (
         PLAIN,

@@ -47,6 +47,7 @@ CASES = {
             Row(3, to="null"),
         ],
     ),
+    "fresh-with-a-count": (SMALL, [Row(2, fresh=True, replayed=2), Row(3, verify=True, fresh=True, replayed=1)]),
     "limits": (replace(SMALL, dt_limit=(0.3, 0.9)), [Row(4, verify=True, replayed=1), Row(2)]),
 }
 

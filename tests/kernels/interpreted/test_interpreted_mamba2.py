@@ -1,44 +1,67 @@
-"""The tests of the Mamba2 recurrence again: its Triton kernels in Triton's interpreter."""
+"""The tests of the Mamba2 recurrence again: its Triton kernels in Triton's interpreter.
+
+Not all of them: a token of one head takes the interpreter milliseconds.
+"""
 
 from __future__ import annotations
 
+import kernels.test_mamba2 as checks
 import pytest
 import torch
 from kernels.batches import Row
 from kernels.mamba_batches import MambaLayer, make_mamba_batch
-from kernels.paths import InterpretedPath
+from kernels.paths import InterpretedPath, Path
 from kernels.test_mamba2 import (
     test_a_draft_that_is_not_finite_leaves_those_before_it_alone,
     test_a_step_that_is_not_finite_is_not_clamped_away,
-    test_mamba2_in_chunks_is_mamba2_token_by_token,
-    test_mamba2_is_right_for_the_smallest_and_largest_steps,
-    test_mamba2_matches_the_reference,
-    test_mamba2_of_many_heads_matches_the_reference,
     test_mamba2_replay_leaves_what_committing_leaves,
     test_mamba2_replays_any_accepted_count,
-    test_mamba2_rounds_a_16_bit_state_once,
-    test_mamba2_row_does_not_depend_on_its_neighbours,
-    test_mamba2_splits_without_a_seam,
-    test_mamba2_survives_the_strongest_decay,
+)
+from kernels.test_mamba2_regressions import (
+    check_small_steps,
+    test_a_decode_is_a_verify_of_one_token,
+    test_no_drafts_after_an_accepted_step,
+    test_nothing_accepted_leaves_the_state,
+    test_padding_never_writes_the_last_line,
+    test_padding_of_a_graph_advances_no_state,
+    test_steps_are_clamped_behind_their_softplus,
 )
 from kernels.tolerance import assert_close
 
 from deltaline_kernels.mamba2.heads import Heads
 
 __all__ = [
+    "test_a_decode_is_a_verify_of_one_token",
     "test_a_draft_that_is_not_finite_leaves_those_before_it_alone",
     "test_a_step_that_is_not_finite_is_not_clamped_away",
-    "test_mamba2_in_chunks_is_mamba2_token_by_token",
-    "test_mamba2_is_right_for_the_smallest_and_largest_steps",
-    "test_mamba2_matches_the_reference",
-    "test_mamba2_of_many_heads_matches_the_reference",
     "test_mamba2_replay_leaves_what_committing_leaves",
     "test_mamba2_replays_any_accepted_count",
-    "test_mamba2_rounds_a_16_bit_state_once",
-    "test_mamba2_row_does_not_depend_on_its_neighbours",
-    "test_mamba2_splits_without_a_seam",
-    "test_mamba2_survives_the_strongest_decay",
+    "test_no_drafts_after_an_accepted_step",
+    "test_nothing_accepted_leaves_the_state",
+    "test_padding_never_writes_the_last_line",
+    "test_padding_of_a_graph_advances_no_state",
+    "test_steps_are_clamped_behind_their_softplus",
 ]
+CASES = [name for name, (_, rows) in checks.CASES.items() if sum(row.length for row in rows) < 40]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mamba2_matches_the_reference(path: InterpretedPath, case: str) -> None:
+    checks.test_mamba2_matches_the_reference(path, case)
+
+
+def test_mamba2_of_many_heads_matches_the_reference(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.test_mamba2_of_many_heads_matches_the_reference(path, "verify-that-writes-nothing", monkeypatch)
+
+
+def test_mamba2_of_many_rows_rounds_a_16_bit_state_once(exact_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.use_many_heads(monkeypatch)
+    batch = make_mamba_batch([Row(1), Row(1, replayed=2)], exact_path, MambaLayer(P=40), state_dtype=torch.bfloat16)
+    checks.check_against_reference(batch, exact_path, torch.bfloat16)
+
+
+def test_small_steps_are_exact(exact_path: InterpretedPath) -> None:
+    check_small_steps(exact_path)
 
 
 @pytest.mark.parametrize("rows", [[Row(1)] * 2, [Row(3, verify=True, replayed=2), Row(1, fresh=True), Row(20)]])
