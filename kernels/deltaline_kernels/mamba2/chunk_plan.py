@@ -10,8 +10,9 @@ CHUNK = 64
 # A program walks with so many rows of one head's state; so many programs run at once on an H200.
 BLOCK_P = 64
 PROGRAMS = 264
-# A row in parts is walked twice, the first time with a quarter of the products.
-FEWEST_PARTS, SHORTEST_PART = 2, 2048
+# A row in parts is walked twice, the first time with a quarter of the products. Two parts beside each other on a
+# multiprocessor take about as long as what the first walk saves.
+FEWEST_PARTS, SHORTEST_PART = 3, 512
 
 
 def choose_plan(heads: Heads, num_rows: int, num_tokens: int, max_length: int) -> Plan:
