@@ -25,7 +25,7 @@ demo: $(INSTALLED)  ## write a small checkpoint, serve it to a few clients, gene
 
 test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
 	$(BIN)/pytest
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels/interpreted
+	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels/interpreted
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
@@ -48,7 +48,7 @@ bench-cpu: $(INSTALLED)  ## measure on the CPU: the mixer beside transformers, t
 	$(BIN)/python bench/mixer.py; mixer=$$?; $(BIN)/python bench/overhead.py && exit $$mixer
 
 bench-gpu: $(INSTALLED)  ## measure the kernels beside the peers that are installed; needs a CUDA device
-	status=0; for suite in conv1d gated_delta mamba2; do \
+	status=0; for suite in conv1d gated_delta lora mamba2; do \
 	    $(BIN)/python -m deltaline_bench $$suite --output bench/results || status=$$?; \
 	done; exit $$status
 

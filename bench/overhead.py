@@ -47,8 +47,9 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2
 from deltaline_client import AsyncClient, AsyncSequence, Row
 from deltaline_kernels import Rows
-from deltaline_server.app import Server, grpc_options
+from deltaline_server.app import Server
 from deltaline_server.config import Config
+from deltaline_server.grpc_options import grpc_options
 from deltaline_server.state_pool import StateOptions
 
 HIDDEN, HEADS, HEAD_DIM, ROWS = 1024, 16, 64, 64
@@ -138,7 +139,7 @@ async def _serve(model: str, pipe: Connection) -> None:
         await bare.start()
         pipe.send((server.address, f"127.0.0.1:{port}"))
         await asyncio.to_thread(pipe.recv)
-        server.runtime.model.forward = lambda span, hidden, rows, pool: hidden.clone()  # type: ignore[method-assign]
+        server.runtime.model.forward = lambda span, hidden, *_: hidden.clone()  # type: ignore[method-assign]
         pipe.send("the layer only copies from here on")
         await asyncio.to_thread(pipe.recv)
         await bare.stop(None)

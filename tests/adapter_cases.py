@@ -6,7 +6,8 @@ Knows the files' format by itself, not from the server: what it writes is what t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import queue
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from deltaline_server.adapter import Adapter, AdapterShape, AdapterWeights
+from deltaline_server.adapter_copier import AdapterCopier
+from deltaline_server.adapter_layout import AdapterLayout
+from deltaline_server.adapter_store import AdapterStore
 from deltaline_server.checkpoint import TensorInfo
 from deltaline_server.model_config import ModelConfig, Scope
 from deltaline_server.weights import expected_tensors
@@ -138,6 +143,57 @@ def with_magnitudes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith("lora_B.weight"):
             more[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.rand(len(tensor)) + 0.5
     return more
+
+
+def merge_into(weight: Tensor, one: AdapterWeights) -> None:
+    """Change a served projection's weight `[out, in]` as an adapter does; mutates it."""
+    begin = 0
+    for i, size in enumerate(one.sizes):
+        rows, rank = slice(begin, begin + size), int(one.ranks[i])
+        begin += size
+        assert one.a[i].shape[0] == rank and not one.b[rank:, rows].any()
+        weight[rows] += one.scales[i].item() * one.b[:rank, rows].t().to(weight.dtype) @ one.a[i].to(weight.dtype)
+    assert begin == len(weight)
+    if one.factors is not None:
+        weight *= one.factors[:, None]
+
+
+def random_adapter(layout: AdapterLayout, seed: int, max_rank: int = 8, *, dora: bool = False) -> Adapter:
+    """An adapter whose slices have ranks of their own, some none; large enough to show. Pinned for a GPU."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = []
+    for layer in layout.layers:
+        for packed, slices in layout.projections.items():
+            ranks = torch.randint(0, max_rank + 1, (len(slices.sizes),), generator=generator)
+            ranks[seed % len(ranks)] = max_rank
+            sizes = tuple(ranks.tolist())
+            shape = AdapterShape(slices.inputs, slices.sizes, sizes, dora, layout.placement.dtype)
+            memory = torch.empty(shape.num_bytes, dtype=torch.uint8, pin_memory=layout.placement.device.type == "cuda")
+            one = shape.place(layer, packed, memory)
+            begin = 0
+            for a, size, rank in zip(one.a, slices.sizes, sizes, strict=True):
+                a.copy_(torch.randn(a.shape, generator=generator) / slices.inputs**0.5)
+                b = torch.randn(rank, size, generator=generator)
+                one.b[:rank, begin : begin + size] = (b / max(1, rank) ** 0.5).to(one.b.dtype)
+                begin += size
+            one.scales.copy_(torch.rand(len(sizes), generator=generator) + 0.5)
+            if one.factors is not None:
+                one.factors.copy_(torch.rand(sum(slices.sizes), generator=generator) + 0.5)
+            weights.append(one)
+    return Adapter(seed.to_bytes(32, "little"), max_rank, tuple(weights), 0, torch.empty(0, dtype=torch.uint8))
+
+
+def fill_slots(store: AdapterStore, adapters: Mapping[int, Adapter]) -> None:
+    """Copy adapters to their slots, and wait for it."""
+    done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    copied: list[bool] = []
+    copier = AdapterCopier(store, done.put)
+    for slot, adapter in adapters.items():
+        copier.copy(slot, adapter, copied.append)
+    for _ in adapters:
+        done.get(timeout=60)()
+    copier.close()
+    assert copied == [True] * len(adapters)
 
 
 def write_adapter(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:

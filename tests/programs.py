@@ -81,8 +81,11 @@ class Alone:
         self._model, self._max_draft = model, max_draft
         self.state: list[Array] = []
 
-    def run(self, program: Program) -> list[Array]:
-        """Outputs by step."""
+    def run(self, program: Program, adapter_slot: int = -1) -> list[Array]:
+        """Outputs by step, under the adapter in a slot of the model's."""
+        adapters = (
+            None if adapter_slot < 0 else torch.tensor([adapter_slot], dtype=torch.int32, device=self._model.device)
+        )
         pool = self._model.make_pool(StateOptions(num_lines=1, max_draft=self._max_draft))
         outputs, read_line, replay, half = [], 0, 0, 0
         with torch.inference_mode():
@@ -99,7 +102,7 @@ class Alone:
                     device=self._model.device,
                 )
                 hidden = torch.from_numpy(step.hidden).to(self._model.device)
-                outputs.append(self._model.forward(0, hidden, rows, pool).cpu().numpy())
+                outputs.append(self._model.forward(0, hidden, rows, pool, adapters).cpu().numpy())
                 read_line, replay = 1, 0
                 if step.kind == "verify":
                     replay, half = step.accepted, 1 - half

@@ -2,7 +2,8 @@
 
 The stand-in engine keeps for each (span, line) the list of committed tokens and the drafts in the ring, by the same
 control tensor as the real one. A token's output is a checksum of all tokens up to it, so a step that is lost,
-repeated, run out of order or on another's line shows in the numbers.
+repeated, run out of order or on another's line shows in the numbers. A row's adapter, which is what the device has in
+the row's slot at that time, is added to it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from adapter_rig import FakeContent, FakeDevice
 
+from deltaline_server.adapter_registry import AdapterRegistry
+from deltaline_server.adapter_slots import AdapterSlots
+from deltaline_server.bindings import Bindings
 from deltaline_server.errors import Reason
 from deltaline_server.job_queue import Limits
 from deltaline_server.ledger import StepLedger
@@ -36,15 +41,18 @@ MAX_DRAFT = 4
 PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
 
 
-def checksum(tokens: Sequence[float]) -> float:
-    return sum((i + 1) * token for i, token in enumerate(tokens)) % 65521
+def checksum(tokens: Sequence[float], adapter: int = 0) -> float:
+    """adapter: below 256, so that the sum stays exact in float32."""
+    return sum((i + 1) * token for i, token in enumerate(tokens)) % 65521 + 65536 * adapter
 
 
 class ChecksumEngine:
     """Runs batches when told to, or at once (`eager`)."""
 
-    def __init__(self, eager: bool = True) -> None:
+    def __init__(self, eager: bool = True, device: FakeDevice | None = None) -> None:
         self.eager, self.fail_next = eager, False
+        self.device = device
+        self.adapter: dict[tuple[int, int], int] = {}
         self.tokens: dict[tuple[int, int], list[float]] = {}
         self.drafts: dict[tuple[int, int, int], list[float]] = {}
         self.waiting: list[tuple[StepBatch, Callable[[BatchResult], None]]] = []
@@ -53,6 +61,8 @@ class ChecksumEngine:
 
     def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
         self.batches.append(batch)
+        if self.device is not None:
+            self.device.used += self.slots_of(batch)
         self.waiting.append((batch, on_done))
         if self.eager:
             self.run()
@@ -63,7 +73,28 @@ class ChecksumEngine:
     def run(self) -> None:
         """Compute the batch that was submitted first."""
         batch, on_done = self.waiting.pop(0)
-        on_done(self.compute(batch))
+        result = self.compute(batch)
+        for slot in self.slots_of(batch):
+            assert self.device is not None
+            self.device.used.remove(slot)
+        on_done(result)
+
+    @staticmethod
+    def slots_of(batch: StepBatch) -> list[int]:
+        """The slots on the device that a batch uses."""
+        slots = [] if batch.adapter_slots is None else sorted(set(batch.adapter_slots.tolist()) - {-1})
+        assert batch.adapter_slots is None or slots, "a batch without adapters has no slots at all"
+        return slots
+
+    def adapter_of(self, batch: StepBatch, row: int) -> int:
+        """The adapter that a row of a batch is computed with, 0 for none."""
+        slot = -1 if batch.adapter_slots is None else int(batch.adapter_slots[row])
+        if slot == -1:
+            return 0
+        assert self.device is not None and slot >= 0
+        content = self.device.slots[slot]
+        assert content is not None, "the slot is empty"
+        return int(content)
 
     def release(self) -> None:
         """Compute all that waits, and from now on what comes."""
@@ -78,6 +109,7 @@ class ChecksumEngine:
             self.fail_next = False
             for line in batch.control[2, :num_rows].tolist():
                 self.tokens[batch.span, line] = [0.5]  # whatever it had got to
+                self.adapter[batch.span, line] = -1  # what runs behind it is thrown away
             return BatchResult(hidden[:0], np.zeros(num_rows, dtype=bool), failed=True)
         out = np.full_like(hidden, np.nan)
         finite = np.ones(num_rows, dtype=bool)
@@ -90,10 +122,13 @@ class ChecksumEngine:
             begin, end = batch.control[0, row], batch.control[0, row + 1]
             read, write, committed, replayed, half = batch.control[1:, row].tolist()
             new = hidden[begin:end, 0].tolist()
+            adapter = self.adapter_of(batch, row)
+            assert not read or self.adapter[batch.span, read] in (adapter, -1), "a state goes on under another adapter"
+            self.adapter[batch.span, write] = adapter
             state = list(self.tokens[batch.span, read]) if read else []
             state += self.drafts[batch.span, read, half][:replayed] if replayed else []
             for t in range(len(new)):
-                out[begin + t] = checksum(state + new[: t + 1])
+                out[begin + t] = checksum(state + new[: t + 1], adapter)
             if self.poison_token in new:
                 finite[row] = False
             if committed:
@@ -146,16 +181,22 @@ class Rig:
         chunk_tokens: int = 64,
         batch_rows: int = 10_000,
         long_rows: int = 10_000,
+        adapter_slots: int = 0,
     ) -> None:
+        """adapter_slots: on a device whose copies end when told; 0 for a server without adapters."""
         self.now = 100.0
         self.zeroed: list[int] = []
-        self.engine = ChecksumEngine(eager)
+        self.device = FakeDevice(adapter_slots)
+        self.engine = ChecksumEngine(eager, self.device)
+        self.adapter_slots = AdapterSlots(adapter_slots or 1, self.device, lambda: self.now)
+        self.registry = AdapterRegistry(10_000, self.adapter_slots)
         self.counts = Counts()
         self.lines = LinePool(slots, lambda lines: self.zeroed.extend(lines.tolist()))
         self.table = SequenceTable(
             lines=self.lines,
             ledger=StepLedger(spans, slots, max_in_flight=8),
             replies=KeptReplies(spans, slots, reply_bytes),
+            bindings=Bindings(slots, self.registry if adapter_slots else None),
             num_slots=slots,
             default_lease_s=60.0,
             max_lease_s=3600.0,
@@ -170,8 +211,16 @@ class Rig:
             clock=lambda: self.now,
         )
 
-    def open(self, count: int = 1) -> list[int]:
-        return [int(handle) for handle in self.table.open(count)[0]]
+        self.adapter_slots.on_copied = self.scheduler.residency.copied
+
+    def load(self, *names: str) -> None:
+        """Register adapters by their numbers, which tell in the outputs."""
+        for name in names:
+            self.registry.reserve(10)
+            self.registry.register(name, FakeContent(name.encode()), is_pinned=False)
+
+    def open(self, count: int = 1, adapter: str = "") -> list[int]:
+        return [int(handle) for handle in self.table.open(count, adapter=adapter).handles]
 
     def request(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepRequest:
         """rows: (handle, kind, step, position, accepted, tokens)."""

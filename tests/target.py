@@ -24,6 +24,7 @@ from deltaline_server.app import Server
 
 HIDDEN = 64
 LAYER, ADMIN = "/deltaline.v1.LayerService/", "/deltaline.v1.AdminService/"
+ADAPTER = "/deltaline.v1.AdapterService/"
 # Nothing of the inside may show in an error's text.
 LEAK = re.compile(r"/[a-z]+/|0x[0-9a-f]{6}|Traceback|Error\b|<class|object at|deltaline_server|\.py\b")
 
@@ -44,6 +45,8 @@ class Target:
             if method.endswith("StepStream"):
                 call = self.channel.stream_stream(method)(iter([body]), timeout=20)
                 reply = b"".join([message async for message in call])
+            elif method.endswith("LoadAdapter"):
+                reply = await self.channel.stream_unary(method)(iter([body]), timeout=20)
             else:
                 reply = await self.channel.unary_unary(method)(body, timeout=20)
         except grpc.aio.AioRpcError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
+from adapter_cases import base_weights
 from google.rpc import code_pb2
+from safetensors.torch import save_file
 
-from deltaline.v1 import admin_service_pb2, layer_service_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 from deltaline_server.errors import Reason
+from deltaline_server.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -69,6 +74,7 @@ def test_every_call_is_in_the_table() -> None:
     services = [
         *layer_service_pb2.DESCRIPTOR.services_by_name.values(),
         *admin_service_pb2.DESCRIPTOR.services_by_name.values(),
+        *adapter_service_pb2.DESCRIPTOR.services_by_name.values(),
     ]
     calls = {f"{service.name}.{method.name}" for service in services for method in service.methods}
     assert {row[0] for row in table("docs/protocol.md", "call")} == calls
@@ -109,16 +115,34 @@ def test_every_flag_of_the_server_is_in_its_group() -> None:
     }
 
 
-async def test_example_of_the_readme_runs_and_every_metric_is_documented(tmp_path: Path) -> None:
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps(MODEL), encoding="utf-8")
-    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
-    config = Config(random_init=str(model), device="cpu", dtype="float32", max_sequences=2, port=0, metrics_port=0)
+async def test_examples_of_the_readme_run_and_every_metric_is_documented(tmp_path: Path) -> None:
+    model, adapter = tmp_path / "model", tmp_path / "french"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    save_file(base_weights(ModelConfig.from_mapping(MODEL), layers=1).tensors, model / "model.safetensors")
+    make_adapter = [sys.executable, "-P", str(ROOT / "examples" / "make_adapter.py"), str(model), str(adapter)]
+    await asyncio.to_thread(subprocess.run, make_adapter, check=True, capture_output=True)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    config = Config(
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        max_sequences=2,
+        port=0,
+        metrics_port=0,
+        adapter_bytes=1 << 20,
+    )
+    results: list[Any] = []
     async with Server(config) as server:
-        names: dict[str, Any] = {}
-        await asyncio.to_thread(exec, example.replace("127.0.0.1:50051", server.address), names)
+        for block in blocks:
+            names: dict[str, Any] = {}
+            code = block.replace("127.0.0.1:50051", server.address).replace("/tmp/french", str(adapter))
+            await asyncio.to_thread(exec, code, names)
+            results.append(names["y"])
         metrics = await asyncio.to_thread(read, f"http://127.0.0.1:{server.metrics_port}/metrics")
-    assert names["y"].shape == (4, MODEL["hidden_size"])
-    assert np.isfinite(names["y"]).all()
+    drafts, (french, base) = results
+    assert drafts.shape == (4, MODEL["hidden_size"]) and french.shape == base.shape == (100, MODEL["hidden_size"])
+    assert all(np.isfinite(array).all() for array in (drafts, french, base))
+    assert not np.allclose(french, base, atol=0.1)
     documented = {name for row in table("docs/operations.md", "metric") for name in re.findall(r"`(\w+)`", row[0])}
     assert documented == set(re.findall(r"^# TYPE (\w+)", metrics, re.M))

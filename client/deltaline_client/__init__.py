@@ -18,14 +18,15 @@ from deltaline_client._adapter_exceptions import (
     InvalidAdapter,
     UploadTimeout,
 )
-from deltaline_client._async_client import AsyncClient, AsyncSequence
+from deltaline_client._adapter_types import Adapter, AdapterList, AdapterState, LoadedAdapter
+from deltaline_client._async_client import AsyncAdapters, AsyncClient, AsyncSequence
 from deltaline_client._capacity_exceptions import (
     NoFreeLines,
     QueueFull,
     ReplyBytesExhausted,
     TooManyInFlight,
 )
-from deltaline_client._client import Client, Sequence
+from deltaline_client._client import Adapters, Client, Sequence
 from deltaline_client._exceptions import (
     AcceptedOutOfRange,
     Bug,
@@ -84,11 +85,16 @@ from deltaline_client._types import (
 
 __all__ = [
     "AcceptedOutOfRange",
+    "Adapter",
     "AdapterBytesExhausted",
     "AdapterExists",
     "AdapterInUse",
+    "AdapterList",
+    "AdapterState",
     "AdapterUnknown",
+    "Adapters",
     "AdaptersOff",
+    "AsyncAdapters",
     "AsyncClient",
     "AsyncSequence",
     "Bug",
@@ -108,6 +114,7 @@ __all__ = [
     "InvalidSharedMemory",
     "InvalidTensor",
     "LayerSpan",
+    "LoadedAdapter",
     "MessageTooLarge",
     "NoFreeLines",
     "NonFiniteInput",

@@ -8,12 +8,14 @@ from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
-from deltaline_client import _calls, _commit, _sequences, _step
+from deltaline_client import _adapters, _calls, _commit, _sequences, _step
+from deltaline_client._adapters import AdaptersRecord
 from deltaline_client._async_stream import AsyncStepStream, Mailbox
 from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
-from deltaline_client._exceptions import DeltalineError
-from deltaline_client._flow import Flow, Receive, Send, Sleep, awaited
+from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, TransportError, Unavailable
+from deltaline_client._flow import Call, Flow, Receive, Send, Sleep, awaited
 from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
@@ -73,9 +75,11 @@ class AsyncClient(ClientState):
                     command = flow.send(None)
                     continue
                 try:
-                    response = await self._methods[command.method.path](command.request, timeout=command.timeout_s)
+                    response = await self._answer(command)
                 except grpc.RpcError as failure:
                     command = flow.throw(error_of(failure))
+                except TransportError as error:
+                    command = flow.throw(error)
                 except (asyncio.CancelledError, grpc.aio.UsageError):
                     if not self._is_disconnected or _is_cancelled():
                         raise
@@ -88,16 +92,58 @@ class AsyncClient(ClientState):
         finally:
             flow.close()
 
-    async def open(self, *, lease_s: float | None = None) -> AsyncSequence:
-        """Open a sequence with zero state. lease_s: how long it lives without a step; default the server's."""
-        return (await self.open_many(1, lease_s=lease_s))[0]
+    async def _answer(self, command: Call) -> Any:
+        """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
+        method = self._methods[command.method.path]
+        if isinstance(command.request, Message):
+            return await method(command.request, timeout=command.timeout_s)
+        call = method(timeout=command.timeout_s)
+        try:
+            # In a thread: the next request may have to be read from a disk first.
+            while (request := await asyncio.to_thread(next, command.request, None)) is not None:
+                await call.write(request)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the call is over: awaited, it tells why
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        try:
+            return await call
+        except grpc.aio.AioRpcError as failure:
+            # A write that fails may put an error of grpc.aio's own in the place of the server's status, which is lost.
+            if failure.code() is grpc.StatusCode.INTERNAL and not failure.trailing_metadata():
+                if not call.time_remaining():
+                    raise DeadlineExceeded("no answer in time") from failure
+                raise Unavailable("the stream of requests broke") from failure
+            raise
 
-    async def open_many(self, count: int, *, lease_s: float | None = None) -> list[AsyncSequence]:
-        """Open `count` sequences, all or none. Raises NoFreeLines when so many do not become free in time."""
-        return await self._run(_sequences.open_sequences(self, self._sequence, count, lease_s))
+    async def open(self, *, lease_s: float | None = None, adapter: str | None = None) -> AsyncSequence:
+        """Open a sequence with zero state.
 
-    def _sequence(self, handle: int, server_epoch: int) -> AsyncSequence:
-        return AsyncSequence(self, handle, server_epoch)
+        lease_s: how long it lives without a step; default the server's. adapter: the name of one that is loaded, which
+        the sequence has for as long as it lives; default none. Raises as open_many.
+        """
+        return (await self.open_many(1, lease_s=lease_s, adapter=adapter))[0]
+
+    async def open_many(
+        self, count: int, *, lease_s: float | None = None, adapter: str | None = None
+    ) -> list[AsyncSequence]:
+        """Open `count` sequences with the same adapter, all or none.
+
+        Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name.
+        """
+        return await self._run(_sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
+
+    def _sequence(
+        self, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
+    ) -> AsyncSequence:
+        return AsyncSequence(self, handle, server_epoch, adapter, adapter_hash)
+
+    @property
+    def adapters(self) -> AsyncAdapters:
+        """The adapters of the server: load, unload, list."""
+        return AsyncAdapters(self)
 
     step = awaited(_step.step)
     resume = awaited(_step.resume)
@@ -136,6 +182,19 @@ def _is_cancelled() -> bool:
     """Whether the task is to end; else a CancelledError is that of a channel that was closed under its call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+class AsyncAdapters(AdaptersRecord):
+    """The adapters of a server: what `AsyncClient.adapters` is. Methods and arguments are those of Adapters."""
+
+    _client: AsyncClient
+
+    async def _run(self, flow: Flow[T]) -> T:
+        return await self._client._run(flow)
+
+    load = awaited(_adapters.load)
+    unload = awaited(_adapters.unload)
+    list = awaited(_adapters.list_adapters)
 
 
 class AsyncSequence(SequenceRecord):

@@ -33,7 +33,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 def bind(channel: Any) -> dict[str, Any]:
     """Return a callable per method path on a channel of grpc or grpc.aio."""
     return {
-        method.path: channel.unary_unary(
+        method.path: (channel.stream_unary if method.takes_stream else channel.unary_unary)(
             method.path,
             request_serializer=method.request_type.SerializeToString,
             response_deserializer=method.response_type.FromString,

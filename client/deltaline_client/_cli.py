@@ -15,6 +15,7 @@ from typing import Any
 from deltaline_client._bench_lengths import Lengths
 from deltaline_client._bench_options import BenchOptions, parse_bytes, parse_mix
 from deltaline_client._bench_run import BenchError
+from deltaline_client._cli_adapters import add_adapters, run_adapters
 from deltaline_client._cli_bench import bench
 from deltaline_client._cli_demo import DemoError, demo
 from deltaline_client._cli_text import mebibytes, table
@@ -27,6 +28,7 @@ Talks to a deltaline server: a service that holds the recurrent layers of a lang
   deltaline demo                      see it work, with a server of its own; needs no network and no checkpoint
   deltaline info                      what the server on this machine serves
   deltaline load HOST:PORT            how full that server is
+  deltaline adapters list             which adapters (LoRA) it holds
   deltaline bench --clients 4         how fast it answers
 """
 _SERVER = "host:port, or unix:/path [%(default)s]"
@@ -83,6 +85,8 @@ def _run(options: argparse.Namespace) -> int:
             return show_info(options.server)
         case "load":
             return show_load(options.server)
+        case "adapters":
+            return run_adapters(options)
         case "demo":
             return demo(keep=options.keep)
         case _:
@@ -105,6 +109,10 @@ def show_info(address: str) -> int:
     spans = ", ".join(
         f"{index}: layers {span.first}-{span.first + span.count - 1}" for index, span in enumerate(info.spans)
     )
+    adapters = "none"
+    if info.adapter_bytes:
+        kept = f"{mebibytes(info.adapter_bytes)} of host memory, {info.adapter_slots} slots on the device"
+        adapters = f"{kept}, rank at most {info.max_adapter_rank}"
     rows = [
         ("server", f"deltaline {info.version} on {info.device}, epoch {info.server_epoch:#x}"),
         ("model", f"{info.model_type}, hidden size {info.hidden_size}, {info.dtype}, state in {info.state_dtype}"),
@@ -113,6 +121,7 @@ def show_info(address: str) -> int:
         ("steps", f"at most {info.max_draft_tokens} tokens to verify, {info.max_steps_in_flight} steps in flight"),
         ("inline tensors", f"at most {mebibytes(info.inline_limit_bytes)}"),
         ("leases", f"{info.default_lease_s:g} s, at most {info.max_lease_s:g} s"),
+        ("adapters", adapters),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(info.versions.items()))),
     ]
     print(table(rows, align="<<"))
@@ -153,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("info", parents=[served], help=about, description=about)
     about = "how full a server is now"
     commands.add_parser("load", parents=[served], help=about, description=about)
+    add_adapters(commands)
     _add_bench(commands, served)
     about = "start a server and drive it from a few clients"
     shows = commands.add_parser("demo", help=about, description=_DEMO, formatter_class=raw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> str:
@@ -25,13 +25,14 @@ def mebibytes(count: int) -> str:
 class ProgressLine:
     """Shows how far something is on stderr: rewritten in place on a terminal, a line at its end elsewhere.
 
-    total: how many there will be, None where that is not known. Threads may share it. Use as a context manager.
+    shown: how a count is printed. Threads may share it. Use as a context manager; nothing done, nothing shown.
     """
 
     _EVERY_S = 0.1
 
-    def __init__(self, what: str, total: int | None = None) -> None:
-        self._what, self._total, self._done = what, total, 0
+    def __init__(self, what: str, shown: Callable[[int], str] = str) -> None:
+        self._what, self._shown = what, shown
+        self._done, self._total = 0, ""
         self._begin_s, self._shown_s = time.monotonic(), 0.0
         self._lock = threading.Lock()
         self._in_place = sys.stderr.isatty()
@@ -39,20 +40,30 @@ class ProgressLine:
     def advance(self, count: int = 1) -> None:
         """So many more are done."""
         with self._lock:
-            self._done += count
-            now_s = time.monotonic()
-            if self._in_place and now_s - self._shown_s > self._EVERY_S:
-                self._shown_s = now_s
-                self._show(end="")
+            self._move(self._done + count)
+
+    def reach(self, done: int, total: int) -> None:
+        """So many are done, of so many."""
+        with self._lock:
+            self._total = f" of {self._shown(total)}"
+            self._move(done)
+
+    def _move(self, done: int) -> None:
+        self._done = done
+        now_s = time.monotonic()
+        if self._in_place and now_s - self._shown_s > self._EVERY_S:
+            self._shown_s = now_s
+            self._show(end="")
 
     def _show(self, end: str) -> None:
-        start = "\r" if self._in_place else ""
-        took_s = time.monotonic() - self._begin_s
-        of = "" if self._total is None else f"/{self._total}"
-        print(f"{start}{self._what}: {self._done}{of}, {took_s:.1f} s", end=end, file=sys.stderr, flush=True)
+        # What was there before may have been longer.
+        start, rest = ("\r", "\x1b[K") if self._in_place else ("", "")
+        took_s, done = time.monotonic() - self._begin_s, self._shown(self._done)
+        print(f"{start}{self._what}: {done}{self._total}, {took_s:.1f} s{rest}", end=end, file=sys.stderr, flush=True)
 
     def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._show(end="\n")
+        if self._done or self._shown_s:
+            self._show(end="\n")

@@ -9,7 +9,8 @@ from typing import Self, TypeVar
 
 import grpc
 
-from deltaline_client import _calls, _commit, _sequences, _step
+from deltaline_client import _adapters, _calls, _commit, _sequences, _step
+from deltaline_client._adapters import AdaptersRecord
 from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._flow import Flow, Receive, Send, Sleep, blocking
@@ -81,16 +82,30 @@ class Client(ClientState):
         finally:
             flow.close()
 
-    def open(self, *, lease_s: float | None = None) -> Sequence:
-        """Open a sequence with zero state. lease_s: how long it lives without a step; default the server's."""
-        return self.open_many(1, lease_s=lease_s)[0]
+    def open(self, *, lease_s: float | None = None, adapter: str | None = None) -> Sequence:
+        """Open a sequence with zero state.
 
-    def open_many(self, count: int, *, lease_s: float | None = None) -> list[Sequence]:
-        """Open `count` sequences, all or none. Raises NoFreeLines when so many do not become free in time."""
-        return self._run(_sequences.open_sequences(self, self._sequence, count, lease_s))
+        lease_s: how long it lives without a step; default the server's. adapter: the name of one that is loaded, which
+        the sequence has for as long as it lives; default none. Raises as open_many.
+        """
+        return self.open_many(1, lease_s=lease_s, adapter=adapter)[0]
 
-    def _sequence(self, handle: int, server_epoch: int) -> Sequence:
-        return Sequence(self, handle, server_epoch)
+    def open_many(self, count: int, *, lease_s: float | None = None, adapter: str | None = None) -> list[Sequence]:
+        """Open `count` sequences with the same adapter, all or none.
+
+        Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name.
+        """
+        return self._run(_sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
+
+    def _sequence(
+        self, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
+    ) -> Sequence:
+        return Sequence(self, handle, server_epoch, adapter, adapter_hash)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters of the server: load, unload, list."""
+        return Adapters(self)
 
     step = blocking(_step.step)
     resume = blocking(_step.resume)
@@ -120,6 +135,23 @@ class Client(ClientState):
 
     def __exit__(self, *exception: object) -> None:
         self.disconnect()
+
+
+class Adapters(AdaptersRecord):
+    """The adapters of a server: what `Client.adapters` is.
+
+    client.adapters.load("french", "path/of/a/peft/directory")
+    with client.open(adapter="french") as sequence: ...
+    """
+
+    _client: Client
+
+    def _run(self, flow: Flow[T]) -> T:
+        return self._client._run(flow)
+
+    load = blocking(_adapters.load)
+    unload = blocking(_adapters.unload)
+    list = blocking(_adapters.list_adapters)
 
 
 class Sequence(SequenceRecord):

@@ -45,12 +45,12 @@ DeltalineError
 │   ├── CommitConflict
 │   ├── SpanTooFarAhead
 │   ├── PredecessorRefused
-│   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
-│   ├── SequenceBusy         raised here: another call is stepping this sequence right now
 │   ├── AdapterExists
 │   ├── AdapterInUse
 │   ├── AdaptersOff
-│   └── SharedMemoryOff
+│   ├── SharedMemoryOff
+│   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
+│   └── SequenceBusy         raised here: another call is stepping this sequence right now
 ├── ServerError              the server is going away, or has a bug
 │   ├── Draining
 │   ├── Stopping

@@ -1,16 +1,16 @@
 """Flows: what the client does, written once as generators that know no I/O.
 
 A flow yields a Call, Sleep, Send or Receive, is sent what that gives (or is thrown an exception), and returns its
-result. Calls are unary; steps go by Send and Receive over the client's stream of steps, many in flight at once. The two
-drivers are `Client` (threads, grpc) and `AsyncClient` (asyncio, grpc.aio); `blocking` and `awaited` turn a flow into
-their methods.
+result. Calls have one response; steps go by Send and Receive over the client's stream of steps, many in flight at once.
+The two drivers are `Client` (threads, grpc) and `AsyncClient` (asyncio, grpc.aio); `blocking` and `awaited` turn a flow
+into their methods.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
@@ -27,19 +27,26 @@ Response = TypeVar("Response", bound=Message)
 
 @dataclass(frozen=True)
 class Method(Generic[Request, Response]):
-    """A unary method of the service: its full name, and the types of its request and response."""
+    """A method of the service with one response: its full name, and the types of its request and response.
+
+    takes_stream: whether it takes a stream of requests in place of one.
+    """
 
     path: str
     request_type: type[Request]
     response_type: type[Response]
+    takes_stream: bool = False
 
 
 @dataclass(frozen=True)
 class Call:
-    """Make one attempt at a method. Resumed with the response, or thrown a DeltalineError."""
+    """Make one attempt at a method. Resumed with the response, or thrown a DeltalineError.
+
+    request: of a method that takes a stream, an iterator that raises nothing and may take its time, in any thread.
+    """
 
     method: Method[Any, Any]
-    request: Message
+    request: Message | Iterator[Message]
     timeout_s: float
 
 
@@ -74,7 +81,7 @@ Answer: TypeAlias = tuple[int, Any]
 Flow: TypeAlias = Generator[Call | Sleep | Send | Receive, Any, T]
 
 
-def call(method: Method[Request, Response], request: Request, timeout_s: float) -> Flow[Response]:
+def call(method: Method[Request, Response], request: Request | Iterator[Request], timeout_s: float) -> Flow[Response]:
     """Make one attempt at a method and return its response. Raises DeltalineError."""
     return cast(Response, (yield Call(method, request, timeout_s)))
 

@@ -78,12 +78,19 @@ class Progress:
 
 
 class SequenceRecord:
-    """A sequence that the server holds: its handle, and the client's view of its progress per span."""
+    """A sequence that the server holds: its handle, and the client's view of its progress per span.
 
-    def __init__(self, client: ClientState, handle: int, server_epoch: int) -> None:
+    adapter: the name under which its adapter was opened, None for none. adapter_hash: that adapter's content_hash, b""
+    for none; a name may come to mean another adapter, the sequence keeps the one that it was opened with.
+    """
+
+    def __init__(
+        self, client: ClientState, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
+    ) -> None:
         self._client = client
         self.handle = handle
         self.server_epoch = server_epoch
+        self.adapter, self.adapter_hash = adapter, adapter_hash
         self._progress: dict[int, Progress] = {}
 
     def progress(self, span: int = 0) -> Progress:
@@ -104,7 +111,8 @@ class SequenceRecord:
         return any(progress.unfinished is not None for progress in self._progress.values())
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(handle={self.handle:#x}, position={self.position})"
+        adapter = "" if self.adapter is None else f", adapter={self.adapter!r}"
+        return f"{type(self).__name__}(handle={self.handle:#x}, position={self.position}{adapter})"
 
 
 @dataclass(eq=False, slots=True)

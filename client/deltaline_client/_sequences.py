@@ -21,18 +21,34 @@ _TOKEN_BYTES = 16
 
 
 def open_sequences(
-    client: ClientState, make: Callable[[int, int], S], count: int, lease_s: float | None
+    client: ClientState,
+    make: Callable[[int, int, str | None, bytes], S],
+    count: int,
+    lease_s: float | None,
+    adapter: str | None,
 ) -> Flow[list[S]]:
-    """Open `count` sequences, all or none; make(handle, server_epoch) makes the client's object of each."""
+    """Open `count` sequences, all or none; `make` makes the objects, of handle, server_epoch, adapter and its hash.
+
+    Raises ProtocolError if the server has opened them without the adapter: it is too old to know any.
+    """
+    if adapter == "":
+        raise ValueError("adapter: expected a name, or None for none, got an empty name")
     request = layers.OpenSequencesRequest(
-        count=count, lease_ms=_milliseconds(lease_s), open_token=secrets.token_bytes(_TOKEN_BYTES)
+        count=count,
+        lease_ms=_milliseconds(lease_s),
+        open_token=secrets.token_bytes(_TOKEN_BYTES),
+        adapter=adapter or "",
     )
     response = yield from retried(client, OPEN, request)
     if len(response.sequence) != count:
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequence)}")
     if client._info is not None and client._info.server_epoch != response.server_epoch:
         client._info = None  # another process answers now; it may serve something else
-    return [make(handle, response.server_epoch) for handle in response.sequence]
+    sequences = [make(handle, response.server_epoch, adapter, response.adapter_hash) for handle in response.sequence]
+    if (adapter is not None) != bool(response.adapter_hash):
+        yield from close(client, sequences)  # nobody else could
+        raise ProtocolError("the server has not opened the sequences with the adapter that was asked for")
+    return sequences
 
 
 def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceState]]:

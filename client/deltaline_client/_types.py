@@ -84,6 +84,9 @@ class ServerInfo:
     sequence_state_bytes: int
     versions: Mapping[str, str]
     shared_memory_bytes: int
+    adapter_bytes: int
+    adapter_slots: int
+    max_adapter_rank: int
 
     @classmethod
     def from_proto(cls, message: admin_service_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -117,6 +120,9 @@ class ServerInfo:
             sequence_state_bytes=message.sequence_state_bytes,
             versions=dict(message.versions),
             shared_memory_bytes=message.shared_memory_bytes,
+            adapter_bytes=message.adapter_bytes,
+            adapter_slots=message.adapter_slots,
+            max_adapter_rank=message.max_adapter_rank,
         )
 
 
@@ -153,11 +159,16 @@ class SpanProgress:
 
 @dataclass(frozen=True)
 class SequenceDescription:
-    """What the server holds of a sequence. spans is empty where it holds nothing."""
+    """What the server holds of a sequence. spans is empty where it holds nothing, adapter None where there is none.
+
+    adapter: the name under which it was opened, which may mean another one by now; adapter_hash tells which it is.
+    """
 
     state: SequenceState
     lease_remaining_s: float
     spans: tuple[SpanProgress, ...]
+    adapter: str | None
+    adapter_hash: bytes
 
     @classmethod
     def from_proto(cls, message: layer_service_pb2.SequenceDescription) -> SequenceDescription:
@@ -169,6 +180,8 @@ class SequenceDescription:
                 SpanProgress(span.step, span.position, span.steps_in_flight, span.pending_tokens)
                 for span in message.spans
             ),
+            adapter=message.adapter or None,
+            adapter_hash=message.adapter_hash,
         )
 
 

@@ -13,6 +13,8 @@ from deltaline_kernels.lora import (
     add_lora,
     add_lora_reference,
     group_tokens,
+    spread_slots,
+    spread_slots_reference,
 )
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
@@ -40,4 +42,6 @@ __all__ = [
     "mamba2",
     "mamba2_reference",
     "run_selftest",
+    "spread_slots",
+    "spread_slots_reference",
 ]

@@ -9,7 +9,8 @@ import signal
 import sys
 
 from deltaline_server import log
-from deltaline_server.config import Config, ConfigError, unknown_variables
+from deltaline_server.config import Config, unknown_variables
+from deltaline_server.option import ConfigError
 
 # What the extra "server" installs.
 _EXTRA = {"grpc_health", "grpc_reflection", "prometheus_client", "safetensors", "torch", "triton"}

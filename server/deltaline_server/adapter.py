@@ -1,40 +1,86 @@
-"""An adapter as it is served: low-rank factors for each module of the served layers, in host memory.
+"""An adapter as it is served: low-rank factors for each projection of the served layers, in host memory.
 
-Values. Knows neither files (adapter_file.py) nor names and slots (adapter_registry.py, adapter_slots.py).
+Laid out as the slots on the device are (adapter_store.py), so that every tensor is copied there as it is. Values. Knows
+neither files (adapter_file.py) nor names and slots (adapter_registry.py, adapter_slots.py).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from deltaline_server.modules import Packed
 
+# Tensors begin at multiples of it, so that a copy of any of them is aligned.
+ALIGNMENT = 64
+
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """What an adapter adds to one module W `[out, in]` of a served projection: y += scale * B (A x).
+    """What an adapter adds to a served projection W `[out, in]`: y[n] += scale * (x A^T B)[n], slice by slice of n.
 
-    With `factor` (DoRA) it is y = factor * (W x + scale * B (A x)) instead, row by row.
+    With `factors` (DoRA) it is y[n] = factor[n] * (y[n] + ...) instead. A slice is a module of the projection; of a
+    rank's share it has that rank's columns and rows.
 
-    layer: as in the checkpoint. packed: the served projection; the module is its rows start .. start + out - 1.
-    a `[R, in]` and b `[out, R]` have the model's dtype, b's rows in the order of the projection's; of a rank's share
-    they have its columns and its rows. scale: rounded to fp32. factor `[out]` fp32, or None.
+    layer: as in the checkpoint. a: for each slice `[its rank, in]`. b `[R, out]`, R the largest of the ranks: the
+    transpose of what files hold, 0 where a slice's own rank ends. Both have the model's dtype.
+    ranks `[slices]` int32, 0 where the adapter leaves the slice alone; scales `[slices]` fp32; factors `[out]` fp32, 1
+    where a slice has none, or None where no slice has any.
     """
 
     layer: int
     packed: Packed
-    start: int
-    a: Tensor
+    sizes: tuple[int, ...]
+    a: tuple[Tensor, ...]
     b: Tensor
-    scale: float
-    factor: Tensor | None
+    ranks: Tensor
+    scales: Tensor
+    factors: Tensor | None
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The sizes of AdapterWeights: inputs, and for each slice outputs and rank."""
+
+    inputs: int
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    has_factors: bool
+    dtype: torch.dtype
 
     @property
-    def rank(self) -> int:
-        """R, from 1."""
-        return self.a.shape[0]
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, with the gaps behind them."""
+        return sum(self._parts())
+
+    def place(self, layer: int, packed: Packed, memory: Tensor) -> AdapterWeights:
+        """Return the weights in memory `[num_bytes]` uint8; ranks are written, factors are 1 and all else is 0."""
+        memory.zero_()
+        parts = iter(memory.split(self._parts()))
+
+        def take(dtype: torch.dtype, *shape: int) -> Tensor:
+            taken: Tensor = next(parts)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            return taken
+
+        count, outputs = len(self.sizes), sum(self.sizes)
+        a = tuple(take(self.dtype, rank, self.inputs) for rank in self.ranks)
+        b = take(self.dtype, max(self.ranks), outputs)
+        ranks, scales = take(torch.int32, count), take(torch.float32, count)
+        ranks.copy_(torch.tensor(self.ranks))
+        factors = take(torch.float32, outputs).fill_(1) if self.has_factors else None
+        return AdapterWeights(layer, packed, self.sizes, a, b, ranks, scales, factors)
+
+    def _parts(self) -> list[int]:
+        """Bytes of each tensor, in their order, with the gap behind it."""
+        count, outputs, itemsize = len(self.sizes), sum(self.sizes), self.dtype.itemsize
+        sizes = [rank * self.inputs * itemsize for rank in self.ranks]
+        sizes += [max(self.ranks) * outputs * itemsize, count * torch.int32.itemsize, count * torch.float32.itemsize]
+        if self.has_factors:
+            sizes.append(outputs * torch.float32.itemsize)
+        return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
 
 
 @dataclass(frozen=True)

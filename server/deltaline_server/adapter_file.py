@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deltaline_server.adapter import Adapter, AdapterWeights
+from deltaline_server.adapter import Adapter, AdapterShape, AdapterWeights
 from deltaline_server.adapter_config import AdapterConfig, ModuleConfig
 from deltaline_server.adapter_layout import AdapterLayout, Part, Place, parse_name
 from deltaline_server.dora import row_factors
@@ -25,8 +25,6 @@ from deltaline_server.modules import Module, Packed
 from deltaline_server.tensor_file import TensorFile
 
 TENSORS_FILE = "adapter_model.safetensors"
-# Tensors begin at multiples of it, so that a copy of any of them is aligned.
-ALIGNMENT = 64
 _HASH_VERSION = b"deltaline adapter 1"
 
 
@@ -83,7 +81,8 @@ class AdapterPlan:
             raise ModelError("adapter: expected tensors of at least one served layer, found none")
         self.rank = max(group.config.rank for group in served)
         self.needs_base = any(group.config.has_magnitude for group in served)
-        self.num_bytes = sum(size for group in served for size in self._sizes(group))
+        self._shapes = self._plan_shapes()
+        self.num_bytes = sum(shape.num_bytes for shape in self._shapes.values())
 
     def load(self, base: BaseRows | None, allocate: Callable[[int], Tensor]) -> Adapter:
         """Read the tensors. `allocate` gives so many bytes of host memory, uint8, which the adapter then keeps.
@@ -93,19 +92,19 @@ class AdapterPlan:
         Raises ModelError naming the tensor: it can't be read, or has a value that is not finite in the model's dtype.
         """
         memory = allocate(self.num_bytes)
+        parts = memory.split([shape.num_bytes for shape in self._shapes.values()])
+        weights = {
+            place: shape.place(*place, part) for (place, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
         digest = hashlib.sha256(_HASH_VERSION)
-        weights, at = [], 0
         for group in self._groups:
             contents = self._digest(group, digest, is_kept=group.module is not None)
             if group.module is not None:
                 tensors = {part: self._file.tensor(group.names[part], content) for part, content in contents.items()}
-                sizes = self._sizes(group)
-                parts = memory[at : at + sum(sizes)].split(sizes)
-                at += sum(sizes)
-                weights.append(self._convert(group, group.module, tensors, parts, base))
-        num_elsewhere = len(self._groups) - len(weights)
-        weights.sort(key=lambda one: (one.layer, list(Packed).index(one.packed), one.start))
-        return Adapter(digest.digest(), self.rank, tuple(weights), num_elsewhere, memory)
+                place = group.place.layer, group.module.packed
+                self._convert(group, group.module, tensors, weights[place], base)
+        num_elsewhere = sum(group.module is None for group in self._groups)
+        return Adapter(digest.digest(), self.rank, tuple(weights.values()), num_elsewhere, memory)
 
     def content_hash(self) -> bytes:
         """Return the hash that the adapter will have, keeping nothing. Raises ModelError if a tensor can't be read."""
@@ -123,15 +122,19 @@ class AdapterPlan:
                 if is_meant and (layer, module.name) not in found:
                     raise ModelError(f"{name}: expected tensors, as target_modules names it, found none")
 
-    def _sizes(self, group: _Group) -> list[int]:
-        """Bytes of a served module's a, b and factor, with the gaps behind them."""
-        assert group.module is not None
-        rows, columns = group.module.served_shape(self._layout.placement.world_size)
-        itemsize = self._layout.placement.dtype.itemsize
-        sizes = [group.config.rank * columns * itemsize, rows * group.config.rank * itemsize]
-        if group.config.has_magnitude:
-            sizes.append(rows * torch.float32.itemsize)
-        return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    def _plan_shapes(self) -> dict[tuple[int, Packed], AdapterShape]:
+        """The sizes of what is added to each served projection, by layer and place in the layer."""
+        layout, shapes = self._layout, {}
+        served = {(group.place.layer, group.module): group.config for group in self._groups if group.module is not None}
+        for layer in layout.layers:
+            for packed, slices in layout.projections.items():
+                configs = [served.get((layer, module)) for module in layout.modules if module.packed is packed]
+                if any(config is not None for config in configs):
+                    ranks = tuple(0 if config is None else config.rank for config in configs)
+                    has_factors = any(config is not None and config.has_magnitude for config in configs)
+                    dtype = layout.placement.dtype
+                    shapes[layer, packed] = AdapterShape(slices.inputs, slices.sizes, ranks, has_factors, dtype)
+        return shapes
 
     def _digest(self, group: _Group, digest: hashlib._Hash, is_kept: bool) -> dict[Part, bytearray]:
         """Feed what a module's tensors do to the digest, each item with its length, so nothing runs into the next.
@@ -156,27 +159,21 @@ class AdapterPlan:
         return contents
 
     def _convert(
-        self,
-        group: _Group,
-        module: Module,
-        tensors: dict[Part, Tensor],
-        memory: tuple[Tensor, ...],
-        base: BaseRows | None,
-    ) -> AdapterWeights:
-        """Put a served module's tensors into memory, in the served order."""
-        placement, scale = self._layout.placement, torch.tensor(group.config.scale, dtype=torch.float32).item()
+        self, group: _Group, module: Module, tensors: dict[Part, Tensor], weights: AdapterWeights, base: BaseRows | None
+    ) -> None:
+        """Put a served module's tensors into the weights of its projection, in the served order."""
+        placement, scale = self._layout.placement, torch.tensor(group.config.scale, dtype=torch.float32)
+        index, rows = self._layout.slice_of(module)
         a = tensors[Part.A]
         b = module.order(tensors[Part.B].__getitem__, placement)
-        kept_a = _keep(a[:, module.columns_of(placement)], memory[0], placement.dtype, group.names[Part.A])
-        kept_b = _keep(b, memory[1], placement.dtype, group.names[Part.B])
-        factor = None
+        weights.scales[index] = scale
+        _keep(a[:, module.columns_of(placement)], weights.a[index], group.names[Part.A])
+        _keep(b.t(), weights.b[: group.config.rank, rows], group.names[Part.B])
         if Part.MAGNITUDE in tensors:
-            assert base is not None
+            assert base is not None and weights.factors is not None
             magnitude = module.order(tensors[Part.MAGNITUDE].__getitem__, placement)
-            factor = row_factors(base.rows(group.place.layer, module), a, b, scale, magnitude)
-            factor = _keep(factor, memory[2], torch.float32, group.names[Part.MAGNITUDE])
-        start = self._layout.start(module)
-        return AdapterWeights(group.place.layer, module.packed, start, kept_a, kept_b, scale, factor)
+            factors = row_factors(base.rows(group.place.layer, module), a, b, scale.item(), magnitude)
+            _keep(factors, weights.factors[rows], group.names[Part.MAGNITUDE])
 
 
 def _check_shape(
@@ -212,13 +209,11 @@ def _check_parts(group: _Group, file: TensorFile) -> None:
         )
 
 
-def _keep(tensor: Tensor, memory: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Copy a tensor into memory as `dtype`. Raises ModelError if a value is not finite then."""
-    kept = memory[: tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape)
+def _keep(tensor: Tensor, kept: Tensor, name: str) -> None:
+    """Copy a tensor to where it is kept, in its dtype. Raises ModelError if a value is not finite then."""
     kept.copy_(tensor)
     if not kept.isfinite().all():
-        raise ModelError(f"{shown(name)}: expected finite values in {dtype}, found others")
-    return kept
+        raise ModelError(f"{shown(name)}: expected finite values in {kept.dtype}, found others")
 
 
 def _feed(digest: hashlib._Hash, *items: bytes) -> None:

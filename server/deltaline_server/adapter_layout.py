@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from deltaline_server.model_config import MixerKind, MlpKind, ModelConfig, ModelError, Scope, shown
-from deltaline_server.modules import MLP, Module, mlp_modules, served_modules
+from deltaline_server.modules import MLP, Module, Packed, mlp_modules, served_modules
 from deltaline_server.placement import Placement
 from deltaline_server.weights import PREFIXES
 
@@ -65,6 +65,14 @@ def parse_name(name: str) -> Place:
     return Place(prefix, int(number), module, part)
 
 
+@dataclass(frozen=True)
+class Slices:
+    """A served projection on one rank: its inputs, and the outputs of each of its modules, one after the other."""
+
+    inputs: int
+    sizes: tuple[int, ...]
+
+
 class AdapterLayout:
     """The served layers of a model, as an adapter sees them. Constant."""
 
@@ -77,12 +85,18 @@ class AdapterLayout:
         self._mixer = {module.name: module for module in served_modules(config, Scope.MIXER)}
         self._mlp = {module.name: module for module in mlp_modules(config)}
         self._config = config
+        by_projection: dict[Packed, list[Module]] = {}
+        for module in self.modules:
+            by_projection.setdefault(module.packed, []).append(module)
+        self.projections = {packed: self._slices(modules) for packed, modules in by_projection.items()}
+        """The projections of a served layer that an adapter may change."""
 
-    def start(self, module: Module) -> int:
-        """The first row of a module in its served projection, on this rank."""
-        before = self.modules[: self.modules.index(module)]
-        world_size = self.placement.world_size
-        return sum(other.served_shape(world_size)[0] for other in before if other.packed is module.packed)
+    def slice_of(self, module: Module) -> tuple[int, slice]:
+        """The place of a module among those of its served projection, and its rows there, on this rank."""
+        sizes = self.projections[module.packed].sizes
+        index = [other for other in self.modules if other.packed is module.packed].index(module)
+        start = sum(sizes[:index])
+        return index, slice(start, start + sizes[index])
 
     def served(self, place: Place) -> Module | None:
         """The served module that a tensor belongs to, None where it is not served here."""
@@ -109,6 +123,10 @@ class AdapterLayout:
         if module is None:
             raise _no_match(name)
         return module.rows, module.columns
+
+    def _slices(self, modules: Sequence[Module]) -> Slices:
+        shapes = [module.served_shape(self.placement.world_size) for module in modules]
+        return Slices(shapes[0][1], tuple(rows for rows, _ in shapes))
 
 
 def _no_match(name: str) -> ModelError:

@@ -84,11 +84,18 @@ class AdapterLoader:
             pass
 
     async def _load(self, name: str, is_pinned: bool, files: Files, field: str) -> tuple[AdapterDescription, bool]:
-        """Load. Who asks may go away: while it waits for its turn nothing comes of it, later the load is finished."""
+        """Load. Who asks may go away: while it waits for its turn nothing comes of it, later the load is finished.
+
+        It returns no sooner than that, as an upload's bytes are in memory until then.
+        """
         await self._lock.acquire()
-        self._loading = asyncio.create_task(self._load_once(name, is_pinned, files, field))
-        self._loading.add_done_callback(self._is_over)
-        return await asyncio.shield(self._loading)
+        self._loading = loading = asyncio.create_task(self._load_once(name, is_pinned, files, field))
+        loading.add_done_callback(self._is_over)
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            await asyncio.wait([loading])
+            raise
 
     def _is_over(self, loading: asyncio.Task[tuple[AdapterDescription, bool]]) -> None:
         self._lock.release()

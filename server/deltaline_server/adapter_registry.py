@@ -10,6 +10,7 @@ while a name may be given to another content once the first is unloaded.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -161,6 +162,14 @@ class AdapterRegistry:
         """What a number that is bound means."""
         return self._entries[number].content
 
+    def name(self, number: int) -> str:
+        """The name that a number that is bound was loaded under; it may mean another by now."""
+        return self._entries[number].name
+
+    def bound(self) -> dict[int, int]:
+        """The numbers that sequences have bound, and how many."""
+        return {number: entry.num_sequences for number, entry in self._entries.items() if entry.num_sequences}
+
     def want(self, number: int) -> bool:
         """Bring a bound adapter to the device; see AdapterSlots.want."""
         return self._slots.want(number, self._entries[number].content)
@@ -168,6 +177,14 @@ class AdapterRegistry:
     def take(self, number: int) -> int | None:
         """The slot of a bound adapter, for a batch; see AdapterSlots.take."""
         return self._slots.take(number, self._entries[number].content)
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        """A batch that took these adapters is over; see AdapterSlots.let_go."""
+        self._slots.let_go(numbers)
+
+    def cancel(self, number: int) -> None:
+        """No row waits for the adapter any more; see AdapterSlots.cancel."""
+        self._slots.cancel(number)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import cast
 
 import grpc
 
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline_server.adapter_config import CONFIG_FILE, MAX_CONFIG_BYTES
-from deltaline_server.adapter_loader import AdapterLoader
 from deltaline_server.adapter_registry import AdapterDescription, AdapterRegistry
 from deltaline_server.adapter_root import check_name
-from deltaline_server.adapter_slots import AdapterSlots
+from deltaline_server.adapters import Adapters
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.interceptor import Context
 from deltaline_server.model_config import ModelError
@@ -26,15 +24,6 @@ from deltaline_server.model_config import ModelError
 NAME = pb.DESCRIPTOR.services_by_name["AdapterService"].full_name
 # How long the messages of one call may take, seconds.
 UPLOAD_S = 600.0
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """What keeps the adapters of a server."""
-
-    registry: AdapterRegistry
-    slots: AdapterSlots
-    loader: AdapterLoader
 
 
 class AdapterService:

@@ -66,12 +66,16 @@ class _Resident:
 
 
 class AdapterSlots:
-    """Slots 0 .. num_slots - 1. `clock` gives seconds."""
+    """Slots 0 .. num_slots - 1. `clock` gives seconds.
+
+    Attributes: on_copied, called with the number of each adapter that batches may use from now on.
+    """
 
     def __init__(self, num_slots: int, copier: SlotCopier, clock: Callable[[], float]) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
         self.num_slots, self.num_copies, self.num_evicted = num_slots, 0, 0
+        self.on_copied: Callable[[int], None] = lambda number: None
         self._copier, self._clock = copier, clock
         self._free = list(range(num_slots - 1, -1, -1))
         # By number of the adapter, the least recently used first.
@@ -82,7 +86,7 @@ class AdapterSlots:
     @property
     def num_resident(self) -> int:
         """Adapters that a batch may use."""
-        return sum(self.is_ready(number) for number in self._residents)
+        return sum(self.is_ready(number) for number in list(self._residents))  # a scraper's thread may ask
 
     def is_ready(self, number: int) -> bool:
         """Whether a batch may use the adapter now."""
@@ -102,12 +106,17 @@ class AdapterSlots:
         if self.is_ready(number):
             return True
         resident = self._residents.get(number)
-        if resident is not None and resident.is_leaving and not resident.is_forgotten and not self._waiting:
+        others_wait = len(self._waiting) > (number in self._waiting)
+        if resident is not None and resident.is_leaving and not resident.is_forgotten and not others_wait:
             resident.is_leaving = False  # whoever its slot was for waits no more
+            self.cancel(number)
             return True
+        is_new = number not in self._waiting
         if resident is None or resident.is_leaving:
             self._waiting.setdefault(number, content)
-        self._assign()
+        # All that wait are asked for again, one after the other: a slot is looked for once, for the first of them.
+        if is_new or next(iter(self._waiting)) == number:
+            self._assign()
         return False
 
     def take(self, number: int, content: Content) -> int | None:
@@ -196,6 +205,8 @@ class AdapterSlots:
                 resident.is_leaving = resident.is_forgotten = True
             self._settle(number)
             self._assign()
+            if self.is_ready(number):
+                self.on_copied(number)
 
         self._copier.copy(slot, content, done)
 

@@ -19,11 +19,13 @@ from google.protobuf.internal import api_implementation
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from deltaline.v1 import admin_service_pb2, layer_service_pb2
-from deltaline_server import admin, health, service
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
+from deltaline_server import adapter_service, admin, health, service
+from deltaline_server.adapter_service import AdapterService
 from deltaline_server.admin import AdminService
 from deltaline_server.config import Config
 from deltaline_server.gauges import add_gauges
+from deltaline_server.grpc_options import grpc_options
 from deltaline_server.health import Health
 from deltaline_server.interceptor import Interceptor
 from deltaline_server.log import event
@@ -34,9 +36,6 @@ from deltaline_server.service import LayerService
 
 _log = logging.getLogger(__name__)
 
-# What a message has besides its tensor.
-MESSAGE_SLACK_BYTES = 1 << 20
-MAX_METADATA_BYTES = 16 << 10
 # Time for replies that are ready to leave when the server stops.
 STOP_GRACE_S = 2.0
 # A device thread that has not taken a turn for so long is stuck. Compiling kernels on first use takes less.
@@ -63,6 +62,7 @@ class Server:
         self.metrics = Metrics(
             [
                 layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"],
+                adapter_service_pb2.DESCRIPTOR.services_by_name["AdapterService"],
                 admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
                 health_pb2.DESCRIPTOR.services_by_name["Health"],
                 reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
@@ -102,7 +102,7 @@ class Server:
         except BaseException:
             await self._server.stop(None)
             if runtime is not None:
-                runtime.engine.close()
+                await runtime.close()
             self.metrics.close()
             raise
         # What is there now stays: the garbage collector need not look at it again while steps wait.
@@ -190,7 +190,8 @@ class Server:
         event(
             _log, "loading", model=config.model or config.random_init, layers=config.layers or "all", scope=config.scope
         )
-        loading = asyncio.create_task(asyncio.to_thread(Runtime.build, config, self.metrics, self._clock))
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        loading = asyncio.create_task(asyncio.to_thread(Runtime.build, config, self.metrics, self._clock, call_soon))
         while not (await asyncio.wait([loading], timeout=5.0))[0]:
             event(_log, "still loading", seconds=round(self._clock() - begin_s))
         runtime = loading.result()
@@ -206,6 +207,8 @@ class Server:
             max_sequences=config.max_sequences,
             state_bytes=pool.total_bytes,
             sequence_state_bytes=pool.bytes_per_sequence,
+            adapter_bytes=config.adapter_bytes,
+            adapter_slot_bytes=0 if model.adapters is None else model.adapters.total_bytes,
         )
         return runtime
 
@@ -236,10 +239,13 @@ class Server:
         admin_service = AdminService(
             info=runtime.info(), table=table, scheduler=scheduler, regions=runtime.regions, drain=self.drain
         )
-        self._health = Health({"": self._is_live, service.NAME: self._takes_work})
-        handlers = (self._layer_service.handlers(), admin_service.handlers(), self._health.handlers())
+        self._health = Health(
+            {"": self._is_live, service.NAME: self._takes_work, adapter_service.NAME: self._takes_adapters}
+        )
+        adapters = AdapterService(runtime.adapters).handlers()
+        handlers = (self._layer_service.handlers(), adapters, admin_service.handlers(), self._health.handlers())
         self._server.add_generic_rpc_handlers(handlers)
-        names = (service.NAME, admin.NAME, health.NAME, reflection.SERVICE_NAME)
+        names = (service.NAME, adapter_service.NAME, admin.NAME, health.NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         add_gauges(self.metrics, runtime)
 
@@ -249,6 +255,9 @@ class Server:
 
     def _takes_work(self) -> bool:
         return self._is_ready and not self.runtime.table.is_draining and self._is_live()
+
+    def _takes_adapters(self) -> bool:
+        return self._takes_work() and self.runtime.adapters is not None
 
     def _watch(self) -> None:
         """End the server when its device is lost or its scheduler broke, since no later batch can be right, and when
@@ -277,21 +286,3 @@ class Server:
             _log.exception("a periodic task failed")
             self._has_failed = True
             self._over.set()
-
-
-def grpc_options(config: Config) -> list[tuple[str, int]]:
-    """gRPC's options: every limit is explicit, and clients may keep idle connections alive."""
-    message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
-    return [
-        ("grpc.max_receive_message_length", message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        # Two servers on one port would each hold half of the sequences.
-        ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # Identity only: a small compressed message could unfold to any size.
-        ("grpc.compression_enabled_algorithms_bitset", 1),
-    ]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.batch_adapters import NO_SLOT, BatchAdapters
 from deltaline_server.observer import BatchTiming
 from deltaline_server.piece import Piece
 from deltaline_server.sequences import SequenceTable
@@ -21,7 +22,8 @@ from deltaline_server.step import BatchResult, OutputRows, RowKind, StepBatch
 class Run:
     """A batch in the engine: its pieces in order, and times on the scheduler's clock.
 
-    began_s: when the device came to it, as far as is known. predicted_s: how long it was expected to compute.
+    began_s: when the device came to it, as far as is known. predicted_s: how long it was expected to compute. adapters:
+    those that it has taken, None where no sequence has any.
     """
 
     span: int
@@ -29,6 +31,7 @@ class Run:
     batch: StepBatch
     submitted_s: float
     began_s: float
+    adapters: BatchAdapters | None = None
     predicted_s: float = 0.0
 
     @property
@@ -82,13 +85,22 @@ class Run:
                     num_of_kind[kind] += count
                     if not piece.cursor:
                         queued.append((kind, count, waited_s))
-        return BatchTiming(
+        timing = BatchTiming(
             num_of_kind, self.batch.num_tokens, queued, result.copy_in_s, result.compute_s, result.copy_out_s, busy_s
         )
+        if self.batch.adapter_slots is not None:
+            slots = self.batch.adapter_slots[self.batch.adapter_slots != NO_SLOT]
+            timing.num_adapter_rows, timing.num_adapters = len(slots), len(np.unique(slots))
+        return timing
 
 
-def lay_out(pieces: list[Piece], table: SequenceTable, num_short: int) -> StepBatch:
-    """The batch of these pieces (not empty, all of one span, the `num_short` short rows first)."""
+def lay_out(
+    pieces: list[Piece], table: SequenceTable, num_short: int, adapters: BatchAdapters | None = None
+) -> StepBatch:
+    """The batch of these pieces (not empty, all of one span, the `num_short` short rows first).
+
+    adapters: has taken those of all rows; None where none has any.
+    """
     span = pieces[0].job.span
     num_rows = sum(len(piece.index) for piece in pieces)
     control = np.zeros((6, num_rows + 1), dtype=np.int32)
@@ -108,13 +120,27 @@ def lay_out(pieces: list[Piece], table: SequenceTable, num_short: int) -> StepBa
         control[5, row:end] = draft_half.take(slots)
         row, token = end, token + int(ends[-1])
     hidden = tuple(piece.hidden() for piece in pieces)
+    adapter_slots = None if adapters is None else _adapter_slots(pieces, num_rows, adapters)
     wanted, into = _wanted(pieces), _into(pieces)
     copied_bytes = sum(
         array.nbytes for piece, array in zip(pieces, hidden, strict=True) if not piece.job.request.is_input_shared
     )
     if not into:
         copied_bytes += (token if wanted is None else len(wanted)) * hidden[0].shape[1] * hidden[0].itemsize
-    return StepBatch(span, control, num_short, hidden, wanted, into, copied_bytes)
+    return StepBatch(span, control, num_short, hidden, wanted, into, copied_bytes, adapter_slots)
+
+
+def _adapter_slots(pieces: list[Piece], num_rows: int, adapters: BatchAdapters) -> NDArray[np.int32] | None:
+    """The slot of each row's adapter, int32 [num_rows], None when no row has one."""
+    if all(piece.job.adapters is None for piece in pieces):
+        return None
+    slots, row = np.full(num_rows, NO_SLOT, dtype=np.int32), 0
+    for piece in pieces:
+        end = row + len(piece.index)
+        if piece.job.adapters is not None:
+            slots[row:end] = adapters.slots_of(piece.job.adapters[piece.index])
+        row = end
+    return slots if np.count_nonzero(slots != NO_SLOT) else None
 
 
 def _into(pieces: list[Piece]) -> tuple[NDArray[Any], ...]:

@@ -37,7 +37,7 @@ class CudaExecutor:
         self._num_compiled = 0
         knobs.runtime.jit_post_compile_hook = self._count_compiled
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self._buckets = make_buckets(limits, pool.max_draft)
+        self._buckets = make_buckets(limits, pool.max_draft, model.adapters is not None)
         self._graphs = Graphs(model, pool, self._buckets)
 
     def prepare(self, report: Report) -> None:

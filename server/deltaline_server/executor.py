@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -97,7 +97,10 @@ class CpuExecutor:
     def prepare(self, report: Report) -> None:
         """Compute a decode and a prefill on every span: nothing is compiled for the CPU, but a fault shows."""
         for span in range(len(self._model.spans)):
-            self._compute(trial_batch(self._model, self._pool, span, [1, self._pool.max_draft + 1]))
+            trial = trial_batch(self._model, self._pool, span, [1, self._pool.max_draft + 1])
+            self._compute(trial)
+            if self._model.adapters is not None:
+                self._compute(replace(trial, adapter_slots=np.array([-1, 0], dtype=np.int32)))
 
     def launch(self, batch: StepBatch) -> Launched:
         result = self._compute(batch)
@@ -124,10 +127,11 @@ class CpuExecutor:
         integers = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(f"i{model.dtype.itemsize}")
         hidden = _as_tensor(integers).view(model.dtype)
         wanted = None if batch.wanted is None else _as_tensor(batch.wanted)
+        adapter_slots = None if batch.adapter_slots is None else _as_tensor(batch.adapter_slots)
         copied_s = time.perf_counter()
         longest = int(np.diff(batch.control[0]).max(initial=0))
         rows = Rows(control, batch.num_short, self._pool.max_draft, longest)
-        output = model.forward(batch.span, hidden, rows, self._pool)
+        output = model.forward(batch.span, hidden, rows, self._pool, adapter_slots)
         returned = output if wanted is None else output.index_select(0, wanted)
         sizes = token_sizes(output).numpy()
         computed_s = time.perf_counter()

@@ -5,6 +5,9 @@ Knows where each number is kept; not how metrics are exported (metrics.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from deltaline_server.adapters import Adapters
 from deltaline_server.metrics import Metrics
 from deltaline_server.runtime import Runtime
 
@@ -12,6 +15,12 @@ from deltaline_server.runtime import Runtime
 def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
     """Let the metrics read a runtime's numbers."""
     table, scheduler, counts = runtime.table, runtime.scheduler, runtime.executor.counts
+    adapters = runtime.adapters
+
+    def of_adapters(read: Callable[[Adapters], float]) -> Callable[[], float]:
+        """0 where the server keeps no adapters."""
+        return lambda: 0.0 if adapters is None else read(adapters)
+
     for name, text, read in (
         ("lines_used", "State lines in use.", lambda: table.num_lines_used),
         ("lines_total", "State lines in all, the null line not counted.", lambda: table.num_lines),
@@ -20,6 +29,11 @@ def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
         ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),
         ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
         ("shared_memory_bytes", "Bytes of shared memory.", lambda: runtime.regions.used_bytes),
+        ("adapters_registered", "Adapters in host memory.", of_adapters(lambda a: a.registry.num_registered)),
+        ("adapters_resident", "Adapters on the device.", of_adapters(lambda a: a.slots.num_resident)),
+        ("adapter_bytes", "Host memory of adapters.", of_adapters(lambda a: a.registry.used_bytes)),
+        ("adapter_sequences", "Sequences open that have an adapter.", lambda: table.bindings.num_bound),
+        ("adapter_rows_waiting", "Rows that wait for their adapter.", lambda: scheduler.residency.num_waiting),
         ("device_bytes", "Device memory that tensors are given from.", lambda: counts().bytes),
     ):
         metrics.gauge(f"deltaline_{name}", text, read)
@@ -27,6 +41,19 @@ def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
         ("compilations", "Kernels compiled, or loaded once compiled.", lambda: counts().compilations),
         ("graph_captures", "CUDA graphs captured.", lambda: counts().captures),
         ("device_allocations", "Allocations of device memory.", lambda: counts().allocations),
+        ("adapter_loads", "Adapters loaded.", of_adapters(lambda a: a.registry.num_loaded)),
+        ("adapter_load_seconds", "Time that these loads took.", of_adapters(lambda a: a.loader.load_s)),
+        (
+            "adapter_evictions",
+            "Adapters that left the host.",
+            of_adapters(lambda a: a.registry.num_evicted),
+        ),
+        ("adapter_slot_copies", "Copies of adapters to the device.", of_adapters(lambda a: a.slots.num_copies)),
+        (
+            "adapter_slot_evictions",
+            "Adapters that left the device.",
+            of_adapters(lambda a: a.slots.num_evicted),
+        ),
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
     ):
         metrics.total(f"deltaline_{name}", text, read)

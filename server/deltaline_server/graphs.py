@@ -1,13 +1,14 @@
 """CUDA graphs of batches: captured once per slot, span and bucket, replayed for every batch that fits.
 
-A bucket is so many short rows, long rows and tokens; a batch is padded to it with rows that are skipped. Knows the
-model, its state and the slots' layouts, not how a batch came to the device (staging.py).
+A bucket is so many short rows, long rows and tokens, with or without adapters; a batch is padded to it with rows that
+are skipped. So a batch without adapters costs what it costs on a server without. Knows the model, its state and the
+slots' layouts, not how a batch came to the device (staging.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,12 +48,13 @@ class Bucket:
         )
 
 
-def make_buckets(limits: BatchLimits, max_draft: int) -> list[Bucket]:
+def make_buckets(limits: BatchLimits, max_draft: int, has_adapters: bool = False) -> list[Bucket]:
     """The buckets for every batch within the limits, in the order in which they are to be tried.
 
     Short rows that decode: powers of two. Where they may have several tokens, each with so many that rows have 4, 8,
     ... max_draft. With long rows: powers of two of their tokens, without short rows, with few and with as many as there
     may be.
+    has_adapters: batches may have adapters; they have buckets of their own, of the same sizes.
     """
     most = limits.short_rows
     row_counts = _powers(1, most)
@@ -69,6 +71,8 @@ def make_buckets(limits: BatchLimits, max_draft: int) -> list[Bucket]:
             ]
     tokens = most * max_draft + limits.chunk_tokens
     buckets.append(Bucket(Layout(most, most + limits.long_rows, tokens), max_draft, tokens))
+    if has_adapters:
+        buckets += [replace(bucket, layout=replace(bucket.layout, has_adapters=True)) for bucket in buckets]
     return sorted(set(buckets), key=lambda bucket: (bucket.layout.tokens, bucket.layout.rows))
 
 
@@ -86,7 +90,8 @@ class Graphs:
     def __init__(self, model: Model, pool: StatePool, buckets: list[Bucket]) -> None:
         self._model, self._pool, self._buckets = model, pool, buckets
         self._graphs: dict[tuple[int, int, Bucket], torch.cuda.CUDAGraph] = {}
-        self._decodes: dict[int, Bucket] = {}  # by their rows: the usual batches, found at once
+        # By their rows, and whether they have adapters: the usual batches, found at once.
+        self._decodes: dict[tuple[int, bool], Bucket] = {}
 
     @property
     def num_captured(self) -> int:
@@ -99,9 +104,11 @@ class Graphs:
         total = len(slots) * len(spans) * len(self._buckets)
         for bucket in reversed(self._buckets):
             for number, slot in enumerate(slots):
-                control = slot.inputs(bucket.layout)[0]
+                control, _, adapter_slots = slot.inputs(bucket.layout)
                 control.zero_()
                 control[1:3] = -1  # every row is skipped: what runs meanwhile touches no line
+                if adapter_slots is not None:
+                    adapter_slots.fill_(-1)
                 for span in spans:
                     if number == 0:
                         self._compute(slot, span, bucket)  # compiles, and lets libraries choose what they do once
@@ -117,20 +124,22 @@ class Graphs:
         short, num_rows = batch.num_short, batch.control.shape[1] - 1
         sizes = short, num_rows - short, batch.num_tokens
         is_decode = sizes == (num_rows, 0, num_rows)  # of one token each, since no row is empty
-        if is_decode and num_rows in self._decodes:
-            return self._decodes[num_rows]
+        key = num_rows, batch.adapter_slots is not None
+        if is_decode and key in self._decodes:
+            return self._decodes[key]
         if is_decode:
             longest_short = longest = 1
         else:
             lengths = np.diff(batch.control[0])
             longest_short, longest = int(lengths[:short].max(initial=0)), int(lengths.max(initial=0))
         for bucket in self._buckets:
-            if bucket.holds(*sizes, longest_short, longest):
+            if bucket.layout.has_adapters == key[1] and bucket.holds(*sizes, longest_short, longest):
                 if is_decode:
-                    self._decodes[num_rows] = bucket
+                    self._decodes[key] = bucket
                 return bucket
         raise ValueError(
             "batch: expected one within the limits, got {} short rows, {} long rows, {} tokens".format(*sizes)
+            + (", adapters" if key[1] else "")
         )
 
     def replay(self, slot: Slot, span: int, bucket: Bucket) -> None:
@@ -139,9 +148,9 @@ class Graphs:
 
     def _compute(self, slot: Slot, span: int, bucket: Bucket) -> None:
         layout = bucket.layout
-        control, hidden = slot.inputs(layout)
+        control, hidden, adapter_slots = slot.inputs(layout)
         rows = Rows(control, layout.short_rows, bucket.longest_short, bucket.longest)
-        output = self._model.forward(span, hidden, rows, self._pool)
+        output = self._model.forward(span, hidden, rows, self._pool, adapter_slots)
         sizes, outputs = slot.outputs(layout)
         outputs.copy_(output)
         sizes.copy_(token_sizes(output))

@@ -88,6 +88,8 @@ class Job:
         self.is_finished = self.is_marred = False
         """is_marred: whether a row was doomed or refused, so that states must be looked at one by one."""
         self.reserved_bytes = reserved_bytes
+        self.adapters: NDArray[np.int64] | None = None
+        """Numbers of the admitted rows' adapters (bindings.py), None when none has one."""
         self.refusals: dict[int, Refusal] = {}
         self.joins: list[Join] = []
         self.joiners: list[Job] = []

@@ -161,6 +161,7 @@ class JobQueue:
         """Queue a job whose rows were reserved and taken by the ledger."""
         admission, span = job.admission, job.span
         if len(admission.rows):
+            job.adapters = self._table.bindings.of_rows(admission.slots)
             index = self._cells[span].add(admission.slots, admission.step, job.number)
             if len(index):
                 self.ready[span].add(job, index)

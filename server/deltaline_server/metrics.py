@@ -45,6 +45,8 @@ SECONDS_BUCKETS = (
 ROWS_BUCKETS = tuple(float(2**i) for i in range(11))
 TOKENS_BUCKETS = tuple(float(2**i) for i in range(15))
 STAGES = ("queue", "copy_in", "compute", "copy_out")
+# How many different adapters a batch has, at most; a batch with more counts with the last.
+ADAPTER_COUNTS = tuple(2**i for i in range(9))
 OUTCOMES = ("executed", "replayed", "joined")
 
 
@@ -137,6 +139,13 @@ class Metrics:
             "Accepted tokens of VERIFY rows, counted when the step that folds them in begins.",
             registry=self.registry,
         )
+        rows = Counter(
+            "deltaline_adapter_rows",
+            "Rows with an adapter, by how many adapters their batch had: so many, more than half of it.",
+            ("adapters",),
+            registry=self.registry,
+        )
+        self._adapter_rows = [rows.labels(str(count)) for count in ADAPTER_COUNTS]
         self._server: WSGIServer | None = None
 
     def batch_done(self, timing: BatchTiming) -> None:
@@ -145,6 +154,9 @@ class Metrics:
         self._busy.inc(timing.busy_s)
         self._batch_rows.observe(sum(timing.num_of_kind.values()))
         self._batch_tokens.observe(timing.num_tokens)
+        if timing.num_adapters:
+            place = min(bisect_left(ADAPTER_COUNTS, timing.num_adapters), len(ADAPTER_COUNTS) - 1)
+            self._adapter_rows[place].inc(timing.num_adapter_rows)
         for kind, count, waited_s in timing.queued:
             stages.observe("queue", kind, waited_s, count)
         for kind, count in timing.num_of_kind.items():

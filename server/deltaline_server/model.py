@@ -6,7 +6,7 @@ Knows which layers are served and runs a span of them. Knows no batch queue, no 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltaline_kernels import Rows
+from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
+from deltaline_server.adapter_layout import AdapterLayout
+from deltaline_server.adapter_store import AdapterStore, store_bytes
 from deltaline_server.checkpoint import Checkpoint
 from deltaline_server.layers import Block, GatedDeltaNet, Layer
 from deltaline_server.model_config import CONFIG_FILE, GatedDeltaNetShape, ModelConfig, ModelError, Scope
+from deltaline_server.modules import Packed
 from deltaline_server.placement import Placement
 from deltaline_server.state_pool import StateOptions, StatePool, check_state
 from deltaline_server.weights import LayerLoader, random_init
@@ -33,6 +36,14 @@ NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True)
+class AdapterOptions:
+    """Room for adapters on the device: slots, and the largest rank that one may have."""
+
+    num_slots: int
+    max_rank: int
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """What to serve and where.
 
@@ -41,6 +52,7 @@ class ModelOptions:
     spans: what a step may address; None for one span of all `layers` in block scope, one for each in mixer scope.
         Layers of no span are not loaded.
     dtype: None for the checkpoint's, float32 where it names none.
+    adapters: None for none.
     """
 
     device: torch.device
@@ -53,13 +65,15 @@ class ModelOptions:
     dtype: torch.dtype | None = None
     rank: int = 0
     world_size: int = 1
+    adapters: AdapterOptions | None = None
 
 
 class Model:
     """Layers in spans.
 
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); hidden_size; dtype and numpy_dtype
-    of hidden states; device; shape (of the mixers on this rank).
+    of hidden states; device; shape (of the mixers on this rank); layout (of what adapters may change); adapters (their
+    slots, None where there are none).
     """
 
     def __init__(
@@ -69,8 +83,10 @@ class Model:
         spans: Sequence[range],
         layers: dict[int, Layer],
         shape: GatedDeltaNetShape,
-        placement: Placement,
+        layout: AdapterLayout,
+        adapters: AdapterStore | None,
     ) -> None:
+        placement = layout.placement
         self.config = config
         self.scope = scope
         self.spans = tuple(spans)
@@ -79,6 +95,8 @@ class Model:
         self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
         self.device = placement.device
         self.shape = shape
+        self.layout = layout
+        self.adapters = adapters
         self._layers = layers
         # The place of each layer in a StatePool of this model.
         self._places = {layer: place for place, layer in enumerate(layers)}
@@ -92,10 +110,22 @@ class Model:
         """Allocate the state of this model's layers. Raises ModelError as StatePool does."""
         return StatePool([self.shape] * self.num_layers, options, dtype=self.dtype, device=self.device)
 
-    def forward(self, span: int, hidden: Tensor, rows: Rows, pool: StatePool) -> Tensor:
-        """Run the layers of a span over hidden `[T, hidden]`, not mutated; mutates the write lines of `pool`."""
+    def forward(
+        self, span: int, hidden: Tensor, rows: Rows, pool: StatePool, adapter_slots: Tensor | None = None
+    ) -> Tensor:
+        """Run the layers of a span over hidden `[T, hidden]`, not mutated; mutates the write lines of `pool`.
+
+        adapter_slots: int32 `[N]`, contiguous, the slot of each row's adapter, -1 for none; None where no row has one.
+        Raises ValueError: rows with adapters, and no slots.
+        """
+        tiles = None
+        if adapter_slots is not None:
+            if self.adapters is None:
+                raise ValueError("adapter_slots: expected None, as this model has no adapter slots")
+            token_slots = spread_slots(adapter_slots, rows.query_start_loc, hidden.shape[0])
+            tiles = group_tokens(token_slots, self.adapters.num_slots, self.adapters.max_rank)
         for layer in self.spans[span]:
-            hidden = self._layers[layer].forward(hidden, rows, pool.layers[self._places[layer]])
+            hidden = self._layers[layer].forward(hidden, rows, pool.layers[self._places[layer]], tiles)
         return hidden
 
 
@@ -105,13 +135,15 @@ def load_model(options: ModelOptions) -> Model:
     Raises ModelError: the config, a span, a layer or a tensor is not as expected; the message names it.
     """
     with _plan(options) as plan:
-        eps = plan.config.rms_norm_eps
+        eps, wanted = plan.config.rms_norm_eps, options.adapters
+        store = None if wanted is None else AdapterStore(plan.layout, wanted.num_slots, wanted.max_rank)
         layers: dict[int, Layer] = {}
         for number in plan.layers:
-            mixer = GatedDeltaNet(plan.loader.shape, plan.loader.mixer(number), eps)
+            adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
+            mixer = GatedDeltaNet(plan.loader.shape, plan.loader.mixer(number), eps, adapters)
             in_block = options.scope is Scope.BLOCK
-            layers[number] = Block(mixer, plan.loader.block(number), eps) if in_block else mixer
-        return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shape, plan.placement)
+            layers[number] = Block(mixer, plan.loader.block(number), eps, adapters) if in_block else mixer
+        return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shape, plan.layout, store)
 
 
 @contextmanager
@@ -121,15 +153,18 @@ def open_weights(options: ModelOptions) -> Iterator[LayerLoader]:
         yield plan.loader
 
 
-def check_model(options: ModelOptions, state: StateOptions | None = None) -> None:
+def check_model(options: ModelOptions, state: StateOptions | None = None) -> int:
     """Check all that `load_model` checks, on no device: names and shapes of weights are read, their values are not.
 
-    With `state`, check that its limit holds the model's state as well; none is allocated.
+    With `state`, check that its limit holds the model's state as well; none is allocated. Returns the bytes that the
+    adapter slots will take, 0 where there are none.
     Raises ModelError as `load_model` and `Model.make_pool` do.
     """
     with _plan(replace(options, device=torch.device("cpu"))) as plan:
         if state is not None:
-            check_state([plan.loader.shape] * len(plan.layers), state, plan.placement.dtype)
+            check_state([plan.loader.shape] * len(plan.layers), state, plan.layout.placement.dtype)
+        wanted = options.adapters
+        return 0 if wanted is None else store_bytes(plan.layout, wanted.num_slots, wanted.max_rank)
 
 
 def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> tuple[range, ...]:
@@ -157,7 +192,7 @@ class _Plan:
     config: ModelConfig
     spans: tuple[range, ...]
     layers: list[int]
-    placement: Placement
+    layout: AdapterLayout
     loader: LayerLoader
 
 
@@ -185,7 +220,7 @@ def _plan(options: ModelOptions) -> Iterator[_Plan]:
         placement = Placement(_with_index(options.device), dtype, options.rank, options.world_size)
         source = checkpoint or random_init(config, layers, options.scope, options.seed)
         loader = LayerLoader(source, config, layers, options.scope, placement)
-        yield _Plan(config, spans, layers, placement, loader)
+        yield _Plan(config, spans, layers, AdapterLayout(config, options.scope, layers, placement), loader)
 
 
 def _require(flag: str, path: Path) -> None:

@@ -14,6 +14,7 @@ from deltaline_server.step import RowKind
 class BatchTiming:
     """A batch that is done. num_of_kind: its rows by kind. queued: (kind, rows, seconds from arrival to the device) of
     rows that began with it. busy_s: seconds, not counted with other batches, in which the engine had this one.
+    num_adapter_rows: rows with an adapter, of num_adapters different ones.
     """
 
     num_of_kind: Mapping[RowKind, int]
@@ -23,6 +24,8 @@ class BatchTiming:
     compute_s: float
     copy_out_s: float
     busy_s: float
+    num_adapter_rows: int = 0
+    num_adapters: int = 0
 
 
 class Observer(Protocol):

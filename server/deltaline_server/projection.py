@@ -1,6 +1,6 @@
-"""A projection: the product with a weight matrix, in the form that is fastest on its device.
+"""A projection: the product with a weight matrix, in the form that is fastest on its device, and what adapters add.
 
-Knows one matrix; not what it projects.
+Knows one matrix and its adapters' slots; not what it projects, nor which adapter is in a slot.
 """
 
 from __future__ import annotations
@@ -9,22 +9,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltaline_kernels import AdapterTiles, LoraWeights, add_lora
+
 
 class Projection:
-    """x @ weight.T for x `[T, in]` and a weight `[out, in]`.
+    """x @ weight.T for x `[T, in]` and a weight `[out, in]`, and the adapters of the tokens that have one.
+
+    Of a rank's share it is that rank's summand, with what adapters add to it.
 
     On the CPU in fp32 the weight is laid out once for oneDNN, whose products of few rows take about 0.6 of the time
     that the BLAS behind torch.nn.functional.linear takes; elsewhere that function is used as it is.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, adapters: LoraWeights | None = None) -> None:
+        """adapters: the slots; may be None where no batch has adapters."""
         is_packed = (
             weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()
         )
         self._weight = weight.to_mkldnn() if is_packed else weight
+        self._adapters = adapters
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Project x `[T, in]` to `[T, out]`."""
-        if self._weight.is_mkldnn:
-            return F.linear(x.to_mkldnn(), self._weight).to_dense()
-        return F.linear(x, self._weight)
+    def __call__(self, x: Tensor, tiles: AdapterTiles | None = None) -> Tensor:
+        """Project x `[T, in]` to `[T, out]`; tiles: the tokens that have adapters, None where none has."""
+        is_packed = self._weight.is_mkldnn
+        y = F.linear(x.to_mkldnn(), self._weight).to_dense() if is_packed else F.linear(x, self._weight)
+        if tiles is not None:
+            assert self._adapters is not None
+            add_lora(x, y, self._adapters, tiles)
+        return y

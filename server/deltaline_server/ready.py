@@ -2,18 +2,22 @@
 
 Short rows go at once, as many as a batch may have. Long ones share a budget of tokens: the highest priority first, and
 within a priority one client after another, each for a quantum of tokens, so that many prefills of one do not starve a
-single one of another. Knows rows that may run; not why the others may not (job_queue.py). Taking costs what is taken,
-not what waits: rows that were dropped meanwhile are skipped when their turn comes.
+single one of another. Rows whose adapter turns out not to be on the device when their turn comes are parked until
+somebody wakes them (residency.py), so that they hold up nobody. Knows rows that may run; not why the others may not
+(job_queue.py). Taking costs what is taken, not what waits: rows that were dropped meanwhile are skipped when their turn
+comes.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.batch_adapters import ABSENT, BatchAdapters
 from deltaline_server.job import Job, RowState
 from deltaline_server.piece import Piece
 
@@ -57,23 +61,25 @@ class _Rounds:
             self._turns.append(client)
         self._rows[client].append(row)
 
-    def take(self, budget: int, max_short: int, most: int, chosen: list[_LongRow]) -> int:
+    def take(
+        self, budget: int, max_short: int, most: int, chosen: list[_LongRow], boards: Callable[[_LongRow], bool]
+    ) -> int:
         """Take tokens of the rows whose turn it is, add the rows to `chosen`; return what is left of the budget.
 
-        No more than `most` rows are chosen.
+        No more than `most` rows are chosen. boards: whether the batch has a row's adapter; without it the row leaves.
         """
         while self._turns:
             rows = self._rows[self._turns[0]]
             row = rows[0]
             left = row.left if row.is_waiting else 0
-            if left <= max_short:  # dropped meanwhile, or taken up to its end
+            if left > max_short and (not _chunk(left, budget) or (len(chosen) == most and not row.taken)):
+                break
+            if left <= max_short or not (row.taken or boards(row)):  # dropped, taken up to its end, or parked
                 rows.popleft()
                 if not rows:
                     del self._rows[self._turns.popleft()]
                     self._credit = self._quantum
                 continue
-            if not _chunk(left, budget) or (len(chosen) == most and not row.taken):
-                break
             chunk = _chunk(left, min(budget, self._credit))
             if not chunk:  # its turn is over
                 self._turns.rotate(-1)
@@ -96,8 +102,10 @@ class ReadyRows:
         self._short_rows, self._long_rows = short_rows, long_rows
         self._short: dict[int, list[tuple[Job, NDArray[np.int64], int]]] = {}
         self._long: dict[int, _Rounds] = {}
-        self.num_short = 0
-        """Short rows that are ready, with those that were dropped since."""
+        self.num_short = self.num_parked = 0
+        """Short rows that are ready, and parked rows, with those that were dropped since."""
+        self.parked: dict[int, list[tuple[Job, NDArray[np.int64]]]] = {}
+        """Rows whose adapter was not there, by its number."""
 
     @property
     def priority(self) -> int | None:
@@ -113,20 +121,45 @@ class ReadyRows:
             index = index[~is_long]
         self._add_short(job, index, 0)
 
-    def take(self, budget: int) -> tuple[list[Piece], list[Piece]]:
+    def wake(self, number: int) -> None:
+        """The adapter of parked rows has come, or may have: they are ready again."""
+        for job, index in self.parked.pop(number, ()):
+            self.num_parked -= len(index)
+            cursor = int(job.cursor[index[0]])
+            if job.length[index[0]] - cursor > self._max_short:
+                self._add_long(_LongRow(job, int(index[0])))
+            else:
+                self._add_short(job, index, cursor)
+
+    def still_waits(self, number: int) -> bool:
+        """Whether rows are parked for an adapter; those that were dropped meanwhile are forgotten."""
+        if not any(job.is_marred for job, _ in self.parked.get(number, ())):
+            return number in self.parked
+        parked = self.parked.pop(number)
+        waiting = [(job, index[job.state[index] == RowState.WAITING]) for job, index in parked]
+        waiting = [(job, index) for job, index in waiting if len(index)]
+        self.num_parked -= sum(len(index) for _, index in parked) - sum(len(index) for _, index in waiting)
+        if waiting:
+            self.parked[number] = waiting
+        return bool(waiting)
+
+    def take(self, budget: int, adapters: BatchAdapters | None = None) -> tuple[list[Piece], list[Piece]]:
         """The next batch's short rows, and its long rows with at most `budget` tokens together.
 
         Short rows that are taken leave, and so do long ones with all their tokens. What is left of one may run when its
-        piece was taken: the caller moves the cursor before it asks again.
+        piece was taken: the caller moves the cursor before it asks again. adapters: the batch's, None while no row has
+        any.
         """
-        return self._take_short(), self._take_long(budget) if self._long else []
+        return self._take_short(adapters), self._take_long(budget, adapters) if self._long else []
 
-    def _take_short(self) -> list[Piece]:
+    def _take_short(self, adapters: BatchAdapters | None) -> list[Piece]:
         short, self._short, self.num_short = self._short, {}, 0
         pieces, room = [], self._short_rows
         for priority in sorted(short, reverse=True):
             for job, index, cursor in short[priority]:
                 waiting = index[job.state[index] == RowState.WAITING] if job.is_marred else index
+                if job.adapters is not None and room and len(waiting):
+                    waiting = self._board(job, waiting, adapters)
                 if len(waiting) > room:
                     self._add_short(job, waiting[room:], cursor)
                     waiting = waiting[:room]
@@ -137,10 +170,13 @@ class ReadyRows:
                     room -= len(waiting)
         return pieces
 
-    def _take_long(self, budget: int) -> list[Piece]:
+    def _take_long(self, budget: int, adapters: BatchAdapters | None) -> list[Piece]:
+        def boards(row: _LongRow) -> bool:
+            return row.job.adapters is None or len(self._board(row.job, np.array([row.index]), adapters)) > 0
+
         chosen: list[_LongRow] = []
         for priority in sorted(self._long, reverse=True):
-            budget = self._long[priority].take(budget, self._max_short, self._long_rows, chosen)
+            budget = self._long[priority].take(budget, self._max_short, self._long_rows, chosen, boards)
             if not self._long[priority]:
                 del self._long[priority]
         pieces = []
@@ -151,6 +187,20 @@ class ReadyRows:
             if 0 < left <= self._max_short:
                 self._add_short(row.job, index, cursor + taken)
         return pieces
+
+    def _board(self, job: Job, index: NDArray[np.int64], adapters: BatchAdapters | None) -> NDArray[np.int64]:
+        """Park the rows whose adapter the batch can't have; return the others. All are short, or it is a single one."""
+        assert job.adapters is not None and adapters is not None  # a row in flight keeps its sequence's adapter bound
+        numbers = job.adapters[index]
+        is_absent = adapters.slots_of(numbers) == ABSENT
+        if not np.count_nonzero(is_absent):
+            return index
+        for number in np.unique(numbers[is_absent]).tolist():
+            rows = index[numbers == number]
+            self.parked.setdefault(number, []).append((job, rows))
+            self.num_parked += len(rows)
+        present: NDArray[np.int64] = index[~is_absent]
+        return present
 
     def _add_short(self, job: Job, index: NDArray[np.int64], cursor: int) -> None:
         if len(index):

@@ -123,6 +123,8 @@ def describe_response(handle: NDArray[np.uint64], descriptions: Sequence[Sequenc
                 )
                 for span in description.spans
             ],
+            adapter=description.adapter.name,
+            adapter_hash=description.adapter.content_hash,
         )
     return response.SerializeToString()
 

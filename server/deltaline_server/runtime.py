@@ -19,13 +19,16 @@ from deltaline.v1 import admin_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
 from deltaline_kernels.selftest import run_selftest
 from deltaline_server import __version__
+from deltaline_server.adapter_copier import CallSoon
+from deltaline_server.adapters import Adapters
+from deltaline_server.bindings import Bindings
 from deltaline_server.config import Config
 from deltaline_server.engine import Engine
 from deltaline_server.executor import BatchLimits, Executor, Report, make_executor
 from deltaline_server.job_queue import Limits
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import LinePool
-from deltaline_server.model import Model, ModelOptions, check_model, load_model
+from deltaline_server.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.model_config import GatedDeltaNetShape, ModelError, Scope
 from deltaline_server.observer import Observer
 from deltaline_server.pinning import CudaPinning
@@ -54,13 +57,20 @@ class Runtime:
     table: SequenceTable
     scheduler: Scheduler
     regions: Regions
+    adapters: Adapters | None
+    """None where the server keeps none."""
 
     @classmethod
-    def build(cls, config: Config, observer: Observer, clock: Callable[[], float]) -> Runtime:
-        """Load the model, test the kernels on its device and allocate its state. Raises: ModelError."""
+    def build(cls, config: Config, observer: Observer, clock: Callable[[], float], call_soon: CallSoon) -> Runtime:
+        """Load the model, test the kernels on its device and allocate its state. Raises: ModelError.
+
+        call_soon: runs calls on the event loop's thread, from any.
+        """
         if config.threads:
             torch.set_num_threads(config.threads)
-        model = load_model(model_options(config))
+        loaded = model_options(config)
+        check_adapter_memory(loaded)
+        model = load_model(loaded)
         options = state_options(config)
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
             check_kernels(model.device, model.dtype, model.shape, options)
@@ -69,10 +79,12 @@ class Runtime:
         executor = make_executor(model, pool, bounds)
         engine = Engine(executor, model.device)
         num_spans = len(model.spans)
+        adapters = Adapters.build(config, model, loaded, clock, call_soon)
         table = SequenceTable(
             lines=LinePool(config.max_sequences, engine.zero_lines),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
             replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
+            bindings=Bindings(config.max_sequences, None if adapters is None else adapters.registry),
             num_slots=config.max_sequences,
             default_lease_s=config.default_lease_ms / 1000,
             max_lease_s=config.max_lease_ms / 1000,
@@ -88,6 +100,8 @@ class Runtime:
             long_rows=bounds.long_rows,
         )
         scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
+        if adapters is not None:
+            adapters.slots.on_copied = scheduler.residency.copied
         regions = Regions(
             limit_bytes=config.shared_memory_bytes,
             default_lease_s=config.default_lease_ms / 1000,
@@ -95,7 +109,7 @@ class Runtime:
             clock=clock,
             pinning=CudaPinning(model.device) if model.device.type == "cuda" else None,
         )
-        return cls(config, model, pool, executor, engine, table, scheduler, regions)
+        return cls(config, model, pool, executor, engine, table, scheduler, regions, adapters)
 
     @property
     def device_name(self) -> str:
@@ -119,7 +133,9 @@ class Runtime:
         self.regions.reap()
 
     async def close(self) -> None:
-        """Finish what the device has, then free shared memory. Idempotent."""
+        """Finish loads and what the device has, then free shared memory. Idempotent."""
+        if self.adapters is not None:
+            await self.adapters.close()
         await asyncio.to_thread(self.engine.close)
         await self.regions.close()
 
@@ -158,6 +174,9 @@ class Runtime:
             sequence_state_bytes=self.pool.bytes_per_sequence,
             versions=_versions(),
             shared_memory_bytes=config.shared_memory_bytes,
+            adapter_bytes=config.adapter_bytes,
+            adapter_slots=0 if self.adapters is None else self.adapters.slots.num_slots,
+            max_adapter_rank=0 if self.adapters is None else config.max_adapter_rank,
         )
 
 
@@ -180,6 +199,14 @@ def _compiler(device: torch.device) -> str:
     from triton import knobs  # installed on Linux alone
 
     return f" (Triton {version('triton')}, ptxas {knobs.nvidia.ptxas.version})"
+
+
+def check_adapter_memory(options: ModelOptions) -> None:
+    """Raise ModelError unless a GPU has room for the adapter slots; allocate nothing."""
+    if options.adapters is not None and options.device.type == "cuda":
+        needed, (free, _) = check_model(options), torch.cuda.mem_get_info(options.device)
+        if needed > free:
+            raise ModelError(f"--adapter-slots, --max-adapter-rank: expected at most {free} bytes, got {needed}")
 
 
 def check(config: Config) -> None:
@@ -207,6 +234,7 @@ def model_options(config: Config) -> ModelOptions:
         spans=config.span_ranges,
         scope=Scope(config.scope),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+        adapters=AdapterOptions(config.adapter_slots, config.max_adapter_rank) if config.adapter_bytes else None,
     )
 
 

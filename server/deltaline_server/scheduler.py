@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.admission import Slots
 from deltaline_server.batch import Run, lay_out
+from deltaline_server.batch_adapters import BatchAdapters
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.flights import BatchEngine, Flights
 from deltaline_server.job import Job, RowState
@@ -25,6 +26,7 @@ from deltaline_server.observer import Observer
 from deltaline_server.pace import Pace
 from deltaline_server.piece import Piece
 from deltaline_server.replies import Answers
+from deltaline_server.residency import Residency
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.step import BatchResult, RowKind, StepRequest, StepResult
 from deltaline_server.verdict import judge
@@ -53,6 +55,7 @@ class Scheduler:
         """clock: monotonic seconds, called on the engine's threads too."""
         self._table, self._observer, self._clock = table, observer, clock
         self._queue = JobQueue(table, limits, observer)
+        self.residency = Residency(table.bindings, self._queue.ready, self._guarded, self._pump)
         self._pace = Pace(table.ledger.num_spans, limits.chunk_tokens)
         self._flights = Flights(engine, self._landed, clock)
         self._unsettled: tuple[Run, BatchResult, float] | None = None
@@ -141,9 +144,7 @@ class Scheduler:
             if self._flights and not has_waited and self._must_wait(now_s):
                 break
             for span in spans:
-                num_short, pieces = self._start(span, now_s)
-                if pieces:
-                    self._run(span, num_short, pieces)
+                if self._start(span, now_s):
                     break
         self._queue.finish()
 
@@ -168,14 +169,16 @@ class Scheduler:
         self._due = None
         self._pump(has_waited=True)
 
-    def _start(self, span: int, now_s: float) -> tuple[int, list[Piece]]:
-        """Choose rows and mark them running; their commits are fixed from here on. Returns short rows, and pieces."""
-        ready = self._queue.ready[span]
-        short, long = ready.take(self._pace.chunk_tokens(span, ready.num_short, now_s))
-        short, long = (
-            [began for piece in pieces if len((began := self._begin(piece)).index)] for pieces in (short, long)
-        )
-        return sum(len(piece.index) for piece in short), short + long
+    def _start(self, span: int, now_s: float) -> bool:
+        """Choose rows, whose commits are fixed from here on, and run them; tell whether there were any."""
+        ready, adapters = self._queue.ready[span], self.residency.begin()
+        chosen = ready.take(self._pace.chunk_tokens(span, ready.num_short, now_s), adapters)
+        short, long = ([began for piece in pieces if len((began := self._begin(piece)).index)] for pieces in chosen)
+        if short or long:
+            self._run(span, sum(len(piece.index) for piece in short), short + long, adapters)
+        elif adapters is not None:
+            adapters.let_go()
+        return bool(short or long)
 
     def _begin(self, piece: Piece) -> Piece:
         """Fix the commits of the rows that begin with this piece; return it without those that conflict."""
@@ -190,11 +193,11 @@ class Scheduler:
             self._observer.accepted(int(job.admission.num_replayed[piece.index].sum()))
         return piece
 
-    def _run(self, span: int, num_short: int, pieces: list[Piece]) -> None:
+    def _run(self, span: int, num_short: int, pieces: list[Piece], adapters: BatchAdapters | None) -> None:
         table = self._table
-        batch = lay_out(pieces, table, num_short)
+        batch = lay_out(pieces, table, num_short, adapters)
         now_s = self._clock()
-        run = Run(span, pieces, batch, now_s, now_s)
+        run = Run(span, pieces, batch, now_s, now_s, adapters)
         self._flights.start(run)
         # The device works while the books are brought up to what it was given.
         for piece in pieces:
@@ -216,6 +219,8 @@ class Scheduler:
         settled the rows count as in flight. Else the device comes first.
         """
         self.settle()
+        if run.adapters is not None:
+            run.adapters.let_go()
         if self._due is not None:
             self._due.cancel()
             self._due = None

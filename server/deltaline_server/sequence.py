@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from deltaline_server.bindings import BASE, BoundAdapter
 from deltaline_server.errors import Reason
 
 
@@ -49,3 +50,4 @@ class SequenceDescription:
     state: SequenceState
     lease_remaining_s: float = 0.0
     spans: tuple[SpanProgress, ...] = ()
+    adapter: BoundAdapter = BASE

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.admission import Slots
+from deltaline_server.bindings import Bindings
 from deltaline_server.errors import Reason, Refusal, RequestError
+from deltaline_server.handles import MAX_SLOTS, make_handles, slots_of
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import NULL_LINE, LinePool
-from deltaline_server.open_tokens import OpenTokens
+from deltaline_server.open_tokens import Opened, OpenTokens
 from deltaline_server.replies import KeptReplies
 from deltaline_server.sequence import GONE, SequenceDescription, SequenceState, SpanProgress
 
-SLOT_BITS = 24
-SLOT_MASK = np.uint64((1 << SLOT_BITS) - 1)
 CLOSING = bytes([SequenceState.CLOSING])
 
 
@@ -38,16 +38,17 @@ class SequenceTable:
         lines: LinePool,
         ledger: StepLedger,
         replies: KeptReplies,
+        bindings: Bindings,
         num_slots: int,
         default_lease_s: float,
         max_lease_s: float,
         lease_tick_s: float,
         clock: Callable[[], float],
     ) -> None:
-        if not 1 <= num_slots < 1 << SLOT_BITS:
-            raise ValueError(f"num_slots: expected 1 .. {(1 << SLOT_BITS) - 1}, got {num_slots}")
+        if not 1 <= num_slots <= MAX_SLOTS:
+            raise ValueError(f"num_slots: expected 1 .. {MAX_SLOTS}, got {num_slots}")
         self.server_epoch = secrets.randbits(63) + 1
-        self.ledger, self.replies = ledger, replies
+        self.ledger, self.replies, self.bindings = ledger, replies, bindings
         self.default_lease_s, self.max_lease_s = default_lease_s, max_lease_s
         self.num_slots, self.num_expired = num_slots, 0
         self.is_draining = False
@@ -83,24 +84,28 @@ class SequenceTable:
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def open(self, count: int, lease_s: float | None = None, token: bytes = b"") -> tuple[NDArray[np.uint64], float]:
-        """Open `count` sequences, all or none; returns their handles uint64 [count] and their lease in seconds.
+    def open(self, count: int, lease_s: float | None = None, token: bytes = b"", adapter: str = "") -> Opened:
+        """Open `count` sequences with an adapter, by its name, or none: all of them or none.
 
         The same token within a minute returns the same handles, while any of them is open. Raises RequestError
-        NO_FREE_LINES or INVALID_REQUEST, and DRAINING unless the token is known.
+        NO_FREE_LINES, INVALID_REQUEST, ADAPTERS_OFF or ADAPTER_UNKNOWN, and DRAINING unless the token is known.
         """
         now = self._clock()
         lease_s = self._checked_lease(lease_s)
-        known = self._tokens.find(token, count)
+        known = self._tokens.find(token, count, adapter)
         if known is not None:
-            return known.handles, known.lease_s
+            return known
         if self.is_draining:
             raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
-        lines = self._lines.allocate(count)
+        bound = self.bindings.reserve(adapter, count)
+        try:
+            lines = self._lines.allocate(count)
+        except RequestError:
+            self.bindings.give_back(bound, count)
+            raise
         slots = np.array([heapq.heappop(self._free) for _ in range(count)], dtype=np.int64)
-        random = np.array([secrets.randbits(40) or 1 for _ in range(count)], dtype=np.uint64)
-        handles = (random << np.uint64(SLOT_BITS)) | slots.astype(np.uint64)
-        self._handle[slots] = handles
+        self._handle[slots] = handles = make_handles(slots)
+        self.bindings.put(slots, bound)
         self._state[slots] = SequenceState.OPEN
         self._lease_s[slots] = lease_s
         self._deadline_s[slots] = now + lease_s
@@ -109,8 +114,9 @@ class SequenceTable:
         self.draft_half[:, slots] = 0
         for slot in slots.tolist():
             self.ledger.reset(slot)
-        self._tokens.keep(token, handles, lease_s)
-        return handles, lease_s
+        opened = Opened(handles, lease_s, bound)
+        self._tokens.keep(token, opened)
+        return opened
 
     def close(self, epoch: int, handles: NDArray[np.uint64]) -> list[SequenceState]:
         """End sequences; those with steps in flight end when the steps are done. Idempotent."""
@@ -181,6 +187,7 @@ class SequenceTable:
         self.read_line[:, slot] = NULL_LINE
         self.replies.drop(slot)
         self.ledger.reset(slot)
+        self.bindings.end(slot)
         heapq.heappush(self._free, slot)
 
     def _checked_lease(self, lease_s: float | None) -> float:
@@ -250,6 +257,7 @@ class SequenceTable:
                 )
                 for span in range(self.ledger.num_spans)
             ),
+            self.bindings.of(slot),
         )
 
     def commit(
@@ -287,8 +295,6 @@ class SequenceTable:
             raise ValueError("sequence table: a line belongs to two slots")
         if ((self.read_line != NULL_LINE) & (self.read_line != self.write_line)).any():
             raise ValueError("sequence table: a slot reads a line that is not its own")
-
-
-def slots_of(handles: NDArray[np.uint64]) -> Slots:
-    """The slots that handles name, int64 [N], in range or not."""
-    return (handles & SLOT_MASK).view(np.int64)
+        self.bindings.check_integrity()
+        if self.bindings.number[free].any():
+            raise ValueError("sequence table: a free slot has an adapter")

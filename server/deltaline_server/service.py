@@ -72,9 +72,12 @@ class LayerService:
         self._scheduler.settle()  # it may end sequences, whose lines are free then
         count = request.read_count(message, self._limits)
         lease_s = request.read_lease_s(message.lease_ms, self._limits)
-        handles, lease_s = self._table.open(count, lease_s, message.open_token)
+        opened = self._table.open(count, lease_s, message.open_token, message.adapter)
         response = pb.OpenSequencesResponse(
-            server_epoch=self._table.server_epoch, sequence=handles.tolist(), lease_ms=round(lease_s * 1000)
+            server_epoch=self._table.server_epoch,
+            sequence=opened.handles.tolist(),
+            lease_ms=round(opened.lease_s * 1000),
+            adapter_hash=opened.adapter.content_hash,
         )
         return response.SerializeToString()
 

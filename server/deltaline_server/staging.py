@@ -5,6 +5,7 @@ A slot belongs to one batch from its launch until its result is taken. Knows lay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,15 +31,24 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Layout:
-    """How a batch lies in a slot: rows and tokens in all, of which the first rows are for short ones."""
+    """How a batch lies in a slot: rows and tokens in all, of which the first rows are for short ones.
+
+    has_adapters: behind the control of the rows are the slots of their adapters, as one more field.
+    """
 
     short_rows: int
     rows: int
     tokens: int
+    has_adapters: bool = False
+
+    @property
+    def fields(self) -> tuple[int, int]:
+        """The shape of the control and of what else the rows have."""
+        return NUM_FIELDS + self.has_adapters, self.rows + 1
 
     @property
     def control_bytes(self) -> int:
-        return _aligned(NUM_FIELDS * (self.rows + 1) * 4)
+        return _aligned(math.prod(self.fields) * 4)
 
     @property
     def size_bytes(self) -> int:
@@ -70,8 +80,9 @@ class Copier:
 class Slot:
     """Memory of one batch in flight, allocated once, and the events that time its stages.
 
-    Inbound: control int32 `[6, rows + 1]`, then hidden `[T, hidden]`; outbound: sizes fp32 `[T]`, then outputs
-    `[T, hidden]`. Events: 0 and 1 around the copy in, 2 and 3 around the computation, 4 after the copy out.
+    Inbound: control int32 `[6, rows + 1]`, with the slots of adapters `[7, rows + 1]`, then hidden `[T, hidden]`;
+    outbound: sizes fp32 `[T]`, then outputs `[T, hidden]`. Events: 0 and 1 around the copy in, 2 and 3 around the
+    computation, 4 after the copy out.
     """
 
     def __init__(
@@ -95,12 +106,13 @@ class Slot:
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
         self._is_placed = False
 
-    def inputs(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Control and hidden on the device."""
+    def inputs(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Control, hidden and, where the layout has adapters, their slots by row, on the device."""
         begin = layout.control_bytes
-        control = self._inbound.device[: NUM_FIELDS * (layout.rows + 1) * 4].view(torch.int32)
+        fields = self._inbound.device[: math.prod(layout.fields) * 4].view(torch.int32).view(layout.fields)
         hidden = self._inbound.device[begin : begin + layout.tokens * self._token_bytes].view(self._dtype)
-        return control.view(NUM_FIELDS, -1), hidden.view(-1, self._hidden_size)
+        adapter_slots = fields[NUM_FIELDS, :-1] if layout.has_adapters else None
+        return fields[:NUM_FIELDS], hidden.view(-1, self._hidden_size), adapter_slots
 
     def outputs(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Sizes and outputs on the device."""
@@ -115,8 +127,10 @@ class Slot:
         Rows of the layout that the batch has not have no token and are skipped.
         """
         inbound, begin = self._inbound, layout.control_bytes
-        fields = inbound.array[: NUM_FIELDS * (layout.rows + 1) * 4].view(np.int32).reshape(NUM_FIELDS, -1)
-        _fill(fields, batch, layout)
+        fields = inbound.array[: math.prod(layout.fields) * 4].view(np.int32).reshape(layout.fields)
+        _fill(fields[:NUM_FIELDS], batch, layout)
+        if batch.adapter_slots is not None:
+            fill_adapters(fields[NUM_FIELDS], batch.adapter_slots, batch.num_short, layout)
         filled, end = 0, begin
         pinned = []
         for piece in batch.hidden:
@@ -249,6 +263,14 @@ def _fill(fields: NDArray[np.int32], batch: StepBatch, layout: Layout) -> None:
     fields[0, short:first_long] = control[0, short]
     fields[:, first_long:end] = control[:, short:num_rows]
     fields[0, end:] = control[0, num_rows]
+
+
+def fill_adapters(field: NDArray[np.int32], adapter_slots: NDArray[np.int32], num_short: int, layout: Layout) -> None:
+    """Write the slots `[N]` of a batch's adapters in a layout `[rows + 1]`; the other rows have none."""
+    first_long, end = layout.short_rows, layout.short_rows + len(adapter_slots) - num_short
+    field[num_short:] = -1
+    field[:num_short] = adapter_slots[:num_short]
+    field[first_long:end] = adapter_slots[num_short:]
 
 
 def _aligned(size: int) -> int:

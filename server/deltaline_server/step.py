@@ -194,7 +194,8 @@ class StepBatch:
     another in row order; they stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go
     back, None for all. into: memory of clients where the outputs of each piece are to be in the end [rows, hidden],
     empty unless all have such a place; an engine that can write there saves a copy. copied_bytes: of what crosses
-    between host and device, what is not in shared memory.
+    between host and device, what is not in shared memory. adapter_slots int32 [N]: the slot of
+    each row's adapter, -1 for none; None when no row has one.
     """
 
     span: int
@@ -204,6 +205,7 @@ class StepBatch:
     wanted: NDArray[np.int64] | None
     into: tuple[NDArray[Any], ...] = ()
     copied_bytes: int = 0
+    adapter_slots: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

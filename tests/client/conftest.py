@@ -102,6 +102,9 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         )
         self.streams: dict[int, dict[int, Stream]] = {}
         self.opened: dict[bytes, list[int]] = {}
+        # Contents by name, and the names of sequences.
+        self.adapters: dict[str, bytes] = {}
+        self.bound: dict[int, str] = {}
         self.faults: defaultdict[str, deque[Fault]] = defaultdict(deque)
         self.requests: defaultdict[str, list[Any]] = defaultdict(list)
         self.streams_opened = 0
@@ -190,14 +193,20 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         return admin.DrainResponse(sequences_open=len(self.streams))
 
     def OpenSequences(self, request: Any, context: Any) -> layers.OpenSequencesResponse:
+        if request.adapter and request.adapter not in self.adapters:
+            self.refuse("OpenSequences", Reason.ADAPTER_UNKNOWN)
         fault = self._enter("OpenSequences", request, context)
         if request.open_token not in self.opened:
             handles = [100 + len(self.streams) + index for index in range(request.count)]
             self.streams |= {handle: defaultdict(Stream) for handle in handles}
             self.opened[request.open_token] = handles
+            self.bound |= dict.fromkeys(handles, request.adapter)
         self._leave(fault, context)
         return layers.OpenSequencesResponse(
-            server_epoch=self.info.server_epoch, sequence=self.opened[request.open_token], lease_ms=request.lease_ms
+            server_epoch=self.info.server_epoch,
+            sequence=self.opened[request.open_token],
+            lease_ms=request.lease_ms,
+            adapter_hash=self.adapters.get(request.adapter, b""),
         )
 
     def _state(self, handle: int) -> layers.SequenceState.ValueType:
@@ -223,6 +232,8 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
                 sequence=handle,
                 state=self._state(handle),
                 lease_remaining_ms=1500,
+                adapter=self.bound.get(handle, ""),
+                adapter_hash=self.adapters.get(self.bound.get(handle, ""), b""),
                 spans=[
                     layers.SpanProgress(
                         step=stream.step,

@@ -38,7 +38,15 @@ def test_info_tells_what_is_served(server: Any, capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "server          deltaline 0.1.0 on cpu, epoch 0x4d"
     assert "spans           0: layers 0-1, 1: layers 2-3 (block scope)" in lines
+    assert "adapters        none" in lines
     assert {line[15] for line in lines} == {" "}
+
+
+def test_info_tells_how_many_adapters_there_may_be(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.info.adapter_bytes, server.info.adapter_slots, server.info.max_adapter_rank = 2 << 30, 8, 64
+    assert main(["info", server.address]) == 0
+    line = "adapters        2048.0 MiB of host memory, 8 slots on the device, rank at most 64"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_load_tells_how_full_it_is(server: Any, capsys: pytest.CaptureFixture[str]) -> None:

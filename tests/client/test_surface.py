@@ -6,7 +6,7 @@ import inspect
 import types
 
 import deltaline_client
-from deltaline_client import AsyncClient, AsyncSequence, Client, Sequence
+from deltaline_client import Adapters, AsyncAdapters, AsyncClient, AsyncSequence, Client, Sequence
 from deltaline_client._channel import OPTIONS
 
 
@@ -30,6 +30,7 @@ def test_both_clients_have_the_same_methods() -> None:
 
     assert signatures(Client) == signatures(AsyncClient)
     assert signatures(Sequence) == signatures(AsyncSequence)
+    assert signatures(Adapters) == signatures(AsyncAdapters)
     assert all(inspect.getdoc(getattr(Client, name)) for name in signatures(Client))
 
 

@@ -61,7 +61,7 @@ def make_server(tmp_path: Path, device: str) -> Callable[..., Server]:
 @pytest.fixture
 async def target(make_server: Callable[..., Server]) -> AsyncIterator[Target]:
     """A server with a witness, whose state no bad input may touch."""
-    server = make_server(inline_limit_bytes=1 << 16, drain_timeout_s=600)
+    server = make_server(inline_limit_bytes=1 << 16, drain_timeout_s=600, adapter_bytes=1 << 20)
     async with server, AsyncClient(server.address) as client:
         witness, twin = await client.open_many(2)
         prompt = np.random.default_rng(4).standard_normal((9, HIDDEN)).astype(np.float32)

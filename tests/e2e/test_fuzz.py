@@ -12,9 +12,9 @@ import grpc
 import numpy as np
 import pytest
 from google.rpc import code_pb2
-from target import ADMIN, HIDDEN, LAYER, LEAK, Target, step_request
+from target import ADAPTER, ADMIN, HIDDEN, LAYER, LEAK, Target, step_request
 
-from deltaline.v1 import admin_service_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_client import Row
 
@@ -39,6 +39,11 @@ def valid_requests(target: Target, handle: int) -> dict[str, Any]:
         ADMIN + "GetLoad": admin_service_pb2.GetLoadRequest(),
         ADMIN + "CreateSharedMemory": admin_service_pb2.CreateSharedMemoryRequest(size_bytes=100, lease_ms=1000),
         ADMIN + "ReleaseSharedMemory": admin_service_pb2.ReleaseSharedMemoryRequest(region=1),
+        ADAPTER + "LoadAdapter": adapter_service_pb2.LoadAdapterRequest(
+            name="a", upload=adapter_service_pb2.AdapterUpload(config=b"{}", tensors_bytes=9), chunk=b"x" * 9
+        ),
+        ADAPTER + "UnloadAdapter": adapter_service_pb2.UnloadAdapterRequest(name="a", drain=True),
+        ADAPTER + "ListAdapters": adapter_service_pb2.ListAdaptersRequest(),
         ADMIN + "Drain": admin_service_pb2.DrainRequest(timeout_ms=600_000),
     }
 
@@ -82,6 +87,7 @@ def row_statuses(method: str, reply: bytes) -> list[Any]:
     "method",
     [
         *(LAYER + m.name for m in pb.DESCRIPTOR.services_by_name["LayerService"].methods),
+        *(ADAPTER + m.name for m in adapter_service_pb2.DESCRIPTOR.services_by_name["AdapterService"].methods),
         *(ADMIN + m.name for m in admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].methods),
     ],
 )

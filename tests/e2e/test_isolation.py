@@ -13,6 +13,7 @@ from programs import Alone, Program, relative_error, run_together
 from deltaline_client import AsyncClient
 from deltaline_server.app import Server
 from deltaline_server.lines import LinePool
+from deltaline_server.open_tokens import Opened
 from deltaline_server.sequences import SequenceTable
 
 TOLERANCE = 1e-4
@@ -72,12 +73,12 @@ def remove_fresh_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     open_sequences = SequenceTable.open
 
     def without_fresh_flag(
-        self: SequenceTable, count: int, lease_s: float | None = None, token: bytes = b""
-    ) -> tuple[NDArray[np.uint64], float]:
-        handles, lease_s = open_sequences(self, count, lease_s, token)
-        slots, _ = self.lookup(self.server_epoch, handles)
+        self: SequenceTable, count: int, lease_s: float | None = None, token: bytes = b"", adapter: str = ""
+    ) -> Opened:
+        opened = open_sequences(self, count, lease_s, token, adapter)
+        slots, _ = self.lookup(self.server_epoch, opened.handles)
         self.read_line[:, slots] = self.write_line[slots]
-        return handles, lease_s
+        return opened
 
     monkeypatch.setattr(SequenceTable, "open", without_fresh_flag)
 

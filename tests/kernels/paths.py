@@ -18,6 +18,7 @@ from deltaline_kernels import (
     gated_rms_norm,
     group_tokens,
     mamba2,
+    spread_slots,
 )
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.mamba2.heads import Heads as MambaHeads
@@ -80,11 +81,17 @@ class Path:
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
         return gated_rms_norm(o, z, weight, eps, gate_first=gate_first)
 
-    def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:
-        return group_tokens(token_slots, num_slots)
+    def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+        return spread_slots(row_slots, query_start_loc, num_tokens)
+
+    def group(self, token_slots: Tensor, num_slots: int, max_rank: int) -> AdapterTiles:
+        return group_tokens(token_slots, num_slots, max_rank)
 
     def add_lora(self, x: Tensor, out: Tensor, weights: LoraWeights, token_slots: Tensor) -> None:
-        add_lora(x, out, weights, self.group(token_slots, weights.num_slots))
+        self.add_grouped(x, out, weights, self.group(token_slots, weights.num_slots, weights.max_rank))
+
+    def add_grouped(self, x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
+        add_lora(x, out, weights, tiles)
 
 
 class InterpretedPath(Path):
@@ -163,18 +170,25 @@ class InterpretedPath(Path):
         gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first)
         return y
 
-    def group(self, token_slots: Tensor, num_slots: int) -> AdapterTiles:
+    def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+        from deltaline_kernels.lora.spread import spread_slots_triton
+
+        token_slots = torch.full((num_tokens,), 99, dtype=torch.int32)
+        if num_tokens > 0:
+            spread_slots_triton(row_slots, query_start_loc, token_slots)
+        return token_slots
+
+    def group(self, token_slots: Tensor, num_slots: int, max_rank: int) -> AdapterTiles:
         from deltaline_kernels.lora.group import group_tokens_triton
 
-        made = group_tokens(token_slots, num_slots)
+        made = group_tokens(token_slots, num_slots, max_rank)
         slots, tokens = torch.full_like(made.slots, 99), torch.full_like(made.tokens, 99)
         if made.num_tiles > 0:
             group_tokens_triton(token_slots, num_slots, slots, tokens)
         return AdapterTiles(slots, tokens, made.num_tokens, made.num_slots)
 
-    def add_lora(self, x: Tensor, out: Tensor, weights: LoraWeights, token_slots: Tensor) -> None:
+    def add_grouped(self, x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
         from deltaline_kernels.lora.launch import add_lora_triton
 
-        tiles = self.group(token_slots, weights.num_slots)
         if tiles.num_tiles > 0:
             add_lora_triton(x, out, weights, tiles)

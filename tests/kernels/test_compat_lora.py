@@ -14,6 +14,7 @@ from kernels.tolerance import assert_close
 from torch import Tensor
 
 from deltaline_kernels.compat import lora_expand, lora_shrink
+from deltaline_kernels.lora import plan
 
 # Slots of the tokens, number of slots, rank, outputs of each slice.
 CASES: dict[str, tuple[list[int], int, int, tuple[int, ...]]] = {
@@ -40,7 +41,10 @@ def weights_of(path: Path, num_slots: int, sizes: Sequence[int], rank: int, *, s
 
 @pytest.mark.parametrize("case", CASES)
 def test_shrink_matches_the_loops(path: Path, case: str) -> None:
-    slots, num_slots, rank, sizes = CASES[case]
+    check_shrink(path, *CASES[case])
+
+
+def check_shrink(path: Path, slots: list[int], num_slots: int, rank: int, sizes: tuple[int, ...]) -> None:
     x = draw(path, len(slots), INPUTS)
     weights = weights_of(path, num_slots, sizes, rank, shrink=True)
     out = torch.full((len(sizes), len(slots), rank), torch.nan, device=path.device)
@@ -51,7 +55,12 @@ def test_shrink_matches_the_loops(path: Path, case: str) -> None:
 @pytest.mark.parametrize("add_inputs", [True, False], ids=["add", "overwrite"])
 @pytest.mark.parametrize("case", CASES)
 def test_expand_matches_the_loops(path: Path, case: str, add_inputs: bool) -> None:
-    slots, num_slots, rank, sizes = CASES[case]
+    check_expand(path, *CASES[case], add_inputs=add_inputs)
+
+
+def check_expand(
+    path: Path, slots: list[int], num_slots: int, rank: int, sizes: tuple[int, ...], *, add_inputs: bool
+) -> None:
     s = draw(path, len(sizes), len(slots), rank).float()
     weights = weights_of(path, num_slots, sizes, rank, shrink=False)
     out = draw(path, len(slots), sum(sizes) + 5, seed=9)
@@ -63,6 +72,17 @@ def test_expand_matches_the_loops(path: Path, case: str, add_inputs: bool) -> No
     base = [t for t, slot in enumerate(slots) if slot == -1]
     assert torch.equal(out[base], before[base])
     assert torch.equal(out[:, :3], before[:, :3]) and torch.equal(out[:, -2:], before[:, -2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [64, 70, 256])
+def test_many_tokens_of_high_rank_match_the_loops(rank: int) -> None:
+    """In dense tiles, where the other tests here have small ones."""
+    slots = random.Random(2).choices(range(-1, 3), k=plan.DENSE_TOKENS + 50)
+    path = Path("cuda", torch.bfloat16)
+    check_shrink(path, slots, 3, rank, (300, 24))
+    for add_inputs in (True, False):
+        check_expand(path, slots, 3, rank, (300, 24), add_inputs=add_inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

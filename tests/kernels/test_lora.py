@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from kernels.lora_batches import make_batch
 from kernels.paths import InterpretedPath, Path
 from kernels.tolerance import assert_close
 
-from deltaline_kernels import LoraWeights, add_lora, group_tokens
+from deltaline_kernels import spread_slots_reference
 from deltaline_kernels.lora import plan
 
 
@@ -37,18 +38,32 @@ CASES: dict[str, tuple[list[int], list[list[int]], dict[str, Any]]] = {
     "not-a-slot": ([0, 3, -7, 1, 99], [[4], [4], [4]], {}),
     "many-slots": (mixed(40, 90), [[1 + slot % 8] for slot in range(90)], {"inputs": 33}),
     "large-tiles": (mixed(plan.FEW_TOKENS + 20, 3), [[16], [5], [33]], {"inputs": 50}),
+    "dense-tiles": (mixed(plan.DENSE_TOKENS + 20, 3), [[64], [5], [70]], {"inputs": 50, "factors": True}),
     "long-inputs": (mixed(6, 2), [[16], [20]], {"inputs": 3000, "sizes": (10,)}),
 }
 
 
-@pytest.fixture(params=["two-launches", "one-launch"])
+@pytest.fixture(params=["two-launches", "one-launch", "dense", "pieces"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Both ways of a GPU, whatever its table says."""
+    """Every way of a GPU, whatever its table says; the last takes dense tiles piece by piece."""
     fused = (128, 256, 4) if request.param == "one-launch" else None
-    is_triton = path.device == "cuda" or isinstance(path, InterpretedPath)
-    if fused and not (is_triton and path.dtype != torch.float32):
+    is_interpreted = isinstance(path, InterpretedPath)
+    if fused and not ((path.device == "cuda" or is_interpreted) and path.dtype != torch.float32):
         pytest.skip("only 16-bit models on a GPU have two ways")
     monkeypatch.setattr(plan, "BUCKETS", tuple(replace(bucket, fused=fused) for bucket in plan.BUCKETS))
+    if request.param == "pieces":
+        make_dense(monkeypatch, ())
+    if request.param == "dense":
+        if not is_interpreted and (path.device, path.dtype) != ("cuda", torch.bfloat16):
+            pytest.skip("only bf16 on a GPU is dense")
+        make_dense(monkeypatch, (path.dtype,), early=True)
+
+
+def make_dense(monkeypatch: pytest.MonkeyPatch, dtypes: Sequence[torch.dtype], *, early: bool = False) -> None:
+    """Have every batch in dense tiles, which those of `dtypes` compute whole, in several steps of ranks and inputs."""
+    row = plan.DenseBucket(plan.ANY, plan.ANY, (32, 32, 4, 2), (32, 16, 4, 2, early, None))
+    for name, value in {"TOKENS": 1, "RANK": 1, "DTYPES": dtypes, "BUCKETS": (row,)}.items():
+        monkeypatch.setattr(plan, f"DENSE_{name}", value)
 
 
 @pytest.mark.usefixtures("launches")
@@ -73,10 +88,24 @@ def test_reference_is_the_product_of_whole_matrices(path: Path) -> None:
 
 @pytest.mark.usefixtures("launches")
 def test_programs_take_tiles_in_turns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SHRINK_PROGRAMS", "EXPAND_PROGRAMS"):
+    for name in ("SHRINK_PROGRAMS", "EXPAND_PROGRAMS", "DENSE_PROGRAMS"):
         monkeypatch.setattr(plan, name, 1)
     batch = make_batch(path, mixed(100, 4), [[8, 3], [16, 40], [0, 0], [5, 1]], (33, 20))
     assert_close("out", batch.run(path), batch.run_reference(), path.dtype)
+
+
+@pytest.mark.usefixtures("launches")
+def test_tiles_may_be_those_of_any_rank(path: Path) -> None:
+    """More than a tile of tokens of one adapter, another one's last tile nearly empty; whatever tiles a batch has."""
+    slots = [0] * 140 + [2, 1, -1, 0]
+    batch = make_batch(path, slots, [[40, 3], [0, 17], [64, 0]], (33, 5), 40, factors=True)
+    want = batch.exact()
+    assert_close("out", batch.run(path), want, path.dtype)
+    for rank in (1, 512):
+        out = batch.clone().out
+        tiles = path.group(batch.token_slots, batch.weights.num_slots, rank)
+        path.add_grouped(batch.x, out, batch.weights, tiles)
+        assert_close("out", out, want, path.dtype)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -112,6 +141,17 @@ def test_row_does_not_depend_on_its_neighbours(path: Path, num_tokens: int) -> N
 def test_repeat_is_equal(path: Path) -> None:
     batch = make_batch(path, mixed(70, 3), [[16], [3], [20]], inputs=700)
     assert torch.equal(batch.run(path), batch.run(path))
+
+
+@pytest.mark.usefixtures("launches")
+def test_sums_between_the_products_are_fp32(path: Path) -> None:
+    """Rounded to 16 bits, 2049 and 2048, which cancel, would leave nothing."""
+    batch = make_batch(path, [0] * 3, [[2]], (3,), 2, integers=True, out_dtype=torch.float32)
+    batch.weights.a[0, 0] = torch.tensor([[2048.0, 1.0], [2048.0, 0.0]])
+    batch.weights.b[0] = torch.tensor([[1.0] * 3, [-1.0] * 3])
+    batch.x.fill_(1)
+    assert torch.equal(batch.run(path), batch.exact().float())
+    assert not torch.equal(batch.run(path), batch.out)
 
 
 @pytest.mark.usefixtures("launches")
@@ -164,8 +204,8 @@ def test_lora_records_no_gradients(exact_path: Path) -> None:
     assert not replace(batch, weights=weights).run(exact_path).requires_grad
 
 
-def check_tiles(path: Path, token_slots: Sequence[int], num_slots: int) -> None:
-    tiles = path.group(torch.tensor(token_slots, dtype=torch.int32, device=path.device), num_slots)
+def check_tiles(path: Path, token_slots: Sequence[int], num_slots: int, max_rank: int) -> None:
+    tiles = path.group(torch.tensor(token_slots, dtype=torch.int32, device=path.device), num_slots, max_rank)
     wanted = []
     for slot in range(num_slots):
         own = [t for t, found in enumerate(token_slots) if found == slot]
@@ -177,95 +217,50 @@ def check_tiles(path: Path, token_slots: Sequence[int], num_slots: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_slots"),
-    [(0, 1), (1, 1), (16, 1), (17, 1), (64, 16), (65, 90), (600, 3), (2500, 7)],
+    ("num_tokens", "num_slots", "max_rank"),
+    [
+        (0, 1, 1),
+        (1, 1, 16),
+        (16, 1, 8),
+        (17, 1, 512),
+        (64, 16, 16),
+        (65, 90, 8),
+        (600, 3, 64),
+        (2500, 7, 16),
+        (2500, 7, 64),
+    ],
     ids=str,
 )
-def test_tokens_are_grouped_in_their_order(exact_path: Path, num_tokens: int, num_slots: int) -> None:
-    check_tiles(exact_path, mixed(num_tokens, num_slots), num_slots)
-    check_tiles(exact_path, [num_slots - 1] * num_tokens, num_slots)
-    check_tiles(exact_path, [-1] * num_tokens, num_slots)
-    check_tiles(exact_path, [t % (num_slots + 4) - 2 for t in range(num_tokens)], num_slots)
-
-
-WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (TypeError, "x: expected a tensor, got list", {"x": [1.0]}),
-    (TypeError, "x: expected torch.float32, got torch.bfloat16", {"x": torch.zeros(2, 6).bfloat16()}),
-    (ValueError, r"x: expected shape \[\*, 6\], got \[2, 5\]", {"x": torch.zeros(2, 5)}),
-    (ValueError, r"x: expected packed rows", {"x": torch.zeros(6, 2).t()}),
-    (ValueError, r"out: expected shape \[2, 5\], got \[3, 5\]", {"out": torch.zeros(3, 5)}),
-    (TypeError, "out: expected torch.float32 or", {"out": torch.zeros(2, 5).double()}),
-    (TypeError, "weights: expected LoraWeights, got tuple", {"weights": ()}),
-    (TypeError, "tiles: expected AdapterTiles, got NoneType", {"tiles": None}),
-    (
-        ValueError,
-        "tiles: expected those of 2 tokens and 3 slots, got those of 1 and 3",
-        {"tiles": group_tokens(torch.zeros(1, dtype=torch.int32), 3)},
-    ),
-    (
-        ValueError,
-        "tiles: expected those of 2 tokens and 3 slots, got those of 2 and 4",
-        {"tiles": group_tokens(torch.zeros(2, dtype=torch.int32), 4)},
-    ),
-]
-
-
-def good_weights() -> dict[str, Any]:
-    return {
-        "a": torch.zeros(3, 2, 4, 6),
-        "b": torch.zeros(3, 4, 5),
-        "ranks": torch.zeros(3, 2, dtype=torch.int32),
-        "scales": torch.zeros(3, 2),
-        "sizes": (2, 3),
-        "factors": torch.zeros(3, 5),
-    }
-
-
-@pytest.mark.parametrize(("error", "message", "change"), WRONG, ids=[message for _, message, _ in WRONG])
-def test_lora_names_the_wrong_argument(error: type[Exception], message: str, change: dict[str, Any]) -> None:
-    good: dict[str, Any] = {
-        "x": torch.zeros(2, 6),
-        "out": torch.zeros(2, 5),
-        "weights": LoraWeights(**good_weights()),
-        "tiles": group_tokens(torch.zeros(2, dtype=torch.int32), 3),
-    }
-    add_lora(**good)
-    with pytest.raises(error, match="^" + message):
-        add_lora(**(good | change))
-
-
-WRONG_WEIGHTS: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (TypeError, "a: expected a tensor, got NoneType", {"a": None}),
-    (TypeError, "a: expected torch.float32", {"a": torch.zeros(3, 2, 4, 6).double()}),
-    (ValueError, r"a: expected shape \[\*, 2, \*, \*\]", {"a": torch.zeros(3, 1, 4, 6)}),
-    (ValueError, "a: expected at least 1 slot and 1 input, and a rank of 1..512", {"a": torch.zeros(3, 2, 513, 6)}),
-    (ValueError, "a: expected at least 1 slot", {"a": torch.zeros(0, 2, 4, 6)}),
-    (ValueError, "a: expected a contiguous tensor", {"a": torch.zeros(3, 2, 6, 4).transpose(2, 3)}),
-    (ValueError, r"b: expected shape \[3, 4, 5\], got \[3, 5, 4\]", {"b": torch.zeros(3, 5, 4)}),
-    (TypeError, "b: expected torch.float32, got torch.float16", {"b": torch.zeros(3, 4, 5).half()}),
-    (TypeError, "ranks: expected torch.int32, got torch.int64", {"ranks": torch.zeros(3, 2, dtype=torch.int64)}),
-    (ValueError, r"scales: expected shape \[3, 2\]", {"scales": torch.zeros(3)}),
-    (TypeError, "sizes: expected a tuple of integers", {"sizes": [2, 3]}),
-    (ValueError, "sizes: expected at least one slice", {"sizes": ()}),
-    (ValueError, "sizes: expected at least one slice of at least 1 output", {"sizes": (5, 0)}),
-    (ValueError, r"factors: expected shape \[3, 5\]", {"factors": torch.zeros(3, 4)}),
-]
+def test_tokens_are_grouped_in_their_order(exact_path: Path, num_tokens: int, num_slots: int, max_rank: int) -> None:
+    for slots in (
+        mixed(num_tokens, num_slots),
+        [num_slots - 1] * num_tokens,
+        [-1] * num_tokens,
+        [t % (num_slots + 4) - 2 for t in range(num_tokens)],
+    ):
+        check_tiles(exact_path, slots, num_slots, max_rank)
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "change"), WRONG_WEIGHTS, ids=[message for _, message, _ in WRONG_WEIGHTS]
+    ("lengths", "num_tokens"),
+    [
+        ([], 0),
+        ([], 5),
+        ([1], 1),
+        ([1] * 64, 64),
+        ([1] * 65, 65),
+        ([3, 0, 0, 1, 5, 0], 9),
+        ([0, 0, 4, 0], 20),
+        ([2] * 70 + [500, 0, 300], 1000),
+        ([0] * 200 + [129], 129),
+    ],
+    ids=lambda value: f"{len(value)}-rows" if isinstance(value, list) else str(value),
 )
-def test_weights_name_the_wrong_argument(error: type[Exception], message: str, change: dict[str, Any]) -> None:
-    LoraWeights(**good_weights())
-    with pytest.raises(error, match="^" + message):
-        LoraWeights(**(good_weights() | change))
-
-
-def test_group_tokens_names_the_wrong_argument() -> None:
-    slots = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"^token_slots: expected a tensor, got list"):
-        group_tokens([0, 1], 2)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^token_slots: expected torch\.int32, got torch\.int64"):
-        group_tokens(slots.long(), 2)
-    with pytest.raises(ValueError, match=r"^num_slots: expected at least 1, got 0"):
-        group_tokens(slots, 0)
+def test_tokens_have_the_adapters_of_their_rows(exact_path: Path, lengths: list[int], num_tokens: int) -> None:
+    device = exact_path.device
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    row_slots = torch.tensor(mixed(len(lengths), 9), dtype=torch.int32, device=device)
+    wanted = [slot for slot, length in zip(row_slots.tolist(), lengths, strict=True) for _ in range(length)]
+    found = exact_path.spread(row_slots, starts, num_tokens)
+    assert found.tolist() == wanted + [-1] * (num_tokens - len(wanted))
+    assert torch.equal(found, spread_slots_reference(row_slots, starts, num_tokens))

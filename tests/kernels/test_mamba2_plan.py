@@ -1,38 +1,48 @@
-"""choose_plan of Mamba2: rows in parts where few programs would run, whole where parts would wait for each other."""
+"""choose_tile, choose_short_tile: a program holds as much of a state as its registers have room for."""
 
 from __future__ import annotations
 
 import pytest
 
-from deltaline_kernels.mamba2.chunk_plan import CHUNK, PROGRAMS, SHORTEST_PART, choose_plan
 from deltaline_kernels.mamba2.heads import Heads
-from deltaline_kernels.parts import Plan
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "lengths", "expected"),
-    [
-        (16, (32768,), Plan(16, 2048)),
-        (128, (8192,), Plan(1, 8192)),
-        (64, (8192,), Plan(4, 2048)),
-        (64, (2048,), Plan(4, 512)),
-        (128, (2048,), Plan(1, 2048)),
-        (128, (2048,) * 8, Plan(1, 2048)),
-        (16, (0, 32768), Plan(1, 32768)),
-    ],
-    ids=["few-heads", "many-heads", "long", "short", "many-heads-short", "many-rows", "unknown-lengths"],
+from deltaline_kernels.mamba2.plan import (
+    FEW,
+    LOAD_BYTES,
+    MANY,
+    MANY_HEADS,
+    MANY_TOKENS,
+    ROW_BYTES,
+    ROW_THREADS,
+    choose_short_tile,
+    choose_tile,
 )
-def test_rows_are_cut_where_few_programs_would_run(num_heads: int, lengths: tuple[int, ...], expected: Plan) -> None:
-    heads = Heads(1, num_heads, 64, 128)
-    assert choose_plan(heads, len(lengths), sum(lengths), max(lengths)) == expected
 
 
-@pytest.mark.parametrize("num_heads", [1, 3, 8, 64, 128, 300])
-@pytest.mark.parametrize("length", [0, 1, 64, 3 * SHORTEST_PART, 4097, 8191, 1_000_000])
-def test_parts_cover_the_row_and_run_at_once(num_heads: int, length: int) -> None:
-    plan = choose_plan(Heads(1, num_heads, 128, 128), 1, length, length)
-    assert plan.num_parts * plan.part_length >= length
-    assert (plan.num_parts - 1) * plan.part_length < max(length, 1)
-    if plan.num_parts > 1:
-        assert plan.part_length % CHUNK == 0
-        assert plan.num_parts * num_heads * 2 <= PROGRAMS
+@pytest.mark.parametrize("state_bytes", [2, 4])
+@pytest.mark.parametrize(
+    ("num_rows", "one", "expected"),
+    [(1, True, FEW), (1, False, FEW), (MANY_HEADS // 8, True, MANY), (MANY_HEADS // 8, False, MANY_TOKENS)],
+    ids=["few", "few-of-tokens", "many", "many-of-tokens"],
+)
+def test_few_rows_are_spread_over_more_programs(num_rows: int, one: bool, expected: object, state_bytes: int) -> None:
+    tile = choose_tile(Heads(1, 8, 64, 128), num_rows, state_bytes, one=one)
+    chosen = expected[state_bytes] if isinstance(expected, dict) else expected
+    assert (tile.num_warps, tile.parts, tile.max_registers) == chosen
+
+
+@pytest.mark.parametrize("state_bytes", [2, 4])
+@pytest.mark.parametrize("state_dim", [1, 5, 16, 33, 64, 128, 200, 256])
+def test_a_block_is_what_threads_load_at_once(state_dim: int, state_bytes: int) -> None:
+    for num_rows in (1, 1000):
+        tile = choose_tile(Heads(1, 8, 64, state_dim), num_rows, state_bytes, one=True)
+        assert tile.parts >= 1
+        assert tile.block_s & (tile.block_s - 1) == 0 and tile.block_s >= 16
+        assert tile.block_s == 16 or tile.block_s * state_bytes <= ROW_BYTES
+        short = choose_short_tile(Heads(1, 8, 64, state_dim), num_rows, state_bytes)
+        assert short.num_warps == 1 and short.records >= 1
+        assert short.block_s * state_bytes == ROW_THREADS * LOAD_BYTES
+
+
+def test_large_states_have_half_the_parts() -> None:
+    small, large = (choose_tile(Heads(1, 8, 64, size), 1000, 2, one=True) for size in (128, 256))
+    assert large.parts * 2 == small.parts

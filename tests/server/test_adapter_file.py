@@ -19,6 +19,7 @@ from adapter_cases import (
     adapter_config,
     adapter_tensors,
     base_weights,
+    merge_into,
     modules,
     with_magnitudes,
 )
@@ -93,10 +94,7 @@ def check_served_as_merged(
         ours = projections(before, layer)
         for one in adapter.weights:
             if one.layer == layer:
-                rows = ours[one.packed][one.start : one.start + len(one.b)]
-                rows += one.scale * one.b.double() @ one.a.double()
-                if one.factor is not None:
-                    rows *= one.factor[:, None]
+                merge_into(ours[one.packed], one)
         theirs = projections(after, layer)
         for packed in Packed:
             torch.testing.assert_close(ours[packed], theirs[packed], rtol=1e-5, atol=1e-5)
@@ -122,7 +120,7 @@ def test_what_an_adapter_does_is_what_merging_it_does(config: ModelConfig, is_do
     for rank in range(world_size):
         placement = Placement(CPU, torch.float32, rank, world_size)
         adapter = load(config, adapter_config(use_dora=is_dora), tensors, base, placement=placement)
-        assert len(adapter.weights) == 2 * len(modules(config))
+        assert len(adapter.weights) == 2 * len(Packed)
         check_served_as_merged(adapter, config, base, merged(base, tensors, {"": 2.0}), placement)
 
 
@@ -135,7 +133,11 @@ def test_ranks_and_scales_by_pattern_and_rank_stabilisation() -> None:
     adapter = load(NEXT, raw, tensors, base)
     scales = {"mlp.down_proj": 2.5, "linear_attn.out_proj": 6.0, "": 6 / 3**0.5}
     check_served_as_merged(adapter, NEXT, base, merged(base, tensors, scales))
-    assert (adapter.rank, {one.rank for one in adapter.weights}) == (4, {1, 3, 4})
+    assert adapter.rank == 4
+    ranks = {(one.layer, one.packed): one.ranks.tolist() for one in adapter.weights}
+    for layer in (0, 1):
+        assert ranks[layer, Packed.OUT_PROJ] == [1] and ranks[layer, Packed.DOWN] == [4]
+        assert ranks[layer, Packed.IN_PROJ] == ranks[layer, Packed.GATE_UP] == [3, 3]
 
 
 @CONFIGS
@@ -153,10 +155,9 @@ def test_weights_come_by_layer_and_by_their_place_in_the_projection() -> None:
     base = base_weights(QWEN3_5)
     tensors = adapter_tensors(base, modules(QWEN3_5))
     adapter = load(QWEN3_5, adapter_config(), dict(reversed(tensors.items())), base)
-    places = [(one.packed, one.start) for one in adapter.weights if one.layer == 1]
-    in_proj = [(Packed.IN_PROJ, start) for start in (0, 56, 80, 86)]
-    assert places == [*in_proj, (Packed.OUT_PROJ, 0), (Packed.GATE_UP, 0), (Packed.GATE_UP, 36), (Packed.DOWN, 0)]
-    assert [one.layer for one in adapter.weights] == [0] * 8 + [1] * 8
+    places = [(one.layer, one.packed, one.sizes) for one in adapter.weights]
+    sizes = {Packed.IN_PROJ: (56, 24, 6, 6), Packed.OUT_PROJ: (24,), Packed.GATE_UP: (36, 36), Packed.DOWN: (24,)}
+    assert places == [(layer, packed, sizes[packed]) for layer in (0, 1) for packed in Packed]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -168,13 +169,13 @@ def test_weights_have_the_models_dtype_and_lie_in_the_memory_given(dtype: torch.
     assert adapter.num_bytes == made.num_bytes == adapter.memory.numel()
     begin = adapter.memory.data_ptr()
     for one in adapter.weights:
-        assert one.a.dtype == one.b.dtype == dtype
-        for tensor in (one.a, one.b):
+        assert {tensor.dtype for tensor in (*one.a, one.b)} == {dtype}
+        for tensor in (*one.a, one.b, one.ranks, one.scales):
             assert (tensor.data_ptr() - begin) % 64 == 0 and tensor.is_contiguous()
             assert begin <= tensor.data_ptr() < begin + adapter.num_bytes
     name = f"{PREFIX}model.layers.0.mlp.down_proj.lora_A.weight"
     [down] = [one for one in adapter.weights if (one.layer, one.packed) == (0, Packed.DOWN)]
-    assert torch.equal(down.a, tensors[name].to(dtype))
+    assert torch.equal(down.a[0], tensors[name].to(dtype))
 
 
 def test_modules_that_are_not_served_are_passed_over_and_counted() -> None:
@@ -184,9 +185,9 @@ def test_modules_that_are_not_served_are_passed_over_and_counted() -> None:
         tensors[f"{PREFIX}model.layers.2.self_attn.{name}.lora_A.weight"] = torch.randn(3, 24)
         tensors[f"{PREFIX}model.layers.2.self_attn.{name}.lora_B.weight"] = torch.randn(7, 3)
     adapter = load(NEXT, adapter_config(), tensors, base)
-    assert (len(adapter.weights), adapter.num_elsewhere) == (12, 2)
+    assert (len(adapter.weights), adapter.num_elsewhere) == (8, 2)
     mixer_only = load(NEXT, adapter_config(), tensors, base, scope=Scope.MIXER, layers=(1,))
-    assert (len(mixer_only.weights), mixer_only.num_elsewhere) == (3, 11)
+    assert (len(mixer_only.weights), mixer_only.num_elsewhere) == (2, 11)
     assert mixer_only.content_hash == adapter.content_hash
 
 

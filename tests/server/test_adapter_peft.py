@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_cases import merge_into
 
 from deltaline_server.adapter_config import AdapterConfig
 from deltaline_server.adapter_file import AdapterPlan
@@ -77,10 +78,7 @@ def test_an_adapter_does_what_peft_does(
             ours, theirs = projections(before, layer), projections(after, layer)
             for one in adapter.weights:
                 if one.layer == layer:
-                    rows = ours[one.packed][one.start : one.start + len(one.b)]
-                    rows += one.scale * one.b @ one.a
-                    if one.factor is not None:
-                        rows *= one.factor[:, None]
+                    merge_into(ours[one.packed], one)
             for packed in Packed:
                 torch.testing.assert_close(ours[packed], theirs[packed], rtol=1e-5, atol=1e-5)
     root.close()

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from deltaline_server.adapter_layout import AdapterLayout
 from deltaline_server.adapter_loader import AdapterLoader
 from deltaline_server.adapter_registry import AdapterRegistry
 from deltaline_server.adapter_root import AdapterRoot
-from deltaline_server.adapter_service import Adapters, AdapterService
+from deltaline_server.adapter_service import AdapterService
 from deltaline_server.adapter_slots import AdapterSlots
+from deltaline_server.adapters import Adapters
 from deltaline_server.interceptor import Interceptor
 from deltaline_server.metrics import Metrics
 from deltaline_server.model_config import ModelError, Scope
@@ -70,7 +71,7 @@ class Rig:
             allocate=self.allocate,
             max_rank=8,
         )
-        self.service = AdapterService(Adapters(self.registry, self.slots, self.loader), upload_s=2.0)
+        self.service = AdapterService(Adapters(self.registry, self.slots, self.loader, ExitStack()), upload_s=2.0)
         self.stub: Any = None
 
     @contextmanager
@@ -175,8 +176,9 @@ async def test_an_upload_is_what_the_folder_would_be(rig: Rig, is_dora: bool) ->
     assert ours.adapter.content_hash == theirs.adapter.content_hash
     weights = [rig.registry.content(rig.registry.bind(name)).weights for name in ("same", "mine")]  # type: ignore[attr-defined]
     for one, other in zip(*weights, strict=True):
-        assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b) and one.scale == other.scale
-        assert (one.factor is not None) == is_dora
+        assert all(map(torch.equal, one.a, other.a)) and torch.equal(one.b, other.b)
+        assert torch.equal(one.scales, other.scales)
+        assert (one.factors is not None) == is_dora
 
 
 async def test_loading_again_takes_no_memory_and_other_content_is_refused(rig: Rig) -> None:
@@ -331,14 +333,35 @@ async def test_a_load_that_its_client_left_is_finished_and_later_ones_go_on(rig:
 
     rig.before_reading = wait
     call = rig.stub.LoadAdapter(iter([pb.LoadAdapterRequest(name="good")]), timeout=20)
-    waits_behind = asyncio.create_task(rig.load("good"))
     assert await asyncio.to_thread(is_reading.wait, 10)
+    waits_behind = asyncio.create_task(rig.load("good"))
     assert (await rig.list()).used_bytes > 0  # the loop serves while a thread reads
     call.cancel()
     await asyncio.sleep(0.1)
     may_go_on.set()
     assert (await waits_behind).already_loaded
     rig.registry.check_integrity()
+
+
+async def test_an_upload_that_its_client_left_counts_until_its_bytes_are_read(rig: Rig) -> None:
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_reading.set()
+        assert may_go_on.wait(10)
+
+    rig.before_reading = wait
+    tensors = save(rig.tensors)
+    upload = asyncio.create_task(rig.upload("a", adapter_config(), tensors))
+    assert await asyncio.to_thread(is_reading.wait, 10)
+    upload.cancel()
+    await asyncio.sleep(0.1)
+    assert rig.service._upload_bytes == len(tensors)
+    may_go_on.set()
+    async with asyncio.timeout(10):
+        while rig.service._upload_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert rig.registry.num_registered == 1
 
 
 async def test_memory_that_the_host_does_not_have(rig: Rig) -> None:

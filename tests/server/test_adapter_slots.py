@@ -77,15 +77,19 @@ def test_a_slot_in_use_is_given_away_only_when_its_batches_are_over() -> None:
     assert rig.slots.want(2, B) and rig.device.slots == [b"b"]
 
 
-def test_one_that_was_to_leave_stays_if_nobody_waits_any_more() -> None:
+@pytest.mark.parametrize("was_wanted", [False, True])
+def test_one_that_was_to_leave_stays_if_nobody_else_waits_any_more(was_wanted: bool) -> None:
     rig = Rig(1)
     rig.make_ready(1, A)
     held = rig.hold(1)
     rig.slots.want(2, B)
+    if was_wanted:
+        assert not rig.slots.want(1, A)
     rig.slots.cancel(2)
     assert rig.slots.want(1, A)
     rig.let_go(1, slots=held)
     assert (rig.slots.num_copies, rig.slots.is_ready(1)) == (1, True)
+    rig.slots.check_integrity()
 
 
 def test_an_adapter_that_was_just_copied_stays_for_its_first_batch() -> None:
@@ -98,6 +102,29 @@ def test_an_adapter_that_was_just_copied_stays_for_its_first_batch() -> None:
     assert not rig.slots.want(2, B)
     rig.device.finish()
     assert rig.slots.is_ready(2)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_asking_again_for_many_that_wait_is_cheap(is_held: bool) -> None:
+    """Hundreds may wait, and all are asked for again and again on the thread that also serves the rows that run."""
+    rig = Rig(1)
+    rig.make_ready(1, A)
+    if is_held:
+        rig.hold(1)
+    waiting = range(2, 102)
+    for number in waiting:
+        rig.slots.want(number, FakeContent(b"%d" % number))
+    searches = 0
+
+    def now() -> float:
+        nonlocal searches
+        searches += 1
+        return 0.0
+
+    rig.slots._clock = now  # what is asked before a resident may lose its slot
+    for _ in range(10):
+        assert not any(rig.slots.want(number, FakeContent(b"%d" % number)) for number in waiting)
+    assert searches <= 2 * 10
 
 
 @pytest.mark.parametrize("state", ["waiting", "loading", "ready", "held", "leaving"])

@@ -94,6 +94,27 @@ async def test_health_is_watched_through_a_drain(server: Server, stubs: Stubs) -
     assert (await asyncio.wait_for(watch.read(), 1)).status == NOT_SERVING
 
 
+@pytest.mark.parametrize(("adapter_bytes", "expected"), [(0, NOT_SERVING), (1 << 20, SERVING)])
+async def test_health_of_adapters(make_server: Callable[..., Server], adapter_bytes: int, expected: int) -> None:
+    server = make_server(adapter_bytes=adapter_bytes)
+    async with server, grpc.aio.insecure_channel(server.address) as channel:
+        stubs = Stubs(channel)
+        assert await stubs.status("deltaline.v1.AdapterService") == expected
+        server.drain()
+        assert await stubs.status("deltaline.v1.AdapterService") == NOT_SERVING
+
+
+async def test_the_log_tells_what_the_slots_of_adapters_take(
+    make_server: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        async with make_server(adapter_bytes=1 << 20, adapter_slots=3, max_adapter_rank=2) as server:
+            store = server.runtime.model.adapters
+    assert store is not None and store.total_bytes > 0
+    [loaded] = [record for record in caplog.records if record.getMessage().startswith("loaded")]
+    assert f"{store.total_bytes}" in f"{loaded.getMessage()} {vars(loaded)}"
+
+
 async def test_reflection_names_the_services(stubs: Stubs) -> None:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     answers = [answer async for answer in stubs.reflection.ServerReflectionInfo(iter([request]))]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deltaline_server.config import Config, ConfigError, local_address, unknown_variables
+from deltaline_server.config import Config, local_address, unknown_variables
+from deltaline_server.option import ConfigError
 
 BASE = ["--model", "somewhere"]
 
@@ -31,7 +32,7 @@ def test_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     assert parse(CONFIG=write(tmp_path / "deltaline.toml", "seed = 5\n")).seed == 5
 
 
-FREE_TEXT = {"model", "random_init", "host", "uds"}
+FREE_TEXT = {"model", "random_init", "adapter_root", "host", "uds"}
 OPTIONS = [field.name for field in fields(Config)]
 
 
@@ -95,6 +96,10 @@ def test_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: str) ->
         (["--default-lease-ms", "2000", "--max-lease-ms", "1000"], "--default-lease-ms"),
         (["--random-init", "config.json"], "--model, --random-init"),
         (["--config", "/nowhere/deltaline.toml"], "--config"),
+        (["--adapter-root", "."], "--adapter-root: expected --adapter-bytes"),
+        (["--adapter-bytes", "1GiB", "--adapter-root", "/nowhere"], "--adapter-root: expected a folder"),
+        (["--adapter-slots", "0"], "--adapter-slots"),
+        (["--max-adapter-rank", "257"], "--max-adapter-rank"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

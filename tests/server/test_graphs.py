@@ -74,14 +74,15 @@ def test_a_batch_beyond_the_limits_is_refused(lengths: list[int]) -> None:
         find(make_buckets(BatchLimits(8, 3, 1000), 4), lengths, 4)
 
 
-def find(buckets: list[Bucket], lengths: list[int], draft: int) -> Bucket:
+def find(buckets: list[Bucket], lengths: list[int], draft: int, has_adapters: bool = False) -> Bucket:
     """The bucket of a batch with rows of these lengths."""
     graphs = object.__new__(Graphs)
     graphs._buckets = buckets
     graphs._decodes = {}
     control = np.zeros((6, len(lengths) + 1), dtype=np.int32)
     control[0, 1:] = np.cumsum(lengths)
-    return graphs.find(StepBatch(0, control, sum(n <= draft for n in lengths), (), None))
+    slots = np.full(len(lengths), -1, dtype=np.int32) if has_adapters else None
+    return graphs.find(StepBatch(0, control, sum(n <= draft for n in lengths), (), None, adapter_slots=slots))
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 21) + 5, 10_000_003])

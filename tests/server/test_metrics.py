@@ -72,6 +72,16 @@ def test_batch_counts_each_kind_that_it_holds() -> None:
     assert sample(metrics, "deltaline_batch_tokens_sum") == 71
 
 
+@pytest.mark.parametrize(("num_adapters", "label"), [(1, "1"), (5, "8"), (8, "8"), (256, "256"), (1000, "256")])
+def test_rows_with_adapters_are_counted_by_how_many_their_batch_had(num_adapters: int, label: str) -> None:
+    metrics = Metrics([])
+    metrics.batch_done(BatchTiming({RowKind.DECODE: 9}, 9, [], 0, 0, 0, 0))
+    timing = BatchTiming({RowKind.DECODE: 1001}, 1001, [], 0, 0, 0, 0, num_adapter_rows=1000, num_adapters=num_adapters)
+    metrics.batch_done(timing)
+    counts = {bound: sample(metrics, "deltaline_adapter_rows_total", adapters=str(2**bound)) for bound in range(9)}
+    assert {str(2**bound): count for bound, count in counts.items() if count} == {label: 1000}
+
+
 def test_refusals_are_counted_by_reason() -> None:
     metrics = Metrics([])
     metrics.refused(Reason.STEP_GAP, 3)

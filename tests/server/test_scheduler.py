@@ -402,13 +402,13 @@ async def test_lines_are_zeroed_when_handed_out_and_capacity_is_told() -> None:
 
 async def test_the_same_open_token_returns_the_same_handles() -> None:
     rig = Rig()
-    first, _ = rig.table.open(2, token=b"0123456789abcdef")
-    again, _ = rig.table.open(2, token=b"0123456789abcdef")
+    first = rig.table.open(2, token=b"0123456789abcdef").handles
+    again = rig.table.open(2, token=b"0123456789abcdef").handles
     assert first.tolist() == again.tolist() and rig.table.num_open == 2
     with pytest.raises(RequestError):
         rig.table.open(3, token=b"0123456789abcdef")
     rig.now += 61
-    assert rig.table.open(2, token=b"0123456789abcdef")[0].tolist() != first.tolist()
+    assert rig.table.open(2, token=b"0123456789abcdef").handles.tolist() != first.tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -30,11 +30,12 @@ def native(batch: Batch, *, group: bool) -> Side:
     for slot, rank in enumerate(shape.ranks):
         ranks[slot] = rank
     weights = LoraWeights(batch.a, batch.b, ranks, torch.full(size, SCALE, device=batch.device), shape.sizes)
-    tiles = group_tokens(batch.token_slots, shape.num_slots)
+    tiles = group_tokens(batch.token_slots, shape.num_slots, shape.max_rank)
     out = batch.new_out()
 
     def call() -> Any:
-        add_lora(batch.x, out, weights, group_tokens(batch.token_slots, shape.num_slots) if group else tiles)
+        made = group_tokens(batch.token_slots, shape.num_slots, shape.max_rank) if group else tiles
+        add_lora(batch.x, out, weights, made)
         return out
 
     return Side(call, lambda done: {"out": done}, lambda: out.copy_(batch.first_out))

@@ -32,7 +32,8 @@ async def rows_per_second(size: Size, model: Path, rows: int) -> tuple[float, fl
         chunk_tokens=size.chunk_tokens,
         metrics_port=-1,
     )
-    runtime = await asyncio.to_thread(Runtime.build, config, Metrics([]), time.monotonic)
+    call_soon = asyncio.get_running_loop().call_soon_threadsafe
+    runtime = await asyncio.to_thread(Runtime.build, config, Metrics([]), time.monotonic, call_soon)
     runtime.engine.start()
     try:
         await runtime.prepare(lambda done, total: None)

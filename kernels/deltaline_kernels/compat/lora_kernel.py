@@ -7,12 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.lora.dense import store_halves
 from deltaline_kernels.lora.plan import RANK_UNIT
 from deltaline_kernels.lora.tile import load_sums
 from deltaline_kernels.lora.tiles import AdapterTiles
 
 # Tokens listed, or tiles marked, at once.
 BLOCK = 256
+# Sums of a token split at once.
+SPLIT_COLUMNS = 32
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
@@ -130,6 +133,51 @@ def add_up(sums: Tensor, out: Tensor, tiles: AdapterTiles, scaling: float) -> No
         SPLITS=sums.shape[0],
         BLOCK_M=rows,
         BLOCK_R=RANK_UNIT,
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+# One compiled variant whatever tiles a batch has: nothing is compiled while serving.
+@triton.jit(do_not_specialize_on_alignment=["tile_slots", "tile_tokens"])
+def _split_sums(
+    sums,
+    halves,
+    tile_slots,
+    tile_tokens,
+    R: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    tile = tl.program_id(0) // BLOCKS
+    o_m = tl.arange(0, BLOCK_M)
+    o_r = tl.program_id(0) % BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
+    slot = tl.load(tile_slots + tile)
+    token = tl.load(tile_tokens + tile.to(tl.int64) * BLOCK_M + o_m)
+    if slot >= 0:
+        inside = (token >= 0)[:, None] & (o_r < R)[None, :]
+        s = tl.load(sums + token.to(tl.int64)[:, None] * R + o_r[None, :], mask=inside, other=0.0).to(tl.float32)
+        row = tile.to(tl.int64) * BLOCK_M + o_m
+        store_halves(halves + (row * (2 * COLUMNS))[:, None] + o_r[None, :], s, COLUMNS)
+
+
+def split_sums(sums: Tensor, halves: Tensor, tiles: AdapterTiles) -> None:
+    """Write the sums `[T, R]`, contiguous, as halves `[tiles, rows, 1, 2, columns]`; zeros where a row has no token."""
+    num_tiles, rows = tiles.tokens.shape
+    columns = halves.shape[4]
+    blocks = columns // SPLIT_COLUMNS
+    _split_sums[(num_tiles * blocks,)](
+        sums,
+        halves,
+        tiles.slots,
+        tiles.tokens,
+        R=sums.shape[1],
+        COLUMNS=columns,
+        BLOCKS=blocks,
+        BLOCK_M=rows,
+        BLOCK_R=SPLIT_COLUMNS,
         num_warps=4,
         num_stages=1,
     )

@@ -7,22 +7,66 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, check_positive, check_tensor
-from deltaline_kernels.lora.cpu import add_lora_cpu, group_tokens_cpu
+from deltaline_kernels.lora.cpu import add_lora_cpu, group_tokens_cpu, spread_slots_cpu
 from deltaline_kernels.lora.plan import count_tiles, tile_rows
-from deltaline_kernels.lora.reference import add_lora_reference
+from deltaline_kernels.lora.reference import add_lora_reference, spread_slots_reference
 from deltaline_kernels.lora.tiles import AdapterTiles
 from deltaline_kernels.lora.weights import MAX_RANK, LoraWeights
 
-__all__ = ["MAX_RANK", "AdapterTiles", "LoraWeights", "add_lora", "add_lora_reference", "group_tokens"]
+__all__ = [
+    "MAX_RANK",
+    "AdapterTiles",
+    "LoraWeights",
+    "add_lora",
+    "add_lora_reference",
+    "group_tokens",
+    "spread_slots",
+    "spread_slots_reference",
+]
 
 
-def group_tokens(token_slots: Tensor, num_slots: int) -> AdapterTiles:
+def spread_slots(row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """Return the slot of each token `[T]` int32: its row's, or -1 behind the last row.
+
+    Does not wait for the device.
+
+    Args:
+        row_slots: `[N]` int32, contiguous, the slot of each row's adapter.
+        query_start_loc: `[N+1]` int32, contiguous, where rows start in packed tokens; from 0, rows may be empty.
+        num_tokens: T.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    if not isinstance(row_slots, Tensor):
+        raise TypeError(f"row_slots: expected a tensor, got {type(row_slots).__name__}")
+    device = row_slots.device
+    check_tensor("row_slots", row_slots, (None,), (torch.int32,), device)
+    check_tensor("query_start_loc", query_start_loc, (row_slots.shape[0] + 1,), (torch.int32,), device)
+    if not isinstance(num_tokens, int):
+        raise TypeError(f"num_tokens: expected an integer, got {type(num_tokens).__name__}")
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}")
+    token_slots = torch.empty((num_tokens,), dtype=torch.int32, device=device)
+    if num_tokens > 0:
+        if device.type == "cpu":
+            spread_slots_cpu(row_slots, query_start_loc, token_slots)
+        else:
+            # Imported here: only this path needs triton, which is installed on Linux alone.
+            from deltaline_kernels.lora.spread import spread_slots_triton
+
+            spread_slots_triton(row_slots, query_start_loc, token_slots)
+    return token_slots
+
+
+def group_tokens(token_slots: Tensor, num_slots: int, max_rank: int = MAX_RANK) -> AdapterTiles:
     """Sort the tokens of a batch by adapter; neither waits for the device nor depends on what `token_slots` holds.
 
     Args:
         token_slots: `[T]` int32, contiguous, the slot of each token's adapter; every value outside 0..num_slots-1, such
             as -1, stands for none.
         num_slots: of the weights that the tiles are used with.
+        max_rank: of these weights; another one costs time and changes nothing else.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -32,8 +76,9 @@ def group_tokens(token_slots: Tensor, num_slots: int) -> AdapterTiles:
     device = token_slots.device
     check_tensor("token_slots", token_slots, (None,), (torch.int32,), device)
     check_positive("num_slots", num_slots)
+    check_positive("max_rank", max_rank)
     num_tokens = token_slots.shape[0]
-    rows = tile_rows(num_tokens)
+    rows = tile_rows(num_tokens, max_rank)
     num_tiles = count_tiles(num_tokens, num_slots, rows)
     slots = torch.empty((num_tiles,), dtype=torch.int32, device=device)
     tokens = torch.empty((num_tiles, rows), dtype=torch.int32, device=device)

@@ -7,6 +7,13 @@ from deltaline_kernels.lora.tiles import AdapterTiles
 from deltaline_kernels.lora.weights import LoraWeights
 
 
+def spread_slots_cpu(row_slots: Tensor, starts: Tensor, token_slots: Tensor) -> None:
+    """Write `token_slots` `[T]`."""
+    end = int(starts[-1])
+    token_slots[:end] = row_slots.repeat_interleave(starts.diff())
+    token_slots[end:] = -1
+
+
 def group_tokens_cpu(token_slots: Tensor, num_slots: int, tile_slots: Tensor, tile_tokens: Tensor) -> None:
     """Write `tile_slots` `[tiles]` and `tile_tokens` `[tiles, rows]`."""
     rows = tile_tokens.shape[1]

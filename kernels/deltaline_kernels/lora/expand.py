@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 from deltaline_kernels.lora.plan import ExpandPlan
 from deltaline_kernels.lora.tile import (
     RANK_UNIT,
+    drop_empty,
     expand_tile,
     find_block,
     load_factor,
@@ -56,6 +57,7 @@ def _expand(
     PARTS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BY_TOKEN: tl.constexpr,
@@ -70,10 +72,10 @@ def _expand(
     split_stride = num_tiles.to(tl.int64) * BLOCK_M * row_stride
     o_m = tl.arange(0, BLOCK_M)
     o_r = tl.arange(0, BLOCK_R)
-    slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M)
+    slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, PIECES)
     # Tiles of adapters come first: behind the first one without an adapter there are none.
     while slot >= 0:
-        rank = load_rank(ranks, slot, i_slice, S, R)
+        rank = drop_empty(load_rank(ranks, slot, i_slice, S, R), tile_tokens, tile, BLOCK_M, PIECES)
         scale = load_scale(scales, slot, i_slice, S)
         in_row = (token >= 0) & (rank > 0)
         if BY_TOKEN:
@@ -112,7 +114,7 @@ def _expand(
             y = (b_out.to(tl.float32) + scale * product) * factor
             tl.store(p_token + o_n[None, :], y.to(out.dtype.element_ty), mask=inside)
         tile += tile_stride
-        slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M)
+        slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, PIECES)
     if DEPENDENT:
         # A program without a tile too: who waits for this launch waits for the shrink.
         gdc_wait()
@@ -144,7 +146,8 @@ def launch_expand(
 
     Arguments are validated by the caller.
     """
-    num_tiles, rows = tiles.tokens.shape
+    pieces = tiles.rows // plan.block_m
+    num_tiles = tiles.num_tiles * pieces
     parts = sum(triton.cdiv(size, plan.steps * plan.block_n) for size in sizes)
     tiles_at_once = min(num_tiles, max(1, plan.programs // parts))
     options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
@@ -174,7 +177,8 @@ def launch_expand(
         SPLITS=sums.shape[0],
         PARTS=parts,
         STEPS=plan.steps,
-        BLOCK_M=rows,
+        BLOCK_M=plan.block_m,
+        PIECES=pieces,
         BLOCK_R=plan.block_r,
         BLOCK_N=plan.block_n,
         BY_TOKEN=by_token,

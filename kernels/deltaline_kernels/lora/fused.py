@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltaline_kernels.lora.plan import FusedPlan
 from deltaline_kernels.lora.tile import (
+    drop_empty,
     expand_tile,
     find_block,
     load_factor,
@@ -52,6 +53,7 @@ def _fused(
     SIZES: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -65,10 +67,10 @@ def _fused(
     tile = tl.program_id(0) // BLOCKS
     o_r = tl.arange(0, BLOCK_R)
     o_n = column + tl.arange(0, BLOCK_N)
-    slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M)
+    slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, PIECES)
     # Tiles of adapters come first: behind the first one without an adapter there are none.
     while slot >= 0:
-        rank = load_rank(ranks, slot, i_slice, S, R)
+        rank = drop_empty(load_rank(ranks, slot, i_slice, S, R), tile_tokens, tile, BLOCK_M, PIECES)
         scale = load_scale(scales, slot, i_slice, S)
         p_a = a + (slot.to(tl.int64) * S + i_slice) * (R * K)
         p_b = b + slot.to(tl.int64) * (R * N) + o_r[:, None] * N + o_n[None, :]
@@ -92,12 +94,13 @@ def _fused(
         y = (b_out.to(tl.float32) + scale * product) * factor
         tl.store(p_out, y.to(out.dtype.element_ty), mask=inside & (rank > 0))
         tile += tile_stride
-        slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M)
+        slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, PIECES)
 
 
 def launch_fused(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles, plan: FusedPlan) -> None:
     """Add to out `[T, out]` for tokens that have an adapter; arguments are validated by the caller."""
-    num_tiles, rows = tiles.tokens.shape
+    pieces = tiles.rows // plan.block_m
+    num_tiles = tiles.num_tiles * pieces
     blocks = sum(triton.cdiv(size, plan.block_n) for size in weights.sizes)
     tiles_at_once = min(num_tiles, max(1, plan.programs // blocks))
     _fused[(tiles_at_once * blocks,)](
@@ -119,7 +122,8 @@ def launch_fused(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTil
         R=weights.max_rank,
         SIZES=weights.sizes,
         BLOCKS=blocks,
-        BLOCK_M=rows,
+        BLOCK_M=plan.block_m,
+        PIECES=pieces,
         BLOCK_R=plan.block_r,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,

@@ -1,22 +1,49 @@
-"""Order of the LoRA kernels on a GPU: both halves in one launch, or a shrink and an expand that starts beside it."""
+"""Order of the LoRA kernels on a GPU: both halves in one launch, or a shrink and an expand that starts beside it.
+
+The last two are other kernels for tiles of many tokens with high ranks.
+"""
 
 import torch
 from torch import Tensor
 
+from deltaline_kernels.lora.dense import empty_halves, launch_expand_dense, launch_shrink_dense
 from deltaline_kernels.lora.expand import launch_expand
 from deltaline_kernels.lora.fused import launch_fused
-from deltaline_kernels.lora.plan import find_bucket, pad_rank, plan_expand, plan_fused, plan_shrink
+from deltaline_kernels.lora.plan import (
+    DensePlan,
+    find_bucket,
+    pad_rank,
+    plan_dense,
+    plan_expand,
+    plan_fused,
+    plan_shrink,
+)
 from deltaline_kernels.lora.shrink import launch_shrink
 from deltaline_kernels.lora.tiles import AdapterTiles
 from deltaline_kernels.lora.weights import LoraWeights
 
-# From here on a launch may start while the one before it still runs.
+# From here on a launch may start while the one before it still runs, and a program has memory for dense tiles.
 HOPPER = (9, 0)
+
+
+def find_dense(num_tokens: int, rows: int, rank: int, inputs: int, x: Tensor) -> DensePlan | None:
+    """Return how tiles of `rows` tokens are computed whole on the device of `x`, or None where they aren't."""
+    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < HOPPER:
+        return None
+    return plan_dense(num_tokens, rows, rank, inputs, x.dtype)
 
 
 def add_lora_triton(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
     """Add to out `[T, out]`; arguments are validated by `add_lora`."""
     num_tokens, rank, inputs = x.shape[0], weights.max_rank, weights.num_inputs
+    overlap = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= HOPPER
+    dense = find_dense(num_tokens, tiles.rows, rank, inputs, x)
+    if dense is not None:
+        halves = empty_halves(tiles, len(weights.sizes), weights.b, dense)
+        launch_shrink_dense(x, weights.a, weights.ranks, halves, tiles, dense, dependents=overlap)
+        b, ranks, scales, factors = weights.b, weights.ranks, weights.scales, weights.factors
+        launch_expand_dense(halves, b, ranks, scales, factors, weights.sizes, out, tiles, dense, dependent=overlap)
+        return
     bucket = find_bucket(num_tokens, rank)
     fused = plan_fused(bucket, num_tokens, rank, inputs, x.dtype)
     if fused is not None:
@@ -25,7 +52,6 @@ def add_lora_triton(x: Tensor, out: Tensor, weights: LoraWeights, tiles: Adapter
     shrink = plan_shrink(bucket, num_tokens, rank, inputs, x.dtype)
     size = (shrink.splits, tiles.num_tiles, tiles.rows, len(weights.sizes), pad_rank(rank))
     sums = torch.empty(size, dtype=torch.float32, device=x.device)
-    overlap = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= HOPPER
     launch_shrink(x, weights.a, weights.ranks, sums, tiles, shrink, dependents=overlap)
     launch_expand(
         sums,

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-# Tokens of a tile: few where a batch has few per adapter. Never 64, see tile.py.
-SMALL_TILE, LARGE_TILE = 16, 32
+# Tokens of a tile: few where a batch has few per adapter, see tile.py; many where ranks are high too, see dense.py.
+SMALL_TILE, LARGE_TILE, DENSE_TILE = 16, 32, 128
 FEW_TOKENS = 512
+# At least so many tokens and ranks take dense tiles.
+DENSE_TOKENS, DENSE_RANK = 1024, 64
+# As fp16, sums of products might overflow; the products of fp32 are not those of the tensor cores.
+DENSE_DTYPES = (torch.bfloat16,)
 # Ranks are padded to so many.
 RANK_UNIT = 16
 SHRINK_WARPS = EXACT_WARPS = 4
@@ -22,11 +26,12 @@ MAX_STAGES = 5
 
 @dataclass(frozen=True)
 class ShrinkPlan:
-    """`splits` programs per tile and slice, each with `steps` blocks of `block_k` inputs in `ways` parts.
+    """`splits` programs per `block_m` tokens and slice, each with `steps` blocks of `block_k` inputs in `ways` parts.
 
     `programs`: about so many at once; those of a large batch have several tiles.
     """
 
+    block_m: int
     splits: int
     block_k: int
     steps: int
@@ -40,11 +45,12 @@ class ShrinkPlan:
 
 @dataclass(frozen=True)
 class ExpandPlan:
-    """Programs of `steps` times `block_n` outputs, `block_r` ranks at once.
+    """Programs of `steps` times `block_n` outputs of `block_m` tokens, `block_r` ranks at once.
 
     `registers`: of a thread, None for as many as it takes. `programs`: about so many at once.
     """
 
+    block_m: int
     block_n: int
     steps: int
     block_r: int
@@ -57,6 +63,7 @@ class ExpandPlan:
 class FusedPlan:
     """One launch: a program of `block_n` outputs computes its tile's sums itself, as a shrink without splits does."""
 
+    block_m: int
     block_n: int
     block_k: int
     steps: int
@@ -66,6 +73,47 @@ class FusedPlan:
     stages: int
     programs: int
     eager_rows: int
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    """Two launches for tiles of many tokens. `programs`: about so many at once.
+
+    Shrink: programs of `shrink_r` ranks, `shrink_k` inputs at a time; what is in use or on its way is `shrink_stages`
+    blocks. Expand: programs of `expand_n` outputs, `expand_r` ranks at a time; `early`: outputs are loaded before the
+    products and not behind them; `registers`: of a thread, None for as many as it takes. `columns`: of either half of
+    the sums of one slice, whole blocks of both.
+    """
+
+    columns: int
+    programs: int
+    shrink_r: int
+    shrink_k: int
+    shrink_steps: int
+    shrink_warps: int
+    shrink_stages: int
+    expand_n: int
+    expand_r: int
+    expand_warps: int
+    expand_stages: int
+    early: bool
+    registers: int | None
+
+
+@dataclass(frozen=True)
+class DenseBucket:
+    """A row of the table of dense tiles: batches of at most `tokens` tokens and weights of at most `rank` ranks.
+
+    Args:
+        shrink: ranks of a program, inputs at a time, warps, and blocks on their way or in use.
+        expand: outputs of a program, ranks at a time, warps, blocks, whether outputs are loaded before the products,
+            and registers of a thread, None for as many as it takes.
+    """
+
+    tokens: int
+    rank: int
+    shrink: tuple[int, int, int, int]
+    expand: tuple[int, int, int, int, bool, int | None]
 
 
 @dataclass(frozen=True)
@@ -100,17 +148,29 @@ BUCKETS = (
     Bucket(2048, ANY, None, (4, 128), (128, 4, 4, None)),
     Bucket(ANY, ANY, None, (1, 128), (128, 16, 4, None)),
 )
+# Measured, for ranks of 256 up to 1,024 tokens, of 128 up to 2,048, and of 64 and 256 with 8,192.
+DENSE_BUCKETS = (
+    DenseBucket(1024, ANY, (64, 64, 8, 4), (128, 32, 8, 3, False, 128)),
+    DenseBucket(2048, ANY, (64, 64, 8, 4), (128, 64, 4, 2, False, None)),
+    DenseBucket(ANY, 64, (64, 64, 4, 4), (128, 64, 4, 2, False, None)),
+    DenseBucket(ANY, ANY, (128, 64, 8, 4), (128, 32, 8, 4, False, 128)),
+)
 # In one launch every program reads all inputs: with more of them, splitting pays.
 FUSED_INPUTS = 4096
 # The products of fp32 are not those of the tensor cores: smaller blocks, which fit in registers.
 EXACT_K, EXACT_N, EXACT_R = 64, 64, 16
-SHRINK_PROGRAMS, EXPAND_PROGRAMS = 1056, 4224
+SHRINK_PROGRAMS, EXPAND_PROGRAMS, DENSE_PROGRAMS = 1056, 4224, 4224
 # Ranks at once; of a large tile fewer fit in registers.
 SHRINK_RANKS, SMALL_TILE_RANKS, LARGE_TILE_RANKS = 64, 64, 32
 
 
-def tile_rows(num_tokens: int) -> int:
-    """Return the tokens of a tile of a batch."""
+def tile_rows(num_tokens: int, max_rank: int) -> int:
+    """Return the tokens of a tile of a batch: a multiple of what the kernels of any projection take at a time."""
+    return DENSE_TILE if num_tokens >= DENSE_TOKENS and max_rank >= DENSE_RANK else piece_rows(num_tokens)
+
+
+def piece_rows(num_tokens: int) -> int:
+    """Return the tokens of a tile that are taken at a time where ranks are low."""
     return SMALL_TILE if num_tokens <= FEW_TOKENS else LARGE_TILE
 
 
@@ -140,16 +200,18 @@ def plan_shrink(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: 
     stages = 1 if exact else min(steps + 1, MAX_STAGES)
     splits = -(-inputs // (steps * block_k))
     eager_rows = min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0
-    return ShrinkPlan(splits, block_k, steps, ways, block_r, SHRINK_WARPS, stages, SHRINK_PROGRAMS, eager_rows)
+    rows = piece_rows(num_tokens)
+    return ShrinkPlan(rows, splits, block_k, steps, ways, block_r, SHRINK_WARPS, stages, SHRINK_PROGRAMS, eager_rows)
 
 
 def plan_expand(bucket: Bucket, num_tokens: int, rank: int, dtype: torch.dtype) -> ExpandPlan:
     """Return how the sums are turned into outputs."""
     block_n, steps, warps, registers = bucket.expand
-    most = SMALL_TILE_RANKS if tile_rows(num_tokens) == SMALL_TILE else LARGE_TILE_RANKS
+    rows = piece_rows(num_tokens)
+    most = SMALL_TILE_RANKS if rows == SMALL_TILE else LARGE_TILE_RANKS
     if dtype == torch.float32:
-        return ExpandPlan(EXACT_N, 1, EXACT_R, EXACT_WARPS, None, EXPAND_PROGRAMS)
-    return ExpandPlan(block_n, steps, min(most, _power(rank)), warps, registers, EXPAND_PROGRAMS)
+        return ExpandPlan(rows, EXACT_N, 1, EXACT_R, EXACT_WARPS, None, EXPAND_PROGRAMS)
+    return ExpandPlan(rows, block_n, steps, min(most, _power(rank)), warps, registers, EXPAND_PROGRAMS)
 
 
 def plan_fused(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: torch.dtype) -> FusedPlan | None:
@@ -162,7 +224,19 @@ def plan_fused(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: t
     steps = -(-inputs // block_k)
     stages = min(steps + 1, MAX_STAGES)
     eager_rows = min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0
-    return FusedPlan(block_n, block_k, steps, ways, block_r, warps, stages, EXPAND_PROGRAMS, eager_rows)
+    rows = piece_rows(num_tokens)
+    return FusedPlan(rows, block_n, block_k, steps, ways, block_r, warps, stages, EXPAND_PROGRAMS, eager_rows)
+
+
+def plan_dense(num_tokens: int, rows: int, rank: int, inputs: int, dtype: torch.dtype) -> DensePlan | None:
+    """Return how tiles of `rows` tokens are computed whole, or None where they aren't dense or ranks are low."""
+    if rows != DENSE_TILE or rank < DENSE_RANK or dtype not in DENSE_DTYPES:
+        return None
+    bucket = next(row for row in DENSE_BUCKETS if num_tokens <= row.tokens and rank <= row.rank)
+    shrink_r, shrink_k, shrink_warps, shrink_stages = bucket.shrink
+    unit = max(shrink_r, bucket.expand[1])
+    columns, steps = -(-rank // unit) * unit, -(-inputs // shrink_k)
+    return DensePlan(columns, DENSE_PROGRAMS, shrink_r, shrink_k, steps, shrink_warps, shrink_stages, *bucket.expand)
 
 
 def _rank_blocks(num_tokens: int, rank: int, warps: int, *, exact: bool = False) -> tuple[int, int]:
@@ -170,7 +244,7 @@ def _rank_blocks(num_tokens: int, rank: int, warps: int, *, exact: bool = False)
     if exact:
         return EXACT_R, 1
     block_r = min(SHRINK_RANKS, _power(rank))
-    return block_r, max(1, warps * RANK_UNIT // block_r) if tile_rows(num_tokens) == SMALL_TILE else 1
+    return block_r, max(1, warps * RANK_UNIT // block_r) if piece_rows(num_tokens) == SMALL_TILE else 1
 
 
 def _input_block(inputs: int, most: int, ways: int) -> int:

@@ -9,6 +9,15 @@ from torch import Tensor
 from deltaline_kernels.lora.weights import LoraWeights
 
 
+def spread_slots_reference(row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """Return the slot of each token `[T]` as `spread_slots` does."""
+    starts = query_start_loc.tolist()
+    token_slots = row_slots.new_full((num_tokens,), -1)
+    for row, slot in enumerate(row_slots.tolist()):
+        token_slots[starts[row] : starts[row + 1]] = slot
+    return token_slots
+
+
 def add_lora_reference(x: Tensor, out: Tensor, weights: LoraWeights, token_slots: Tensor) -> None:
     """Add to out `[T, out]` as `add_lora` does, for the slots `[T]` of the tokens; mutates `out`."""
     compute = torch.promote_types(x.dtype, torch.float32)

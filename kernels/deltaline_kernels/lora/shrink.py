@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.lora.plan import ShrinkPlan
-from deltaline_kernels.lora.tile import load_rank, load_tile, shrink_tile
+from deltaline_kernels.lora.tile import drop_empty, load_rank, load_tile, shrink_tile
 from deltaline_kernels.lora.tiles import AdapterTiles
 
 
@@ -36,6 +36,7 @@ def _shrink(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WAYS: tl.constexpr,
@@ -51,10 +52,10 @@ def _shrink(
     tile = tl.program_id(0) // (SPLITS * S)
     o_m = tl.arange(0, BLOCK_M)
     o_r = tl.arange(0, BLOCK_R)
-    slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M)
+    slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, PIECES)
     # Tiles of adapters come first: behind the first one without an adapter there are none.
     while slot >= 0:
-        rank = load_rank(ranks, slot, i_slice, S, R)
+        rank = drop_empty(load_rank(ranks, slot, i_slice, S, R), tile_tokens, tile, BLOCK_M, PIECES)
         p_a = a + (slot.to(tl.int64) * S + i_slice) * (R * K)
         row = (i_split * num_tiles + tile).to(tl.int64) * BLOCK_M + o_m
         p_s = partials + row[:, None] * (S * COLUMNS) + i_slice * COLUMNS + o_r[None, :]
@@ -70,7 +71,7 @@ def _shrink(
                 s = shrink_tile(x, p_a, token, x_stride, first_k, r, rank, K, BLOCK_M, BLOCK_R, BLOCK_K, WAYS, STEPS, 0)
                 tl.store(p_s + r, s, mask=in_row & (r + o_r < COLUMNS)[None, :])
         tile += tile_stride
-        slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M)
+        slot, token = load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M, PIECES)
 
 
 def launch_shrink(
@@ -88,7 +89,8 @@ def launch_shrink(
     a: `[slots, S, R, in]`. Arguments are validated by the caller. `dependents`: the next launch waits by itself.
     """
     _, num_slices, max_rank, num_inputs = a.shape
-    num_tiles, rows = tiles.tokens.shape
+    pieces = tiles.rows // plan.block_m
+    num_tiles = tiles.num_tiles * pieces
     per_tile = plan.splits * num_slices
     tiles_at_once = min(num_tiles, max(1, plan.programs // per_tile))
     _shrink[(tiles_at_once * per_tile,)](
@@ -106,7 +108,8 @@ def launch_shrink(
         S=num_slices,
         COLUMNS=partials.shape[4],
         SPLITS=plan.splits,
-        BLOCK_M=rows,
+        BLOCK_M=plan.block_m,
+        PIECES=pieces,
         BLOCK_R=plan.block_r,
         BLOCK_K=plan.block_k,
         WAYS=plan.ways,

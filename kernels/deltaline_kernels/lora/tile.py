@@ -1,7 +1,8 @@
 """What the LoRA kernels share: products of a tile of tokens with an adapter's weights, and where outputs are.
 
-A tile has 16 or 32 tokens of one adapter. So its products are those of single warps (mma.sync): the asynchronous ones
-of Hopper, which take 64 rows and whose operands in registers some assemblers overwrite too early, can't come up.
+The kernels of a tile take 16 or 32 of its tokens at a time. So their products are those of single warps (mma.sync): the
+asynchronous ones of Hopper, which take 64 rows and whose operands in registers some assemblers overwrite too early,
+can't come up. Only those of dense.py take more, and have every operand in shared memory.
 """
 
 import triton
@@ -29,10 +30,13 @@ def find_block(i_block, SIZES: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M: tl.constexpr):
-    """Return the slot of a tile and its tokens, at once; -1 for all behind the last tile."""
+def load_tile(tile_slots, tile_tokens, tile, num_tiles, BLOCK_M: tl.constexpr, PIECES: tl.constexpr):
+    """Return the slot of a tile and its tokens, at once; -1 for all behind the last tile.
+
+    PIECES: of BLOCK_M tokens that each tile is taken in; `tile` and `num_tiles` count these.
+    """
     inside = tile < num_tiles
-    slot = tl.load(tile_slots + tile, mask=inside, other=-1)
+    slot = tl.load(tile_slots + tile // PIECES, mask=inside, other=-1)
     p_token = tile_tokens + tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     return slot, tl.load(p_token, mask=inside, other=-1)
 
@@ -44,6 +48,14 @@ def load_rank(ranks, slot, i_slice, S: tl.constexpr, R: tl.constexpr):
         rank = tl.full((), R, tl.int32)
     else:
         rank = tl.minimum(tl.load(ranks + slot.to(tl.int64) * S + i_slice), R)
+    return rank
+
+
+@triton.jit
+def drop_empty(rank, tile_tokens, tile, BLOCK_M: tl.constexpr, PIECES: tl.constexpr):
+    """Return the rank, but 0 for a piece of a tile without tokens: nothing is read for it."""
+    if PIECES > 1:
+        rank = tl.where(tl.load(tile_tokens + tile.to(tl.int64) * BLOCK_M) >= 0, rank, 0)
     return rank
 
 

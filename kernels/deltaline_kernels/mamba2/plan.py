@@ -15,13 +15,13 @@ LARGEST_STATE = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """`parts` parts of a few rows of the state each, in blocks of `block_s` values; `records` are loaded at once."""
+    """`parts` parts of a few rows of the state each, in blocks of `block_s` values; so many records at once."""
 
     num_warps: int
     parts: int
     max_registers: int | None
     block_s: int
-    records: int = 3
+    records: int = 1
 
 
 # Warps, parts and registers. Of many heads a program takes several parts of the state, so that what a token costs
@@ -32,10 +32,10 @@ MANY: dict[int, tuple[int, int, int | None]] = {4: (1, 2, 128), 2: (1, 8, 255)}
 MANY_TOKENS: tuple[int, int, int | None] = (1, 8, 255)
 
 # Short rows as a chunk each: threads that share a row of the state, and bytes that each loads at once; rows of a part,
-# those of a matrix instruction; parts and registers of the one warp that a program is, for few and many of them.
+# those of a matrix instruction; parts, registers and records at once of the one warp of a program, for few and many.
 ROW_THREADS, LOAD_BYTES = 4, 16
 SHORT_ROWS = 16
-FEW_SHORT, MANY_SHORT = (1, 168), (2, 255)
+FEW_SHORT, MANY_SHORT = (1, 168, 3), (2, 255, 3)
 
 
 def choose_tile(heads: Heads, num_rows: int, state_bytes: int, *, one: bool) -> Tile:
@@ -51,5 +51,5 @@ def choose_tile(heads: Heads, num_rows: int, state_bytes: int, *, one: bool) -> 
 
 def choose_short_tile(heads: Heads, num_rows: int, state_bytes: int) -> Tile:
     """Return the tile for rows of several tokens that are a chunk each."""
-    parts, max_registers = MANY_SHORT if num_rows * heads.num_heads >= MANY_HEADS else FEW_SHORT
-    return Tile(1, parts, max_registers, ROW_THREADS * LOAD_BYTES // state_bytes)
+    parts, max_registers, records = MANY_SHORT if num_rows * heads.num_heads >= MANY_HEADS else FEW_SHORT
+    return Tile(1, parts, max_registers, ROW_THREADS * LOAD_BYTES // state_bytes, records)

@@ -131,6 +131,9 @@ class GetServerInfoResponse(_message.Message):
     SEQUENCE_STATE_BYTES_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process. Never 0."""
     version: _builtins.str
@@ -163,6 +166,12 @@ class GetServerInfoResponse(_message.Message):
     """Bytes of state that one sequence holds on the device."""
     shared_memory_bytes: _builtins.int
     """Most bytes of shared memory, all regions together; 0 when it is off."""
+    adapter_bytes: _builtins.int
+    """Most host memory of adapters, all together; 0 when the server keeps none."""
+    adapter_slots: _builtins.int
+    """Adapters that the device holds at a time; 0 when the server keeps none."""
+    max_adapter_rank: _builtins.int
+    """Largest rank of an adapter; 0 when the server keeps none."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerSpan]:
         """Declared spans; a step names one by its index here."""
@@ -192,10 +201,13 @@ class GetServerInfoResponse(_message.Message):
         sequence_state_bytes: _builtins.int = ...,
         versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         shared_memory_bytes: _builtins.int = ...,
+        adapter_bytes: _builtins.int = ...,
+        adapter_slots: _builtins.int = ...,
+        max_adapter_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_lease_ms", b"default_lease_ms", "device", b"device", "dtype", b"dtype", "hidden_size", b"hidden_size", "inline_limit_bytes", b"inline_limit_bytes", "max_draft_tokens", b"max_draft_tokens", "max_lease_ms", b"max_lease_ms", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_type", b"model_type", "scope", b"scope", "sequence_state_bytes", b"sequence_state_bytes", "server_epoch", b"server_epoch", "shared_memory_bytes", b"shared_memory_bytes", "spans", b"spans", "state_dtype", b"state_dtype", "version", b"version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapter_slots", b"adapter_slots", "default_lease_ms", b"default_lease_ms", "device", b"device", "dtype", b"dtype", "hidden_size", b"hidden_size", "inline_limit_bytes", b"inline_limit_bytes", "max_adapter_rank", b"max_adapter_rank", "max_draft_tokens", b"max_draft_tokens", "max_lease_ms", b"max_lease_ms", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_type", b"model_type", "scope", b"scope", "sequence_state_bytes", b"sequence_state_bytes", "server_epoch", b"server_epoch", "shared_memory_bytes", b"shared_memory_bytes", "spans", b"spans", "state_dtype", b"state_dtype", "version", b"version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

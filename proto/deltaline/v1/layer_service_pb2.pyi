@@ -197,6 +197,7 @@ class OpenSequencesRequest(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     OPEN_TOKEN_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     """How many, 1 .. GetServerInfoResponse.max_sequences. Else INVALID_ARGUMENT, reason INVALID_REQUEST. More than are
     free: RESOURCE_EXHAUSTED, reason NO_FREE_LINES, with RetryInfo. While draining, unless the open_token is known:
@@ -208,8 +209,14 @@ class OpenSequencesRequest(_message.Message):
     """
     open_token: _builtins.bytes
     """Random bytes that name this open, so that a retry returns the same handles; 16 bytes, or empty for none. Remembered
-    for a minute while any of them is open. Other lengths, or the same token with another count: INVALID_ARGUMENT, reason
-    INVALID_REQUEST.
+    for a minute while any of them is open. Other lengths, or the same token with another count or adapter:
+    INVALID_ARGUMENT, reason INVALID_REQUEST.
+    """
+    adapter: _builtins.str
+    """Name of the adapter (AdapterService.LoadAdapter) that all of them have for as long as they live; empty for none. The
+    content that has the name now is theirs, also when the adapter is unloaded and its name given to another. No adapter
+    has this name: NOT_FOUND, reason ADAPTER_UNKNOWN. A server that keeps no adapters: FAILED_PRECONDITION, reason
+    ADAPTERS_OFF.
     """
     def __init__(
         self,
@@ -217,10 +224,11 @@ class OpenSequencesRequest(_message.Message):
         count: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         open_token: _builtins.bytes = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "lease_ms", b"lease_ms", "open_token", b"open_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "count", b"count", "lease_ms", b"lease_ms", "open_token", b"open_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,10 +243,13 @@ class OpenSequencesResponse(_message.Message):
     SERVER_EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    ADAPTER_HASH_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process; goes with every later request about these sequences. Never 0."""
     lease_ms: _builtins.int
     """The lease that each got, milliseconds."""
+    adapter_hash: _builtins.bytes
+    """Adapter.content_hash of their adapter; empty for none. State made under it is never continued under another."""
     @_builtins.property
     def sequence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Handles, `count` of them. Opaque; never 0."""
@@ -249,10 +260,11 @@ class OpenSequencesResponse(_message.Message):
         server_epoch: _builtins.int = ...,
         sequence: _abc.Iterable[_builtins.int] | None = ...,
         lease_ms: _builtins.int = ...,
+        adapter_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_hash", b"adapter_hash", "lease_ms", b"lease_ms", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,12 +398,20 @@ class SequenceDescription(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     LEASE_REMAINING_MS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ADAPTER_HASH_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The handle."""
     state: Global___SequenceState.ValueType
     """How it stands."""
     lease_remaining_ms: _builtins.int
     """Time to the end of the lease in milliseconds; 0 unless OPEN or POISONED."""
+    adapter: _builtins.str
+    """The name under which its adapter was opened, which may mean another adapter by now; empty for none, and unless OPEN,
+    CLOSING or POISONED.
+    """
+    adapter_hash: _builtins.bytes
+    """Adapter.content_hash of its adapter; empty where `adapter` is."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpanProgress]:
         """One per declared span, in the order of GetServerInfoResponse.spans. Empty unless OPEN, CLOSING or POISONED."""
@@ -403,10 +423,12 @@ class SequenceDescription(_message.Message):
         state: Global___SequenceState.ValueType = ...,
         lease_remaining_ms: _builtins.int = ...,
         spans: _abc.Iterable[Global___SpanProgress] | None = ...,
+        adapter: _builtins.str = ...,
+        adapter_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_remaining_ms", b"lease_remaining_ms", "sequence", b"sequence", "spans", b"spans", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_hash", b"adapter_hash", "lease_remaining_ms", b"lease_remaining_ms", "sequence", b"sequence", "spans", b"spans", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from kernels.test_compat_lora import (
     test_expand_matches_the_loops,
     test_new_weights_at_an_old_address_count,
@@ -12,6 +13,7 @@ from kernels.test_compat_lora import (
     test_weights_may_have_a_dimension_of_one,
     test_what_is_added_is_rounded_once,
 )
+from kernels.test_lora import make_dense
 
 from deltaline_kernels.compat import lora
 
@@ -26,10 +28,12 @@ __all__ = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def interpreted_lora(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat CPU tensors as those of a GPU."""
+@pytest.fixture(autouse=True, params=["table", "dense"])
+def interpreted_lora(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat CPU tensors as those of a GPU, with its table or in dense tiles."""
     from deltaline_kernels.compat.lora_launch import expand_triton, shrink_triton
 
     monkeypatch.setattr(lora, "shrink_cpu", shrink_triton)
     monkeypatch.setattr(lora, "expand_cpu", expand_triton)
+    if request.param == "dense":
+        make_dense(monkeypatch, (torch.float32, torch.float16))

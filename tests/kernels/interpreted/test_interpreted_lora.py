@@ -7,6 +7,7 @@ import torch
 from kernels.paths import InterpretedPath
 from kernels.test_lora import (
     launches,
+    make_dense,
     test_lora_matches_the_reference,
     test_lora_records_no_gradients,
     test_magnitudes_make_dora,
@@ -14,7 +15,10 @@ from kernels.test_lora import (
     test_programs_take_blocks_of_one_slice,
     test_programs_take_tiles_in_turns,
     test_repeat_is_equal,
+    test_sums_between_the_products_are_fp32,
+    test_tiles_may_be_those_of_any_rank,
     test_tokens_are_grouped_in_their_order,
+    test_tokens_have_the_adapters_of_their_rows,
     test_weights_may_change_between_calls,
 )
 from kernels.test_lora import test_a_token_that_is_not_finite_spoils_no_other as check_not_finite
@@ -25,7 +29,6 @@ from kernels.test_lora_regressions import (
     test_fp32_outputs_keep_what_16_bits_would_lose,
     test_inputs_that_fill_no_block_are_masked,
     test_rank_1_reads_nothing_behind_its_row,
-    test_sums_between_the_products_are_fp32,
     test_sums_never_start_from_what_memory_held,
     test_tensors_of_another_call_are_not_remembered,
     test_tokens_without_an_adapter_keep_their_bits,
@@ -50,7 +53,9 @@ __all__ = [
     "test_sums_between_the_products_are_fp32",
     "test_sums_never_start_from_what_memory_held",
     "test_tensors_of_another_call_are_not_remembered",
+    "test_tiles_may_be_those_of_any_rank",
     "test_tokens_are_grouped_in_their_order",
+    "test_tokens_have_the_adapters_of_their_rows",
     "test_tokens_without_an_adapter_keep_their_bits",
     "test_weights_may_change_between_calls",
     "test_what_is_added_is_rounded_once",
@@ -72,4 +77,9 @@ def test_a_token_that_is_not_finite_spoils_no_other(path: InterpretedPath, wrong
 
 
 def test_products_are_right_beyond_128_tokens(path: InterpretedPath) -> None:
-    check_products(path, 130)
+    check_products(path, 130, 64, 130)
+
+
+def test_dense_products_are_right_beyond_128_tokens(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_dense(monkeypatch, (path.dtype,))
+    check_products(path, 260, 64, 130)

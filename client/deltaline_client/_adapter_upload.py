@@ -1,0 +1,117 @@
+"""An adapter's two files as the messages of an upload: read a piece at a time, when the channel asks for the next.
+
+Knows the files' names, not what is in them: that is the server's to judge.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from deltaline.v1 import adapter_service_pb2 as pb
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+# The server takes no more.
+MAX_CONFIG_BYTES = 1 << 20
+_PICKLES = ("adapter_model.bin", "adapter_model.pt")
+
+Progress = Callable[[int, int], object]
+"""Told how many bytes of the tensors are on their way, and how many there are; from 0 again when sent again."""
+
+Files = tuple[bytes, int, Iterator[bytes]]
+"""The config's text, the size of the tensors' file in bytes, and that file in pieces."""
+
+
+class Source(Protocol):
+    """Where an adapter's files are."""
+
+    def open(self, piece_bytes: int) -> AbstractContextManager[Files]:
+        """Open them; they are readable inside the context. Raises OSError, ValueError; so do the pieces."""
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A directory as PEFT writes it."""
+
+    path: Path
+
+    @contextmanager
+    def open(self, piece_bytes: int) -> Iterator[Files]:
+        with open(self.path / CONFIG_FILE, "rb") as file:
+            config = file.read(MAX_CONFIG_BYTES + 1)
+        if len(config) > MAX_CONFIG_BYTES:
+            raise ValueError(f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got more")
+        pickles = [name for name in _PICKLES if (self.path / name).exists()]
+        if pickles and not (self.path / TENSORS_FILE).exists():
+            raise ValueError(
+                f"{TENSORS_FILE}: expected a file, found only {pickles[0]}, which can run code when it is loaded; "
+                "save the adapter as safetensors"
+            )
+        with open(self.path / TENSORS_FILE, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            yield config, size, _pieces(file, size, piece_bytes)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """The files' contents, which must not change meanwhile."""
+
+    config: bytes
+    tensors: memoryview
+
+    @contextmanager
+    def open(self, piece_bytes: int) -> Iterator[Files]:
+        size = len(self.tensors)
+        yield self.config, size, (bytes(self.tensors[at : at + piece_bytes]) for at in range(0, size, piece_bytes))
+
+
+class Upload:
+    """The messages of one attempt at a load.
+
+    Attributes: error, why they ended before the last one: a server takes nothing that is cut short, and refuses the
+    call. is_over: set by whoever made the call when it has ended.
+    """
+
+    def __init__(self, source: Source | None, piece_bytes: int, progress: Progress | None) -> None:
+        """source: None for the server's folder."""
+        self._source, self._piece_bytes, self._progress = source, piece_bytes, progress
+        self.error: Exception | None = None
+        self.is_over = False
+
+    def messages(self, name: str, pinned: bool) -> Generator[pb.LoadAdapterRequest, None, None]:
+        """The messages in order. They may be asked for in any thread, which is the one that reads the files."""
+        if self._source is None:
+            yield pb.LoadAdapterRequest(name=name, pinned=pinned)
+            return
+        try:
+            with self._source.open(self._piece_bytes) as (config, size, pieces):
+                upload = pb.AdapterUpload(config=config, tensors_bytes=size)
+                yield pb.LoadAdapterRequest(name=name, pinned=pinned, upload=upload)
+                sent = 0
+                self._tell(sent, size)
+                for piece in pieces:
+                    yield pb.LoadAdapterRequest(chunk=piece)
+                    sent += len(piece)
+                    self._tell(sent, size)
+        except Exception as error:  # an iterator that raises is something else to each gRPC: the caller gets it
+            self.error = error
+
+    def _tell(self, sent: int, size: int) -> None:
+        if self._progress is not None and not self.is_over:
+            self._progress(sent, size)
+
+
+def _pieces(file: BinaryIO, size: int, piece_bytes: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file, in pieces. Raises ValueError if it has fewer."""
+    left = size
+    while left:
+        piece = file.read(min(piece_bytes, left))
+        if not piece:
+            raise ValueError(f"{TENSORS_FILE}: expected {size} bytes, got {size - left}: it was changed meanwhile")
+        left -= len(piece)
+        yield piece

@@ -1,0 +1,52 @@
+"""Writes a LoRA with random weights for a checkpoint, as PEFT writes it: python examples/make_adapter.py MODEL_DIR DIR
+
+It changes every linear module of the Gated DeltaNet mixers and the dense MLPs. Needs numpy and safetensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+# "model.layers.3.mlp.up_proj.weight"
+WEIGHT = re.compile(r".*layers\.\d+\.(?:linear_attn|mlp)\.(\w+_proj\w*)\.weight")
+
+
+def make_adapter(model: Path, directory: Path, *, rank: int = 8, seed: int = 0) -> None:
+    """Write adapter_config.json and adapter_model.safetensors (fp32); the same seed writes the same weights."""
+    rng = np.random.default_rng(seed)
+    tensors, modules = dict[str, np.ndarray](), set[str]()
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            names = file.keys()
+            for name in names:
+                if found := WEIGHT.fullmatch(name):
+                    rows, columns = file.get_slice(name).get_shape()
+                    stem = "base_model.model." + name.removesuffix(".weight")
+                    tensors[f"{stem}.lora_A.weight"] = _draw(rng, rank, columns)
+                    tensors[f"{stem}.lora_B.weight"] = _draw(rng, rows, rank)
+                    modules.add(found[1])
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(modules)}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, directory / "adapter_model.safetensors")
+
+
+def _draw(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    return rng.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns) ** 0.5
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, help="the checkpoint's directory")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    make_adapter(options.model, options.directory, seed=options.seed)
+    print(f"now load it: deltaline adapters load NAME --from {options.directory}")

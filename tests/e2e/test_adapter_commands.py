@@ -1,0 +1,146 @@
+"""`deltaline adapters` on a real AdapterService: what it prints, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from adapter_host import LIMIT_BYTES, AdapterHost
+
+from deltaline_client._cli import main
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterHost]:
+    made = AdapterHost(tmp_path_factory.mktemp("host") / "root")
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def host(running: AdapterHost) -> AdapterHost:
+    for adapter in running.do(running.registry.describe):
+        running.do(partial(running.registry.unload, adapter.name, drain=True))
+    return running
+
+
+def adapters(host: AdapterHost, action: str, *arguments: object) -> int:
+    return main(["adapters", action, *map(str, arguments), "--server", host.address])
+
+
+def test_adapters_are_loaded_listed_and_unloaded(host: AdapterHost, capsys: pytest.CaptureFixture[str]) -> None:
+    assert adapters(host, "list") == 0
+    assert capsys.readouterr().out == "no adapters, 0.0 KiB of 1.0 MiB in use, 0 of 2 slots on the device\n"
+    assert adapters(host, "load", "good", "--pin") == 0
+    [one] = host.do(host.registry.describe)
+    size, digits = f"{one.num_bytes / 1024:.1f} KiB", one.content_hash.hex()
+    assert capsys.readouterr().out == f"good is loaded: rank 3, {size}, hash {digits[:12]}, pinned\n"
+    assert adapters(host, "load", "another-one", "--from", host.directory) == 0
+    out, err = capsys.readouterr()
+    assert out == f"another-one is loaded: rank 3, {size}, hash {digits[:12]}\n"
+    sent = f"{(host.directory / 'adapter_model.safetensors').stat().st_size / 1024:.1f} KiB"
+    assert err.startswith(f"sent: {sent} of {sent}, ") and err.count("\n") == 1
+    assert adapters(host, "load", "good") == 0
+    assert capsys.readouterr().out.startswith("good was loaded before: rank 3, ")
+    number = host.do(lambda: host.registry.bind("good", 12))
+    assert adapters(host, "list") == 0
+    heading, first, second, total = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["name", "rank", "size", "state", "pinned", "sequences", "hash"]
+    assert first.split() == ["another-one", "3", *size.split(), "registered", "no", "0", digits[:12]]
+    assert second.split() == ["good", "3", *size.split(), "registered", "no", "12", digits[:12]]
+    assert heading.index("hash") == first.index(digits[:12]) == second.index(digits[:12])
+    assert heading.index("state") == first.index("registered") == second.index("registered")
+    assert heading.index("sequences") + len("sequences") - 2 == second.index("12")
+    assert total == f"2 adapters, {2 * one.num_bytes / 1024:.1f} KiB of 1.0 MiB in use, 0 of 2 slots on the device"
+    assert adapters(host, "unload", "good", "--drain") == 0
+    assert capsys.readouterr().out == "good is unloaded; 12 open sequences still have it\n"
+    host.do(lambda: host.registry.release(number, 12))
+    assert adapters(host, "unload", "another-one") == 0
+    assert capsys.readouterr().out == "another-one is unloaded\n"
+
+
+def test_a_list_for_programs(host: AdapterHost, capsys: pytest.CaptureFixture[str]) -> None:
+    adapters(host, "load", "good")
+    capsys.readouterr()
+    assert adapters(host, "list", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    [one] = host.do(host.registry.describe)
+    assert listed == {
+        "adapters": [
+            {
+                "name": "good",
+                "content_hash": one.content_hash.hex(),
+                "rank": 3,
+                "size_bytes": one.num_bytes,
+                "state": "registered",
+                "pinned": False,
+                "sequences": 0,
+                "modules_elsewhere": 0,
+            }
+        ],
+        "used_bytes": one.num_bytes,
+        "limit_bytes": LIMIT_BYTES,
+        "slots_used": 0,
+        "slots_total": 2,
+    }
+
+
+def test_what_is_wrong_is_told_in_one_line(
+    host: AdapterHost, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong: dict[tuple[object, ...], str] = {
+        ("load", "nothing"): "name: expected a directory of adapters, found none",
+        ("load", ".hidden"): "name: expected 1 .. 64 of",
+        ("load", "mine", "--from", tmp_path / "nothing"): "--from: [Errno 2] No such file or directory",
+        ("load", "good", "--timeout", "-1"): "timeout: expected a positive number of seconds",
+        ("unload", "nothing"): "no adapter has this name",
+    }
+    for (action, *arguments), message in wrong.items():
+        assert adapters(host, str(action), *arguments) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"deltaline: error: {message}") and err.count("\n") == 1
+    adapters(host, "load", "good")
+    number = host.do(lambda: host.registry.bind("good"))
+    capsys.readouterr()
+    assert adapters(host, "unload", "good") == 1
+    assert capsys.readouterr().err == "deltaline: error: 1 sequences use the adapter\n"
+    host.do(lambda: host.registry.release(number))
+
+
+@pytest.mark.parametrize("arguments", [[], ["load"], ["unload"], ["lost"]])
+def test_what_makes_no_command_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["adapters", *arguments])
+    assert "usage: deltaline adapters" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """Where progress is shown in place."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_at_a_terminal(host: AdapterHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert adapters(host, "load", "mine", "--from", host.directory) == 0
+    shown = terminal.getvalue().split("\r")[1:]
+    assert shown[0].startswith("sent: 0.0 KiB of ") and shown[0].endswith(" s\x1b[K")
+    assert shown[-1].endswith(" s\x1b[K\n") and len(shown) >= 2
+
+
+def test_modules_that_are_served_elsewhere_are_told(host: AdapterHost, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = dict(host.tensors)
+    for part, shape in (("lora_A", (3, 24)), ("lora_B", (8, 3))):
+        like = host.tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
+        name = f"base_model.model.model.layers.2.self_attn.k_proj.{part}.weight"
+        tensors[name] = like.new_zeros(shape)
+    host.write("wide", tensors)
+    assert adapters(host, "load", "wide") == 0
+    assert capsys.readouterr().out.endswith("\nit changes 1 more module, which this server does not serve\n")
