@@ -9,7 +9,7 @@ MANY_HEADS = 256
 # Bytes of a state's row that 8 threads load at once: whole sectors. A warp has 4 such rows at a time.
 ROW_BYTES = 128
 ROWS_PER_WARP = 4
-# With larger states the parts of many heads don't fit in the registers: half of them do.
+# With larger states the parts of many heads don't fit in the registers: a quarter of them does.
 LARGEST_STATE = 128
 
 
@@ -43,7 +43,7 @@ def choose_tile(heads: Heads, num_rows: int, state_bytes: int, *, one: bool) -> 
     many = num_rows * heads.num_heads >= MANY_HEADS
     num_warps, parts, max_registers = (MANY[state_bytes] if one else MANY_TOKENS) if many else FEW
     if heads.state_dim > LARGEST_STATE:
-        parts = max(1, parts // 2)
+        parts = max(1, parts // 4)
     # Fewer values than threads would leave two threads with one value of a state that is updated in place.
     values = 1 << (heads.state_dim - 1).bit_length()
     return Tile(num_warps, parts, max_registers, max(16, min(ROW_BYTES // state_bytes, values)))

@@ -43,6 +43,6 @@ def test_a_block_is_what_threads_load_at_once(state_dim: int, state_bytes: int) 
         assert short.block_s * state_bytes == ROW_THREADS * LOAD_BYTES
 
 
-def test_large_states_have_half_the_parts() -> None:
+def test_large_states_have_a_quarter_of_the_parts() -> None:
     small, large = (choose_tile(Heads(1, 8, 64, size), 1000, 2, one=True) for size in (128, 256))
-    assert large.parts * 2 == small.parts
+    assert large.parts * 4 == small.parts
