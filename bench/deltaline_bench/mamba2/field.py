@@ -11,6 +11,7 @@ from torch import Tensor
 from deltaline_bench.case import Side, SideMaker
 from deltaline_bench.gated_delta.shape import Mode
 from deltaline_bench.mamba2.batch import Batch
+from deltaline_bench.mamba2.field_prefill import prefill_peers
 from deltaline_bench.peers import Peers
 
 VLLM = "vllm.model_executor.layers.mamba.ops.mamba_ssm"
@@ -23,7 +24,7 @@ Function = Callable[..., Any]
 def peers(batch: Batch, found: Peers) -> dict[str, SideMaker]:
     """The field's kernels for what the batch does."""
     if batch.shape.mode is Mode.PREFILL:
-        return {}
+        return prefill_peers(batch, found)
     if batch.shape.mode is Mode.VERIFY:
         return {"vLLM": lambda: _vllm_verify(batch, found.load(VLLM, UPDATE))}
     return {
