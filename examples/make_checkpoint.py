@@ -6,6 +6,7 @@ All layers are Gated DeltaNet blocks, so a deltaline server can serve the whole 
 from __future__ import annotations
 
 import argparse
+import stat
 from pathlib import Path
 
 import torch
@@ -34,12 +35,15 @@ def make_checkpoint(directory: Path, *, seed: int = 0, num_layers: int = 4, voca
         dtype="float32",
     )
     Qwen3NextForCausalLM(config).save_pretrained(directory)
+    # It writes weights that only their owner may read, and the config as the umask says.
+    for path in directory.glob("*.safetensors"):
+        path.chmod(stat.S_IMODE((directory / "config.json").stat().st_mode))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where to write; made if it is not there")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights [%(default)s]")
     options = parser.parse_args()
     make_checkpoint(options.directory, seed=options.seed)
     for path in sorted(options.directory.iterdir()):

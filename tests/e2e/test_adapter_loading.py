@@ -194,8 +194,12 @@ def test_a_load_waits_for_memory_as_long_as_it_may(host: AdapterHost, kind: str)
 
 
 def test_what_cannot_be_read_here_is_not_sent(driven: Driven, host: AdapterHost, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=CONFIG):
+    with pytest.raises(FileNotFoundError, match="nothing: expected a directory, found nothing"):
         driven.load("mine", tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=CONFIG):
+        driven.load("mine", tmp_path)
+    with pytest.raises(NotADirectoryError, match=f"{CONFIG}: expected a directory, found something else"):
+        driven.load("mine", host.directory / CONFIG)
     (host.directory / TENSORS).rename(host.directory / "adapter_model.bin")
     with pytest.raises(ValueError, match=r"only adapter_model\.bin, which can run code"):
         driven.load("mine", host.directory)

@@ -39,6 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp("checkpoint")
     load_example("make_checkpoint").make_checkpoint(directory)
+    assert len({path.stat().st_mode for path in directory.iterdir()}) == 1, "all files as the umask says"
     return directory
 
 
