@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 # "model.layers.3.mlp.up_proj.weight"
 WEIGHT = re.compile(r".*layers\.\d+\.(?:linear_attn|mlp)\.(\w+_proj\w*)\.weight")
@@ -35,7 +35,8 @@ def make_adapter(model: Path, directory: Path, *, rank: int = 8, seed: int = 0) 
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(modules)}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
-    save_file(tensors, directory / "adapter_model.safetensors")
+    # Not save_file: it writes files that only their owner may read, whatever the umask says.
+    (directory / "adapter_model.safetensors").write_bytes(save(tensors))
 
 
 def _draw(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
@@ -43,10 +44,11 @@ def _draw(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the checkpoint's directory")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("directory", type=Path, help="where to write; made if it is not there")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights [%(default)s]")
     options = parser.parse_args()
     make_adapter(options.model, options.directory, seed=options.seed)
-    print(f"now load it: deltaline adapters load NAME --from {options.directory}")
+    name = options.directory.resolve().name
+    print(f"now load it: deltaline adapters load {name} --from {options.directory}")

@@ -7,6 +7,7 @@ Needs torch and transformers.
 from __future__ import annotations
 
 import argparse
+import stat
 from pathlib import Path
 
 import torch
@@ -21,9 +22,15 @@ def make_checkpoint(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    if mamba2:
-        make_mamba2(num_layers, vocab_size).save_pretrained(directory)
-        return
+    model = make_mamba2(num_layers, vocab_size) if mamba2 else make_gated_delta_net(num_layers, vocab_size)
+    model.save_pretrained(directory)
+    # It writes weights that only their owner may read, and the config as the umask says.
+    for path in directory.glob("*.safetensors"):
+        path.chmod(stat.S_IMODE((directory / "config.json").stat().st_mode))
+
+
+def make_gated_delta_net(num_layers: int, vocab_size: int) -> Qwen3NextForCausalLM:
+    """Make a Qwen3-Next model without experts and without attention."""
     config = Qwen3NextConfig(
         vocab_size=vocab_size,
         hidden_size=256,
@@ -39,7 +46,7 @@ def make_checkpoint(
         eos_token_id=None,
         dtype="float32",
     )
-    Qwen3NextForCausalLM(config).save_pretrained(directory)
+    return Qwen3NextForCausalLM(config)
 
 
 def make_mamba2(num_layers: int, vocab_size: int) -> Mamba2ForCausalLM:
@@ -65,9 +72,9 @@ def make_mamba2(num_layers: int, vocab_size: int) -> Mamba2ForCausalLM:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where to write; made if it is not there")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights [%(default)s]")
     parser.add_argument("--mamba2", action="store_true", help="Mamba2 instead of Gated DeltaNet")
     options = parser.parse_args()
     make_checkpoint(options.directory, seed=options.seed, mamba2=options.mamba2)

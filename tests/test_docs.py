@@ -121,7 +121,9 @@ async def test_examples_of_the_readme_run_and_every_metric_is_documented(tmp_pat
     (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     save_file(base_weights(ModelConfig.from_mapping(MODEL), layers=1).tensors, model / "model.safetensors")
     make_adapter = [sys.executable, "-P", str(ROOT / "examples" / "make_adapter.py"), str(model), str(adapter)]
-    await asyncio.to_thread(subprocess.run, make_adapter, check=True, capture_output=True)
+    made = await asyncio.to_thread(subprocess.run, make_adapter, check=True, capture_output=True, text=True)
+    assert made.stdout == f"now load it: deltaline adapters load french --from {adapter}\n"
+    assert len({path.stat().st_mode for path in adapter.iterdir()}) == 1, "both files as the umask says"
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     config = Config(
         model=str(model),

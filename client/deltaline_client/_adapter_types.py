@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 from deltaline.v1 import adapter_service_pb2
 from deltaline_client._exceptions import ProtocolError
+
+HASH_DIGITS = 16
+"""Hex digits of a content hash that are shown to people."""
 
 
 class AdapterState(IntEnum):
@@ -29,6 +32,12 @@ class Adapter:
     pinned: bool
     sequences: int
     modules_elsewhere: int
+
+    def __repr__(self) -> str:
+        """All fields; of the hash as many digits as fit a line."""
+        values = {one.name: repr(getattr(self, one.name)) for one in fields(self)}
+        values["content_hash"] = self.content_hash.hex()[:HASH_DIGITS]
+        return f"Adapter({', '.join(f'{name}={value}' for name, value in values.items())})"
 
     @classmethod
     def from_proto(cls, message: adapter_service_pb2.Adapter) -> Adapter:

@@ -42,6 +42,10 @@ class Directory:
 
     @contextmanager
     def open(self, piece_bytes: int) -> Iterator[Files]:
+        if not self.path.exists():
+            raise FileNotFoundError(f"{self.path}: expected a directory, found nothing")
+        if not self.path.is_dir():
+            raise NotADirectoryError(f"{self.path}: expected a directory, found something else")
         with open(self.path / CONFIG_FILE, "rb") as file:
             config = file.read(MAX_CONFIG_BYTES + 1)
         if len(config) > MAX_CONFIG_BYTES:

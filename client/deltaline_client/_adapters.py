@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ def load(
     tensors: bytes | bytearray | memoryview | None = None,
     pinned: bool = False,
     progress: Progress | None = None,
+    waiting: Callable[[DeltalineError], object] | None = None,
     timeout_s: float | None = None,
 ) -> Flow[LoadedAdapter]:
     """Load an adapter under a name: that of the server's folder, or one that is sent.
@@ -46,9 +48,11 @@ def load(
     Args: path, a directory of this machine as PEFT writes it (adapter_config.json, adapter_model.safetensors), read
     while it is sent; or config and tensors, the bytes of these two files, left alone meanwhile; with none of them the
     server reads its own. pinned, stay when memory is short; the last load of a name counts. progress, called as
-    progress(sent_bytes, total_bytes) from the thread that reads. timeout_s, with all tries, default the client's.
+    progress(sent_bytes, total_bytes) from the thread that reads. waiting, called with a try's error before the wait for
+    the next try. timeout_s, with all tries, default the client's.
     Raises InvalidAdapter, naming what can't be taken; AdapterExists; AdapterBytesExhausted when there is not enough
-    memory in time; AdaptersOff; OSError and ValueError for files that can't be read here; what `progress` raises.
+    memory in time; AdaptersOff; OSError and ValueError for files that can't be read here; what `progress`
+    and `waiting` raise.
     """
     client = adapters._client
     source = _source(path, config, tensors)
@@ -73,6 +77,8 @@ def load(
             delay_s = attempts.delay_s(error.retry_after_s) if is_retryable(error) else None
             if delay_s is None:
                 raise
+            if waiting is not None:
+                waiting(error)
         finally:
             upload.is_over = True
             with suppress(ValueError):  # a thread is reading just now: it lets go of the file when it is done

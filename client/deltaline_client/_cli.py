@@ -18,7 +18,7 @@ from deltaline_client._bench_run import BenchError
 from deltaline_client._cli_adapters import add_adapters, run_adapters
 from deltaline_client._cli_bench import bench
 from deltaline_client._cli_demo import DemoError, demo
-from deltaline_client._cli_text import mebibytes, table
+from deltaline_client._cli_text import plural, readable_bytes, table
 from deltaline_client._client import Client
 from deltaline_client._exceptions import DeltalineError
 
@@ -111,15 +111,16 @@ def show_info(address: str) -> int:
     )
     adapters = "none"
     if info.adapter_bytes:
-        kept = f"{mebibytes(info.adapter_bytes)} of host memory, {info.adapter_slots} slots on the device"
+        slots = f"{info.adapter_slots} {plural(info.adapter_slots, 'slot')} on the device"
+        kept = f"{readable_bytes(info.adapter_bytes)} of host memory, {slots}"
         adapters = f"{kept}, rank at most {info.max_adapter_rank}"
     rows = [
         ("server", f"deltaline {info.version} on {info.device}, epoch {info.server_epoch:#x}"),
         ("model", f"{info.model_type}, hidden size {info.hidden_size}, {info.dtype}, state in {info.state_dtype}"),
         ("spans", f"{spans} ({info.scope} scope)"),
-        ("sequences", f"at most {info.max_sequences}, {mebibytes(info.sequence_state_bytes)} of state each"),
+        ("sequences", f"at most {info.max_sequences}, {readable_bytes(info.sequence_state_bytes)} of state each"),
         ("steps", f"at most {info.max_draft_tokens} tokens to verify, {info.max_steps_in_flight} steps in flight"),
-        ("inline tensors", f"at most {mebibytes(info.inline_limit_bytes)}"),
+        ("inline tensors", f"at most {readable_bytes(info.inline_limit_bytes)}"),
         ("leases", f"{info.default_lease_s:g} s, at most {info.max_lease_s:g} s"),
         ("adapters", adapters),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(info.versions.items()))),
@@ -136,8 +137,8 @@ def show_load(address: str) -> int:
         ("", "used", "limit"),
         ("state lines", str(load.lines_used), str(load.lines_total)),
         ("queued rows", str(load.queued_rows), str(load.queued_rows_limit)),
-        ("queued bytes", mebibytes(load.queued_bytes), mebibytes(load.queued_bytes_limit)),
-        ("kept replies", mebibytes(load.reply_bytes), mebibytes(load.reply_bytes_limit)),
+        ("queued bytes", readable_bytes(load.queued_bytes), readable_bytes(load.queued_bytes_limit)),
+        ("kept replies", readable_bytes(load.reply_bytes), readable_bytes(load.reply_bytes_limit)),
     ]
     print(table(rows, align="<>>"))
     print(f"{load.sequences_open} sequences open{', draining' if load.draining else ''}")

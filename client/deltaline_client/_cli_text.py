@@ -17,9 +17,21 @@ def table(rows: Sequence[Sequence[str]], align: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def mebibytes(count: int) -> str:
+def readable_bytes(count: int) -> str:
     """Return a number of bytes in a readable unit."""
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+    if count < 1024:
+        return f"{count} B"
+    size = count / 1024
+    for unit in ("KiB", "MiB"):
+        if size < 1023.95:  # more would be shown as 1024.0
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def plural(number: int, noun: str) -> str:
+    """Return the noun as it goes with the number."""
+    return noun if number == 1 else f"{noun}s"
 
 
 class ProgressLine:
@@ -47,6 +59,14 @@ class ProgressLine:
         with self._lock:
             self._total = f" of {self._shown(total)}"
             self._move(done)
+
+    def interrupt(self, text: str) -> None:
+        """Print a line of text after how far it is; what follows is shown below it."""
+        with self._lock:
+            if self._done or self._shown_s:
+                self._show(end="\n")
+            print(text, file=sys.stderr, flush=True)
+            self._done, self._shown_s = 0, 0.0
 
     def _move(self, done: int) -> None:
         self._done = done

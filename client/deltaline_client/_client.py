@@ -30,7 +30,9 @@ class Client(ClientState):
             outputs = sequence.prefill(hidden)      # [n, hidden_size] in, [n, hidden_size] out
             output = sequence.decode(outputs[-1])
 
-    Leaving the `with` block closes the channel, not the sequences: they live until they are closed or their lease ends.
+    Leaving `with Client` closes the channel, not the sequences: they live until they are closed, which leaving
+    `with client.open()` does, or until their lease ends. So the sequences of a client that crashed keep their adapter
+    from being unloaded until their lease ends.
     Threads may share a client; two calls at once on the same span of the same sequence raise SequenceBusy.
 
     Args: address, "host:port" or "unix:/path"; timeout, seconds for a call with all its retries; retry, see Retry;

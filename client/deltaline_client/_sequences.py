@@ -31,6 +31,8 @@ def open_sequences(
 
     Raises ProtocolError if the server has opened them without the adapter: it is too old to know any.
     """
+    if not isinstance(adapter, str | None):
+        raise TypeError(f"adapter: expected a name, or None for none, got {type(adapter).__name__}")
     if adapter == "":
         raise ValueError("adapter: expected a name, or None for none, got an empty name")
     request = layers.OpenSequencesRequest(

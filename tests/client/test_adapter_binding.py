@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from deltaline.v1 import adapter_service_pb2 as pb
-from deltaline_client import Adapter, AdapterState, AdapterUnknown, ProtocolError
+from deltaline_client import Adapter, AdapterList, AdapterState, AdapterUnknown, ProtocolError
 
 HASH = b"\x01" * 32
 
@@ -39,6 +39,8 @@ def test_an_adapter_that_is_not_loaded(server: Any, driven: Any) -> None:
     assert len(server.requests["OpenSequences"]) == 1
     with pytest.raises(ValueError, match="adapter: expected a name, or None for none, got an empty name"):
         driven.do(driven.client.open(adapter=""))
+    with pytest.raises(TypeError, match="adapter: expected a name, or None for none, got int"):
+        driven.do(driven.client.open(adapter=3))
     assert len(server.requests["OpenSequences"]) == 1
 
 
@@ -48,6 +50,15 @@ def test_a_server_that_drops_the_adapter_is_noticed(server: Any, driven: Any) ->
         driven.do(driven.client.open(adapter="french"))
     [closed] = server.requests["CloseSequences"]
     assert len(closed.sequence) == 1, "it would keep its state until its lease is over"
+
+
+def test_an_adapter_is_shown_on_a_line() -> None:
+    message = pb.Adapter(name="french", content_hash=bytes(range(32)), rank=8, state=pb.ADAPTER_STATE_RESIDENT)
+    adapter = Adapter.from_proto(message)
+    shown = repr(adapter)
+    assert shown.startswith("Adapter(name='french', content_hash=0001020304050607, rank=8, size_bytes=0, state=<")
+    assert shown.endswith("pinned=False, sequences=0, modules_elsewhere=0)")
+    assert repr(AdapterList((adapter,), 1, 2, 3, 4)).startswith(f"AdapterList(adapters=({shown},), used_bytes=1, ")
 
 
 def test_a_state_of_a_later_server_is_an_error_of_the_protocol() -> None:

@@ -17,7 +17,7 @@ import pytest
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client import _cli_demo
 from deltaline_client._cli import _parser, bench_options, main
-from deltaline_client._cli_text import mebibytes, table
+from deltaline_client._cli_text import plural, readable_bytes, table
 from deltaline_server.config import Config
 from deltaline_server.errors import Reason
 
@@ -45,8 +45,11 @@ def test_info_tells_what_is_served(server: Any, capsys: pytest.CaptureFixture[st
 def test_info_tells_how_many_adapters_there_may_be(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.info.adapter_bytes, server.info.adapter_slots, server.info.max_adapter_rank = 2 << 30, 8, 64
     assert main(["info", server.address]) == 0
-    line = "adapters        2048.0 MiB of host memory, 8 slots on the device, rank at most 64"
+    line = "adapters        2.0 GiB of host memory, 8 slots on the device, rank at most 64"
     assert line in capsys.readouterr().out.splitlines()
+    server.info.adapter_slots = 1
+    assert main(["info", server.address]) == 0
+    assert "2.0 GiB of host memory, 1 slot on the device, rank" in capsys.readouterr().out
 
 
 def test_load_tells_how_full_it_is(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,4 +200,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(
 
 def test_tables_line_up() -> None:
     assert table([("a", "1"), ("long", "100")], align="<>") == "a       1\nlong  100"
-    assert (mebibytes(3 << 19), mebibytes(512)) == ("1.5 MiB", "0.5 KiB")
+    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", (1 << 20) - 1: "1.0 MiB", 3 << 19: "1.5 MiB"}
+    sizes |= {(1 << 30) - 1: "1.0 GiB", 1 << 30: "1.0 GiB", 5 << 39: "2560.0 GiB"}
+    assert {size: readable_bytes(size) for size in sizes} == sizes
+    assert [plural(count, "slot") for count in (0, 1, 2)] == ["slots", "slot", "slots"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from deltaline_client import StepTiming
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generate.py"
 
@@ -44,3 +48,32 @@ def test_a_missing_server_is_told(example: Any, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--server", "127.0.0.1:9"])
     with pytest.raises(SystemExit, match=r"^no server answers at 127.0.0.1:9: start one with `deltaline-server"):
         example.main()
+
+
+def test_heads_of_the_table_stand_apart(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    report = example.Report(tokens=[[1, 2]], ended_at=[1], steps=1, total_s=1.0, timings=[StepTiming()])
+    example.print_table({"plain": report})
+    heads, row = capsys.readouterr().out.splitlines()
+    columns = ["tokens", "steps", "tokens/s", "accepted", "queue ms", "copy in ms", "compute ms", "copy out ms"]
+    assert re.split(" {2,}", heads.strip()) == columns
+    assert len(row) == len(heads) and len(row.split()) == 1 + len(columns)
+
+
+def test_a_comparison_is_announced_before_it_begins(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    def expected_tokens(*arguments: object) -> list[list[int]]:
+        shown.append(capsys.readouterr().out)
+        return [[1]]
+
+    report = example.Report(tokens=[[1]], ended_at=[1], steps=1, total_s=1.0, timings=[StepTiming()])
+    ends = SimpleNamespace(embedding=range(8), end_tokens=set())
+    changes = {"Ends": lambda _: ends, "check_server": lambda _: None, "generate": lambda *_: report}
+    for name, change in (changes | {"expected_tokens": expected_tokens}).items():
+        monkeypatch.setattr(example, name, change)
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--prompt", "1", "--drafts", "0", "--compare"])
+    assert example.main() == 0
+    assert shown[0].endswith("transformers now does the same, without a cache: up to a minute on a CPU\n")
+    assert capsys.readouterr().out == "plain: 1 of 1 tokens compared, all equal\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from adapter_host import LIMIT_BYTES, AdapterHost
 
+from deltaline_client import _cli_adapters
 from deltaline_client._cli import main
 
 
@@ -35,14 +36,14 @@ def adapters(host: AdapterHost, action: str, *arguments: object) -> int:
 
 def test_adapters_are_loaded_listed_and_unloaded(host: AdapterHost, capsys: pytest.CaptureFixture[str]) -> None:
     assert adapters(host, "list") == 0
-    assert capsys.readouterr().out == "no adapters, 0.0 KiB of 1.0 MiB in use, 0 of 2 slots on the device\n"
+    assert capsys.readouterr().out == "no adapters, 0 B of 1.0 MiB in use, 0 of 2 slots on the device\n"
     assert adapters(host, "load", "good", "--pin") == 0
     [one] = host.do(host.registry.describe)
     size, digits = f"{one.num_bytes / 1024:.1f} KiB", one.content_hash.hex()
-    assert capsys.readouterr().out == f"good is loaded: rank 3, {size}, hash {digits[:12]}, pinned\n"
+    assert capsys.readouterr().out == f"good is loaded: rank 3, {size}, hash {digits[:16]}, pinned\n"
     assert adapters(host, "load", "another-one", "--from", host.directory) == 0
     out, err = capsys.readouterr()
-    assert out == f"another-one is loaded: rank 3, {size}, hash {digits[:12]}\n"
+    assert out == f"another-one is loaded: rank 3, {size}, hash {digits[:16]}\n"
     sent = f"{(host.directory / 'adapter_model.safetensors').stat().st_size / 1024:.1f} KiB"
     assert err.startswith(f"sent: {sent} of {sent}, ") and err.count("\n") == 1
     assert adapters(host, "load", "good") == 0
@@ -51,15 +52,22 @@ def test_adapters_are_loaded_listed_and_unloaded(host: AdapterHost, capsys: pyte
     assert adapters(host, "list") == 0
     heading, first, second, total = capsys.readouterr().out.splitlines()
     assert heading.split() == ["name", "rank", "size", "state", "pinned", "sequences", "hash"]
-    assert first.split() == ["another-one", "3", *size.split(), "registered", "no", "0", digits[:12]]
-    assert second.split() == ["good", "3", *size.split(), "registered", "no", "12", digits[:12]]
-    assert heading.index("hash") == first.index(digits[:12]) == second.index(digits[:12])
+    assert first.split() == ["another-one", "3", *size.split(), "registered", "no", "0", digits[:16]]
+    assert second.split() == ["good", "3", *size.split(), "registered", "no", "12", digits[:16]]
+    assert heading.index("hash") == first.index(digits[:16]) == second.index(digits[:16])
     assert heading.index("state") == first.index("registered") == second.index("registered")
     assert heading.index("sequences") + len("sequences") - 2 == second.index("12")
     assert total == f"2 adapters, {2 * one.num_bytes / 1024:.1f} KiB of 1.0 MiB in use, 0 of 2 slots on the device"
     assert adapters(host, "unload", "good", "--drain") == 0
     assert capsys.readouterr().out == "good is unloaded; 12 open sequences still have it\n"
-    host.do(lambda: host.registry.release(number, 12))
+    host.do(lambda: host.registry.release(number, 11))
+    assert adapters(host, "load", "good") == 0
+    again = host.do(lambda: host.registry.bind("good"))
+    capsys.readouterr()
+    assert adapters(host, "unload", "good", "--drain") == 0
+    assert capsys.readouterr().out == "good is unloaded; 1 open sequence still has it\n"
+    host.do(lambda: host.registry.release(number))
+    host.do(lambda: host.registry.release(again))
     assert adapters(host, "unload", "another-one") == 0
     assert capsys.readouterr().out == "another-one is unloaded\n"
 
@@ -96,7 +104,12 @@ def test_what_is_wrong_is_told_in_one_line(
     wrong: dict[tuple[object, ...], str] = {
         ("load", "nothing"): "name: expected a directory of adapters, found none",
         ("load", ".hidden"): "name: expected 1 .. 64 of",
-        ("load", "mine", "--from", tmp_path / "nothing"): "--from: [Errno 2] No such file or directory",
+        (
+            "load",
+            "mine",
+            "--from",
+            tmp_path / "none",
+        ): f"--from: {tmp_path / 'none'}: expected a directory, found nothing",
         ("load", "good", "--timeout", "-1"): "timeout: expected a positive number of seconds",
         ("unload", "nothing"): "no adapter has this name",
     }
@@ -121,6 +134,53 @@ def test_what_makes_no_command_ends_with_2(arguments: list[str], capsys: pytest.
     assert "usage: deltaline adapters" in capsys.readouterr().err
 
 
+@pytest.fixture
+def full(host: AdapterHost) -> Iterator[int]:
+    """A host whose memory is taken by "good", which a sequence uses; yields what to release."""
+    assert adapters(host, "load", "good") == 0
+    [one] = host.do(host.registry.describe)
+    host.do(lambda: setattr(host.registry, "limit_bytes", 2 * one.num_bytes - 1))
+    number = host.do(lambda: host.registry.bind("good"))
+    yield number
+    host.service.before_load = lambda: None
+    host.do(lambda: setattr(host.registry, "limit_bytes", LIMIT_BYTES))
+
+
+def test_a_load_that_waits_for_memory_says_so_once(
+    host: AdapterHost, full: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    before = len(host.service.calls)
+
+    def before_load() -> None:
+        if len(host.service.calls) == before + 3:
+            host.registry.release(full)
+
+    host.service.before_load = before_load
+    assert adapters(host, "load", "mine", "--from", host.directory, "--timeout", 25) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("mine is loaded") and len(host.service.calls) == before + 3
+    notes = [line for line in err.splitlines() if not line.startswith("sent: ")]
+    assert len(notes) == 1 and notes[0].startswith("refused, waiting for adapter memory: ")
+    assert notes[0].endswith("; up to 25 s, see --timeout")
+
+
+def test_a_load_gives_up_waiting_for_memory(
+    host: AdapterHost, full: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert _cli_adapters._MEMORY_S == 60
+    monkeypatch.setattr(_cli_adapters, "_MEMORY_S", 0.5)
+    before = len(host.service.calls)
+    assert adapters(host, "load", "mine", "--from", host.directory) == 1
+    assert len(host.service.calls) == before + 2  # the server says: again after a second
+    note, error = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("sent: "))
+    assert note.endswith("; up to 0.5 s, see --timeout")
+    message = note.removeprefix("refused, waiting for adapter memory: ").removesuffix("; up to 0.5 s, see --timeout")
+    assert error == f"deltaline: error: {message}"
+    host.do(lambda: host.registry.release(full))
+
+
 class Terminal(io.StringIO):
     """Where progress is shown in place."""
 
@@ -132,7 +192,7 @@ def test_progress_at_a_terminal(host: AdapterHost, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     assert adapters(host, "load", "mine", "--from", host.directory) == 0
     shown = terminal.getvalue().split("\r")[1:]
-    assert shown[0].startswith("sent: 0.0 KiB of ") and shown[0].endswith(" s\x1b[K")
+    assert shown[0].startswith("sent: 0 B of ") and shown[0].endswith(" s\x1b[K")
     assert shown[-1].endswith(" s\x1b[K\n") and len(shown) >= 2
 
 

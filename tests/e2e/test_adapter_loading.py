@@ -194,8 +194,12 @@ def test_a_load_waits_for_memory_as_long_as_it_may(host: AdapterHost, kind: str)
 
 
 def test_what_cannot_be_read_here_is_not_sent(driven: Driven, host: AdapterHost, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=CONFIG):
+    with pytest.raises(FileNotFoundError, match="nothing: expected a directory, found nothing"):
         driven.load("mine", tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=CONFIG):
+        driven.load("mine", tmp_path)
+    with pytest.raises(NotADirectoryError, match=f"{CONFIG}: expected a directory, found something else"):
+        driven.load("mine", host.directory / CONFIG)
     (host.directory / TENSORS).rename(host.directory / "adapter_model.bin")
     with pytest.raises(ValueError, match=r"only adapter_model\.bin, which can run code"):
         driven.load("mine", host.directory)
@@ -240,7 +244,7 @@ def test_a_file_that_the_server_cannot_hold_is_not_read(driven: Driven, host: Ad
     told: list[int] = []
     tracemalloc.start()
     try:
-        with pytest.raises(AdapterBytesExhausted, match="asked for"):
+        with pytest.raises(AdapterBytesExhausted, match="the upload has 1 TiB"):
             driven.load("mine", host.directory, progress=lambda done, _: told.append(done))
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
@@ -252,7 +256,7 @@ def test_why_an_upload_is_refused_is_not_lost(driven: Driven, host: AdapterHost)
     with open(host.directory / TENSORS, "r+b") as file:
         file.truncate(1 << 40)
     for _ in range(50):  # the refusal comes while pieces are written
-        with pytest.raises(AdapterBytesExhausted, match="asked for"):
+        with pytest.raises(AdapterBytesExhausted, match="the upload has 1 TiB"):
             driven.load("mine", host.directory)
 
 

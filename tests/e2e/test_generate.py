@@ -39,6 +39,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp(request.param)
     load_example("make_checkpoint").make_checkpoint(directory, mamba2=request.param == "mamba2")
+    assert len({path.stat().st_mode for path in directory.iterdir()}) == 1, "all files as the umask says"
     return directory
 
 
