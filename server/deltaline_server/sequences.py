@@ -145,10 +145,9 @@ class SequenceTable:
 
         After a stall of the whole process (this call comes late) clients had no chance to renew: it waits for the next.
         """
-        now = self._clock()
-        stalled = now - self._last_reap_s > 2 * self._lease_tick_s
+        now, last_s = self._clock(), self._last_reap_s
         self._last_reap_s = now
-        if stalled:
+        if now - last_s > 2 * self._lease_tick_s:
             return 0
         held = (self._state == SequenceState.OPEN) | (self._state == SequenceState.POISONED)
         over = np.flatnonzero(held & (self._deadline_s <= now))
