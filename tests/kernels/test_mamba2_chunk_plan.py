@@ -13,14 +13,15 @@ from deltaline_kernels.parts import Plan
     ("num_heads", "lengths", "expected"),
     [
         (16, (32768,), Plan(16, 2048)),
-        (128, (8192,), Plan(1, 8192)),
+        (128, (8192,), Plan(2, 4096)),
+        (128, (4032,), Plan(1, 4032)),
         (64, (8192,), Plan(4, 2048)),
         (64, (2048,), Plan(4, 512)),
         (128, (2048,), Plan(1, 2048)),
         (128, (2048,) * 8, Plan(1, 2048)),
         (16, (0, 32768), Plan(1, 32768)),
     ],
-    ids=["few-heads", "many-heads", "long", "short", "many-heads-short", "many-rows", "unknown-lengths"],
+    ids=["few-heads", "two-long-parts", "two-short-parts", "long", "short", "many-heads-short", "many-rows", "unknown-lengths"],
 )
 def test_rows_are_cut_where_few_programs_would_run(num_heads: int, lengths: tuple[int, ...], expected: Plan) -> None:
     heads = Heads(1, num_heads, 64, 128)

@@ -35,7 +35,7 @@ MANY_TOKENS: tuple[int, int, int | None] = (1, 8, 255)
 # those of a matrix instruction; parts, registers and records at once of the one warp of a program, for few and many.
 ROW_THREADS, LOAD_BYTES = 4, 16
 SHORT_ROWS = 16
-FEW_SHORT, MANY_SHORT = (1, 168, 3), (2, 255, 3)
+FEW_SHORT, MANY_SHORT = (1, 168, 3), (2, 224, 1)
 
 
 def choose_tile(heads: Heads, num_rows: int, state_bytes: int, *, one: bool) -> Tile:
