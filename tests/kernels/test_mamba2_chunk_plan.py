@@ -21,7 +21,16 @@ from deltaline_kernels.parts import Plan
         (128, (2048,) * 8, Plan(1, 2048)),
         (16, (0, 32768), Plan(1, 32768)),
     ],
-    ids=["few-heads", "two-long-parts", "two-short-parts", "long", "short", "many-heads-short", "many-rows", "unknown-lengths"],
+    ids=[
+        "few-heads",
+        "two-long-parts",
+        "two-short-parts",
+        "long",
+        "short",
+        "many-heads-short",
+        "many-rows",
+        "unknown-lengths",
+    ],
 )
 def test_rows_are_cut_where_few_programs_would_run(num_heads: int, lengths: tuple[int, ...], expected: Plan) -> None:
     heads = Heads(1, num_heads, 64, 128)

@@ -88,7 +88,7 @@ def find(buckets: list[Bucket], lengths: list[int], draft: int, has_adapters: bo
     graphs = object.__new__(Graphs)
     graphs._buckets = buckets
     graphs._decodes = {}
-    control = np.zeros((6, len(lengths) + 1), dtype=np.int32)
+    control = np.zeros((7, len(lengths) + 1), dtype=np.int32)
     control[0, 1:] = np.cumsum(lengths)
     slots = np.full(len(lengths), -1, dtype=np.int32) if has_adapters else None
     return graphs.find(StepBatch(0, control, sum(n <= draft for n in lengths), (), None, adapter_slots=slots))
@@ -196,7 +196,7 @@ class Sequences:
         lengths = np.where(verifies, rng.integers(1, MAX_DRAFT + 1, num_rows), 1)
         if long:
             lengths[-1], verifies[-1] = long, False
-        control = np.zeros((6, num_rows + 1), dtype=np.int32)
+        control = np.zeros((7, num_rows + 1), dtype=np.int32)
         control[0, 1:] = np.cumsum(lengths)
         control[1, :-1] = np.where(self.used[span, lines], lines, 0)
         control[2, :-1] = lines

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.compat.rows import EngineRows, read_back
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import NUM_FIELDS, Rows
 
 
 class Operands(Protocol):
@@ -60,7 +60,7 @@ def advance_cpu(operands: Operands, state: Tensor, rows: EngineRows, *, keep: bo
     found = read_back(rows, columns=0, width=1)
     live = [(line, row) for line, row in enumerate(found, 1) if not row.skipped]
     pool = state.new_zeros((len(found) + 1, *state.shape[1:]))
-    control = torch.full((6, len(found) + 1), -1, dtype=torch.int32)
+    control = torch.full((NUM_FIELDS, len(found) + 1), -1, dtype=torch.int32)
     control[0] = torch.tensor([found[0].begin if found else 0, *(row.end for row in found)])
     control[3, :-1] = control[0].diff()
     control[4:] = 0

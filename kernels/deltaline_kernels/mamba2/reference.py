@@ -41,7 +41,7 @@ def mamba2_reference(
     u = step[..., None] * x
 
     y = torch.zeros(xBC.shape[0], num_heads, head_dim, dtype=xBC.dtype, device=xBC.device)
-    starts, reads, writes, committed, replayed, halves = rows.control.tolist()
+    starts, reads, writes, committed, replayed, halves, _ = rows.control.tolist()
     for i in range(rows.num_rows):
         begin, end = starts[i], starts[i + 1]
         read, write, c, r = reads[i], writes[i], committed[i], replayed[i]
