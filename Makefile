@@ -48,9 +48,9 @@ bench-cpu: $(INSTALLED)  ## measure on the CPU: the mixer beside transformers, t
 	$(BIN)/python bench/mixer.py; mixer=$$?; $(BIN)/python bench/overhead.py && exit $$mixer
 
 bench-gpu: $(INSTALLED)  ## measure the kernels beside the peers that are installed; needs a CUDA device
-	$(BIN)/python -m deltaline_bench conv1d --output bench/results; conv1d=$$?; \
-	$(BIN)/python -m deltaline_bench gated_delta --output bench/results; delta=$$?; \
-	$(BIN)/python -m deltaline_bench lora --output bench/results && exit $$(( conv1d | delta ))
+	status=0; for suite in conv1d gated_delta lora mamba2; do \
+	    $(BIN)/python -m deltaline_bench $$suite --output bench/results || status=$$?; \
+	done; exit $$status
 
 wheel: $(INSTALLED)  ## build dist/deltaline-*.whl
 	$(BIN)/pip wheel --no-deps -w dist .

@@ -7,7 +7,8 @@ It keeps what is stateless (embedding, final norm, head); the server holds the d
 stream needs next becomes a row, all rows go in one step, and a stream that ends makes room for the next prompt. With
 --drafts K a step verifies up to K tokens, looked up in the stream itself: the right ones cost no step of their own.
 
-DIR is a checkpoint as transformers writes it, with linear attention in all layers (make_checkpoint.py writes one).
+DIR is a checkpoint as transformers writes it, a Mamba2 model or one with linear attention in all layers
+(make_checkpoint.py writes one of either kind).
 """
 
 from __future__ import annotations
@@ -35,6 +36,28 @@ NEAR_TIE = 1e-3
 ANSWER_TIMEOUT_S = 5.0
 
 
+@dataclass(frozen=True)
+class Names:
+    """What a checkpoint calls the tensors of its ends: any of these; and its config the constant of their norm."""
+
+    embedding: tuple[str, ...]
+    norm: tuple[str, ...]
+    epsilon: str
+
+
+NAMES = Names(("embed_tokens.weight",), ("norm.weight",), "rms_norm_eps")
+# The second name is that of checkpoints which mamba_ssm wrote.
+MAMBA_NAMES = Names(("embeddings.weight", "embedding.weight"), ("norm_f.weight",), "layer_norm_epsilon")
+
+
+def find(tensors: dict[str, NDArray[Any]], names: tuple[str, ...], directory: Path) -> NDArray[Any]:
+    """Return the tensor that has one of the names, whatever module it is in."""
+    for name, tensor in tensors.items():
+        if name.split(".", name.count(".") - 1)[-1] in names:
+            return tensor
+    raise ValueError(f"{directory}: no tensor is named {' or '.join(names)}")
+
+
 class Ends:
     """What comes before and after the decoder layers: token ids to hidden states, hidden states to the greedy token."""
 
@@ -43,7 +66,8 @@ class Ends:
             raise ValueError(f"{directory}: no checkpoint: expected config.json and *.safetensors")
         config = json.loads((directory / "config.json").read_text())
         config = config.get("text_config", config)
-        if set(config.get("layer_types", [])) != {"linear_attention"}:
+        is_mamba = config.get("model_type") == "mamba2"
+        if not is_mamba and set(config.get("layer_types", [])) != {"linear_attention"}:
             raise ValueError(
                 f"{directory}: every layer must be linear attention for the server to hold the whole stack"
             )
@@ -52,14 +76,12 @@ class Ends:
             with safe_open(path, "np") as file:
                 names = [name for name in file.keys() if ".layers." not in name]  # noqa: SIM118 - not a dict
                 tensors |= {name: file.get_tensor(name).astype(np.float32) for name in names}
-        stems = [name.removesuffix("embed_tokens.weight") for name in tensors if name.endswith("embed_tokens.weight")]
-        if not stems:
-            raise ValueError(f"{directory}: no tensor is named embed_tokens.weight")
-        stem = stems[0]
-        self.embedding = tensors[stem + "embed_tokens.weight"]  # [vocabulary, hidden]
-        self.norm = 1.0 + tensors[stem + "norm.weight"]  # [hidden]; the checkpoint stores the distance from 1
+        stored = MAMBA_NAMES if is_mamba else NAMES
+        self.embedding = find(tensors, stored.embedding, directory)  # [vocabulary, hidden]
+        # [hidden]; but for Mamba2 the checkpoint stores the distance from 1
+        self.norm = find(tensors, stored.norm, directory) + (0.0 if is_mamba else 1.0)
         self.head = tensors.get("lm_head.weight", self.embedding)  # [vocabulary, hidden]; absent when tied
-        self.epsilon: float = config["rms_norm_eps"]
+        self.epsilon: float = config[stored.epsilon]
         eos = config.get("eos_token_id")
         self.end_tokens = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
 

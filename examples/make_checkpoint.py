@@ -1,6 +1,7 @@
 """Writes a small checkpoint with random weights, as transformers writes it: python examples/make_checkpoint.py DIR
 
-All layers are Gated DeltaNet blocks, so a deltaline server can serve the whole stack. Needs torch and transformers.
+All layers are Gated DeltaNet blocks, or Mamba2 blocks with --mamba2, so a deltaline server can serve the whole stack.
+Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -10,15 +11,26 @@ import stat
 from pathlib import Path
 
 import torch
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.utils import logging
 
 
-def make_checkpoint(directory: Path, *, seed: int = 0, num_layers: int = 4, vocab_size: int = 256) -> None:
+def make_checkpoint(
+    directory: Path, *, seed: int = 0, num_layers: int = 4, vocab_size: int = 256, mamba2: bool = False
+) -> None:
     """Write config.json and model.safetensors (fp32) to `directory`; the same seed writes the same weights."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
+    model = make_mamba2(num_layers, vocab_size) if mamba2 else make_gated_delta_net(num_layers, vocab_size)
+    model.save_pretrained(directory)
+    # It writes weights that only their owner may read, and the config as the umask says.
+    for path in directory.glob("*.safetensors"):
+        path.chmod(stat.S_IMODE((directory / "config.json").stat().st_mode))
+
+
+def make_gated_delta_net(num_layers: int, vocab_size: int) -> Qwen3NextForCausalLM:
+    """Make a Qwen3-Next model without experts and without attention."""
     config = Qwen3NextConfig(
         vocab_size=vocab_size,
         hidden_size=256,
@@ -34,18 +46,38 @@ def make_checkpoint(directory: Path, *, seed: int = 0, num_layers: int = 4, voca
         eos_token_id=None,
         dtype="float32",
     )
-    Qwen3NextForCausalLM(config).save_pretrained(directory)
-    # It writes weights that only their owner may read, and the config as the umask says.
-    for path in directory.glob("*.safetensors"):
-        path.chmod(stat.S_IMODE((directory / "config.json").stat().st_mode))
+    return Qwen3NextForCausalLM(config)
+
+
+def make_mamba2(num_layers: int, vocab_size: int) -> Mamba2ForCausalLM:
+    """Make a Mamba2 model."""
+    config = Mamba2Config(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        num_hidden_layers=num_layers,
+        num_heads=8,
+        head_dim=32,
+        state_size=16,
+        n_groups=2,
+        chunk_size=8,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    model = Mamba2ForCausalLM(config)
+    # With outputs as large as they are made, no run of tokens ever comes back: there would be nothing to look up.
+    with torch.no_grad():
+        for layer in model.backbone.layers:
+            layer.mixer.out_proj.weight.mul_(0.04)
+    return model
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where to write; made if it is not there")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights [%(default)s]")
+    parser.add_argument("--mamba2", action="store_true", help="Mamba2 instead of Gated DeltaNet")
     options = parser.parse_args()
-    make_checkpoint(options.directory, seed=options.seed)
+    make_checkpoint(options.directory, seed=options.seed, mamba2=options.mamba2)
     for path in sorted(options.directory.iterdir()):
         print(f"wrote {path}, {path.stat().st_size} bytes")
     print(f"now serve it: deltaline-server --model {options.directory}")

@@ -52,15 +52,33 @@ def _write_checkpoint(
 ) -> Any:
     """Write config and weights of a model whose weights make mistakes show; return the transformers model.
 
-    All layers are Gated DeltaNet with a dense MLP unless `overrides` (of the language model's config) say otherwise.
-    `model.get_decoder().layers` are its layers.
+    All layers are Gated DeltaNet with a dense MLP, or a Mamba2 mixer alone, unless `overrides` (of the language model's
+    config) say otherwise. Of Mamba2, key_heads are groups and value_heads heads; head_dim is the state's, and of
+    nemotron_h the heads' too. `model.base_model.layers` are its layers, but for qwen3_5.
     """
     import torch  # only here, like transformers: most tests need neither
     import transformers
 
-    config: dict[str, Any] = {
-        "vocab_size": 8,
-        "hidden_size": hidden,
+    config: dict[str, Any] = {"vocab_size": 8, "hidden_size": hidden}
+    mamba = {
+        "num_hidden_layers": layers,
+        "chunk_size": 32,  # the oracle's own: of larger ones it computes the whole of few tokens
+        "num_heads": value_heads,
+        "head_dim": 2 * hidden // value_heads,
+    }
+    nemotron = {
+        "layers_block_type": ["linear_attention"] * layers,
+        "chunk_size": 32,
+        "mamba_num_heads": value_heads,
+        "mamba_head_dim": head_dim,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": intermediate,
+        # Its decode does not clamp time steps, as its prefill does: no step of these weights is as small.
+        "time_step_min": 1e-6,
+    }
+    linear = {
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": 2,
@@ -72,20 +90,30 @@ def _write_checkpoint(
         "linear_value_head_dim": head_dim,
         "layer_types": ["linear_attention"] * layers,
     }
-    if model_type == "qwen3_next":
-        config |= {"num_experts": 0, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    if model_type == "mamba2":
+        config |= mamba | {"n_groups": key_heads, "state_size": head_dim}
+        made = transformers.Mamba2Config(**config | overrides)
+    elif model_type == "nemotron_h":
+        config |= nemotron | {"n_groups": key_heads, "ssm_state_size": head_dim}
+        made = transformers.NemotronHConfig(**config | overrides)
+    elif model_type == "qwen3_next":
+        config |= linear | {"num_experts": 0, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         made = transformers.Qwen3NextConfig(**config | overrides)
     elif model_type == "qwen3_5_text":
-        made = transformers.Qwen3_5TextConfig(**config | overrides)
+        made = transformers.Qwen3_5TextConfig(**config | linear | overrides)
     else:
         vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
-        made = transformers.Qwen3_5Config(text_config=config | overrides, vision_config=vision)
+        made = transformers.Qwen3_5Config(text_config=config | linear | overrides, vision_config=vision)
     classes = {
+        "mamba2": "Mamba2ForCausalLM",
+        "nemotron_h": "NemotronHForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",
     }
     model: Any = getattr(transformers, classes[model_type])(made)
+    # The vectors that multiply as they are; other norms have the distance from 1.
+    around_one = ("norm.weight", "norm_f.weight", ".D") if hasattr(made, "n_groups") else ("linear_attn.norm.weight",)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -94,7 +122,7 @@ def _write_checkpoint(
             elif name.endswith(".dt_bias"):
                 weight.uniform_(-4, 1, generator=generator)
             elif weight.ndim == 1:
-                weight.normal_(1.0 if name.endswith("linear_attn.norm.weight") else 0.0, 0.3, generator=generator)
+                weight.normal_(1.0 if name.endswith(around_one) else 0.0, 0.3, generator=generator)
             else:
                 weight.normal_(0, weight[0].numel() ** -0.5, generator=generator)
     model = model.to(getattr(torch, dtype)).eval()

@@ -120,13 +120,15 @@ class ChecksumEngine:
         assert len(set(writes.tolist())) == num_rows and (writes > 0).all()
         for row in range(num_rows):
             begin, end = batch.control[0, row], batch.control[0, row + 1]
-            read, write, committed, replayed, half = batch.control[1:, row].tolist()
+            read, write, committed, replayed, half, position = batch.control[1:, row].tolist()
             new = hidden[begin:end, 0].tolist()
             adapter = self.adapter_of(batch, row)
             assert not read or self.adapter[batch.span, read] in (adapter, -1), "a state goes on under another adapter"
+            was_lost = bool(read) and self.adapter[batch.span, read] == -1
             self.adapter[batch.span, write] = adapter
             state = list(self.tokens[batch.span, read]) if read else []
             state += self.drafts[batch.span, read, half][:replayed] if replayed else []
+            assert was_lost or position == len(state)
             for t in range(len(new)):
                 out[begin + t] = checksum(state + new[: t + 1], adapter)
             if self.poison_token in new:

@@ -16,6 +16,7 @@ from deltaline_kernels.lora import (
     spread_slots,
     spread_slots_reference,
 )
+from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest import Check, run_selftest
@@ -38,6 +39,8 @@ __all__ = [
     "gated_rms_norm",
     "gated_rms_norm_reference",
     "group_tokens",
+    "mamba2",
+    "mamba2_reference",
     "run_selftest",
     "spread_slots",
     "spread_slots_reference",

@@ -29,6 +29,25 @@ def silu(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)) of fp32 x, to a relative error of about 1e-6 however small it is."""
+    # softplus(x) = max(x, 0) + log1p(e), e = exp(-|x|) in [0, 1]. log1p is 2 atanh(s), as a series in s = e / (2 + e),
+    # s <= 1/3: the hardware's logarithm has an absolute error, which is a large relative one where e is small.
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)
+    t = s * s
+    series = 1.0 / 15.0
+    series = series * t + 1.0 / 13.0
+    series = series * t + 1.0 / 11.0
+    series = series * t + 1.0 / 9.0
+    series = series * t + 1.0 / 7.0
+    series = series * t + 1.0 / 5.0
+    series = series * t + 1.0 / 3.0
+    series = series * t + 1.0
+    return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
 def _exact_silu(x):
     """silu(x) with exp(-|x|) and the sums carried as pairs of fp32: a value and what its rounding lost."""
     # exp(-|x|) = 2**n exp(s), |s| <= ln(2) / 2. From exp(-87) on 2**n is a normal number; below, e is of no use.

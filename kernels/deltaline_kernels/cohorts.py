@@ -67,7 +67,7 @@ def group_rows(rows: Rows) -> tuple[list[Cohort], list[tuple[int, int]]]:
     """Return the cohorts of `rows` (on the CPU) and the token ranges of the skipped rows."""
     cohorts: dict[tuple[int, ...], Cohort] = {}
     skipped = []
-    starts, reads, writes, committed, replayed, halves = rows.control.tolist()
+    starts, reads, writes, committed, replayed, halves, _ = rows.control.tolist()
     # By line: lines that follow each other then do so in their cohort too, whatever the order of the rows.
     for i in sorted(range(rows.num_rows), key=list(zip(reads, writes, strict=True)).__getitem__):
         length, read, write = starts[i + 1] - starts[i], reads[i], writes[i]

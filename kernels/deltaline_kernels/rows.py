@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltaline_kernels.checks import check_positive
 
-NUM_FIELDS = 6
+NUM_FIELDS = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,14 +19,15 @@ class Rows:
     """Rows of a batch: one int32 control tensor and the host's bounds on it.
 
     Args:
-        control: `[6, N+1]` int32, last dimension contiguous, on the device of the tensors. Its fields, in order:
+        control: `[7, N+1]` int32, last dimension contiguous, on the device of the tensors. Its fields, in order:
             0 query_start_loc `[N+1]`: first packed token of each row; the last entry is the end of the last row.
             1 read_line `[N]`: 0 is the zero state; -1 together with write_line -1 skips the row (outputs are zero).
             2 write_line `[N]`: -1 computes and writes nothing.
             3 num_committed `[N]`: tokens that join the state now: the row's length, or 0 for a VERIFY row.
             4 num_replayed `[N]`: accepted tokens of the previous VERIFY, folded in before this row's tokens.
             5 draft_half `[N]`: the half of read_line's drafts that holds them; a VERIFY row writes to the other half.
-            The last column of fields 1..5 is padding.
+            6 position `[N]`: tokens of the row's sequence before this row's, the replayed ones among them.
+            The last column of fields 1..6 is padding.
         num_short: the first rows, that have at most `max_short` tokens each; VERIFY rows are among them.
         max_short: upper bound of the length of a short row.
         max_length: upper bound of the length of any row.
@@ -81,6 +82,10 @@ class Rows:
     def draft_half(self) -> Tensor:
         return self.control[5, :-1]
 
+    @property
+    def position(self) -> Tensor:
+        return self.control[6, :-1]
+
     def short(self) -> "Rows":
         """Return the short rows as a view."""
         control = self.control[:, : self.num_short + 1]
@@ -102,10 +107,12 @@ class Rows:
         *,
         max_short: int,
         device: torch.device | str,
+        position: Sequence[int] | None = None,
     ) -> "Rows":
         """Build the control tensor from host values; rows are packed from token 0.
 
-        The short rows are the longest run of leading rows with at most `max_short` tokens.
+        The short rows are the longest run of leading rows with at most `max_short` tokens. Without `position` each
+        row's is the least that there can be, which is all the same to what keeps its past in a state of one size.
 
         Raises:
             ValueError: a field has another number of rows, or values that contradict each other.
@@ -118,6 +125,7 @@ class Rows:
             "num_committed": num_committed,
             "num_replayed": num_replayed,
             "draft_half": draft_half,
+            "position": num_replayed if position is None else position,
         }
         for name, values in fields.items():
             if len(values) != num_rows:
@@ -125,6 +133,8 @@ class Rows:
         num_short = next((i for i, length in enumerate(lengths) if length > max_short), num_rows)
         for i, length in enumerate(lengths):
             _check_row(i, length, num_committed[i], num_replayed[i], draft_half[i], i < num_short)
+            if fields["position"][i] < num_replayed[i]:
+                raise ValueError(f"position[{i}]: expected at least {num_replayed[i]}, got {fields['position'][i]}")
         _check_lines(read_line, write_line)
         starts = [0]
         for length in lengths:

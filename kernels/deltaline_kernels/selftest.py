@@ -22,6 +22,7 @@ from deltaline_kernels.lora import (
     spread_slots,
     spread_slots_reference,
 )
+from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 
@@ -57,16 +58,22 @@ def run_selftest(
     conv_width: int = 4,
     max_draft: int = 4,
     state_dtype: torch.dtype = torch.float32,
+    recurrence: str = "gated_delta",
 ) -> list[Check]:
-    """Run every family on `device` with inputs of `dtype`; wait for the device.
+    """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
     The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it.
+
+    Args:
+        recurrence: the model's, "gated_delta" or "mamba2". Groups, heads, state dim and head dim of the latter are key
+            heads, value heads, key dim and value dim here.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
 
     Raises:
-        KeyError: `dtype` is not fp32, bf16 or fp16. TypeError, ValueError: sizes that the kernels don't take.
+        KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the two. TypeError, ValueError: sizes that
+            the kernels don't take.
     """
     heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
@@ -80,12 +87,14 @@ def run_selftest(
     checks = []
     for kind, fill in fills.items():
         for batch, rows in _batches(heads, max_draft, device).items():
-            for name, got, want in _compare(fill, rows, heads, conv_width, max_draft, dtype, state_dtype):
+            compare = {"gated_delta": _compare_delta, "mamba2": _compare_mamba}[recurrence]
+            for name, got, want in compare(fill, rows, heads, conv_width, max_draft, dtype, state_dtype):
                 checks.append(Check(f"{name}, {batch}, {kind}", _error(got, want), limit))
-    if torch.device(device).type != "cpu" and choose_plan(heads, 1, LONG, LONG).num_parts > 1:
+    on_gpu = torch.device(device).type != "cpu"
+    if on_gpu and recurrence == "gated_delta" and choose_plan(heads, 1, LONG, LONG).num_parts > 1:
         got, want = _run_in_parts(fills["random"], heads, device, dtype, state_dtype)
         checks.append(Check("gated_delta, prefill in parts, random", _error(got, want), limit))
-    adapted = ADAPTED if torch.device(device).type == "cpu" else ADAPTED_GPU
+    adapted = ADAPTED_GPU if on_gpu else ADAPTED
     for kind, fill in fills.items():
         for num_tokens in adapted if kind == "random" else adapted[-2:]:
             got, want = _adapt(fill, num_tokens, heads, device, dtype)
@@ -188,7 +197,7 @@ def _projected(fill: Callable[..., Tensor], num_tokens: int, heads: Heads) -> Te
     return fill(num_tokens, 2 * heads.keys + 2 * heads.values + 2 * heads.num_value_heads)
 
 
-def _compare(
+def _compare_delta(
     fill: Callable[..., Tensor],
     rows: Rows,
     heads: Heads,
@@ -224,6 +233,43 @@ def _compare(
 
     z, scale = z.unflatten(-1, (num_heads, heads.value_dim)), fill(heads.value_dim)
     yield "norm", [gated_rms_norm(want, z, scale, 1e-6)], [gated_rms_norm_reference(want, z, scale, 1e-6)]
+
+
+def _compare_mamba(
+    fill: Callable[..., Tensor],
+    rows: Rows,
+    heads: Heads,
+    width: int,
+    max_draft: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
+    """Yield what `_compare_delta` does, for the families of a Mamba2 layer."""
+    num_tokens, num_lines = int(rows.query_start_loc[-1]), max(4, rows.num_rows + 1)
+    channels, num_heads, groups = 2 * heads.keys + heads.values, heads.num_value_heads, heads.num_key_heads
+    z, x, dt, _ = _projected(fill, num_tokens, heads).to(dtype).split((heads.values, channels, num_heads, num_heads), 1)
+    weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype)
+    lines = fill(num_lines, width - 1 + max_draft, channels).to(dtype)
+    want_lines = lines.clone()
+    y = causal_conv1d(x, weight, bias, lines, rows)
+    xBC = causal_conv1d_reference(x, weight, bias, want_lines, rows)
+    yield "conv1d", [y, lines], [xBC, want_lines]
+
+    # B and C of moderate length: products of 128 large numbers would hide what is added to them.
+    xBC[:, heads.values :] *= heads.scale**0.5
+    weights = (fill(num_heads), fill(num_heads), fill(num_heads))
+    state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(state_dtype)
+    drafts = fill(num_lines, 2, max_draft, heads.record).mul_(heads.scale)
+    drafts[..., -num_heads:].abs_().neg_()
+    want_state, want_drafts = state.clone(), drafts.clone()
+    y = mamba2(xBC, dt, *weights, state, drafts, rows, num_groups=groups)
+    want = mamba2_reference(xBC, dt, *weights, want_state, want_drafts, rows, num_groups=groups)
+    yield "mamba2", [y, state, drafts], [want, want_state, want_drafts]
+
+    want, z = (part.flatten(1).unflatten(1, (groups, -1)) for part in (want, z))
+    scale = fill(groups, heads.values // groups)
+    got = gated_rms_norm(want, z, scale, 1e-6, gate_first=True)
+    yield "norm", [got], [gated_rms_norm_reference(want, z, scale, 1e-6, gate_first=True)]
 
 
 def _error(got: list[Tensor], want: list[Tensor]) -> float:

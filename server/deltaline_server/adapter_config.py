@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from deltaline_server.model_config import MAX_LAYERS, Keys, ModelError, parse_json_object, shown
+from deltaline_server.keys import Keys, ModelError, parse_json_object, shown
+from deltaline_server.model_config import MAX_LAYERS
 from deltaline_server.name_pattern import MAX_CHARS, NamePattern, Work, is_readable
 
 CONFIG_FILE = "adapter_config.json"

@@ -20,7 +20,7 @@ from deltaline_server.adapter import Adapter, AdapterShape, AdapterWeights
 from deltaline_server.adapter_config import AdapterConfig, ModuleConfig
 from deltaline_server.adapter_layout import AdapterLayout, Part, Place, parse_name
 from deltaline_server.dora import row_factors
-from deltaline_server.model_config import ModelError, shown
+from deltaline_server.keys import ModelError, shown
 from deltaline_server.modules import Module, Packed
 from deltaline_server.tensor_file import TensorFile
 

@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from deltaline_server.model_config import MixerKind, MlpKind, ModelConfig, ModelError, Scope, shown
-from deltaline_server.modules import MLP, Module, Packed, mlp_modules, served_modules
+from deltaline_server.family import block_family, served_modules
+from deltaline_server.keys import ModelError, shown
+from deltaline_server.model_config import MixerKind, MlpKind, ModelConfig, Scope
+from deltaline_server.modules import MLP, Module, Packed
 from deltaline_server.placement import Placement
 from deltaline_server.weights import PREFIXES
 
 PEFT_PREFIX = "base_model.model."
 # The modules of an attention mixer; no config says their shapes yet.
-ATTENTION_MODULES = frozenset(f"self_attn.{name}_proj" for name in "qkvo")
+ATTENTION_MODULES = frozenset(f"{mixer}.{name}_proj" for mixer in ("self_attn", "mixer") for name in "qkvo")
+# What a layer's MLP is called where it has no mixer; no config says its modules yet.
+ALONE = "mixer."
 # What a model has beside its layers: model_type -> the beginnings of its modules' names.
 BESIDE_LAYERS = {"qwen3_5": ("model.visual.", "visual.")}
 BESIDE = -1
@@ -83,7 +87,7 @@ class AdapterLayout:
         """The modules of a served layer, in the order of their projections' rows."""
         self._served = {module.name: module for module in self.modules}
         self._mixer = {module.name: module for module in served_modules(config, Scope.MIXER)}
-        self._mlp = {module.name: module for module in mlp_modules(config)}
+        self._mlp = {module.name: module for module in block_family(config).modules}
         self._config = config
         by_projection: dict[Packed, list[Module]] = {}
         for module in self.modules:
@@ -115,9 +119,12 @@ class AdapterLayout:
         is_attention = layer.mixer is MixerKind.ATTENTION
         if is_attention and place.module in ATTENTION_MODULES:
             return None
+        if layer.mixer is None and place.module.startswith(ALONE):
+            return None
         if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and place.module.startswith(MLP):
             return None
-        module = None if is_attention else self._mixer.get(place.module)
+        has_mixer = layer.mixer is not None and not is_attention
+        module = self._mixer.get(place.module) if has_mixer else None
         if module is None and layer.mlp is MlpKind.DENSE:
             module = self._mlp.get(place.module)
         if module is None:

@@ -21,8 +21,8 @@ from deltaline_server.adapter_layout import AdapterLayout
 from deltaline_server.adapter_registry import AdapterDescription, AdapterRegistry
 from deltaline_server.adapter_root import AdapterRoot
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.keys import ModelError
 from deltaline_server.log import event
-from deltaline_server.model_config import ModelError
 from deltaline_server.tensor_file import Bytes, MemoryBytes, TensorFile
 
 _log = logging.getLogger(__name__)

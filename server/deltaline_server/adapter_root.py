@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deltaline_server.adapter_config import CONFIG_FILE, MAX_CONFIG_BYTES
 from deltaline_server.adapter_file import TENSORS_FILE
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 from deltaline_server.tensor_file import DescriptorBytes
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")

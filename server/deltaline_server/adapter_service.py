@@ -21,7 +21,7 @@ from deltaline_server.adapters import Adapters
 from deltaline_server.byte_count import spelled
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.interceptor import Context
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 
 NAME = pb.DESCRIPTOR.services_by_name["AdapterService"].full_name
 # How long the messages of one call may take, seconds.

@@ -13,7 +13,7 @@ import torch
 from deltaline_kernels import MAX_RANK, LoraWeights
 from deltaline_server.adapter import Adapter
 from deltaline_server.adapter_layout import AdapterLayout
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 from deltaline_server.modules import Packed
 
 

@@ -103,7 +103,7 @@ def lay_out(
     """
     span = pieces[0].job.span
     num_rows = sum(len(piece.index) for piece in pieces)
-    control = np.zeros((6, num_rows + 1), dtype=np.int32)
+    control = np.zeros((7, num_rows + 1), dtype=np.int32)
     read_line, draft_half = table.read_line[span], table.draft_half[span]
     row = token = 0
     for piece in pieces:
@@ -118,6 +118,7 @@ def lay_out(
         if job.admission.has_replays and not piece.cursor:
             control[4, row:end] = job.admission.num_replayed[piece.index]
         control[5, row:end] = draft_half.take(slots)
+        control[6, row:end] = piece.position
         row, token = end, token + int(ends[-1])
     hidden = tuple(piece.hidden() for piece in pieces)
     adapter_slots = None if adapters is None else _adapter_slots(pieces, num_rows, adapters)

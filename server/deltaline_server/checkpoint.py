@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deltaline_server.model_config import ModelError, read_json_object
+from deltaline_server.keys import ModelError, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -150,7 +150,7 @@ class RandomTensors:
             step = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
             tensor = step.expm1().log_()
         elif len(shape) == 1:
-            centre = 1.0 if name.endswith(".linear_attn.norm.weight") else 0.0
+            centre = 1.0 if name.endswith((".norm.weight", ".D")) else 0.0
             tensor = torch.empty(shape).normal_(centre, 0.1, generator=generator)
         else:
             tensor = torch.empty(shape).normal_(0, math.prod(shape[1:]) ** -0.5, generator=generator)

@@ -23,7 +23,7 @@ MAX_CONFIG_BYTES = 1 << 20
 # Linux's sun_path, without the zero at its end.
 MAX_UDS_BYTES = 107
 _DESCRIPTION = """\
-Serves the Gated DeltaNet layers of a language model, and holds their recurrent state, behind gRPC.
+Serves the recurrent layers (Gated DeltaNet, Mamba2) of a language model, and holds their recurrent state, behind gRPC.
 Give it a model directory as Hugging Face writes it:  deltaline-server --model ./Qwen3.5-4B --layers 0:3
 Or random weights, to try it or to measure it:        deltaline-server --random-init config.json"""
 _EPILOG = """\

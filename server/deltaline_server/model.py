@@ -21,8 +21,10 @@ from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
 from deltaline_server.adapter_layout import AdapterLayout
 from deltaline_server.adapter_store import AdapterStore, store_bytes
 from deltaline_server.checkpoint import Checkpoint
-from deltaline_server.layers import Block, GatedDeltaNet, Layer
-from deltaline_server.model_config import CONFIG_FILE, GatedDeltaNetShape, ModelConfig, ModelError, Scope
+from deltaline_server.keys import ModelError
+from deltaline_server.layer import Layer
+from deltaline_server.mixer_shape import MixerShape
+from deltaline_server.model_config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.modules import Packed
 from deltaline_server.placement import Placement
 from deltaline_server.state_pool import StateOptions, StatePool, check_state
@@ -82,7 +84,7 @@ class Model:
         scope: Scope,
         spans: Sequence[range],
         layers: dict[int, Layer],
-        shape: GatedDeltaNetShape,
+        shape: MixerShape,
         layout: AdapterLayout,
         adapters: AdapterStore | None,
     ) -> None:
@@ -126,7 +128,7 @@ class Model:
             tiles = group_tokens(token_slots, self.adapters.num_slots, self.adapters.max_rank)
         for layer in self.spans[span]:
             hidden = self._layers[layer].forward(hidden, rows, pool.layers[self._places[layer]], tiles)
-        return hidden
+        return hidden.to(self.dtype)
 
 
 def load_model(options: ModelOptions) -> Model:
@@ -135,14 +137,13 @@ def load_model(options: ModelOptions) -> Model:
     Raises ModelError: the config, a span, a layer or a tensor is not as expected; the message names it.
     """
     with _plan(options) as plan:
-        eps, wanted = plan.config.rms_norm_eps, options.adapters
+        wanted = options.adapters
         store = None if wanted is None else AdapterStore(plan.layout, wanted.num_slots, wanted.max_rank)
         layers: dict[int, Layer] = {}
         for number in plan.layers:
             adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
-            mixer = GatedDeltaNet(plan.loader.shape, plan.loader.mixer(number), eps, adapters)
-            in_block = options.scope is Scope.BLOCK
-            layers[number] = Block(mixer, plan.loader.block(number), eps, adapters) if in_block else mixer
+            load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
+            layers[number] = load(number, adapters)
         return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shape, plan.layout, store)
 
 

@@ -5,29 +5,22 @@ Reads the config of a Hugging Face model directory. Knows no tensor, and not whi
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
+from deltaline_server.keys import Keys, ModelError, read_json_object, shown
+from deltaline_server.mixer_shape import GatedDeltaNetShape, Mamba2Shape
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 20
-# model_type -> the key that nests the language model's config, "" where it is the config itself.
-MODEL_TYPES = {"qwen3_next": "", "qwen3_5": "text_config", "qwen3_5_text": ""}
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-class ModelError(ValueError):
-    """The model, or an adapter of it, can't be served as asked.
-
-    The message names what is at fault, what was expected, what was got.
-    """
 
 
 class Scope(StrEnum):
@@ -36,89 +29,60 @@ class Scope(StrEnum):
     MIXER = "mixer"
     """Hidden states in, the mixer's output out."""
     BLOCK = "block"
-    """Norm, mixer, residual, norm, MLP, residual, as the checkpoint's model does."""
+    """The whole layer, as the checkpoint's model does: norm, mixer, residual, and then norm, MLP, residual if it has
+    an MLP."""
 
 
 class MixerKind(StrEnum):
-    """The token-mixing half of a layer; the values of `layer_types`."""
+    """What mixes the tokens of a layer."""
 
-    GATED_DELTA_NET = "linear_attention"
-    ATTENTION = "full_attention"
+    GATED_DELTA_NET = "gated_delta_net"
+    MAMBA2 = "mamba2"
+    ATTENTION = "attention"
 
 
 class MlpKind(StrEnum):
-    """The other half of a layer."""
+    """What computes on each token of a layer by itself."""
 
     DENSE = "dense"
     MIXTURE_OF_EXPERTS = "mixture_of_experts"
 
 
 @dataclass(frozen=True)
-class GatedDeltaNetShape:
-    """Sizes of a Gated DeltaNet mixer, of the whole layer or of one rank's share."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-
-    @property
-    def keys(self) -> int:
-        """Channels of all keys, H * K; queries have as many."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Channels of all values, HV * V."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def group(self) -> int:
-        """Value heads per key head."""
-        return self.num_value_heads // self.num_key_heads
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels of the convolution, D = 2 * H * K + HV * V: q | k | v."""
-        return 2 * self.keys + self.values
-
-    def shard(self, world_size: int) -> GatedDeltaNetShape:
-        """Return one rank's share: whole key heads and their value heads. Raises ModelError if that can't be done."""
-        if self.num_key_heads % world_size:
-            raise ModelError(f"world_size: expected a divisor of {self.num_key_heads} key heads, got {world_size}")
-        return replace(
-            self,
-            num_key_heads=self.num_key_heads // world_size,
-            num_value_heads=self.num_value_heads // world_size,
-        )
-
-
-@dataclass(frozen=True)
 class LayerConfig:
-    """One decoder layer: its number in the checkpoint and its halves."""
+    """One decoder layer: its number in the checkpoint and its parts; None where it has no such part."""
 
     index: int
-    mixer: MixerKind
-    mlp: MlpKind
+    mixer: MixerKind | None
+    mlp: MlpKind | None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A checkpoint's language model. dtype is the one that the checkpoint was written for, None where it names none."""
+    """A checkpoint's language model.
+
+    intermediate_size: of dense MLPs. dtype: the one that the checkpoint was written for, None where it names none.
+    shape: of its recurrent mixers. residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer.
+    """
 
     model_type: str
     hidden_size: int
     intermediate_size: int
     rms_norm_eps: float
     dtype: str | None
-    gated_delta_net: GatedDeltaNetShape
+    shape: GatedDeltaNetShape | Mamba2Shape
     layers: tuple[LayerConfig, ...]
+    residual_in_fp32: bool = False
 
     @property
     def interleaves_projections(self) -> bool:
         """Whether the input projections are stored as qkvz and ba, each interleaved by key head."""
         return self.model_type == "qwen3_next"
+
+    @property
+    def has_mlp_blocks(self) -> bool:
+        """Whether a layer with a mixer has an MLP as well."""
+        return any(layer.mixer is not None and layer.mlp is not None for layer in self.layers)
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
@@ -134,82 +98,148 @@ class ModelConfig:
     def from_mapping(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Read the parsed config. Raises ModelError naming the key."""
         model_type = raw.get("model_type")
-        if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-            raise ModelError(f"model_type: expected one of {', '.join(MODEL_TYPES)}, got {shown(model_type)}")
+        if not isinstance(model_type, str) or model_type not in _READERS:
+            raise ModelError(f"model_type: expected one of {', '.join(_READERS)}, got {shown(model_type)}")
         if "quantization_config" in raw:
             raise ModelError("quantization_config: expected none (quantised weights are not served)")
-        nested = MODEL_TYPES[model_type]
+        nested, read = _READERS[model_type]
         keys = Keys(raw.get(nested), f"{nested}.") if nested else Keys(raw, "")
-        keys.require("hidden_act", "silu", default="silu")
-        num_layers = keys.integer("num_hidden_layers", 1, MAX_LAYERS)
-        mixers = _mixers(keys, num_layers)
-        mlps = _mlps(keys, num_layers) if model_type == "qwen3_next" else (MlpKind.DENSE,) * num_layers
-        return cls(
-            model_type=model_type,
-            hidden_size=keys.integer("hidden_size", 1, MAX_SIZE),
-            intermediate_size=keys.integer("intermediate_size", 1, MAX_SIZE),
-            rms_norm_eps=keys.positive("rms_norm_eps"),
-            dtype=_dtype(keys, raw),
-            gated_delta_net=_gated_delta_net(keys),
-            layers=tuple(LayerConfig(*layer) for layer in zip(range(num_layers), mixers, mlps, strict=True)),
-        )
+        return read(model_type, keys, _dtype(keys, raw))
 
 
-def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `max_bytes`. Raises ModelError naming the file, without its folders."""
-    try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise ModelError(f"{path.name}: expected at most {max_bytes} bytes, got {size}")
-        return parse_json_object(path.read_bytes(), path.name)
-    except OSError as error:
-        raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
+def _qwen(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
+    keys.require("hidden_act", "silu", default="silu")
+    num_layers = keys.integer("num_hidden_layers", 1, MAX_LAYERS)
+    mixers = _mixers(keys, num_layers)
+    mlps = _mlps(keys, num_layers) if model_type == "qwen3_next" else (MlpKind.DENSE,) * num_layers
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=keys.integer("hidden_size", 1, MAX_SIZE),
+        intermediate_size=keys.integer("intermediate_size", 1, MAX_SIZE),
+        rms_norm_eps=keys.positive("rms_norm_eps"),
+        dtype=dtype,
+        shape=_gated_delta_net(keys),
+        layers=tuple(LayerConfig(*layer) for layer in zip(range(num_layers), mixers, mlps, strict=True)),
+    )
 
 
-def parse_json_object(text: bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ModelError naming it by `name`."""
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name}: expected JSON, got something else ({error})") from error
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{name}: expected a JSON object, got {shown(parsed)}")
-    return parsed
+def _mamba2(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
+    keys.require("hidden_act", "silu", default="silu")
+    hidden_size = keys.integer("hidden_size", 1, MAX_SIZE)
+    num_heads, head_dim = keys.integer("num_heads", 1, MAX_LAYERS), keys.integer("head_dim", 1, MAX_HEAD_DIM)
+    if keys.integer("expand", 1, MAX_LAYERS, default=2) * hidden_size != num_heads * head_dim:
+        raise keys.fail("expand", f"num_heads * head_dim / hidden_size ({num_heads} * {head_dim} / {hidden_size})")
+    shape = Mamba2Shape(
+        num_groups=_groups(keys, num_heads),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_dim=keys.integer("state_size", 1, MAX_HEAD_DIM, default=128),
+        conv_width=keys.integer("conv_kernel", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
+        norm_groups=1,
+        dt_limit=_dt_limit(keys),
+        has_conv_bias=keys.flag("use_conv_bias", default=True),
+        has_bias=keys.flag("use_bias", default=False),
+    )
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=hidden_size,
+        intermediate_size=0,
+        rms_norm_eps=keys.positive("layer_norm_epsilon", default=1e-5),
+        dtype=dtype,
+        shape=shape,
+        layers=tuple(
+            LayerConfig(i, MixerKind.MAMBA2, None) for i in range(keys.integer("num_hidden_layers", 1, MAX_LAYERS))
+        ),
+        residual_in_fp32=keys.flag("residual_in_fp32", default=True),
+    )
 
 
-class Keys:
-    """Typed access to the keys of a config; `prefix` is what messages put before a key."""
+def _nemotron_h(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
+    keys.require("mamba_hidden_act", "silu", default="silu")
+    num_heads = keys.integer("mamba_num_heads", 1, MAX_LAYERS)
+    groups = _groups(keys, num_heads)
+    # The checkpoint's model takes time_step_min for the least time step, and has no greatest one.
+    least = keys.positive("time_step_min", default=0.001)
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=keys.integer("hidden_size", 1, MAX_SIZE),
+        intermediate_size=keys.integer("intermediate_size", 1, MAX_SIZE),
+        rms_norm_eps=keys.positive("layer_norm_epsilon", default=1e-5),
+        dtype=dtype,
+        shape=Mamba2Shape(
+            num_groups=groups,
+            num_heads=num_heads,
+            head_dim=keys.integer("mamba_head_dim", 1, MAX_HEAD_DIM),
+            state_dim=keys.integer("ssm_state_size", 1, MAX_HEAD_DIM, default=128),
+            conv_width=keys.integer("conv_kernel", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
+            norm_groups=groups,
+            dt_limit=(least, math.inf),
+            has_conv_bias=keys.flag("use_conv_bias", default=True),
+            has_bias=keys.flag("use_bias", default=False),
+        ),
+        layers=_nemotron_layers(keys),
+    )
 
-    def __init__(self, values: object, prefix: str) -> None:
-        if not isinstance(values, Mapping):
-            raise ModelError(f"{prefix.rstrip('.')}: expected an object, got {shown(values)}")
-        self._values = values
-        self._prefix = prefix
 
-    def get(self, key: str) -> Any:
-        """The value, None where it is absent."""
-        return self._values.get(key)
+# model_type -> the key that nests the language model's config ("" where it is the config itself), and who reads it.
+_READERS: dict[str, tuple[str, Callable[[str, Keys, str | None], ModelConfig]]] = {
+    "qwen3_next": ("", _qwen),
+    "qwen3_5": ("text_config", _qwen),
+    "qwen3_5_text": ("", _qwen),
+    "mamba2": ("", _mamba2),
+    "nemotron_h": ("", _nemotron_h),
+}
+_LAYER_TYPES = {"linear_attention": MixerKind.GATED_DELTA_NET, "full_attention": MixerKind.ATTENTION}
+# A layer of Nemotron-H has one part: as its config lists them, in its old spelling, and as letters of a pattern.
+_MAMBA, _ATTENTION = (MixerKind.MAMBA2, None), (MixerKind.ATTENTION, None)
+_DENSE, _EXPERTS = (None, MlpKind.DENSE), (None, MlpKind.MIXTURE_OF_EXPERTS)
+_NEMOTRON_LAYERS: dict[str, tuple[MixerKind | None, MlpKind | None]] = {
+    "linear_attention": _MAMBA,
+    "full_attention": _ATTENTION,
+    "mamba": _MAMBA,
+    "attention": _ATTENTION,
+    "mlp": _DENSE,
+    "moe": _EXPERTS,
+    "M": _MAMBA,
+    "*": _ATTENTION,
+    "-": _DENSE,
+    "E": _EXPERTS,
+}
 
-    def fail(self, key: str, expected: str) -> ModelError:
-        """The error that `key` is not as expected."""
-        got = shown(self._values[key]) if key in self._values else "nothing"
-        return ModelError(f"{self._prefix}{key}: expected {expected}, got {got}")
 
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self._values.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.fail(key, f"an integer in {low}..{high}")
-        return value
+def _nemotron_layers(keys: Keys) -> tuple[LayerConfig, ...]:
+    """The layers: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
+    key = "layers_block_type" if keys.get("layers_block_type") is not None else "hybrid_override_pattern"
+    types = keys.get(key)
+    is_known = isinstance(types, list | str) and all(
+        isinstance(kind, str) and kind in _NEMOTRON_LAYERS for kind in types
+    )
+    if not is_known or not 1 <= len(types) <= MAX_LAYERS:
+        raise keys.fail(key, f"1..{MAX_LAYERS} of {', '.join(_NEMOTRON_LAYERS)}")
+    return tuple(LayerConfig(i, *_NEMOTRON_LAYERS[kind]) for i, kind in enumerate(types))
 
-    def positive(self, key: str) -> float:
-        value = self._values.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.fail(key, "a positive number")
-        return float(value)
 
-    def require(self, key: str, expected: str, default: str) -> None:
-        if self._values.get(key, default) != expected:
-            raise self.fail(key, f"'{expected}'")
+def _groups(keys: Keys, num_heads: int) -> int:
+    """The groups of heads that share B and C."""
+    groups = keys.integer("n_groups", 1, MAX_LAYERS, default=8)
+    if num_heads % groups:
+        raise keys.fail("n_groups", f"a divisor of {num_heads} heads")
+    return groups
+
+
+def _dt_limit(keys: Keys) -> tuple[float, float]:
+    """The least and the greatest time step. JSON has no infinity: it is written in an object, or as Python does."""
+    limits = keys.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    if not isinstance(limits, list) or len(limits) != 2:
+        raise keys.fail("time_step_limit", "two numbers")
+    least, greatest = (math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits)
+    if not all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, greatest)):
+        raise keys.fail("time_step_limit", "two numbers")
+    if not (0 <= least < math.inf and least <= greatest):
+        raise keys.fail("time_step_limit", "0 <= least <= greatest")
+    return float(least), float(greatest)
 
 
 def _gated_delta_net(keys: Keys) -> GatedDeltaNetShape:
@@ -233,9 +263,9 @@ def _mixers(keys: Keys, num_layers: int) -> tuple[MixerKind, ...]:
         return tuple(
             MixerKind.GATED_DELTA_NET if (i + 1) % interval else MixerKind.ATTENTION for i in range(num_layers)
         )
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(MixerKind) for kind in types):
-        raise keys.fail("layer_types", f"{num_layers} of {', '.join(MixerKind)}")
-    return tuple(MixerKind(kind) for kind in types)
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_LAYER_TYPES) for kind in types):
+        raise keys.fail("layer_types", f"{num_layers} of {', '.join(_LAYER_TYPES)}")
+    return tuple(_LAYER_TYPES[kind] for kind in types)
 
 
 def _mlps(keys: Keys, num_layers: int) -> tuple[MlpKind, ...]:
@@ -259,12 +289,3 @@ def _dtype(keys: Keys, raw: Mapping[str, Any]) -> str | None:
     if named is not None and named not in DTYPES:
         raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {shown(named)}")
     return named
-
-
-def shown(value: object) -> str:
-    """A value for a message, cut short. It may be nested as deeply as JSON can be read."""
-    try:
-        text = repr(value)
-    except RecursionError:  # there is less room here than there was when it was read
-        text = "something nested too deeply"
-    return text if len(text) <= 80 else text[:77] + "..."

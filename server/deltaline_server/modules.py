@@ -1,4 +1,4 @@
-"""The linear modules of a layer family: what a checkpoint stores, and how its rows become those of a served projection.
+"""Linear modules: what a checkpoint stores, and how its rows become those of a served projection.
 
 Data, and one rule that orders rows. The rows of a weight, of a LoRA's B and of a DoRA's magnitude are ordered alike.
 Knows no file and no device.
@@ -13,10 +13,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from deltaline_server.model_config import ModelConfig, Scope
 from deltaline_server.placement import Placement
 
-MIXER = "linear_attn."
 MLP = "mlp."
 ALL = slice(None)
 
@@ -76,44 +74,10 @@ def whole_sections(sections: Sequence[int], read: Callable[[slice], Tensor], pla
     return torch.cat([read(rows) for rows in slices])
 
 
-def served_modules(config: ModelConfig, scope: Scope) -> tuple[Module, ...]:
-    """Return the modules of a layer with a Gated DeltaNet mixer, those of one projection in the order of its rows.
-
-    The rows of in_proj are q | k | v | z | b | a, those of gate_up gate | up.
-    """
-    mixer = _mixer(config)
-    return mixer if scope is Scope.MIXER else mixer + mlp_modules(config)
-
-
-def mlp_modules(config: ModelConfig) -> tuple[Module, ...]:
-    """Return the modules of a dense MLP."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+def mlp_modules(hidden: int, inner: int) -> tuple[Module, ...]:
+    """Return the modules of a dense MLP. The rows of gate_up are gate | up."""
     return (
         Module(MLP + "gate_proj", Packed.GATE_UP, inner, hidden, (inner,)),
         Module(MLP + "up_proj", Packed.GATE_UP, inner, hidden, (inner,)),
         Module(MLP + "down_proj", Packed.DOWN, hidden, inner, (hidden,), shares_columns=True),
-    )
-
-
-def _mixer(config: ModelConfig) -> tuple[Module, ...]:
-    shape, hidden = config.gated_delta_net, config.hidden_size
-    keys, values, heads = shape.keys, shape.values, shape.num_value_heads
-    out_proj = Module(MIXER + "out_proj", Packed.OUT_PROJ, hidden, values, (hidden,), shares_columns=True)
-    if not config.interleaves_projections:
-        return (
-            Module(MIXER + "in_proj_qkv", Packed.IN_PROJ, 2 * keys + values, hidden, (keys, keys, values)),
-            Module(MIXER + "in_proj_z", Packed.IN_PROJ, values, hidden, (values,)),
-            Module(MIXER + "in_proj_b", Packed.IN_PROJ, heads, hidden, (heads,)),
-            Module(MIXER + "in_proj_a", Packed.IN_PROJ, heads, hidden, (heads,)),
-            out_proj,
-        )
-    # For each key head its q | k | v | z, and its b | a.
-    group_values = shape.group * shape.value_dim
-    qkvz = (shape.key_dim, shape.key_dim, group_values, group_values)
-    ba = (shape.group, shape.group)
-    groups = shape.num_key_heads
-    return (
-        Module(MIXER + "in_proj_qkvz", Packed.IN_PROJ, groups * sum(qkvz), hidden, qkvz, groups),
-        Module(MIXER + "in_proj_ba", Packed.IN_PROJ, groups * sum(ba), hidden, ba, groups),
-        out_proj,
     )

@@ -10,7 +10,7 @@ import string
 import time
 from dataclasses import dataclass, field
 
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 
 MAX_CHARS = 1024
 MAX_NODES = 4096

@@ -49,6 +49,12 @@ class Piece:
             return self.job.num_of_kind
         return count_kinds(self.job.kind[self.index])
 
+    @property
+    def position(self) -> NDArray[np.int64]:
+        """Tokens of each row's sequence before this piece's, int64 [n]."""
+        position = self.job.request.position
+        return position if self.is_whole else position[self.job.admission.rows[self.index]] + self.cursor
+
     def without(self, dropped: list[int]) -> Piece:
         """The piece without these rows (positions in the admission)."""
         kept = ~np.isin(self.index, dropped)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 
 
 @dataclass(frozen=True)

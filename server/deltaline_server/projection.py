@@ -13,7 +13,7 @@ from deltaline_kernels import AdapterTiles, LoraWeights, add_lora
 
 
 class Projection:
-    """x @ weight.T for x `[T, in]` and a weight `[out, in]`, and the adapters of the tokens that have one.
+    """x @ weight.T for x `[T, in]` and a weight `[out, in]`, the adapters of the tokens that have one, and a bias.
 
     Of a rank's share it is that rank's summand, with what adapters add to it.
 
@@ -21,13 +21,14 @@ class Projection:
     that the BLAS behind torch.nn.functional.linear takes; elsewhere that function is used as it is.
     """
 
-    def __init__(self, weight: Tensor, adapters: LoraWeights | None = None) -> None:
-        """adapters: the slots; may be None where no batch has adapters."""
+    def __init__(self, weight: Tensor, adapters: LoraWeights | None = None, bias: Tensor | None = None) -> None:
+        """adapters: the slots; may be None where no batch has adapters. bias: `[out]`, None for none."""
         is_packed = (
             weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()
         )
         self._weight = weight.to_mkldnn() if is_packed else weight
         self._adapters = adapters
+        self._bias = bias
 
     def __call__(self, x: Tensor, tiles: AdapterTiles | None = None) -> Tensor:
         """Project x `[T, in]` to `[T, out]`; tiles: the tokens that have adapters, None where none has."""
@@ -36,4 +37,5 @@ class Projection:
         if tiles is not None:
             assert self._adapters is not None
             add_lora(x, y, self._adapters, tiles)
-        return y
+        # Behind the adapters, as DoRA scales what came before; always, so that a row's bits do not depend on others.
+        return y if self._bias is None else y.add_(self._bias)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,10 +26,12 @@ from deltaline_server.config import Config
 from deltaline_server.engine import Engine
 from deltaline_server.executor import BatchLimits, Executor, Report, make_executor
 from deltaline_server.job_queue import Limits
+from deltaline_server.keys import ModelError
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import LinePool
+from deltaline_server.mixer_shape import MixerShape
 from deltaline_server.model import AdapterOptions, Model, ModelOptions, check_model, load_model
-from deltaline_server.model_config import GatedDeltaNetShape, ModelError, Scope
+from deltaline_server.model_config import Scope
 from deltaline_server.observer import Observer
 from deltaline_server.pinning import CudaPinning
 from deltaline_server.regions import Regions
@@ -180,12 +182,14 @@ class Runtime:
         )
 
 
-def check_kernels(device: torch.device, dtype: torch.dtype, shape: GatedDeltaNetShape, options: StateOptions) -> None:
+def check_kernels(device: torch.device, dtype: torch.dtype, shape: MixerShape, options: StateOptions) -> None:
     """Compare every kernel, as it serves such a model, with its reference on the device.
 
     Raises: ModelError naming those that differ, and on a GPU what compiled them.
     """
-    checks = run_selftest(device, dtype, **asdict(shape), max_draft=options.max_draft, state_dtype=options.state_dtype)
+    checks = run_selftest(
+        device, dtype, **shape.test_sizes(), max_draft=options.max_draft, state_dtype=options.state_dtype
+    )
     wrong = [check for check in checks if not check.ok]
     if wrong:
         text = "; ".join(f"{check.name}: error {check.error:.2g}, limit {check.limit:.2g}" for check in wrong)

@@ -80,7 +80,7 @@ class Copier:
 class Slot:
     """Memory of one batch in flight, allocated once, and the events that time its stages.
 
-    Inbound: control int32 `[6, rows + 1]`, with the slots of adapters `[7, rows + 1]`, then hidden `[T, hidden]`;
+    Inbound: control int32 `[7, rows + 1]`, with the slots of adapters `[8, rows + 1]`, then hidden `[T, hidden]`;
     outbound: sizes fp32 `[T]`, then outputs `[T, hidden]`. Events: 0 and 1 around the copy in, 2 and 3 around the
     computation, 4 after the copy out.
     """
@@ -251,7 +251,7 @@ def _as_pinned(array: NDArray[Any]) -> Tensor | None:
 
 
 def _fill(fields: NDArray[np.int32], batch: StepBatch, layout: Layout) -> None:
-    """Write a batch's control `[6, N + 1]` in a layout `[6, rows + 1]`; the other rows are empty and skipped."""
+    """Write a batch's control `[7, N + 1]` in a layout `[7, rows + 1]`; the other rows are empty and skipped."""
     control, short, num_rows = batch.control, batch.num_short, batch.control.shape[1] - 1
     if fields.shape == control.shape and short == layout.short_rows:
         fields[:] = control

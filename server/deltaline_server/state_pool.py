@@ -15,15 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltaline_server.model_config import GatedDeltaNetShape, ModelError
+from deltaline_server.keys import ModelError
+from deltaline_server.mixer_shape import MixerShape
 
 
 @dataclass(frozen=True)
 class LayerState:
     """The state of one layer, L lines: all that a mixer mutates.
 
-    conv `[L, W-1+M, D]` in the model's dtype; recurrent `[L, HV, V, K]` fp32 or bf16;
-    drafts `[L, 2, M, H*K + HV*V + HV]` fp32.
+    conv `[L, W-1+M, D]` in the model's dtype; recurrent `[L, HV, V, K]` (Mamba2 `[L, H, P, S]`) fp32 or bf16;
+    drafts `[L, 2, M, record]` fp32, the record of a token as the mixer's shape says.
     """
 
     conv: Tensor
@@ -58,7 +59,7 @@ class StatePool:
 
     def __init__(
         self,
-        shapes: Sequence[GatedDeltaNetShape],
+        shapes: Sequence[MixerShape],
         options: StateOptions,
         *,
         dtype: torch.dtype,
@@ -104,7 +105,7 @@ class StatePool:
                 tensor.index_fill_(0, index, 0)
 
 
-def check_state(shapes: Sequence[GatedDeltaNetShape], options: StateOptions, dtype: torch.dtype) -> int:
+def check_state(shapes: Sequence[MixerShape], options: StateOptions, dtype: torch.dtype) -> int:
     """Return the bytes of a line of every layer, in Python integers; allocate nothing.
 
     Raises ModelError: no line, no draft token, or a pool of more bytes than options.limit_bytes.
@@ -127,12 +128,11 @@ def check_state(shapes: Sequence[GatedDeltaNetShape], options: StateOptions, dty
 
 
 def _line_shapes(
-    shape: GatedDeltaNetShape, options: StateOptions, dtype: torch.dtype
+    shape: MixerShape, options: StateOptions, dtype: torch.dtype
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     """Return shape and dtype of one line of each tensor of a LayerState, in the order of its fields."""
-    drafts = (2, options.max_draft, shape.keys + shape.values + shape.num_value_heads)
     return (
         ((shape.conv_width - 1 + options.max_draft, shape.conv_channels), dtype),
-        ((shape.num_value_heads, shape.value_dim, shape.key_dim), options.state_dtype),
-        (drafts, torch.float32),
+        (shape.state, options.state_dtype),
+        ((2, options.max_draft, shape.record), torch.float32),
     )

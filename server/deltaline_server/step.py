@@ -189,13 +189,13 @@ class StepResult:
 class StepBatch:
     """What the engine computes at once: rows of one span, short rows first.
 
-    control int32 [6, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half (the
-    layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] of one dtype, at least one, that follow one
+    control int32 [7, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half, position
+    (the layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] of one dtype, at least one, that follow one
     another in row order; they stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go
     back, None for all. into: memory of clients where the outputs of each piece are to be in the end [rows, hidden],
     empty unless all have such a place; an engine that can write there saves a copy. copied_bytes: of what crosses
-    between host and device, what is not in shared memory. adapter_slots int32 [N]: the slot of
-    each row's adapter, -1 for none; None when no row has one.
+    between host and device, what is not in shared memory. adapter_slots int32 [N]: the slot of each row's adapter, -1
+    for none; None when no row has one.
     """
 
     span: int

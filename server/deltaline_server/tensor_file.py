@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deltaline_server.checkpoint import LENGTH_BYTES, TensorInfo
-from deltaline_server.model_config import ModelError, shown
+from deltaline_server.keys import ModelError, shown
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 4096

@@ -34,13 +34,38 @@ SMALL_MODEL = {
 }
 
 
+SMALL_MAMBA2 = {
+    "model_type": "mamba2",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 32,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "n_groups": 2,
+}
+
+
 @pytest.fixture
-def make_server(tmp_path: Path, device: str) -> Callable[..., Server]:
+def small_model() -> dict[str, Any]:
+    """The config of the small model; a module may have a fixture of this name that gives several."""
+    return SMALL_MODEL
+
+
+@pytest.fixture(params=[SMALL_MODEL, SMALL_MAMBA2], ids=["gated_delta_net", "mamba2"])
+def each_small_model(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The config of a small model of every family."""
+    model: dict[str, Any] = request.param
+    return model
+
+
+@pytest.fixture
+def make_server(tmp_path: Path, device: str, small_model: dict[str, Any]) -> Callable[..., Server]:
     """A function that makes a server of the small model: `async with make_server(max_sequences=8) as server`."""
 
     def make(**changes: Any) -> Server:
         config = tmp_path / "config.json"
-        config.write_text(json.dumps(SMALL_MODEL))
+        config.write_text(json.dumps(small_model))
         values: dict[str, Any] = {
             "random_init": str(config),
             "seed": 7,

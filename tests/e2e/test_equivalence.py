@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,11 @@ from deltaline_client import AsyncClient, Row
 from deltaline_server.app import Server
 
 TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def small_model(each_small_model: dict[str, Any]) -> dict[str, Any]:
+    return each_small_model
 
 
 @pytest.mark.parametrize("chunk_tokens", [64, 4096])

@@ -34,11 +34,11 @@ def example() -> Iterator[Any]:
     del sys.modules["example_generate"]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["gated_delta_net", "mamba2"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    directory = tmp_path_factory.mktemp("checkpoint")
-    load_example("make_checkpoint").make_checkpoint(directory)
+    directory = tmp_path_factory.mktemp(request.param)
+    load_example("make_checkpoint").make_checkpoint(directory, mamba2=request.param == "mamba2")
     assert len({path.stat().st_mode for path in directory.iterdir()}) == 1, "all files as the umask says"
     return directory
 
@@ -84,7 +84,7 @@ async def test_generation_is_that_of_transformers(
         assert [len(tokens) for tokens in report.tokens] == [MAX_NEW_TOKENS] * NUM_PROMPTS
         assert len(set(report.ended_at)) >= NUM_PROMPTS - 2, report.ended_at  # measured: 8 different steps in both
         assert [tokens[: len(ours)] for tokens, ours in zip(report.tokens, expected, strict=True)] == expected
-    assert sum(map(len, expected)) > 0.9 * NUM_PROMPTS * MAX_NEW_TOKENS  # measured: 93%; near ties cut off the rest
+    assert sum(map(len, expected)) > 0.9 * NUM_PROMPTS * MAX_NEW_TOKENS  # measured: 93%, 96%; near ties cut the rest
     assert plain.drafted == 0
     assert 0.2 < speculative.acceptance < 0.9
     assert speculative.steps < plain.steps

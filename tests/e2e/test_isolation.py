@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,11 @@ from deltaline_server.sequences import SequenceTable
 TOLERANCE = 1e-4
 NUM_CLIENTS = 8
 LINES = 64
+
+
+@pytest.fixture
+def small_model(each_small_model: dict[str, Any]) -> dict[str, Any]:
+    return each_small_model
 
 
 async def churn(server: Server, num_sequences: int) -> list[float]:

@@ -123,6 +123,22 @@ def plan_rows(rows: Sequence[Row], max_short: int, device: str) -> Rows:
     )
 
 
+def poison(rows: Sequence[Row], packed: Sequence[Tensor], lined: Sequence[Tensor]) -> None:
+    """Fill with NaN the packed tokens of skipped rows and, in what has lines, those that no row may read."""
+    start = 0
+    for i, row in enumerate(rows):
+        if row.skipped:
+            for tokens in packed:
+                tokens[start : start + row.length] = torch.nan
+        start += row.length
+        for lines in lined:
+            if row.skipped or row.fresh:
+                lines[2 * i + 1] = torch.nan
+            lines[2 * i + 2] = torch.nan
+    for lines in lined:
+        lines[0] = torch.nan
+
+
 def make_batch(
     rows: Sequence[Row],
     path: Path,
@@ -150,18 +166,7 @@ def make_batch(
     updates = normal(num_lines, 2, layer.M, layer.HV * layer.V)
     gates = -normal(num_lines, 2, layer.M, layer.HV).abs()
     drafts = torch.cat((keys, updates, gates), dim=-1)
-    start = 0
-    for i, row in enumerate(rows):
-        if row.skipped:
-            for tokens in (wide, a, b):
-                tokens[start : start + row.length] = torch.nan
-        start += row.length
-        for lined in (lines, state, drafts):
-            if row.skipped or row.fresh:
-                lined[2 * i + 1] = torch.nan
-            lined[2 * i + 2] = torch.nan
-    for lined in (lines, state, drafts):
-        lined[0] = torch.nan
+    poison(rows, (wide, a, b), (lines, state, drafts))
     to = path.device
     return Batch(
         layer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +17,11 @@ from deltaline_kernels import (
     gated_delta,
     gated_rms_norm,
     group_tokens,
+    mamba2,
     spread_slots,
 )
 from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.mamba2.heads import Heads as MambaHeads
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,24 @@ class Path:
             qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=num_key_heads, normalize=normalize
         )
 
-    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return gated_rms_norm(o, z, weight, eps)
+    def mamba2(
+        self,
+        xBC: Tensor,
+        dt: Tensor,
+        A_log: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        drafts: Tensor,
+        rows: Rows,
+        num_groups: int,
+        *,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        return mamba2(xBC, dt, A_log, D, dt_bias, state, drafts, rows, num_groups=num_groups, dt_limit=dt_limit)
+
+    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
+        return gated_rms_norm(o, z, weight, eps, gate_first=gate_first)
 
     def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
         return spread_slots(row_slots, query_start_loc, num_tokens)
@@ -122,11 +141,33 @@ class InterpretedPath(Path):
         gated_delta_triton(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads, normalize=normalize)
         return o
 
-    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def mamba2(
+        self,
+        xBC: Tensor,
+        dt: Tensor,
+        A_log: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        drafts: Tensor,
+        rows: Rows,
+        num_groups: int,
+        *,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        from deltaline_kernels.mamba2.launch import mamba2_triton
+
+        _, num_heads, head_dim, state_dim = state.shape
+        heads = MambaHeads(num_groups, num_heads, head_dim, state_dim, dt_limit)
+        y = torch.empty(xBC.shape[0], heads.num_heads, heads.head_dim, dtype=xBC.dtype)
+        mamba2_triton(xBC, dt, A_log, D, dt_bias, state, drafts, rows, y, heads)
+        return y
+
+    def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
         from deltaline_kernels.norm.kernel import gated_rms_norm_triton
 
         y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype)
-        gated_rms_norm_triton(o, z, weight, eps, y)
+        gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first)
         return y
 
     def spread(self, row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:

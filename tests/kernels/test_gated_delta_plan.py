@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deltaline_kernels.gated_delta.heads import Heads
-from deltaline_kernels.gated_delta.plan import CHUNK, PROGRAMS, SHORTEST_PART, Plan, choose_plan
+from deltaline_kernels.gated_delta.plan import CHUNK, PROGRAMS, SHORTEST_PART, choose_plan
+from deltaline_kernels.parts import Plan
 
 RAGGED = (37, 513, 4096, 1, 2900, 8000, 64, 773)
 

@@ -16,6 +16,7 @@ GOOD: dict[str, Any] = {
     "num_committed": [1, 0, 9, 2],
     "num_replayed": [0, 2, 0, 0],
     "draft_half": [0, 1, 0, 0],
+    "position": [7, 2, 0, 1],
 }
 
 
@@ -32,6 +33,8 @@ def test_rows_lays_out_the_control_tensor() -> None:
     assert rows.num_committed.tolist() == GOOD["num_committed"]
     assert rows.num_replayed.tolist() == GOOD["num_replayed"]
     assert rows.draft_half.tolist() == GOOD["draft_half"]
+    assert rows.position.tolist() == GOOD["position"]
+    assert build(position=None).position.tolist() == GOOD["num_replayed"]
     assert (rows.num_rows, rows.num_short, rows.max_length) == (4, 2, 9)
 
 
@@ -59,6 +62,7 @@ def test_rows_may_be_none() -> None:
         ({"num_committed": [1, 0, 0, 2]}, r"num_committed\[2\]: expected 9 \(a VERIFY row must be short\), got 0"),
         ({"num_replayed": [0, -1, 0, 0]}, r"num_replayed\[1\]: expected at least 0"),
         ({"draft_half": [0, 2, 0, 0]}, r"draft_half\[1\]: expected 0 or 1"),
+        ({"position": [7, 1, 0, 1]}, r"position\[1\]: expected at least 2, got 1"),
         ({"read_line": [1, 2, 0, -2]}, r"read_line\[3\]"),
         ({"read_line": [1, 2, -1, -1]}, r"read_line\[2\]: expected a line, or -1 together with write_line -1"),
         ({"write_line": [1, 3, -2, -1]}, r"write_line\[2\]"),
@@ -72,10 +76,10 @@ def test_rows_refuses(changes: dict[str, Any], message: str) -> None:
 
 def test_rows_refuses_a_wrong_control_tensor() -> None:
     with pytest.raises(TypeError, match=r"^control: expected torch.int32"):
-        Rows(torch.zeros(6, 3, dtype=torch.int64), 0, 1, 1)
+        Rows(torch.zeros(7, 3, dtype=torch.int64), 0, 1, 1)
     with pytest.raises(ValueError, match=r"^control: expected shape"):
         Rows(torch.zeros(5, 3, dtype=torch.int32), 0, 1, 1)
     with pytest.raises(ValueError, match=r"^num_short: expected"):
-        Rows(torch.zeros(6, 3, dtype=torch.int32), 3, 1, 1)
+        Rows(torch.zeros(7, 3, dtype=torch.int32), 3, 1, 1)
     with pytest.raises(ValueError, match=r"^max_short: expected"):
-        Rows(torch.zeros(6, 3, dtype=torch.int32), 1, 0, 1)
+        Rows(torch.zeros(7, 3, dtype=torch.int32), 1, 0, 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels.paths import Path
 
-from deltaline_kernels import gated_rms_norm, run_selftest, selftest
+from deltaline_kernels import gated_rms_norm, mamba2, run_selftest, selftest
 
 
 def test_selftest_passes(path: Path) -> None:
@@ -28,6 +28,29 @@ def test_selftest_passes(path: Path) -> None:
 )
 def test_selftest_takes_the_sizes_of_a_model(path: Path, sizes: dict[str, Any]) -> None:
     assert [check for check in run_selftest(path.device, path.dtype, **sizes) if not check.ok] == []
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 24, "value_dim": 40, "conv_width": 2, "max_draft": 1},
+        {"num_key_heads": 1, "num_value_heads": 16, "key_dim": 128, "value_dim": 64, "state_dtype": torch.bfloat16},
+    ],
+    ids=["usual", "odd", "bf16-state"],
+)
+def test_selftest_takes_a_mamba2_model(path: Path, sizes: dict[str, Any]) -> None:
+    checks = run_selftest(path.device, path.dtype, recurrence="mamba2", **sizes)
+    assert [check for check in checks if not check.ok] == []
+    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "mamba2", "lora", "norm"}
+
+
+def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "mamba2", lambda *args, **kw: mamba2(*args, **kw) + 1.0)
+    failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence="mamba2") if not check.ok}
+    assert failed == {"mamba2"}
+    with pytest.raises(KeyError):
+        run_selftest("cpu", recurrence="mamba")
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])

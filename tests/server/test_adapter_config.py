@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltaline_server.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, ModuleConfig
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 
 UP = "model.layers.1.mlp.up_proj"
 QKV = "model.layers.11.linear_attn.in_proj_qkv"

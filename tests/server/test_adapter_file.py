@@ -23,6 +23,7 @@ from adapter_cases import (
     modules,
     with_magnitudes,
 )
+from layer_weights import block_weights, mixer_weights
 from safetensors.torch import save
 from target import bounded_memory
 from torch import Tensor
@@ -31,9 +32,11 @@ from deltaline_server.adapter import Adapter
 from deltaline_server.adapter_config import AdapterConfig
 from deltaline_server.adapter_file import AdapterPlan
 from deltaline_server.adapter_layout import AdapterLayout
+from deltaline_server.family import served_modules
+from deltaline_server.keys import ModelError
 from deltaline_server.model import ModelOptions, load_model, open_weights
-from deltaline_server.model_config import ModelConfig, ModelError, Scope
-from deltaline_server.modules import Packed, served_modules
+from deltaline_server.model_config import ModelConfig, Scope
+from deltaline_server.modules import Packed
 from deltaline_server.placement import Placement
 from deltaline_server.tensor_file import DescriptorBytes, MemoryBytes, TensorFile
 from deltaline_server.weights import LayerLoader
@@ -91,17 +94,17 @@ def check_served_as_merged(
     before = LayerLoader(base, config, [0, 1], Scope.BLOCK, exact)
     after = LayerLoader(expected, config, [0, 1], Scope.BLOCK, exact)
     for layer in (0, 1):
-        ours = projections(before, layer)
+        ours = projections(before, config, layer)
         for one in adapter.weights:
             if one.layer == layer:
                 merge_into(ours[one.packed], one)
-        theirs = projections(after, layer)
+        theirs = projections(after, config, layer)
         for packed in Packed:
             torch.testing.assert_close(ours[packed], theirs[packed], rtol=1e-5, atol=1e-5)
 
 
-def projections(loader: LayerLoader, layer: int) -> dict[Packed, Tensor]:
-    mixer, block = loader.mixer(layer), loader.block(layer)
+def projections(loader: LayerLoader, config: ModelConfig, layer: int) -> dict[Packed, Tensor]:
+    mixer, block = mixer_weights(loader, config, layer), block_weights(loader, config, layer)
     return {
         Packed.IN_PROJ: mixer.in_proj,
         Packed.OUT_PROJ: mixer.out_proj,
@@ -352,7 +355,7 @@ def test_the_base_of_a_served_model_is_read_again_from_where_it_was_loaded(model
     with open_weights(options) as base:
         rows = [base.rows(1, module) for module in served_modules(model.config, Scope.BLOCK)[:4]]
     layers: Any = model._layers
-    served = layers[1]._mixer._in_proj(torch.eye(model.hidden_size))
+    served = layers[1].mixer.inner._in_proj(torch.eye(model.hidden_size))
     torch.testing.assert_close(served.t(), torch.cat(rows))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_cases import merge_into
+from layer_weights import block_weights, mixer_weights
 
 from deltaline_server.adapter_config import AdapterConfig
 from deltaline_server.adapter_file import AdapterPlan
@@ -75,7 +76,7 @@ def test_an_adapter_does_what_peft_does(
         plan = AdapterPlan(AdapterConfig.parse(text), TensorFile(tensors), layout)
         adapter = plan.load(before, lambda size: torch.full((size,), 0xFF, dtype=torch.uint8))
         for layer in (0, 1):
-            ours, theirs = projections(before, layer), projections(after, layer)
+            ours, theirs = projections(before, config, layer), projections(after, config, layer)
             for one in adapter.weights:
                 if one.layer == layer:
                     merge_into(ours[one.packed], one)
@@ -85,8 +86,8 @@ def test_an_adapter_does_what_peft_does(
     assert plan.needs_base == (case == "DoRA")
 
 
-def projections(loader: LayerLoader, layer: int) -> dict[Packed, torch.Tensor]:
-    mixer, block = loader.mixer(layer), loader.block(layer)
+def projections(loader: LayerLoader, config: ModelConfig, layer: int) -> dict[Packed, torch.Tensor]:
+    mixer, block = mixer_weights(loader, config, layer), block_weights(loader, config, layer)
     return {
         Packed.IN_PROJ: mixer.in_proj,
         Packed.OUT_PROJ: mixer.out_proj,

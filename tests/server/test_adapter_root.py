@@ -14,7 +14,7 @@ from adapter_bad import BAD_NAMES
 from adapter_cases import adapter_config, write_adapter
 
 from deltaline_server.adapter_root import AdapterRoot
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 

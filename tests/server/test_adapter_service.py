@@ -42,8 +42,9 @@ from deltaline_server.adapter_service import AdapterService
 from deltaline_server.adapter_slots import AdapterSlots
 from deltaline_server.adapters import Adapters
 from deltaline_server.interceptor import Interceptor
+from deltaline_server.keys import ModelError
 from deltaline_server.metrics import Metrics
-from deltaline_server.model_config import ModelError, Scope
+from deltaline_server.model_config import Scope
 from deltaline_server.placement import Placement
 from deltaline_server.weights import LayerLoader
 

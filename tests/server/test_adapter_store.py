@@ -21,7 +21,8 @@ from deltaline_server.adapter_copier import AdapterCopier
 from deltaline_server.adapter_layout import AdapterLayout
 from deltaline_server.adapter_slots import AdapterSlots
 from deltaline_server.adapter_store import AdapterStore, store_bytes
-from deltaline_server.model_config import ModelConfig, ModelError, Scope
+from deltaline_server.keys import ModelError
+from deltaline_server.model_config import ModelConfig, Scope
 from deltaline_server.modules import Packed
 from deltaline_server.placement import Placement
 

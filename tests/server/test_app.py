@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import socket
@@ -26,9 +27,11 @@ from deltaline.v1 import admin_service_pb2 as admin_pb
 from deltaline.v1 import admin_service_pb2_grpc, layer_service_pb2_grpc
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_kernels.selftest import Check
+from deltaline_kernels.selftest import run_selftest as kernels_selftest
 from deltaline_server import __main__, app, runtime
 from deltaline_server.app import Server, StartError
-from deltaline_server.model_config import GatedDeltaNetShape, ModelError
+from deltaline_server.keys import ModelError
+from deltaline_server.mixer_shape import GatedDeltaNetShape, Mamba2Shape
 from deltaline_server.state_pool import StateOptions
 
 READINESS = "deltaline.v1.LayerService"
@@ -298,6 +301,22 @@ def test_kernels_are_checked_in_the_sizes_that_are_served(monkeypatch: pytest.Mo
         "state_dtype": torch.bfloat16,
         "dtype": torch.float16,
     }
+
+
+def test_the_kernels_of_a_mamba2_model_are_checked_in_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    families: set[str] = set()
+
+    def run_selftest(*inputs: Any, **sizes: Any) -> list[Check]:
+        assert (sizes["num_key_heads"], sizes["num_value_heads"]) == (2, 4)
+        assert (sizes["key_dim"], sizes["value_dim"], sizes["conv_width"], sizes["max_draft"]) == (16, 8, 3, 5)
+        checks = kernels_selftest(*inputs, **sizes)
+        families.update(check.name.split(",")[0] for check in checks)
+        return checks
+
+    monkeypatch.setattr(runtime, "run_selftest", run_selftest)
+    shape = Mamba2Shape(2, 4, 8, 16, 3, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
+    runtime.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5))
+    assert families == {"conv1d", "mamba2", "lora", "norm"}
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from deltaline_server.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, Checkpoint, RandomTensors, TensorInfo
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 
 ALL = slice(None)
 

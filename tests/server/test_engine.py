@@ -86,7 +86,7 @@ def make_batch(
 ) -> StepBatch:
     """Rows that commit all their tokens; `fresh` rows begin at the zero state."""
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    control = np.zeros((6, len(lengths) + 1), dtype=np.int32)
+    control = np.zeros((7, len(lengths) + 1), dtype=np.int32)
     control[0] = starts
     control[1, :-1] = 0 if fresh else lines
     control[2, :-1] = lines

@@ -47,6 +47,15 @@ CONFIG = {
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
 }
+MAMBA2 = {
+    "model_type": "mamba2",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 3,
+    "num_heads": 4,
+    "head_dim": 64,
+    "state_size": 64,
+    "n_groups": 2,
+}
 DTYPE = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -79,7 +88,7 @@ def find(buckets: list[Bucket], lengths: list[int], draft: int, has_adapters: bo
     graphs = object.__new__(Graphs)
     graphs._buckets = buckets
     graphs._decodes = {}
-    control = np.zeros((6, len(lengths) + 1), dtype=np.int32)
+    control = np.zeros((7, len(lengths) + 1), dtype=np.int32)
     control[0, 1:] = np.cumsum(lengths)
     slots = np.full(len(lengths), -1, dtype=np.int32) if has_adapters else None
     return graphs.find(StepBatch(0, control, sum(n <= draft for n in lengths), (), None, adapter_slots=slots))
@@ -161,10 +170,10 @@ class Twins:
         return results
 
 
-@pytest.fixture(scope="module")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
+@pytest.fixture(scope="module", params=[CONFIG, MAMBA2], ids=["gated_delta_net", "mamba2"])
+def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
     config = tmp_path_factory.mktemp("model") / "config.json"
-    config.write_text(json.dumps(CONFIG))
+    config.write_text(json.dumps(request.param))
     twins = Twins(config)
     yield twins
     for engine in twins.engines:
@@ -187,7 +196,7 @@ class Sequences:
         lengths = np.where(verifies, rng.integers(1, MAX_DRAFT + 1, num_rows), 1)
         if long:
             lengths[-1], verifies[-1] = long, False
-        control = np.zeros((6, num_rows + 1), dtype=np.int32)
+        control = np.zeros((7, num_rows + 1), dtype=np.int32)
         control[0, 1:] = np.cumsum(lengths)
         control[1, :-1] = np.where(self.used[span, lines], lines, 0)
         control[2, :-1] = lines

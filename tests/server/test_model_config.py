@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from deltaline_server.model_config import GatedDeltaNetShape, MixerKind, MlpKind, ModelConfig, ModelError
+from deltaline_server.keys import ModelError
+from deltaline_server.mixer_shape import GatedDeltaNetShape
+from deltaline_server.model_config import MixerKind, MlpKind, ModelConfig
 
 TEXT: dict[str, Any] = {
     "hidden_size": 1024,
@@ -29,7 +31,8 @@ DENSE, MOE = MlpKind.DENSE, MlpKind.MIXTURE_OF_EXPERTS
 
 def test_shapes_are_read() -> None:
     config = ModelConfig.from_mapping(NEXT)
-    shape = config.gated_delta_net
+    shape = config.shape
+    assert isinstance(shape, GatedDeltaNetShape)
     assert (config.hidden_size, config.intermediate_size, config.rms_norm_eps) == (1024, 3072, 1e-6)
     assert shape == GatedDeltaNetShape(4, 8, 64, 32, 4)
     assert (shape.keys, shape.values, shape.conv_channels) == (256, 256, 768)
@@ -145,7 +148,7 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
 
 
 def test_heads_are_dealt_out_or_refused() -> None:
-    shape = ModelConfig.from_mapping(NEXT).gated_delta_net
+    shape = ModelConfig.from_mapping(NEXT).shape
     assert shape.shard(2) == GatedDeltaNetShape(2, 4, 64, 32, 4)
     with pytest.raises(ModelError, match="world_size: expected a divisor of 4 key heads, got 3"):
         shape.shard(3)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 from deltaline_server.name_pattern import MAX_CHARS, NamePattern, Work
 
 STEPS = 1 << 20

@@ -88,7 +88,7 @@ def engine(device: HeldDevice) -> Iterator[Engine]:
 
 
 def make_batch(num_bytes: int = 64) -> StepBatch:
-    control = np.zeros((6, 2), np.int32)
+    control = np.zeros((7, 2), np.int32)
     control[0, 1] = 1
     return StepBatch(0, control, 1, (np.zeros((1, num_bytes // 4), np.float32),), None, copied_bytes=num_bytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaline_server.model_config import GatedDeltaNetShape, ModelError
+from deltaline_server.keys import ModelError
+from deltaline_server.mixer_shape import GatedDeltaNetShape, Mamba2Shape
 from deltaline_server.state_pool import StateOptions, StatePool, check_state
 
 SHAPE = GatedDeltaNetShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=4, conv_width=4)
@@ -44,6 +46,16 @@ def test_shapes_and_dtypes() -> None:
         assert (layer.conv.shape, layer.conv.dtype) == ((6, 6, 48), torch.bfloat16)
         assert (layer.recurrent.shape, layer.recurrent.dtype) == ((6, 4, 4, 8), torch.float32)
         assert (layer.drafts.shape, layer.drafts.dtype) == ((6, 2, 3, 36), torch.float32)
+
+
+def test_shapes_of_mamba2() -> None:
+    shape = Mamba2Shape(2, 4, 8, 16, 4, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
+    pool = StatePool([shape], OPTIONS, dtype=torch.bfloat16, device=torch.device("cpu"))
+    (layer,) = pool.layers
+    assert (layer.conv.shape, layer.conv.dtype) == ((6, 6, 96), torch.bfloat16)
+    assert (layer.recurrent.shape, layer.recurrent.dtype) == ((6, 4, 8, 16), torch.float32)
+    assert (layer.drafts.shape, layer.drafts.dtype) == ((6, 2, 3, 32 + 32 + 4), torch.float32)
+    assert pool.total_bytes == sum(tensor.nbytes for tensor in tensors_in(pool))
 
 
 def test_bytes_are_those_of_the_tensors() -> None:

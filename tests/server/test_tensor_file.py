@@ -16,7 +16,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save
 
 from deltaline_server import tensor_file
-from deltaline_server.model_config import ModelError
+from deltaline_server.keys import ModelError
 from deltaline_server.tensor_file import DescriptorBytes, MemoryBytes, TensorFile
 
 ALL = slice(None)

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from layer_weights import block_weights, mixer_weights
 from torch import Tensor
 
 from deltaline_server.checkpoint import Checkpoint, TensorInfo
-from deltaline_server.model_config import ModelConfig, ModelError, Scope
+from deltaline_server.gated_delta_net import GatedDeltaNetWeights
+from deltaline_server.keys import ModelError
+from deltaline_server.mixer_shape import GatedDeltaNetShape
+from deltaline_server.model_config import ModelConfig, Scope
 from deltaline_server.placement import Placement
-from deltaline_server.weights import LayerLoader, MixerWeights, expected_tensors, random_init
+from deltaline_server.weights import LayerLoader, expected_tensors, random_init
 
 CPU = torch.device("cpu")
 WHOLE = Placement(CPU, torch.float32)
@@ -62,14 +66,15 @@ def memory(config: ModelConfig, prefix: str = "model.layers.") -> MemoryTensors:
     )
 
 
-def load_mixer(source: MemoryTensors, config: ModelConfig, rank: int = 0, world_size: int = 1) -> MixerWeights:
+def load_mixer(source: MemoryTensors, config: ModelConfig, rank: int = 0, world_size: int = 1) -> GatedDeltaNetWeights:
     placement = Placement(CPU, torch.float32, rank, world_size)
-    return LayerLoader(source, config, [1], Scope.MIXER, placement).mixer(1)
+    return mixer_weights(LayerLoader(source, config, [1], Scope.MIXER, placement), config, 1)
 
 
 def sections(config: ModelConfig, in_proj: Tensor, world_size: int = 1) -> tuple[Tensor, ...]:
     """Split packed rows into q, k, v, z, b, a."""
-    shape = config.gated_delta_net.shard(world_size)
+    shape = config.shape.shard(world_size)
+    assert isinstance(shape, GatedDeltaNetShape)
     heads = shape.num_value_heads
     return tuple(in_proj.split((shape.keys, shape.keys, shape.values, shape.values, heads, heads)))
 
@@ -83,7 +88,7 @@ def test_checkpoints_as_transformers_writes_them(
     config = ModelConfig.from_directory(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
         loader = LayerLoader(checkpoint, config, range(2), scope, WHOLE)
-        mixer = loader.mixer(1)
+        mixer = mixer_weights(loader, config, 1)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert torch.equal(mixer.out_proj, model.get_decoder().layers[1].linear_attn.out_proj.weight)
 
@@ -91,7 +96,7 @@ def test_checkpoints_as_transformers_writes_them(
 @pytest.mark.parametrize("prefix", ["layers.", "language_model.layers.", "model.language_model.layers."])
 def test_prefixes(prefix: str) -> None:
     source = memory(QWEN3_5, prefix)
-    norm = LayerLoader(source, QWEN3_5, [1], Scope.MIXER, WHOLE).mixer(1).norm
+    norm = load_mixer(source, QWEN3_5).norm
     assert torch.equal(norm, source.tensors[f"{prefix}1.linear_attn.norm.weight"])
 
 
@@ -124,7 +129,7 @@ def test_an_extra_tensor_is_named(scope: Scope) -> None:
     source.tensors["model.layers.1.linear_attn.conv1d.bias"] = torch.zeros(3)
     with pytest.raises(ModelError, match=r"^model\.layers\.1\.linear_attn\.conv1d\.bias: expected no such tensor"):
         LayerLoader(source, NEXT, [1], scope, WHOLE)
-    assert LayerLoader(source, NEXT, [0], scope, WHOLE).shape == NEXT.gated_delta_net
+    assert LayerLoader(source, NEXT, [0], scope, WHOLE).shape == NEXT.shape
 
 
 def test_a_quantised_tensor_is_named() -> None:
@@ -145,13 +150,15 @@ def test_experts_are_refused_in_block_scope_and_passed_over_in_mixer_scope(
             ModelError, match=r"^layer 1: expected a dense MLP in block scope, got a mixture of experts"
         ):
             LayerLoader(checkpoint, config, [0, 1], Scope.BLOCK, WHOLE)
-        assert LayerLoader(checkpoint, config, [0], Scope.BLOCK, WHOLE).block(0).gate_up.shape == (2 * 384, 32)
-        assert LayerLoader(checkpoint, config, [0, 1], Scope.MIXER, WHOLE).mixer(1).in_proj.shape[1] == 32
+        dense = LayerLoader(checkpoint, config, [0], Scope.BLOCK, WHOLE)
+        assert block_weights(dense, config, 0).gate_up.shape == (2 * 384, 32)
+        mixers = LayerLoader(checkpoint, config, [0, 1], Scope.MIXER, WHOLE)
+        assert mixer_weights(mixers, config, 1).in_proj.shape[1] == 32
 
 
 def test_attention_is_refused() -> None:
     config = ModelConfig.from_mapping(CONFIG | {"layer_types": ["linear_attention", "full_attention"]})
-    with pytest.raises(ModelError, match=r"^layer 1: expected linear_attention, got full_attention"):
+    with pytest.raises(ModelError, match=r"^layer 1: expected gated_delta_net or mamba2, got attention"):
         LayerLoader(memory(config), config, [0, 1], Scope.MIXER, WHOLE)
 
 
@@ -162,7 +169,7 @@ def test_interleaved_projections_are_sorted_as_the_checkpoint_model_does(
     theirs = model.get_decoder().layers[0].linear_attn
     config = ModelConfig.from_directory(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
-        ours = LayerLoader(checkpoint, config, [0], Scope.MIXER, WHOLE).mixer(0).in_proj
+        ours = mixer_weights(LayerLoader(checkpoint, config, [0], Scope.MIXER, WHOLE), config, 0).in_proj
     # The rows of the stored weights, as if they were a sequence of projected tokens.
     stored = theirs.in_proj_qkvz.weight.t()[None], theirs.in_proj_ba.weight.t()[None]
     expected = [part.flatten(2)[0].t() for part in theirs.fix_query_key_value_ordering(*stored)]
@@ -175,7 +182,8 @@ def test_the_shares_of_two_ranks_make_the_whole(config: ModelConfig) -> None:
     whole, *ranks = load_mixer(source, config), load_mixer(source, config, 0, 2), load_mixer(source, config, 1, 2)
     shared = zip(*(sections(config, rank.in_proj, 2) for rank in ranks), strict=True)
     assert torch.equal(torch.cat([torch.cat(pair) for pair in shared]), whole.in_proj)
-    shape = config.gated_delta_net.shard(2)
+    shape = config.shape.shard(2)
+    assert isinstance(shape, GatedDeltaNetShape)
     parts = [rank.conv.split((shape.keys, shape.keys, shape.values), dim=1) for rank in ranks]
     assert torch.equal(torch.cat([torch.cat(pair, dim=1) for pair in zip(*parts, strict=True)], dim=1), whole.conv)
     assert torch.equal(torch.cat([rank.A_log for rank in ranks]), whole.A_log)
@@ -186,8 +194,10 @@ def test_the_shares_of_two_ranks_make_the_whole(config: ModelConfig) -> None:
 
 def test_the_mlp_is_shared_out_by_its_inner_columns() -> None:
     source = memory(NEXT)
-    whole = LayerLoader(source, NEXT, [1], Scope.BLOCK, WHOLE).block(1)
-    ranks = [LayerLoader(source, NEXT, [1], Scope.BLOCK, Placement(CPU, torch.float32, r, 2)).block(1) for r in (0, 1)]
+    whole, *ranks = (
+        block_weights(LayerLoader(source, NEXT, [1], Scope.BLOCK, placement), NEXT, 1)
+        for placement in (WHOLE, *(Placement(CPU, torch.float32, rank, 2) for rank in (0, 1)))
+    )
     halves = zip(*(rank.gate_up.chunk(2) for rank in ranks), strict=True)
     assert torch.equal(torch.cat([torch.cat(pair) for pair in halves]), whole.gate_up)
     assert torch.equal(torch.cat([rank.down for rank in ranks], dim=1), whole.down)
@@ -196,7 +206,7 @@ def test_the_mlp_is_shared_out_by_its_inner_columns() -> None:
 
 def test_packed_weights_have_the_asked_dtype_and_their_own_memory() -> None:
     source = memory(QWEN3_5)
-    mixer = LayerLoader(source, QWEN3_5, [0], Scope.MIXER, Placement(CPU, torch.bfloat16)).mixer(0)
+    mixer = mixer_weights(LayerLoader(source, QWEN3_5, [0], Scope.MIXER, Placement(CPU, torch.bfloat16)), QWEN3_5, 0)
     assert (mixer.in_proj.dtype, mixer.conv.dtype, mixer.out_proj.dtype) == (torch.bfloat16,) * 3
     assert (mixer.A_log.dtype, mixer.dt_bias.dtype, mixer.norm.dtype) == (torch.float32,) * 3
     assert mixer.conv.shape == (4, 56)
@@ -224,11 +234,10 @@ def test_ranks_must_divide_the_heads_and_the_mlp() -> None:
 
 @pytest.mark.parametrize("config", [NEXT, QWEN3_5], ids=["interleaved", "separate"])
 def test_random_weights_are_the_same_for_every_rank_and_choice_of_layers(config: ModelConfig) -> None:
-    def draw(layers: list[int], rank: int, world_size: int) -> MixerWeights:
+    def draw(layers: list[int], rank: int, world_size: int) -> GatedDeltaNetWeights:
         source = random_init(config, layers, Scope.BLOCK, seed=7)
-        return LayerLoader(source, config, layers, Scope.BLOCK, Placement(CPU, torch.float32, rank, world_size)).mixer(
-            1
-        )
+        placement = Placement(CPU, torch.float32, rank, world_size)
+        return mixer_weights(LayerLoader(source, config, layers, Scope.BLOCK, placement), config, 1)
 
     whole, part = draw([0, 1], 0, 1), draw([1], 1, 2)
     assert torch.equal(part.out_proj, whole.out_proj[:, 12:])

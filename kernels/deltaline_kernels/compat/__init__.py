@@ -3,6 +3,7 @@
 Each is an adapter to an operation of this package. Does not know engines: only the tensors that they pass.
 """
 
+from deltaline_kernels.compat.chunk_scan import mamba_chunk_scan_combined_varlen
 from deltaline_kernels.compat.conv1d import causal_conv1d_fn, causal_conv1d_update
 from deltaline_kernels.compat.gated_delta import (
     chunk_gated_delta_rule,
@@ -10,6 +11,7 @@ from deltaline_kernels.compat.gated_delta import (
     fused_sigmoid_gating_delta_rule_update,
 )
 from deltaline_kernels.compat.lora import lora_expand, lora_shrink
+from deltaline_kernels.compat.mamba2 import selective_state_update
 
 __all__ = [
     "causal_conv1d_fn",
@@ -19,4 +21,6 @@ __all__ = [
     "fused_sigmoid_gating_delta_rule_update",
     "lora_expand",
     "lora_shrink",
+    "mamba_chunk_scan_combined_varlen",
+    "selective_state_update",
 ]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltaline_kernels.compat.rows import EngineRows, HostRow, check_lengths, check_offsets, read_back
 from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import NUM_FIELDS, Rows
 
 
 def convolve_cpu(
@@ -46,13 +46,13 @@ def convolve_cpu(
 
 def _plan(found: list[HostRow], speculative: bool) -> Rows:
     """Return the rows over the pool: row i reads and writes line i + 1."""
-    fields: list[list[int]] = [[found[0].begin if found else 0], [], [], [], [], []]
+    fields: list[list[int]] = [[found[0].begin if found else 0], *([] for _ in range(NUM_FIELDS - 1))]
     for i, row in enumerate(found):
         read = -1 if row.skipped else 0 if row.first_column is None else i + 1
         write = -1 if row.skipped else i + 1
         # Of a speculative row only the first token is certain to be accepted.
         committed = 1 if speculative else row.length
-        for values, value in zip(fields, (row.end, read, write, committed, 0, 0), strict=True):
+        for values, value in zip(fields, (row.end, read, write, committed, 0, 0, 0), strict=True):
             values.append(value)
     control = torch.tensor([fields[0], *([*values, 0] for values in fields[1:])], dtype=torch.int32)
     return Rows(control, 0, 1, max((row.length for row in found), default=0))

@@ -80,8 +80,10 @@ def _build(
     tl.store(row, committed.to(tl.int32), mask=stored)
     row += num_rows + 1
     tl.store(row, replayed.to(tl.int32), mask=stored)
-    row += num_rows + 1
-    tl.store(row, tl.zeros((BLOCK,), tl.int32), mask=stored)
+    # Neither halves nor positions.
+    for _ in range(2):
+        row += num_rows + 1
+        tl.store(row, tl.zeros((BLOCK,), tl.int32), mask=stored)
 
 
 def build_rows(

@@ -1,6 +1,6 @@
 """The tokens that engines pass to the gated delta rule, checked and packed as the native operation has them.
 
-Knows shapes, dtypes and strides. Does not know rows, nor where states are.
+Knows shapes, dtypes and strides. Does not know what rows hold, nor where states are.
 """
 
 import math
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
 from deltaline_kernels.compat.arguments import INTEGERS, check_operand
+from deltaline_kernels.gated_delta import gated_delta
 from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.rows import Rows
 
 # Under the root of the norms of q and k, in every engine.
 EPS = 1e-6
@@ -46,6 +48,11 @@ class Operands:
     def device(self) -> torch.device:
         return self.qkv.device
 
+    @property
+    def record(self) -> int:
+        """Values of one draft token."""
+        return self.heads.record
+
     def state_shape(self) -> dict[str, int]:
         """Return the dimensions of one state."""
         return {"HV": self.heads.num_value_heads, "V": self.heads.value_dim, "K": self.heads.key_dim}
@@ -63,6 +70,43 @@ class Operands:
         """Return the tokens `index`, in that order, as copies."""
         qkv, a, b = (x.index_select(0, index) for x in (self.qkv, self.a, self.b))
         return replace(self, qkv=qkv, a=a, b=b)
+
+    def compute(self, state: Tensor, drafts: Tensor, rows: Rows) -> Tensor:
+        """Run the rule on the CPU; return o `[T, HV, V]`; mutates `state`."""
+        return gated_delta(
+            self.qkv,
+            self.a,
+            self.b,
+            self.A_log,
+            self.dt_bias,
+            state,
+            drafts,
+            rows,
+            num_key_heads=self.heads.num_key_heads,
+            scale=self.heads.scale,
+            eps=self.heads.eps,
+            normalize=self.normalize,
+        )
+
+    def launch(self, state: Tensor, drafts: Tensor, rows: Rows, o: Tensor, line_shift: int) -> None:
+        """Launch the rule on a GPU, where line i of `rows` is line i - line_shift; mutates `state` and o."""
+        # Imported here: only this path needs triton, which is installed on Linux alone.
+        from deltaline_kernels.gated_delta.launch import gated_delta_triton
+
+        gated_delta_triton(
+            self.qkv,
+            self.a,
+            self.b,
+            self.A_log,
+            self.dt_bias,
+            state,
+            drafts,
+            rows,
+            o,
+            self.heads,
+            normalize=self.normalize,
+            line_shift=line_shift,
+        )
 
 
 def check_beside(
@@ -136,9 +180,9 @@ def pack_operands(
         flat = flat_gates and isinstance(gate, Tensor) and gate.ndim == 2
         rows = {"batch * tokens": batch * length} if flat else tokens
         check_beside(name, gate, {**rows, "HV": num_value_heads}, ACTIVATIONS, device)
-        packed.append(_pack_gate(gate, batch * length, num_value_heads, q.dtype))
+        packed.append(pack_gate(gate, batch * length, num_value_heads, q.dtype))
     heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, scale, EPS)
-    qkv = _share(q, k, v)
+    qkv = share_columns(q, k, v)
     if qkv is None:
         qkv = torch.cat([x.reshape(batch * length, x.shape[2] * x.shape[3]) for x in (q, k, v)], dim=1)
     a, b = packed
@@ -148,22 +192,22 @@ def pack_operands(
 def pack_rates(name: str, rates: Tensor, operands: Operands) -> Tensor:
     """Check and return `(HV,)` values of the heads, contiguous, of qkv's dtype or fp32."""
     check_beside(name, rates, {"HV": operands.heads.num_value_heads}, ACTIVATIONS, operands.device)
-    return _widen(rates, operands.qkv.dtype).contiguous()
+    return widen(rates, operands.qkv.dtype).contiguous()
 
 
-def _widen(x: Tensor, dtype: torch.dtype) -> Tensor:
+def widen(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x in fp32 unless it is of `dtype`."""
     return x if x.dtype == dtype else x.float()
 
 
-def _pack_gate(gate: Tensor, num_tokens: int, num_heads: int, dtype: torch.dtype) -> Tensor:
+def pack_gate(gate: Tensor, num_tokens: int, num_heads: int, dtype: torch.dtype) -> Tensor:
     """Return the gate as `[T, HV]` with contiguous heads: a view where it can be one."""
-    flat = _widen(gate.reshape(num_tokens, num_heads), dtype)
+    flat = widen(gate.reshape(num_tokens, num_heads), dtype)
     packed = (num_heads == 1 or flat.stride(1) == 1) and (num_tokens <= 1 or flat.stride(0) >= num_heads)
     return flat if packed else flat.contiguous()
 
 
-def _share(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+def share_columns(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return `[T, 2*H*K + HV*V]` over the memory of q, k and v if they are its columns, else None."""
     batch, length = q.shape[:2]
     columns = [x.shape[2] * x.shape[3] for x in (q, k, v)]

@@ -6,8 +6,7 @@ Knows slots, offsets and accepted counts as integers. Does not know what is comp
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.operands import Operands
-from deltaline_kernels.compat.recurrence import advance
+from deltaline_kernels.compat.recurrence import Operands, advance
 from deltaline_kernels.compat.rows import EngineRows
 
 

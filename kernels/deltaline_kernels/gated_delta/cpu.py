@@ -10,19 +10,21 @@ Within a chunk, with S_ij = g_{j+1} + .. + g_i, G_i = g_1 + .. + g_i and h the s
 What does not depend on h is computed for a block of chunks at once.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.cohorts import Cohort, group_rows, is_run, put, take
+from deltaline_kernels.cohorts import Cohort, group_rows
+from deltaline_kernels.decay import decay_between, exp_
 from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.recurrence import advance_cohort
 from deltaline_kernels.rows import Rows
 
 CHUNK = 32
 # Chunks per block: the fastest of 2, 4, 8 and 16 for 16 heads of 64 (2 cores, 1 MiB of L2 each).
 BLOCK_CHUNKS = 4
-# Decays below exp(-69), about 1e-30, count as zero: what they would leave behind are slow denormal numbers.
-LOG_TINY, TINY = -69.1, 1e-30
 
 
 def gated_delta_cpu(
@@ -49,83 +51,31 @@ def gated_delta_cpu(
     for begin, end in skipped:
         o[begin:end] = 0
     for cohort in cohorts:
-        _run_cohort(cohort, qkv, g, beta, state, drafts, o, heads, normalize)
+        tokens = partial(_run_tokens, cohort, qkv, g, beta, heads, normalize)
+        advance_cohort(cohort, state, drafts, o, heads.num_key_heads, tokens)
 
 
-def _run_cohort(
-    cohort: Cohort,
-    qkv: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    drafts: Tensor,
-    o: Tensor,
-    heads: Heads,
-    normalize: bool,
-) -> None:
-    n, c, r = cohort.length, cohort.committed, cohort.replayed
-    mutates = r > 0 or c > 0
-    shared = state.dtype == torch.float32 and (cohort.in_place or not mutates)
-    h = _load_state(state, cohort, shared)  # (B, HV, V, K) fp32
-    flat = h.view(-1, heads.value_dim, heads.key_dim)
-    if r > 0:
-        _replay(flat, cohort, drafts, heads)
-        moved = not shared
-    else:
-        moved = cohort.read_lines != cohort.write_lines
-    if c == 0 and cohort.writes and moved:
-        put(state, cohort.write_lines, h)
-    if n > 0:
-        tokens, gates, strengths = cohort.tokens(qkv), cohort.tokens(g), cohort.tokens(beta)
-        in_place = cohort.packed and o.dtype == torch.float32
-        out = cohort.tokens(o) if in_place else torch.empty(tokens.shape[:2] + o.shape[1:])
-        if n == 1 and c == 1:
-            _step(flat, tokens[:, 0], gates[:, 0], strengths[:, 0], out[:, 0], heads, normalize)
-        else:
-            updates = torch.empty_like(out, dtype=torch.float32) if c == 0 and cohort.writes else None
-            _run_chunks(flat, tokens, gates, strengths, out, updates, heads, normalize, commit=c > 0)
-            if updates is not None:
-                _record(drafts, cohort, tokens, updates, gates, heads, normalize)
-        if not in_place:
-            cohort.put_tokens(o, out)
-    if c > 0 and cohort.writes and not shared:
-        put(state, cohort.write_lines, h)
+def _run_tokens(
+    cohort: Cohort, qkv: Tensor, g: Tensor, beta: Tensor, heads: Heads, normalize: bool, h: Tensor, out: Tensor
+) -> Tensor | None:
+    """Run the rows' tokens as `advance_cohort` asks for: h `[B, HV, V, K]`, out `[B, n, HV, V]`."""
+    flat = h.flatten(0, 1)
+    tokens, gates, strengths = cohort.tokens(qkv), cohort.tokens(g), cohort.tokens(beta)
+    if cohort.length == cohort.committed == 1:
+        _step(flat, tokens[:, 0], gates[:, 0], strengths[:, 0], out[:, 0], heads, normalize)
+        return None
+    updates = torch.empty_like(out) if cohort.committed == 0 and cohort.writes else None
+    _run_chunks(flat, tokens, gates, strengths, out, updates, heads, normalize, commit=cohort.committed > 0)
+    return None if updates is None else _records(tokens, updates, gates, heads, normalize)
 
 
-def _load_state(state: Tensor, cohort: Cohort, shared: bool) -> Tensor:
-    """Return the rows' states in fp32; a view of `state` only where that is `shared` and they follow each other."""
-    if not cohort.reads:
-        return torch.zeros((cohort.num_rows, *state.shape[1:]), dtype=torch.float32)
-    taken = take(state, cohort.read_lines)
-    if shared or taken.dtype != torch.float32:
-        return taken.float()
-    return taken.clone() if is_run(cohort.read_lines) else taken
-
-
-def _replay(h: Tensor, cohort: Cohort, drafts: Tensor, heads: Heads) -> None:
-    """Fold the accepted drafts into h `[B*HV, V, K]`, in place: all at once, since their updates are known."""
-    halves = [2 * line + half for line, half in zip(cohort.read_lines, cohort.halves, strict=True)]
-    records = drafts.flatten(0, 1)[torch.tensor(halves), : cohort.replayed].float()  # (B, r, record)
-    k, u, g = records.split((heads.keys, heads.values, heads.num_value_heads), dim=-1)
-    k = k.unflatten(-1, (heads.num_key_heads, heads.key_dim)).transpose(1, 2)
-    k = k.repeat_interleave(heads.group, dim=1).flatten(0, 1)  # (B*HV, r, K)
-    u = u.unflatten(-1, (heads.num_value_heads, heads.value_dim)).transpose(1, 2).flatten(0, 1)  # (B*HV, r, V)
-    # What is left of each token and, behind the last one, of the state: sums of the gates from there on.
-    left = F.pad(g.transpose(1, 2).flatten(0, 1), (0, 1)).flip(1).cumsum(1).flip(1)  # (B*HV, r+1)
-    left = _exp_(left)[..., None]
-    h.mul_(left[:, :1]).baddbmm_((u * left[:, 1:]).transpose(1, 2), k)
-
-
-def _record(
-    drafts: Tensor, cohort: Cohort, tokens: Tensor, u: Tensor, g: Tensor, heads: Heads, normalize: bool
-) -> None:
-    """Write (k, u, g) of the VERIFY rows' tokens to the other half of their write lines; u `[B, n, HV, V]`."""
+def _records(tokens: Tensor, u: Tensor, g: Tensor, heads: Heads, normalize: bool) -> Tensor:
+    """Return (k, u, g) of the VERIFY rows' tokens; u `[B, n, HV, V]`."""
     k = tokens[..., heads.keys : 2 * heads.keys].float()
     if normalize:
         k = k.unflatten(-1, (heads.num_key_heads, heads.key_dim))
         k = (k * _inverse_norm(k, heads.eps)).flatten(-2)
-    halves = [2 * line + 1 - half for line, half in zip(cohort.write_lines, cohort.halves, strict=True)]
-    drafts.flatten(0, 1)[torch.tensor(halves), : cohort.length] = torch.cat((k, u.flatten(-2), g), dim=-1)
+    return torch.cat((k, u.flatten(-2), g), dim=-1)
 
 
 def _inverse_norm(x: Tensor, eps: float) -> Tensor:
@@ -207,10 +157,9 @@ def _run_block(h: Tensor, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, com
     """
     chunks, heads, _, size, _ = qk.shape
     g, beta = g.flatten(0, 1), beta.flatten(0, 1)  # (chunks*X, C)
-    # Sums of the gates between two tokens are added up one by one: differences of prefix sums would cancel.
-    # Above the diagonal the sums are empty and exp(S) is 1; the solver does not read there, the scores are cut.
-    decay = _exp_(g[:, :, None].expand(-1, -1, size).tril(-1).cumsum_(1))  # exp(S), (chunks*X, C, C)
-    total = _exp_(g.cumsum(1))  # exp(G), (chunks*X, C)
+    # Above the diagonal exp(S) is 1; the solver does not read there, the scores are cut.
+    decay = decay_between(g)  # exp(S), (chunks*X, C, C)
+    total = exp_(g.cumsum(1))  # exp(G), (chunks*X, C)
     k = qk[:, :, 1]
     flat_k = k.flatten(0, 1)
     products = torch.bmm(qk.flatten(2, 3).flatten(0, 1), flat_k.transpose(1, 2)).unflatten(1, (2, size))
@@ -229,8 +178,3 @@ def _run_block(h: Tensor, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, com
             h.mul_(last[i]).baddbmm_((u[i] * rest[i]).transpose(1, 2), k[i])
     o.flatten(0, 1).mul_(total[..., None]).baddbmm_(scores, u.flatten(0, 1))
     return o, u
-
-
-def _exp_(decay: Tensor) -> Tensor:
-    """Replace log decays by decays, in place."""
-    return F.threshold(decay.clamp_min_(LOG_TINY).exp_(), TINY, 0.0, inplace=True)

@@ -3,25 +3,14 @@
 import triton
 import triton.language as tl
 
+from deltaline_kernels.activation import softplus
+
 
 @triton.jit
 def log_decay(a, A_log, dt_bias):
     """Return -exp(A_log) * softplus(a + dt_bias), fp32."""
     x = a.to(tl.float32) + dt_bias.to(tl.float32)
-    # softplus(x) = max(x, 0) + log1p(e), e = exp(-|x|) in [0, 1]. log1p is 2 atanh(s), as a series in s = e / (2 + e),
-    # s <= 1/3: the hardware's logarithm has an absolute error, which is a large relative one where e is small.
-    e = tl.exp(-tl.abs(x))
-    s = e / (2.0 + e)
-    t = s * s
-    series = 1.0 / 15.0
-    series = series * t + 1.0 / 13.0
-    series = series * t + 1.0 / 11.0
-    series = series * t + 1.0 / 9.0
-    series = series * t + 1.0 / 7.0
-    series = series * t + 1.0 / 5.0
-    series = series * t + 1.0 / 3.0
-    series = series * t + 1.0
-    return -tl.exp(A_log.to(tl.float32)) * (tl.maximum(x, 0.0) + 2.0 * s * series)
+    return -tl.exp(A_log.to(tl.float32)) * softplus(x)
 
 
 @triton.jit

@@ -22,16 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.gated_delta.heads import Heads
-from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK, Plan
+from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK
 from deltaline_kernels.gated_delta.transform import FACTORS
+from deltaline_kernels.hopper import barrier, copy_rest
+from deltaline_kernels.parts import Plan
 from deltaline_kernels.rows import Rows
 
 WARPS = 4
 # Chunks whose tiles are in shared memory or on their way: more leave no room for two programs on a multiprocessor.
 STAGES = 2
 KEYS = (64, 128)
-# Triton 3.7 renamed it.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -63,16 +63,6 @@ def _copy_chunk(
     p_factor = factors + i_slot.to(gl.int64) * FACTORS + o_f
     async_copy.async_copy_global_to_shared(f_s.index(stage), p_factor, mask=(o_f >= 0) & is_here)
     async_copy.commit_group()
-
-
-@gluon.jit
-def _copy_rest(buffer, pointer, row_stride, num_rows, layout: gl.constexpr):
-    """Copy the first num_rows rows of a tile to shared memory, and zeros behind them."""
-    ROWS: gl.constexpr = buffer.shape[0]
-    COLUMNS: gl.constexpr = buffer.shape[1]
-    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    j = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
-    buffer.store(gl.load(pointer + i * row_stride + j, mask=(i < num_rows) & (j >= 0), other=0.0))
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -162,7 +152,7 @@ def _walk(
         for i in gl.static_range(STAGES + 1):
             mbarrier.init(bars.index(i), count=1)
         fence_async_shared()
-        _barrier()
+        barrier()
         tiles = (qk_tiles, x_tiles, t_tiles)
         buffers = (k_s, q_s, x_s, t_s, f_s, bars)
         columns = ((H + i_h) * K, i_h * K, 2 * H * K + i_hv * V + i_v * BLOCK_V)
@@ -201,7 +191,7 @@ def _walk(
             r = warpgroup_mma(left, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             async_copy.wait_group(STAGES - 1)
             tma.store_wait(0)
-            _barrier()
+            barrier()
             factor = f_s.index(stage)
             g_i = factor.slice(0, CHUNK).load(down)[:, None]
             g_j = factor.slice(CHUNK, CHUNK).load(across)[None, :]
@@ -218,7 +208,7 @@ def _walk(
             u = warpgroup_mma(r_left, t_s.index(stage).permute((1, 0)), u, is_async=True)
             out = warpgroup_mma(left, q_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             h = h * gl.exp2(g_last)
-            _barrier()
+            barrier()
             u, r_left = warpgroup_mma_wait(1, deps=[u, r_left])
             w_left = gl.convert_layout((u * gl.exp2(g_last - g_j)).to(dtype), left_k)
             h = warpgroup_mma(w_left, k_s.index(stage), h, is_async=True)
@@ -233,10 +223,10 @@ def _walk(
             u = warpgroup_mma(x_s.index(then).permute((1, 0)), t_t, zero, use_acc=False, is_async=True)
             h, w_left = warpgroup_mma_wait(3, deps=[h, w_left])
             out, u_left = warpgroup_mma_wait(2, deps=[out, u_left])
-            _barrier()
+            barrier()
             s_s.permute((1, 0)).store(out.to(dtype))
             fence_async_shared()
-            _barrier()
+            barrier()
             tma.async_copy_shared_to_global(o_tiles, [first + c * CHUNK, column_o], s_s)
             g_last = g_next
             ahead = c + STAGES
@@ -258,14 +248,14 @@ def _walk(
         # The rest of the row, less than a chunk: the tokens behind it are another row's.
         rest = num_tokens - num_chunks * CHUNK
         if rest > 0:
-            _barrier()
+            barrier()
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
             first += num_chunks * CHUNK
             slot += num_chunks * HV
             p_token = qkv + first.to(gl.int64) * qkv_stride
-            _copy_rest(k_s.index(0), p_token + columns[0], qkv_stride, rest, layout)
-            _copy_rest(q_s.index(0), p_token + columns[1], qkv_stride, rest, layout)
-            _copy_rest(x_s.index(0), p_token + columns[2], qkv_stride, rest, layout)
+            copy_rest(k_s.index(0), p_token + columns[0], qkv_stride, rest, layout)
+            copy_rest(q_s.index(0), p_token + columns[1], qkv_stride, rest, layout)
+            copy_rest(x_s.index(0), p_token + columns[2], qkv_stride, rest, layout)
             bar = bars.index(STAGES)
             mbarrier.expect(bar, 2 * CHUNK * CHUNK)
             tma.async_copy_global_to_shared(t_tiles, [slot * CHUNK, 0], bar, t_s.index(0))
@@ -277,7 +267,7 @@ def _walk(
             g_last = gl.load(p_factor + 4 * CHUNK)
             fence_async_shared()
             mbarrier.wait(bar, 0)
-            _barrier()
+            barrier()
             k_t, t_t = k_s.index(0).permute((1, 0)), t_s.index(0).permute((1, 0))
             s = warpgroup_mma(q_s.index(0), k_t, zero, use_acc=False)
             exponents = gl.where(seen, g_i - g_j, float("-inf"))
@@ -290,7 +280,7 @@ def _walk(
             p = warpgroup_mma(left, q_s.index(0).permute((1, 0)), zero, use_acc=False)
             w_left = gl.convert_layout((v * gl.exp2(g_last - g_j)).to(dtype), left_k)
             h = warpgroup_mma(w_left, k_s.index(0), h * gl.exp2(g_last))
-            _barrier()
+            barrier()
             u_left = gl.convert_layout(v.to(dtype), left_c)
             p = warpgroup_mma(u_left, s_s.permute((1, 0)), p * factor_o)
             o_out = gl.arange(0, BLOCK_V, layout=down)[:, None] + o_j[None, :] * (HV * V)
@@ -304,7 +294,7 @@ def _walk(
                 gl.store(p_o, zero.to(dtype), mask=(done + o_j < part_end)[None, :] & (o_out >= 0))
         # An empty row changes its line only by a replay or by a move.
         if (part_end == n) & (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
-            _barrier()
+            barrier()
             p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K) + o_h
             gl.store(p_new, h.to(state.dtype.element_ty))
 

@@ -11,9 +11,8 @@ whole, and in parts of so many tokens:
     37 to 8000, 16/32         463           523                  481
 """
 
-from dataclasses import dataclass
-
 from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.parts import Plan, cut_rows
 
 CHUNK = 64
 # A program walks with so many rows of one head's state; so many programs run at once on an H200.
@@ -24,23 +23,18 @@ FEWEST_PARTS, SHORTEST_PART = 3, 1024
 LARGEST_KEY = 128
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Every row in `num_parts` parts of `part_length` tokens; those behind its end are empty."""
-
-    num_parts: int
-    part_length: int
-
-
 def choose_plan(heads: Heads, num_rows: int, num_tokens: int, max_length: int) -> Plan:
     """Return the plan of a batch whose rows have at most `max_length` tokens: as many parts as run at once."""
-    blocks_v = -(-heads.value_dim // BLOCK_V)
-    # Rows much shorter than the longest one are done before it.
-    num_long = max(1, num_tokens // max(1, max_length))
-    num_parts = min(PROGRAMS // (heads.num_value_heads * blocks_v * num_long), max_length // SHORTEST_PART)
-    # Several rows, of which one may have all tokens: nobody knows how long they are.
-    is_unknown = num_rows > 1 and max_length >= num_tokens
-    if is_unknown or num_parts < FEWEST_PARTS or heads.key_dim > LARGEST_KEY:
+    if heads.key_dim > LARGEST_KEY:
         return Plan(1, max(1, max_length))
-    part_length = -(-max_length // (num_parts * CHUNK)) * CHUNK
-    return Plan(-(-max_length // part_length), part_length)
+    programs = heads.num_value_heads * -(-heads.value_dim // BLOCK_V)
+    return cut_rows(
+        programs,
+        num_rows,
+        num_tokens,
+        max_length,
+        at_once=PROGRAMS,
+        fewest=FEWEST_PARTS,
+        shortest=SHORTEST_PART,
+        chunk=CHUNK,
+    )

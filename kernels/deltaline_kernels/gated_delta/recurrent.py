@@ -16,7 +16,8 @@ from torch import Tensor
 
 from deltaline_kernels.gated_delta.gates import read_gates
 from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
-from deltaline_kernels.gated_delta.tile import (
+from deltaline_kernels.rows import Rows
+from deltaline_kernels.tile import (
     below,
     fold,
     load_key,
@@ -28,7 +29,6 @@ from deltaline_kernels.gated_delta.tile import (
     store_tile,
     to_fp32,
 )
-from deltaline_kernels.rows import Rows
 
 # Bytes of a state's row that 8 threads load at once: whole sectors. A warp has 4 such rows at a time.
 ROW_BYTES = 128

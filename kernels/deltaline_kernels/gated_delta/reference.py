@@ -47,7 +47,7 @@ def gated_delta_reference(
     u = torch.empty_like(v)
 
     o = torch.zeros(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
-    starts, reads, writes, committed, replayed, halves = rows.control.tolist()
+    starts, reads, writes, committed, replayed, halves, _ = rows.control.tolist()
     for i in range(rows.num_rows):
         begin, end = starts[i], starts[i + 1]
         read, write, c, r = reads[i], writes[i], committed[i], replayed[i]

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.chunks import find_chunk
 from deltaline_kernels.gated_delta.gates import log_decay, strength
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.gated_delta.inverse import invert, places, store_block
@@ -26,7 +27,6 @@ TRANSFORM_WARPS = 1
 TRANSFORM_REGISTERS = 168
 # Columns of q and k at once: four threads have a row of them, as in a product's operands.
 STRIP = 32
-ROWS_AT_ONCE = tl.constexpr(128)
 # What decays by more than exp(-40) in one token no longer counts beside anything; so that sums of gates stay small
 # enough for their differences.
 STRONGEST = tl.constexpr(-40.0)
@@ -118,17 +118,8 @@ def _transform(
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     i_slot = tl.program_id(0) // H
     i_h = tl.program_id(0) % H
-    # Row i has the slots from begin // CHUNK + i on: enough for each, and none twice.
-    i_row, begin, end = -1, 0, 0x7FFFFFFF
-    o_row = tl.arange(0, ROWS_AT_ONCE)
-    for known in range(0, num_rows + 1, ROWS_AT_ONCE):
-        starts = tl.load(control + known + o_row, mask=known + o_row <= num_rows, other=0x7FFFFFFF)
-        is_before = starts // CHUNK + known + o_row <= i_slot
-        i_row += tl.sum(is_before.to(tl.int32), 0)
-        begin = tl.maximum(begin, tl.max(tl.where(is_before, starts, 0), 0))
-        end = tl.minimum(end, tl.min(tl.where(is_before, 0x7FFFFFFF, starts), 0))
-    first = (i_slot - i_row - begin // CHUNK) * CHUNK + begin
-    if (i_row >= 0) & (i_row < num_rows) & (first < end):
+    first, end, is_here = find_chunk(control, num_rows, i_slot, CHUNK)
+    if is_here:
         o_b = places(BLOCK)
         p_q = qkv + first.to(tl.int64) * qkv_stride + i_h * K
         # The gates of all value heads of the key head: [HEADS, CHUNK].

@@ -1,4 +1,4 @@
-"""Gated RMS norm of a layer's heads. Validates and picks the path by device."""
+"""Gated RMS norm of a layer's heads or groups of channels. Validates and picks the path by device."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,15 @@ from deltaline_kernels.norm.reference import gated_rms_norm_reference
 __all__ = ["gated_rms_norm", "gated_rms_norm_reference"]
 
 
-def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
     """Normalise each head of o, scale it by `weight` and gate it by silu(z).
 
     Args:
-        o: `[T, HV, V]` fp32, bf16 or fp16; z: the same shape and dtype; a row stride is fine for both.
-        weight: `[V]` (plain, not 1 + w), fp32 or o.dtype.
+        o: `[T, HV, V]` fp32, bf16 or fp16; z: the same shape and dtype; a row stride is fine for both. A Mamba2 layer
+            has the groups of its norm for heads.
+        weight: `[V]`, the same for all heads, or `[HV, V]` (plain, not 1 + w), fp32 or o.dtype.
         eps: added to the mean square.
+        gate_first: gate o, then normalise what comes of it, as Mamba2 does; else normalise, then gate.
 
     Returns:
         `[T, HV*V]` in o.dtype.
@@ -26,13 +28,14 @@ def gated_rms_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     check_tensor("o", o, (None, None, None), ACTIVATIONS, o.device, row_stride=True)
     check_tensor("z", z, o.shape, (o.dtype,), o.device, row_stride=True)
-    check_tensor("weight", weight, (o.shape[2],), (torch.float32, o.dtype), o.device)
+    is_shared = not isinstance(weight, Tensor) or weight.ndim == 1
+    check_tensor("weight", weight, o.shape[2:] if is_shared else o.shape[1:], (torch.float32, o.dtype), o.device)
     y = torch.empty(o.shape[0], o.shape[1] * o.shape[2], dtype=o.dtype, device=o.device)
     if o.device.type == "cpu":
-        gated_rms_norm_cpu(o, z, weight, eps, y)
+        gated_rms_norm_cpu(o, z, weight, eps, y, gate_first=gate_first)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.norm.kernel import gated_rms_norm_triton
 
-        gated_rms_norm_triton(o, z, weight, eps, y)
+        gated_rms_norm_triton(o, z, weight, eps, y, gate_first=gate_first)
     return y

@@ -7,13 +7,18 @@ from torch import Tensor
 BLOCK_VALUES = 256 * 1024
 
 
-def gated_rms_norm_cpu(o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor) -> None:
-    """Write `o * rsqrt(mean(o^2) + eps) * weight * silu(z)` to y `[T, HV*V]`."""
+def gated_rms_norm_cpu(
+    o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor, *, gate_first: bool = False
+) -> None:
+    """Write `o * rsqrt(mean(o^2) + eps) * weight * silu(z)` to y `[T, HV*V]`, the norm that of o * silu(z) or of o."""
     num_tokens, num_heads, value_dim = o.shape
     w = weight.float()
     block = max(1, BLOCK_VALUES // max(1, num_heads * value_dim))
     for begin in range(0, num_tokens, block):
         part = o[begin : begin + block].float()
+        gate = F.silu(z[begin : begin + block].float())
+        if gate_first:
+            part = gate.mul_(part)
         inverse = part.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        gate = F.silu(z[begin : begin + block].float()).mul_(w)
-        y[begin : begin + block] = gate.mul_(part).mul_(inverse).flatten(1)
+        result = part if gate_first else gate.mul_(part)
+        y[begin : begin + block] = result.mul_(w).mul_(inverse).flatten(1)

@@ -20,6 +20,8 @@ def _gated_rms_norm(
     z_stride,
     eps,
     V: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -30,13 +32,21 @@ def _gated_rms_norm(
     o_in_token = (o_head % num_heads)[:, None] * V + o_v[None, :]
     b_o = tl.load(o + o_token[:, None] * o_stride + o_in_token, mask=in_tile, other=0.0).to(tl.float32)
     b_z = tl.load(z + o_token[:, None] * z_stride + o_in_token, mask=in_tile, other=0.0).to(tl.float32)
-    b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)
+    o_weight = o_v[None, :] if SHARED else o_in_token
+    b_w = tl.load(weight + o_weight, mask=(o_v < V)[None, :], other=0.0).to(tl.float32)
+    gate = b_z / (1.0 + tl.exp(-b_z))
+    if GATE_FIRST:
+        b_o *= gate
     mean = tl.sum(b_o * b_o, axis=1) / V
-    b_y = b_o / tl.sqrt(mean + eps)[:, None] * b_w[None, :] * (b_z / (1.0 + tl.exp(-b_z)))
+    b_y = b_o / tl.sqrt(mean + eps)[:, None] * b_w
+    if not GATE_FIRST:
+        b_y *= gate
     tl.store(y + o_head[:, None] * V + o_v[None, :], b_y.to(y.dtype.element_ty), mask=in_tile)
 
 
-def gated_rms_norm_triton(o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor) -> None:
+def gated_rms_norm_triton(
+    o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor, *, gate_first: bool = False
+) -> None:
     """Write the gated norm of o to y `[T, HV*V]`. Arguments are validated by `gated_rms_norm`."""
     num_tokens, num_heads, value_dim = o.shape
     total_heads = num_tokens * num_heads
@@ -55,8 +65,10 @@ def gated_rms_norm_triton(o: Tensor, z: Tensor, weight: Tensor, eps: float, y: T
         z.stride(0),
         eps,
         V=value_dim,
+        SHARED=weight.ndim == 1,
+        GATE_FIRST=gate_first,
         BLOCK_HEADS=block_heads,
         BLOCK_V=block_v,
-        num_warps=4,
+        num_warps=4 if block_v <= 2 * BLOCK_VALUES else 8,
         num_stages=1,
     )

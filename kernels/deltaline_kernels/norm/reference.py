@@ -8,9 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def gated_rms_norm_reference(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `o * rsqrt(mean(o^2) + eps) * weight * silu(z)` as `[T, HV*V]` in o.dtype."""
+def gated_rms_norm_reference(o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
+    """Return `[T, HV*V]` in o.dtype: `o * rsqrt(mean(o^2) + eps) * weight * silu(z)`.
+
+    If `gate_first`, `x * rsqrt(mean(x^2) + eps) * weight` with x = o * silu(z).
+    """
     compute = torch.promote_types(o.dtype, torch.float32)
-    wide = o.to(compute)
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(compute) * F.silu(z.to(compute))
+    x, gate = o.to(compute), F.silu(z.to(compute))
+    if gate_first:
+        x = x * gate
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(compute)
+    if not gate_first:
+        y = y * gate
     return y.flatten(1).to(o.dtype)

@@ -42,7 +42,7 @@ __all__ = [
 @pytest.fixture(autouse=True)
 def interpreted_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat CPU tensors as those of a GPU: the Triton kernels, and no look at what index tensors say."""
-    from deltaline_kernels.compat.delta_launch import advance_triton
+    from deltaline_kernels.compat.recurrence_launch import advance_triton
 
     monkeypatch.setattr(recurrence, "advance_cpu", advance_triton)
     monkeypatch.setattr(gated_delta, "check_contents", lambda *_: None)

@@ -1,6 +1,8 @@
-"""A tile of state in registers, and what a token does to it.
+"""A tile of a recurrent state in registers, and what a token does to it, for the kernels that go token by token.
 
-    h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
+    h = exp(g) h;  h += u k^T;  o = h q
+
+Keys k and queries q, updates u and values have the names of the gated delta rule; a Mamba2 layer calls k B and q C.
 
 A tile has PARTS parts of `[SUB rows, K]`, each a tuple of `[SUB, BLOCK_K]` tensors whose rows are 128 bytes of state:
 so 8 threads share a row, load 16 bytes at once, and most of a sum over K stays inside a thread. Keys and queries have

@@ -1,12 +1,11 @@
-"""Sends the rows of an engine to the Triton kernels of the gated delta rule. Never waits for the device."""
+"""Sends the rows of an engine to the Triton kernels of a recurrence. Never waits for the device."""
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.compat.kernel import LINE_SHIFT, build_rows
-from deltaline_kernels.compat.operands import Operands
+from deltaline_kernels.compat.recurrence import Operands
 from deltaline_kernels.compat.rows import EngineRows
-from deltaline_kernels.gated_delta.launch import gated_delta_triton
 from deltaline_kernels.rows import Rows
 
 
@@ -19,19 +18,6 @@ def advance_triton(operands: Operands, state: Tensor, rows: EngineRows, *, keep:
     built = build_rows(rows, operands.num_tokens, columns=0, width=1, device=operands.device, keep=keep)
     placed = Rows(built.control, 0 if chunked else rows.num_rows, rows.longest, rows.longest)
     # No row verifies: drafts are neither read nor written.
-    drafts = torch.empty((1, 2, 1, operands.heads.record), dtype=torch.float32, device=operands.device)
-    gated_delta_triton(
-        operands.qkv,
-        operands.a,
-        operands.b,
-        operands.A_log,
-        operands.dt_bias,
-        state,
-        drafts,
-        placed,
-        o,
-        operands.heads,
-        normalize=operands.normalize,
-        line_shift=LINE_SHIFT,
-    )
+    drafts = torch.empty((1, 2, 1, operands.record), dtype=torch.float32, device=operands.device)
+    operands.launch(state, drafts, placed, o, LINE_SHIFT)
     return o

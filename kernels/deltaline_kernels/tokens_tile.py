@@ -1,5 +1,7 @@
 """A tile of state, and the few tokens of a short row, all at once: loads, products and sums, in Triton.
 
+Keys k and queries q have the names of the gated delta rule; a Mamba2 layer calls k B and q C.
+
 Tiles and parts are those of tile.py, but that 4 threads share a row of the state, and that a part has the 16 rows of a
 matrix instruction. Such an instruction wants other threads to hold the values of a row. Its products may have the
 columns in any order, as long as it is the same one on both sides: `_reorder` picks the one in which nothing changes
@@ -9,7 +11,7 @@ hands.
 import triton
 import triton.language as tl
 
-from deltaline_kernels.gated_delta.tile import load_values
+from deltaline_kernels.tile import load_values
 
 # Tokens of the longest row; keys and queries together are as many as a matrix instruction has at least.
 TOKENS = tl.constexpr(8)
@@ -41,6 +43,17 @@ def compare(tokens, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
     kk, _ = tl.split(tl.permute(tl.reshape(left, (2, TOKENS, TOKENS)), (1, 2, 0)))
     kq, qq = tl.split(tl.permute(tl.reshape(right, (2, TOKENS, TOKENS)), (1, 2, 0)))
     return kk, kq, qq
+
+
+@triton.jit
+def compare_keys(keys, queries, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the products k.q of tokens with each other, fp32 `[TOKENS, TOKENS]`; `keys` are there twice."""
+    products = tl.zeros((2 * TOKENS, TOKENS), tl.float32)
+    for j in tl.static_range(BLOCKS):
+        left, right = _reorder(keys[j], 2 * TOKENS, BLOCK_K), _reorder(queries[j], TOKENS, BLOCK_K)
+        products = tl.dot(left, tl.trans(right), products)
+    once, _ = tl.split(tl.permute(tl.reshape(products, (2, TOKENS, TOKENS)), (1, 2, 0)))
+    return once
 
 
 @triton.jit
@@ -106,6 +119,20 @@ def load_records(
 
 
 @triton.jit
+def load_rows(pointer, n, stride, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the K values of TOKENS tokens from `pointer` on as a tuple of `[COUNT, BLOCK_K]`, as they come.
+
+    Zero from token n on. Of a COUNT above TOKENS, the rest is the same tokens again.
+    """
+    o_t = (tl.arange(0, COUNT) % TOKENS)[:, None]
+    o_k = tl.arange(0, BLOCK_K)[None, :]
+    tokens = ()
+    for j in tl.static_range(K // BLOCK_K):
+        tokens = tokens + (tl.load(pointer + o_t * stride + j * BLOCK_K + o_k, mask=o_t < n, other=0.0),)
+    return tokens
+
+
+@triton.jit
 def load_tokens(pointer, n, stride, H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return the keys of a row's tokens, then their queries, as a tuple of `[2 * TOKENS, BLOCK_K]`, as they come.
 
@@ -121,17 +148,31 @@ def load_tokens(pointer, n, stride, H: tl.constexpr, K: tl.constexpr, BLOCK_K: t
 
 
 @triton.jit
-def multiply_tokens(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the products of a part's rows, the tensors of `tile` from `first` on, and keys and queries.
+def multiply_exactly(
+    tile,
+    first: tl.constexpr,
+    tokens,
+    COUNT: tl.constexpr,
+    SUB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Return the products of a part's rows, the tensors of `tile` from `first` on, and COUNT tokens, fp32.
 
-    Two tensors, fp32 `[SUB, TOKENS]`. Exact to about 2^-20: tokens are exact in TF32, and a state is the sum of its
-    high bits and of the rest.
+    `[SUB, COUNT]`. Exact to about 2^-20: tokens are exact in TF32, and a state is the sum of its high bits and of the
+    rest.
     """
-    products = tl.zeros((SUB, 2 * TOKENS), tl.float32)
+    products = tl.zeros((SUB, COUNT), tl.float32)
     for j in tl.static_range(BLOCKS):
-        right = tl.trans(_reorder(tokens[j], 2 * TOKENS, BLOCK_K).to(tl.float32))
+        right = tl.trans(_reorder(tokens[j], COUNT, BLOCK_K).to(tl.float32))
         left = _reorder(tile[first + j], SUB, BLOCK_K)
         high = (left.to(tl.int32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
         products = tl.dot(high, right, products, input_precision="tf32")
         products = tl.dot(left - high, right, products, input_precision="tf32")
-    return _halves(products, SUB, TOKENS)
+    return products
+
+
+@triton.jit
+def multiply_tokens(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the products of a part's rows and keys, and of these rows and queries, both `[SUB, TOKENS]`."""
+    return _halves(multiply_exactly(tile, first, tokens, 2 * TOKENS, SUB, BLOCK_K, BLOCKS), SUB, TOKENS)

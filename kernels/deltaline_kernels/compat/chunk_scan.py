@@ -1,0 +1,199 @@
+"""The chunked Mamba2 recurrence as vLLM calls it: `mamba_chunk_scan_combined_varlen`.
+
+    d = clamp(softplus(dt + dt_bias));  h = exp(A d) h + d x B^T;  y = (h C + D x) silu(z)
+
+Argument names and layouts are vLLM's. Head h uses group h // (H / G). For inference only: nothing is recorded for
+autograd. Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, STATES
+from deltaline_kernels.compat.arguments import check_integer, check_operand
+from deltaline_kernels.compat.mamba2_operands import MambaOperands
+from deltaline_kernels.compat.operands import check_beside, check_counts, share_columns, widen
+from deltaline_kernels.compat.recurrence import advance
+from deltaline_kernels.compat.rows import EngineRows, check_offsets
+from deltaline_kernels.mamba2.heads import Heads
+
+
+@torch.no_grad()
+def mamba_chunk_scan_combined_varlen(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    cu_seqlens: Tensor,
+    cu_chunk_seqlens: Tensor | None,
+    last_chunk_indices: Tensor | None,
+    seq_idx: Tensor | None,
+    out: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_intermediate_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+    final_states_out: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+) -> Tensor | None:
+    """Run whole sequences in chunks.
+
+    Args:
+        x: `(tokens, H, P)`; B, C: `(tokens, G, S)`, H a multiple of G; fp32, bf16 or fp16, all alike. Columns x, B, C
+            of one tensor are used where they are, others are copied. P and S of at most 256.
+        dt: `(tokens, H)`; A, dt_bias: `(H,)`; D: `(H,)` or `(H, P)`; z: as x; any of the three dtypes. A is at most 0.
+        chunk_size: not used, nor are cu_chunk_seqlens, last_chunk_indices and seq_idx: chunks are found on the device,
+            and begin where sequences begin.
+        cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last.
+        out: `(tokens, H, P)` in x's dtype, contiguous. Mutated: the tokens of sequences.
+        initial_states: `(N, H, P, S)`, any of the three dtypes; None is zero.
+        dt_softplus: False: the time step is dt + dt_bias. It is clamped to dt_limit, at least 0, either way.
+        return_intermediate_states: True is refused: there are none.
+        state_dtype: of the returned states: fp32 or bf16; None is x's dtype, or fp32 for fp16.
+        final_states_out: `(slots, H, P, S)` fp32 or bf16. Mutated: the slots final_state_indices `(N,)`, no two alike,
+            all of them lines of it. The slot of an empty sequence gets its initial state.
+
+    Returns:
+        `(N, H, P, S)`, the final states (of an empty sequence the initial one), or None with final_states_out.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    del cu_chunk_seqlens, last_chunk_indices, seq_idx
+    check_integer("chunk_size", chunk_size)
+    heads = _check_tokens(x, dt, A, B, C, out, D, z, dt_bias, dt_limit)
+    if return_intermediate_states:
+        raise ValueError("return_intermediate_states: expected False, got True")
+    check_counts("cu_seqlens", cu_seqlens, 1, x.device)
+    num_rows = cu_seqlens.shape[0] - 1
+    num_tokens = x.shape[0]
+    starts, has_history = cu_seqlens.contiguous(), initial_states is not None
+    rows = EngineRows(num_rows, num_tokens, 0, starts, None, None, -1, has_history, None)
+    sizes = {"H": heads.num_heads, "P": heads.head_dim, "S": heads.state_dim}
+    if initial_states is not None:
+        check_beside("initial_states", initial_states, {"N": num_rows, **sizes}, ACTIVATIONS, x.device)
+    if final_states_out is not None:
+        check_beside("final_states_out", final_states_out, {"slots": None, **sizes}, STATES, x.device)
+        if final_state_indices is None:
+            raise TypeError("final_state_indices: expected a tensor, as final_states_out is given, got None")
+        check_counts("final_state_indices", final_state_indices, num_rows, x.device)
+        state_dtype = torch.float32
+    if state_dtype is None:
+        state_dtype = x.dtype if x.dtype in STATES else torch.float32
+    if state_dtype not in STATES:
+        raise TypeError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}")
+    if x.device.type == "cpu":
+        _check_contents(rows, num_tokens, final_states_out, final_state_indices)
+    if initial_states is None:
+        states = torch.zeros((num_rows, *sizes.values()), dtype=state_dtype, device=x.device)
+    else:
+        # Rounded behind the recurrence, not before it.
+        kept = state_dtype if initial_states.dtype == state_dtype else torch.float32
+        states = initial_states.to(kept, copy=True, memory_format=torch.contiguous_format)
+    # What follows the recurrence here is rounded once, with it.
+    is_plain = z is None and (D is None or D.ndim == 1)
+    xBC = share_columns(x[None], B[None], C[None])
+    if xBC is None:
+        xBC = torch.cat([part.flatten(1) for part in (x, B, C)], dim=1)
+    step = dt
+    if not dt_softplus:
+        step = (dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*heads.dt_limit)
+        dt_bias = None
+    y = out if is_plain else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    operands = MambaOperands(
+        xBC,
+        _pack(step, x.dtype),
+        _pack(A, x.dtype),
+        _pack(D, x.dtype) if D is not None and D.ndim == 1 else None,
+        None if dt_bias is None else _pack(dt_bias, x.dtype),
+        heads,
+        bool(dt_softplus),
+        y,
+    )
+    advance(operands, states, rows, keep=True, chunked=True)
+    if D is not None and D.ndim == 2:
+        y += D.float() * x.float()
+    if z is not None:
+        y *= F.silu(z.float())
+    if not is_plain:
+        _copy_rows(y, out, cu_seqlens)
+    if final_states_out is None:
+        return states.to(state_dtype)
+    assert final_state_indices is not None
+    final_states_out.index_copy_(0, final_state_indices[:num_rows].long(), states.to(final_states_out.dtype))
+    return None
+
+
+def _check_contents(rows: EngineRows, num_tokens: int, pool: Tensor | None, slots: Tensor | None) -> None:
+    """Check what the tensors say; waits for the device."""
+    try:
+        check_offsets(rows, num_tokens)
+    except ValueError as error:
+        raise ValueError(str(error).replace("query_start_loc", "cu_seqlens")) from None
+    if pool is not None and slots is not None:
+        used = slots[: rows.num_rows].tolist()
+        if len(set(used)) != len(used) or not all(0 <= slot < pool.shape[0] for slot in used):
+            raise ValueError(f"final_state_indices: expected distinct slots of 0..{pool.shape[0] - 1}, got {used}")
+
+
+def _copy_rows(y: Tensor, out: Tensor, cu_seqlens: Tensor) -> None:
+    """Copy the tokens of sequences, without waiting for the device."""
+    token = torch.arange(out.shape[0], device=out.device)
+    inside = (token >= cu_seqlens[0]) & (token < cu_seqlens[-1])
+    out.copy_(torch.where(inside[:, None, None], y.to(out.dtype), out))
+
+
+def _pack(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `values` contiguous, in fp32 unless they are of `dtype`."""
+    return widen(values, dtype).contiguous()
+
+
+def _check_tokens(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    out: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+) -> Heads:
+    check_operand("x", x, {"tokens": None, "H": None, "P": None})
+    device, (num_tokens, num_heads, head_dim) = x.device, x.shape
+    check_beside("B", B, {"tokens": num_tokens, "G": None, "S": None}, (x.dtype,), device)
+    num_groups, state_dim = B.shape[1:]
+    check_beside("C", C, {"tokens": num_tokens, "G": num_groups, "S": state_dim}, (x.dtype,), device)
+    if num_groups < 1:
+        raise ValueError("B: expected at least 1 group, got 0")
+    if num_heads < 1 or num_heads % num_groups:
+        raise ValueError(f"x: expected a multiple of the {num_groups} groups of B, got {num_heads} heads")
+    for name, dim, size in (("x", "P", head_dim), ("B", "S", state_dim)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: expected {dim} of 1..{MAX_HEAD_DIM}, got {size}")
+    check_beside("dt", dt, {"tokens": num_tokens, "H": num_heads}, ACTIVATIONS, device)
+    check_beside("A", A, {"H": num_heads}, ACTIVATIONS, device)
+    check_beside("out", out, {"tokens": num_tokens, "H": num_heads, "P": head_dim}, (x.dtype,), device)
+    if not out.is_contiguous():
+        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    if D is not None:
+        wide = isinstance(D, Tensor) and D.ndim == 2
+        check_beside("D", D, {"H": num_heads, "P": head_dim} if wide else {"H": num_heads}, ACTIVATIONS, device)
+    if z is not None:
+        check_beside("z", z, {"tokens": num_tokens, "H": num_heads, "P": head_dim}, ACTIVATIONS, device)
+    if dt_bias is not None:
+        check_beside("dt_bias", dt_bias, {"H": num_heads}, ACTIVATIONS, device)
+    least, greatest = dt_limit
+    if not (0.0 <= least < math.inf and least <= greatest):
+        raise ValueError(f"dt_limit: expected 0 <= least <= greatest, got {dt_limit}")
+    return Heads(num_groups, num_heads, head_dim, state_dim, (float(least), float(greatest)))

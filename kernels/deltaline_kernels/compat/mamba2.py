@@ -1,0 +1,146 @@
+"""The Mamba2 recurrence as inference engines call it: `selective_state_update`.
+
+    h = exp(A dt) h + dt x B^T;  y = h C + D x;  y = y silu(z)
+
+Arguments and their order are those of mamba-ssm and SGLang, with vLLM's offsets and accepted counts behind them. Head h
+uses group h // (nheads / ngroups). Products and sums are fp32, with one rounding at each store. For inference only:
+nothing is recorded for autograd. Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltaline_kernels.checks import STATES
+from deltaline_kernels.compat.arguments import INTEGERS, check_indices, check_integer, check_operand
+from deltaline_kernels.compat.mamba2_operands import MambaOperands, pack_head_values, pack_mamba
+from deltaline_kernels.compat.recurrence import advance
+from deltaline_kernels.compat.rows import EngineRows
+from deltaline_kernels.compat.slots import advance_table, check_contents
+
+
+@torch.no_grad()
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run the next token of each row, or with cu_seqlens its next tokens, one by one.
+
+    Args:
+        state: `[slots, nheads, dim, dstate]` fp32 or bf16, contiguous. Mutated: the slots of rows with tokens, rounded
+            once per row, or with num_accepted_tokens once per token. dim and dstate are at most 256.
+        x: `[batch, nheads, dim]` fp32, bf16 or fp16; a batch of tokens where cu_seqlens is given.
+        dt: as x, expanded from one value per head (stride 0), any of the three dtypes.
+        A: `[nheads, dim, dstate]`, at most 0, expanded from one value per head, any of the three dtypes.
+        B, C: `[batch, ngroups, dstate]` in x.dtype. Columns x, B, C of one tensor are used where they are, others are
+            copied.
+        D, dt_bias: `[nheads, dim]`, expanded from one value per head, any of the three dtypes.
+        z: as x, any of the three dtypes; costs a few launches more.
+        dt_softplus: the time step is softplus(dt + dt_bias), not dt + dt_bias itself.
+        state_batch_indices: `(N,)` or `(N, columns)`, the slot of each row, that of the first column; None: row i has
+            slot i. A row with a negative slot or `pad_slot_id` is skipped: its outputs are zero, no slot is touched.
+            Slot 0 is an ordinary one unless pad_slot_id is 0.
+        num_accepted_tokens: `(N,)`, with `(N, columns)` indices only: row i begins with slot
+            indices[i, accepted - 1], counts outside 1..columns being the nearest of these, and the state after its
+            token t goes to slot indices[i, t]. A row with such a slot for a token, or with more tokens than columns, is
+            skipped (the CPU refuses the latter). It costs two launches and a pass over the states for each token of a
+            row; with cu_seqlens for each column, and a copy of the tokens.
+        cu_seqlens: `(N+1,)` int32 or int64, the first token of each row and the end of the last. It may have more
+            entries of indices and counts beside it than rows, which are not read.
+        out: as x of any of the three dtypes, contiguous; None: a new tensor.
+
+    Returns:
+        y as x, or `out`; unspecified for tokens of no row.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    operands = pack_mamba(x, dt, A, B, C, dt_bias, softplus=dt_softplus)
+    heads, device = operands.heads, x.device
+    sizes = {"nheads": heads.num_heads, "dim": heads.head_dim, "dstate": heads.state_dim}
+    check_operand("state", state, {"slots": None, **sizes}, STATES, device)
+    if not state.is_contiguous():
+        raise ValueError(f"state: expected a contiguous tensor, got strides {state.stride()}")
+    check_integer("pad_slot_id", pad_slot_id)
+    per_token = {"batch": x.shape[0], "nheads": heads.num_heads, "dim": heads.head_dim}
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=device)
+    else:
+        check_operand("out", out, per_token, device=device)
+        if not out.is_contiguous():
+            raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    if D is not None:
+        operands = replace(operands, D=pack_head_values("D", D, x))
+    rows = _lay_out(x.shape[0], cu_seqlens, device)
+    if z is None:
+        return _run(replace(operands, y=out), state, rows, state_batch_indices, num_accepted_tokens, pad_slot_id)
+    check_operand("z", z, per_token, device=device)
+    wide = torch.empty(x.shape, dtype=torch.float32, device=device)
+    y = _run(replace(operands, y=wide), state, rows, state_batch_indices, num_accepted_tokens, pad_slot_id)
+    # Of a skipped row z may be anything, too.
+    return out.copy_(torch.where(y == 0, y, y * F.silu(z.float())))
+
+
+def _run(
+    operands: MambaOperands,
+    state: Tensor,
+    rows: EngineRows,
+    slots: Tensor | None,
+    accepted: Tensor | None,
+    pad: int,
+) -> Tensor:
+    """Check the rest of the arguments and run the rows; return y `[T, H, P]`, the operands' own. Mutates `state`."""
+    n, device, num_tokens = rows.num_rows, operands.device, operands.num_tokens
+    is_table = isinstance(slots, Tensor) and slots.ndim == 2
+    if accepted is not None:
+        if not is_table:
+            raise ValueError("num_accepted_tokens: expected None, as state_batch_indices is no table, got a tensor")
+        check_indices("num_accepted_tokens", accepted, device, n, more=True)
+        accepted = accepted[:n]
+    if slots is None:
+        if state.shape[0] < n:
+            raise ValueError(f"state: expected at least {n} slots, one for each row, got {state.shape[0]}")
+        if device.type == "cpu":
+            check_contents(rows, num_tokens)
+        return advance(operands, state, rows, keep=True, chunked=False)
+    name = "state_batch_indices"
+    if is_table:
+        check_operand(name, slots, {"rows": None, "columns": None}, INTEGERS, device)
+        if slots.shape[0] < n or slots.shape[1] < 1:
+            raise ValueError(f"{name}: expected at least {n} rows and 1 column, got {tuple(slots.shape)}")
+    else:
+        check_indices(name, slots, device, n, more=True)
+    slots = slots[:n] if accepted is not None or not is_table else slots[:n, 0]
+    # Below 0 is the one way of the rest to say that a row is skipped.
+    slots = slots if pad < 0 else slots.masked_fill(slots == pad, -1)
+    if device.type == "cpu":
+        check_contents(rows, num_tokens, name, slots, state.shape[0], accepted)
+    if accepted is None:
+        return advance(operands, state, replace(rows, read_line=slots, write_line=slots), keep=True, chunked=False)
+    y = advance_table(operands, state, rows, slots, accepted)
+    return operands.empty_output().copy_(y)
+
+
+def _lay_out(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> EngineRows:
+    """Return the rows of the tokens; they have no slots yet."""
+    if cu_seqlens is None:
+        return EngineRows(num_tokens, 1, 1, None, None, None, -1, True, None)
+    check_operand("cu_seqlens", cu_seqlens, {"rows + 1": None}, INTEGERS, device)
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError("cu_seqlens: expected at least 1 entry, got 0")
+    return EngineRows(cu_seqlens.shape[0] - 1, num_tokens, 0, cu_seqlens.contiguous(), None, None, -1, True, None)

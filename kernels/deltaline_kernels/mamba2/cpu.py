@@ -1,0 +1,128 @@
+"""The Mamba2 recurrence over packed rows on the CPU: vectorised PyTorch, one step for one token, else chunks of 64.
+
+Within a chunk, with S_ij = g_{j+1} + .. + g_i, G_i = g_1 + .. + g_i and h the state before it:
+
+    y = exp(G) C h^T + tril(exp(S_ij) C_i.B_j) U + D x
+    h = exp(G_C) h + U^T (exp(S_Cj) B_j)
+
+Heads of a group share B and C, so that products with these are one product per group.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltaline_kernels.cohorts import Cohort, group_rows
+from deltaline_kernels.decay import decay_between, exp_
+from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.recurrence import advance_cohort
+from deltaline_kernels.rows import Rows
+
+CHUNK = 64
+
+
+def mamba2_cpu(
+    xBC: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    drafts: Tensor,
+    rows: Rows,
+    y: Tensor,
+    heads: Heads,
+    *,
+    softplus: bool = True,
+) -> None:
+    """Write the rows' outputs to y `[T, H, P]`; mutates `state` and `drafts`. Validated by the caller.
+
+    A `[H]` fp32 is the decay's rate itself, at most 0. D and dt_bias of None are zero; without `softplus` the time step
+    is dt + dt_bias, not clamped.
+    """
+    step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    if softplus:
+        step = F.softplus(step).clamp_(*heads.dt_limit)
+    g = step * A
+    cohorts, skipped = group_rows(rows)
+    for begin, end in skipped:
+        y[begin:end] = 0
+    for cohort in cohorts:
+        tokens = partial(_run_tokens, cohort, xBC, step, g, D, heads)
+        advance_cohort(cohort, state, drafts, y, heads.num_groups, tokens)
+
+
+def _run_tokens(
+    cohort: Cohort, xBC: Tensor, step: Tensor, g: Tensor, D: Tensor | None, heads: Heads, h: Tensor, out: Tensor
+) -> Tensor | None:
+    """Run the rows' tokens as `advance_cohort` asks for: h `[B, H, P, S]`, out `[B, n, H, P]`."""
+    tokens, gates = cohort.tokens(xBC).float(), cohort.tokens(g)
+    x, B, C = tokens.split((heads.values, heads.keys, heads.keys), dim=-1)
+    x = x.unflatten(-1, (heads.num_heads, heads.head_dim))
+    u = x * cohort.tokens(step)[..., None]
+    sizes = (heads.num_groups, heads.state_dim)
+    B_groups, C_groups = (part.unflatten(-1, sizes).transpose(1, 2) for part in (B, C))  # (B, G, n, S)
+    if cohort.length == cohort.committed == 1:
+        _step(h, u[:, 0], B_groups, C_groups, gates[:, 0], out[:, 0])
+    else:
+        if cohort.committed == 0 and cohort.length > CHUNK:
+            h = h.clone()  # a later chunk reads the state that an earlier one leaves
+        for begin in range(0, cohort.length, CHUNK):
+            end = min(begin + CHUNK, cohort.length)
+            commit = cohort.committed > 0 or end < cohort.length
+            _run_chunk(
+                h,
+                u[:, begin:end],
+                B_groups[:, :, begin:end].flatten(0, 1),
+                C_groups[:, :, begin:end].flatten(0, 1),
+                gates[:, begin:end],
+                out[:, begin:end],
+                commit=commit,
+            )
+    if D is not None:
+        out.addcmul_(x, D.float()[:, None])
+    if cohort.committed > 0 or not cohort.writes:
+        return None
+    return torch.cat((B, u.flatten(2), gates), dim=-1)
+
+
+def _step(h: Tensor, u: Tensor, B: Tensor, C: Tensor, g: Tensor, out: Tensor) -> None:
+    """Advance h `[B, H, P, S]` by one token per row, in place; write h C to out `[B, H, P]`.
+
+    u `[B, H, P]`, B and C `[B, G, 1, S]`, g `[B, H]`.
+    """
+    num_rows, num_groups = B.shape[:2]
+    B, C = B.flatten(0, 1), C.flatten(0, 1)  # (B*G, 1, S)
+    flat = h.view(num_rows * num_groups, -1, h.shape[-1])  # (B*G, R*P, S)
+    decay = g.exp()[..., None]  # (B, H, 1)
+    # One pass over h as it was; the decay is applied to the products.
+    seen = torch.bmm(flat, C.transpose(1, 2)).view(u.shape).mul_(decay)
+    scores = (B * C).sum(-1).view(num_rows, num_groups, 1, 1)
+    torch.add(seen, (u.unflatten(1, (num_groups, -1)) * scores).flatten(1, 2), out=out)
+    h.mul_(decay[..., None])
+    flat.addcmul_(u.reshape(len(flat), -1, 1), B)
+
+
+def _run_chunk(h: Tensor, u: Tensor, B: Tensor, C: Tensor, g: Tensor, out: Tensor, *, commit: bool) -> None:
+    """Run at most CHUNK tokens; write h C to out `[B, C, H, P]`; advance h `[B, H, P, S]` in place if `commit`.
+
+    u `[B, C, H, P]`, B and C `[B*G, C, S]`, g `[B, C, H]`.
+    """
+    num_rows, size, num_heads, head_dim = u.shape
+    u = u.transpose(1, 2).flatten(0, 1)  # (B*H, C, P)
+    g = g.transpose(1, 2).flatten(0, 1)  # (B*H, C)
+    flat = h.view(len(B), -1, h.shape[-1])  # (B*G, R*P, S)
+    # Above the diagonal it is 1; the scores are cut there.
+    decay = decay_between(g)  # exp(S), (B*H, C, C)
+    total = exp_(g.cumsum(1))  # exp(G), (B*H, C)
+    scores = torch.bmm(C, B.transpose(1, 2))[:, None]  # (B*G, 1, C, C)
+    scores = (decay.unflatten(0, (len(B), -1)) * scores).tril_().flatten(0, 1)  # (B*H, C, C)
+    seen = torch.bmm(flat, C.transpose(1, 2)).view(len(u), head_dim, size).transpose(1, 2)  # (B*H, C, P)
+    y = torch.baddbmm(seen * total[..., None], scores, u)
+    out.copy_(y.unflatten(0, (num_rows, num_heads)).transpose(1, 2))
+    if commit:
+        left = (u * decay[:, -1, :, None]).transpose(1, 2).reshape(len(B), -1, size)  # (B*G, R*P, C)
+        h.mul_(total[:, -1].view(num_rows, num_heads, 1, 1))
+        flat.baddbmm_(left, B)

@@ -1,0 +1,253 @@
+"""Rows of a few tokens as one small chunk, for 16-bit tokens, in Triton: VERIFY, and what is short beside it.
+
+With G_t the sum of the first t log decays, u_t the time step times x_t, and h the state before them:
+
+    y_t = exp(G_t) h C_t + sum_{j<=t} exp(G_t - G_j) (B_j.C_t) u_j + D x_t
+    h = exp(G_n) h + sum_t exp(G_n - G_t) u_t B_t^T
+
+So all products of the state are one, of h and the row's C, and what does not need the state is computed while it is on
+its way. A program has some rows of one head's state in the registers of one warp: it folds the replayed drafts, stores
+the state if the row commits nothing itself, then computes the row's tokens.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltaline_kernels.mamba2.gates import read_rate, time_step
+from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.plan import SHORT_ROWS, choose_short_tile
+from deltaline_kernels.rows import Rows
+from deltaline_kernels.tile import below, load_tile, scale, store_tile, to_fp32
+from deltaline_kernels.tokens_tile import (
+    TOKENS,
+    compare_keys,
+    fold_at_once,
+    load_keys,
+    load_records,
+    load_rows,
+    multiply_exactly,
+    remain,
+)
+
+STATES = (64, 128)
+
+
+# One compiled variant whatever rows a batch has: nothing is compiled while serving.
+@triton.jit(do_not_specialize=["control_stride", "token_units"], do_not_specialize_on_alignment=["control"])
+def _verify(
+    xBC,
+    dt,
+    rate,
+    D,
+    dt_bias,
+    state,
+    drafts,
+    y,
+    control,
+    control_stride,
+    max_draft,
+    dt_least,
+    dt_greatest,
+    token_units,
+    dt_stride,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    LOG_RATE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    HAS_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LINE_SHIFT: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUB: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = S // BLOCK_S
+    BLOCK_P: tl.constexpr = PARTS * SUB
+    GATES: tl.constexpr = G * S + H * P
+    RECORD: tl.constexpr = GATES + H
+    NUM_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    # A multiple of UNIT and, for all the compiler knows, of no more: as many values of B and C at once as of the state.
+    token_stride = token_units * UNIT
+    i_block = tl.program_id(0) % NUM_BLOCKS
+    i_head = tl.program_id(0) // NUM_BLOCKS % H
+    i_row = tl.program_id(0) // (NUM_BLOCKS * H)
+    i_group = i_head // (H // G)
+    begin = tl.load(control + i_row).to(tl.int64)
+    length = tl.load(control + i_row + 1) - tl.load(control + i_row)
+    read = tl.load(control + control_stride + i_row).to(tl.int64)
+    write = tl.load(control + 2 * control_stride + i_row).to(tl.int64)
+    committed = tl.load(control + 3 * control_stride + i_row)
+    replayed = tl.load(control + 4 * control_stride + i_row)
+    half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
+    replayed = tl.where(read > 0, replayed, 0)
+    # Of a skipped row nothing is read; what is computed from nothing is zero.
+    n = tl.where((read == -1) & (write == -1), 0, length)
+
+    o_p = i_block * BLOCK_P + tl.arange(0, SUB)[:, None]
+    p_token = xBC + begin * token_stride
+    p_b = p_token + H * P + i_group * S
+    p_c = p_b + G * S
+    b, c = load_rows(p_b, n, token_stride, 2 * TOKENS, S, BLOCK_S), load_rows(p_c, n, token_stride, TOKENS, S, BLOCK_S)
+    o_t = tl.arange(0, TOKENS)
+    o_row = o_t[:, None]
+    o_column = o_t[None, :]
+    values = ()
+    for r in tl.static_range(PARTS):
+        p_value = p_token + i_head * P + o_p + r * SUB + o_column * token_stride
+        inside = (o_column < n) & below(o_p + r * SUB, P, BLOCK_P)
+        values = values + (tl.load(p_value, mask=inside, other=0.0),)
+    b_dt = tl.load(dt + (begin + o_t) * dt_stride + i_head, mask=o_t < n, other=0.0)
+    b_rate = read_rate(tl.load(rate + i_head), LOG_RATE)
+    b_bias, b_skip = 0.0, 0.0
+    if HAS_BIAS:
+        b_bias = tl.load(dt_bias + i_head).to(tl.float32)
+    if HAS_D:
+        b_skip = tl.load(D + i_head).to(tl.float32)
+
+    p_state = state + ((read - LINE_SHIFT) * H + i_head) * (P * S)
+    raw = load_tile(p_state, read > 0, o_p, P, S, PARTS, SUB, BLOCK_S)
+    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+    # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
+    g = tl.zeros((TOKENS,), tl.float32)
+    step, total = g, g
+    to_outputs = tl.zeros((TOKENS, TOKENS), tl.float32)
+    if n > 0:
+        # What the row's tokens are to each other: rows are earlier tokens, columns later ones.
+        scores = compare_keys(b, c, BLOCK_S, BLOCKS)
+        step = tl.where(o_t < n, time_step(b_dt, b_bias, dt_least, dt_greatest, SOFTPLUS), 0.0)
+        g = step * b_rate
+        # Added up gate by gate: a difference of prefix sums would cancel behind a strong gate.
+        decay = tl.exp(tl.cumsum(tl.where(o_column > o_row, g[None, :], 0.0), axis=1))
+        to_outputs = tl.where(o_column >= o_row, scores * decay, 0.0)
+        total = tl.exp(tl.cumsum(g, axis=0))
+
+    tile = to_fp32(raw, PARTS * BLOCKS)
+    if replayed > 0:
+        kept, left = remain(tl.load(p_old + o_t * RECORD + GATES + i_head, mask=o_t < replayed, other=0.0))
+        tile = scale(tile, kept, PARTS * BLOCKS)
+        for first in range(0, replayed, AT_ONCE):
+            more = load_records(p_old, first, replayed, i_group, i_head, o_p, G, H, S, P, PARTS, SUB, BLOCK_S, AT_ONCE)
+            tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
+    p_new = state + ((write - LINE_SHIFT) * H + i_head) * (P * S)
+    if (write > 0) & (committed == 0) & ((replayed > 0) | (write != read)):
+        store_tile(p_new, tile, o_p, P, S, PARTS, SUB, BLOCK_S)
+
+    # Once more: to keep them takes registers that the state needs.
+    c = load_rows(p_c, n, token_stride, TOKENS, S, BLOCK_S)
+    updates, outputs = (), ()
+    for r in tl.static_range(PARTS):
+        value = values[r].to(tl.float32)
+        updates = updates + (step[None, :] * value,)
+        seen = multiply_exactly(tile, r * BLOCKS, c, TOKENS, SUB, BLOCK_S, BLOCKS)
+        outputs = outputs + (total[None, :] * seen + b_skip * value,)
+    for t in range(0, n):
+        weights = tl.sum(tl.where(o_row == t, to_outputs, 0.0), axis=0, keep_dims=True)
+        new_outputs = ()
+        for r in tl.static_range(PARTS):
+            u = tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True)
+            # Not a sum with zeros: of a token that is not finite the tokens before it know nothing.
+            new_outputs = new_outputs + (tl.where(o_column >= t, outputs[r] + u * weights, outputs[r]),)
+        outputs = new_outputs
+
+    records = (write > 0) & (committed == 0)
+    p_draft = drafts + ((write - LINE_SHIFT) * 2 + 1 - half) * max_draft * RECORD
+    for r in tl.static_range(PARTS):
+        o_r = o_p + r * SUB
+        inside = below(o_r, P, BLOCK_P)
+        p_y = y + ((begin + o_column) * H + i_head) * P + o_r
+        tl.store(p_y, outputs[r].to(y.dtype.element_ty), mask=inside & (o_column < length))
+        p_update = p_draft + o_column * RECORD + G * S + i_head * P + o_r
+        tl.store(p_update, updates[r], mask=inside & (o_column < n) & records)
+    # B is shared by the programs of a group: one of them records it. The gates are shared by the blocks of P.
+    if records & (i_block == 0):
+        tl.store(p_draft + o_t * RECORD + GATES + i_head, g, mask=o_t < n)
+        if i_head % (H // G) == 0:
+            keys = load_rows(p_b, n, token_stride, TOKENS, S, BLOCK_S)
+            for j in tl.static_range(BLOCKS):
+                p_key = p_draft + i_group * S + o_row * RECORD + j * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
+                tl.store(p_key, keys[j].to(tl.float32), mask=o_row < n)
+
+    if (write > 0) & (committed > 0):
+        kept, left = remain(g)
+        tile = scale(tile, kept, PARTS * BLOCKS)
+        for t in range(0, n):
+            columns = ()
+            for r in tl.static_range(PARTS):
+                columns = columns + (tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True),)
+            key = to_fp32(load_keys(p_b + t * token_stride, True, S, BLOCK_S), BLOCKS)
+            tile = fold_at_once(tile, left, t, n, (columns,), (key,), PARTS, BLOCKS, 1)
+        store_tile(p_new, tile, o_p, P, S, PARTS, SUB, BLOCK_S)
+
+
+def can_verify(xBC: Tensor, drafts: Tensor, heads: Heads, rows: Rows) -> bool:
+    """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, states of a size that it has."""
+    fits = 1 < rows.max_length <= TOKENS.value and drafts.shape[2] <= TOKENS.value
+    return fits and xBC.dtype != torch.float32 and heads.state_dim in STATES
+
+
+def launch_verify(
+    xBC: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    drafts: Tensor,
+    rows: Rows,
+    y: Tensor,
+    heads: Heads,
+    *,
+    log_rate: bool = True,
+    softplus: bool = True,
+    line_shift: int = 0,
+) -> None:
+    """Run `rows`, for which `can_verify` holds, as a chunk each; arguments as of `mamba2_triton`.
+
+    Mutates `state`, `drafts` and `y`.
+    """
+    if rows.num_rows == 0:
+        return
+    tile = choose_short_tile(heads, rows.num_rows, state.element_size())
+    unit = math.gcd(16 // state.element_size(), xBC.stride(0))
+    _verify[(rows.num_rows * heads.num_heads * triton.cdiv(heads.head_dim, tile.parts * SHORT_ROWS),)](
+        xBC,
+        dt,
+        rate,
+        rate if D is None else D,
+        rate if dt_bias is None else dt_bias,
+        state,
+        drafts,
+        y,
+        rows.control,
+        rows.control.stride(0),
+        drafts.shape[2],
+        heads.dt_limit[0],
+        heads.dt_limit[1],
+        xBC.stride(0) // unit,
+        dt.stride(0),
+        H=heads.num_heads,
+        G=heads.num_groups,
+        P=heads.head_dim,
+        S=heads.state_dim,
+        LOG_RATE=log_rate,
+        SOFTPLUS=softplus,
+        HAS_D=D is not None,
+        HAS_BIAS=dt_bias is not None,
+        LINE_SHIFT=line_shift,
+        UNIT=unit,
+        PARTS=tile.parts,
+        SUB=SHORT_ROWS,
+        BLOCK_S=tile.block_s,
+        AT_ONCE=tile.records,
+        num_warps=tile.num_warps,
+        num_stages=1,
+        maxnreg=tile.max_registers,
+    )

@@ -1,0 +1,38 @@
+"""How long rows are cut into parts that run at once. Knows numbers of tokens and programs, no tensors."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every row in `num_parts` parts of `part_length` tokens; those behind its end are empty."""
+
+    num_parts: int
+    part_length: int
+
+
+def cut_rows(
+    programs: int,
+    num_rows: int,
+    num_tokens: int,
+    max_length: int,
+    *,
+    at_once: int,
+    fewest: int,
+    shortest: int,
+    chunk: int,
+) -> Plan:
+    """Return the plan of rows of at most `max_length` tokens, of which each takes `programs` programs whole.
+
+    As many parts as run at once, if there are at least `fewest`, none of less than `shortest` tokens but the last;
+    parts are whole chunks.
+    """
+    # Rows much shorter than the longest one are done before it.
+    num_long = max(1, num_tokens // max(1, max_length))
+    num_parts = min(at_once // (programs * num_long), max_length // shortest)
+    # Several rows, of which one may have all tokens: nobody knows how long they are.
+    is_unknown = num_rows > 1 and max_length >= num_tokens
+    if is_unknown or num_parts < fewest:
+        return Plan(1, max(1, max_length))
+    part_length = -(-max_length // (num_parts * chunk)) * chunk
+    return Plan(-(-max_length // part_length), part_length)

@@ -1,0 +1,72 @@
+"""What the layers of a model are made of: the families of its recurrent mixers and of the blocks around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from deltaline_kernels import LoraWeights
+from deltaline_server.block import MlpBlocks, PlainBlocks
+from deltaline_server.gated_delta_net import GatedDeltaNetFamily
+from deltaline_server.layer import Layer
+from deltaline_server.layer_reader import LayerReader
+from deltaline_server.mamba2 import Mamba2Family
+from deltaline_server.mixer_shape import Mamba2Shape
+from deltaline_server.model_config import ModelConfig, Scope
+from deltaline_server.modules import Module, Packed
+
+
+class MixerFamily(Protocol):
+    """The recurrent mixers of a model."""
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """The linear modules of a mixer, those of one projection in the order of its rows."""
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of a mixer's other tensors as they are stored, without what stands before the mixer's name."""
+
+    def mixer(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]) -> Layer:
+        """Load a mixer with these adapters' slots."""
+
+
+class BlockFamily(Protocol):
+    """The blocks around a model's recurrent mixers."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The beginnings of all names of a block beside its mixer."""
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """The linear modules beside the mixer's, those of one projection in the order of its rows."""
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the other tensors beside the mixer's, as they are stored."""
+
+    def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Layer:
+        """Load a block around its mixer, with these adapters' slots."""
+
+
+def mixer_family(config: ModelConfig) -> MixerFamily:
+    """Return the family of a model's recurrent mixers."""
+    shape, hidden, eps = config.shape, config.hidden_size, config.rms_norm_eps
+    if isinstance(shape, Mamba2Shape):
+        return Mamba2Family(shape, hidden, eps)
+    return GatedDeltaNetFamily(shape, hidden, eps, config.interleaves_projections)
+
+
+def block_family(config: ModelConfig) -> BlockFamily:
+    """Return the family of the blocks around them."""
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    if config.has_mlp_blocks:
+        return MlpBlocks(hidden, config.intermediate_size, eps)
+    return PlainBlocks(hidden, eps, config.residual_in_fp32)
+
+
+def served_modules(config: ModelConfig, scope: Scope) -> tuple[Module, ...]:
+    """Return the modules of a served layer, those of one projection in the order of its rows."""
+    mixer = mixer_family(config).modules
+    return mixer if scope is Scope.MIXER else mixer + block_family(config).modules

@@ -1,0 +1,90 @@
+"""Keys of JSON objects: the text of a config, its typed values by key, and the error that names what is wrong.
+
+Knows no key by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class ModelError(ValueError):
+    """The model, or an adapter of it, can't be served as asked.
+
+    The message names what is at fault, what was expected, what was got.
+    """
+
+
+def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Read a JSON object from a file of at most `max_bytes`. Raises ModelError naming the file, without its folders."""
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ModelError(f"{path.name}: expected at most {max_bytes} bytes, got {size}")
+        return parse_json_object(path.read_bytes(), path.name)
+    except OSError as error:
+        raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
+
+
+def parse_json_object(text: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises ModelError naming it by `name`."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name}: expected JSON, got something else ({error})") from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{name}: expected a JSON object, got {shown(parsed)}")
+    return parsed
+
+
+class Keys:
+    """Typed access to the keys of a config; `prefix` is what messages put before a key."""
+
+    def __init__(self, values: object, prefix: str) -> None:
+        if not isinstance(values, Mapping):
+            raise ModelError(f"{prefix.rstrip('.')}: expected an object, got {shown(values)}")
+        self._values = values
+        self._prefix = prefix
+
+    def get(self, key: str) -> Any:
+        """The value, None where it is absent."""
+        return self._values.get(key)
+
+    def fail(self, key: str, expected: str) -> ModelError:
+        """The error that `key` is not as expected."""
+        got = shown(self._values[key]) if key in self._values else "nothing"
+        return ModelError(f"{self._prefix}{key}: expected {expected}, got {got}")
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self._values.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise self.fail(key, f"an integer in {low}..{high}")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self._values.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.fail(key, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+    def require(self, key: str, expected: str, default: str) -> None:
+        if self._values.get(key, default) != expected:
+            raise self.fail(key, f"'{expected}'")
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut short. It may be nested as deeply as JSON can be read."""
+    try:
+        text = repr(value)
+    except RecursionError:  # there is less room here than there was when it was read
+        text = "something nested too deeply"
+    return text if len(text) <= 80 else text[:77] + "..."

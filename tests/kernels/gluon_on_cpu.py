@@ -1,0 +1,201 @@
+"""Runs a Gluon kernel on CPU tensors, program by program, to test what it computes without a GPU.
+
+Every operation happens at once where it is begun: a copy that overwrites a tile too early shows, a wait or a barrier
+that is missing does not, nor does what a layout or the assembler gets wrong. Shared memory is NaN until written.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Pointer:
+    """A tensor's memory and offsets into it."""
+
+    def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
+        self.memory = torch.as_strided(tensor, (tensor.untyped_storage().size() // tensor.element_size(),), (1,), 0)
+        self.offset = torch.as_tensor(offset) + (tensor.storage_offset() if isinstance(offset, int) else 0)
+        self.dtype = types.SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        moved = Pointer.__new__(Pointer)
+        moved.memory, moved.dtype, moved.offset = self.memory, self.dtype, self.offset + offset
+        return moved
+
+    def __sub__(self, offset: Any) -> Pointer:
+        return self.__add__(-offset)
+
+    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """Return the mask and the offsets, 0 where it is not set."""
+        mask = torch.as_tensor(True if mask is None else mask)
+        mask, offset = torch.broadcast_tensors(mask, self.offset)
+        found = torch.where(mask, offset, 0)
+        assert found.numel() == 0 or 0 <= int(found.min()) <= int(found.max()) < max(1, self.memory.numel())
+        return mask, found
+
+
+class Shared:
+    """A buffer in shared memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.tensor[int(i)])
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.tensor[start : start + length])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.tensor.permute(order))
+
+    def load(self, _layout: object) -> Tensor:
+        return self.tensor.clone()
+
+    def store(self, value: Tensor) -> None:
+        assert value.dtype == self.tensor.dtype and value.shape == self.tensor.shape
+        self.tensor.copy_(value)
+
+
+class Tiles:
+    """A tensor descriptor of a matrix."""
+
+    layout = None
+
+    def __init__(self, tensor: Tensor, columns: int, stride: int) -> None:
+        self.matrix = tensor.as_strided((tensor.shape[0], columns), (stride, 1))
+        self.dtype = tensor.dtype
+
+    def place(self, at: list[Any], shape: torch.Size) -> tuple[Tensor, tuple[int, int]]:
+        """Return the part of a tile that lies in the matrix, and its size."""
+        row, column = (int(i) for i in at)
+        assert row >= 0 and column >= 0
+        part = self.matrix[row : row + shape[0], column : column + shape[1]]
+        return part, (part.shape[0], part.shape[1])
+
+
+def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Tensor:
+    mask, found = pointer.places(mask)
+    values = pointer.memory[found] if pointer.memory.numel() else torch.zeros(found.shape, dtype=pointer.memory.dtype)
+    return torch.where(mask, values, torch.tensor(other, dtype=values.dtype))
+
+
+def _store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
+    mask, found = pointer.places(mask)
+    assert value.dtype == pointer.memory.dtype
+    pointer.memory[found[mask]] = torch.broadcast_to(value, mask.shape)[mask]
+
+
+def _copy_to_shared(tiles: Tiles, at: list[Any], _bar: object, shared: Shared, pred: Any = True) -> None:
+    if pred:
+        part, (rows, columns) = tiles.place(at, shared.shape)
+        shared.tensor.zero_()
+        shared.tensor[:rows, :columns] = part
+
+
+def _copy_to_global(tiles: Tiles, at: list[Any], shared: Shared) -> None:
+    part, (rows, columns) = tiles.place(at, shared.shape)
+    part.copy_(shared.tensor[:rows, :columns])
+
+
+def _copy_values(shared: Shared, pointer: Pointer, mask: Any) -> None:
+    mask, found = pointer.places(mask)
+    shared.tensor[mask] = pointer.memory[found[mask]]
+
+
+def _multiply(a: Any, b: Any, acc: Tensor, *, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    del is_async
+    left, right = (x.tensor if isinstance(x, Shared) else x for x in (a, b))
+    assert left.dtype == right.dtype and acc.dtype == torch.float32
+    product = left.float() @ right.float()
+    assert product.shape == acc.shape
+    return product + acc if use_acc else product
+
+
+def _wait(_pending: int, deps: list[Any]) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def _layout(*_: object, **__: object) -> None:
+    return None
+
+
+def _language(program: Callable[[], int]) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        constexpr=object,
+        int64=torch.int64,
+        float32=torch.float32,
+        program_id=lambda _axis: program(),
+        NVMMADistributedLayout=_layout,
+        DotOperandLayout=_layout,
+        SliceLayout=_layout,
+        BlockedLayout=_layout,
+        SwizzledSharedLayout=_layout,
+        arange=lambda start, end, layout: torch.arange(start, end),
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        allocate_shared_memory=lambda dtype, shape, layout: Shared(
+            torch.zeros(shape, dtype=dtype) if dtype == torch.int64 else torch.full(shape, torch.nan, dtype=dtype)
+        ),
+        load=_load,
+        store=_store,
+        where=lambda mask, x, y: torch.where(torch.as_tensor(mask), x, y),
+        minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
+        maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
+        exp=torch.exp,
+        exp2=torch.exp2,
+        convert_layout=lambda x, layout: x,
+        static_range=range,
+        static_assert=_nothing,
+    )
+
+
+def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
+    """Run `grid` programs of a `gluon.jit` kernel; tensors among the arguments are passed as pointers."""
+    programs = [0]
+    barriers = types.SimpleNamespace(init=_nothing, expect=_nothing, wait=_nothing, MBarrierLayout=_layout)
+    copies = types.SimpleNamespace(
+        async_copy_global_to_shared=_copy_to_shared,
+        async_copy_shared_to_global=_copy_to_global,
+        store_wait=_nothing,
+    )
+    values = types.SimpleNamespace(async_copy_global_to_shared=_copy_values, commit_group=_nothing, wait_group=_nothing)
+    names = {
+        "gl": _language(lambda: programs[0]),
+        "mbarrier": barriers,
+        "tma": copies,
+        "async_copy": values,
+        "fence_async_shared": _nothing,
+        "barrier": _nothing,
+        "warpgroup_mma": _multiply,
+        "warpgroup_mma_wait": _wait,
+        "warpgroup_mma_init": lambda x: x,
+    }
+
+    def rebuild(function: Any) -> Callable[..., Any]:
+        raw = function.fn
+        helpers = {name: rebuild(raw.__globals__[name]) for name in raw.__code__.co_names if _is_kernel(raw, name)}
+        return types.FunctionType(raw.__code__, {**raw.__globals__, **names, **helpers}, raw.__name__, raw.__defaults__)
+
+    run = rebuild(kernel)
+    told = {name: Pointer(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    # From the last one on: what a program writes behind its row then replaces what the next row's has written.
+    for program in reversed(range(grid)):
+        programs[0] = program
+        run(**told)
+
+
+def _is_kernel(function: Any, name: str) -> bool:
+    return hasattr(function.__globals__.get(name), "arg_names")

@@ -1,0 +1,34 @@
+"""The tests of the engines' chunked Mamba2 again: the Triton kernels in Triton's interpreter, on CPU tensors."""
+
+from __future__ import annotations
+
+import pytest
+from kernels.paths import InterpretedPath
+from kernels.test_compat_chunk_scan import SCANS, check_scan
+
+from deltaline_kernels.compat import recurrence
+
+
+@pytest.fixture(autouse=True)
+def triton_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltaline_kernels.compat.recurrence_launch import advance_triton
+
+    monkeypatch.setattr(recurrence, "advance_cpu", advance_triton)
+
+
+@pytest.mark.parametrize(
+    "scan",
+    [
+        "empty-middle",
+        "all-empty",
+        "fresh-and-empty",
+        "no-skip-no-bias",
+        "gated-skip-per-channel",
+        "limits-of-steps-as-they-come",
+        "pool-of-16-bits",
+        "tokens-before",
+        "wide",
+    ],
+)
+def test_scan_matches_the_reference(path: InterpretedPath, scan: str) -> None:
+    check_scan(SCANS[scan], path)

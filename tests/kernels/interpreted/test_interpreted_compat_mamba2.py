@@ -1,0 +1,43 @@
+"""The tests of the engines' selective state update again: the Triton kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import kernels.test_compat_mamba2 as checks
+import pytest
+from kernels.paths import InterpretedPath
+
+from deltaline_kernels.compat import mamba2, recurrence
+
+
+@pytest.fixture(autouse=True)
+def interpreted_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat CPU tensors as those of a GPU: the Triton kernels, and no look at what index tensors say."""
+    from deltaline_kernels.compat.recurrence_launch import advance_triton
+
+    monkeypatch.setattr(recurrence, "advance_cpu", advance_triton)
+    monkeypatch.setattr(mamba2, "check_contents", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode",
+        "without-indices",
+        "ragged",
+        "padding-with-a-gate",
+        "padding-of-vllm",
+        "padding-of-another-slot",
+        "no-rows",
+        "groups",
+        "plain",
+        "outputs-of-fp32",
+        "first-column-of-a-table",
+    ],
+)
+def test_update_matches_the_reference(path: InterpretedPath, name: str) -> None:
+    checks.test_update_matches_the_reference(path, name)
+
+
+@pytest.mark.parametrize("name", ["verify-of-one-token", "ragged", "counts-out-of-range", "padding-of-vllm"])
+def test_update_of_a_table_matches_the_reference(path: InterpretedPath, name: str) -> None:
+    checks.test_update_of_a_table_matches_the_reference(path, name)

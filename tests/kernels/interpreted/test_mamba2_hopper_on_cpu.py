@@ -1,0 +1,117 @@
+"""The walk of Mamba2 for Hopper, run on the CPU: what it computes, not how it waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.batches import Row
+from kernels.gluon_on_cpu import Tiles, run_on_cpu
+from kernels.mamba_batches import MambaLayer, make_mamba_batch
+from kernels.paths import InterpretedPath
+from kernels.test_mamba2 import check_against_reference
+from kernels.test_mamba2_chunks import ALIGNED, LAYERS, SMALL, in_parts
+from torch import Tensor
+
+from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.parts import Plan
+from deltaline_kernels.rows import Rows
+
+chunk = pytest.importorskip("deltaline_kernels.mamba2.chunk", reason="triton is not installed")
+hopper_chunk = pytest.importorskip("deltaline_kernels.mamba2.hopper_chunk", reason="triton is not installed")
+
+HALF = InterpretedPath("cpu", torch.float16)
+ROWS = [
+    Row(5, to="other"),
+    Row(290, replayed=2, half=1),
+    Row(0),
+    Row(65, skipped=True),
+    Row(64, fresh=True),
+    Row(129, to="nowhere"),
+    Row(128),
+]
+
+
+def walk_on_cpu(
+    xBC: Tensor,
+    steps: Tensor,
+    D: Tensor,
+    state: Tensor,
+    drafts: Tensor,
+    ends: Tensor,
+    rows: Rows,
+    y: Tensor,
+    heads: Heads,
+    plan: Plan,
+    *,
+    padding: int,
+    line_shift: int,
+) -> None:
+    """Do what `launch_walk` does."""
+    told: dict[str, Any] = {
+        "xBC": xBC,
+        "x_tiles": Tiles(xBC, heads.channels, xBC.stride(0)),
+        "s_tiles": Tiles(xBC, heads.channels, xBC.stride(0)),
+        "y_tiles": Tiles(y, heads.values, heads.values),
+        "steps": steps,
+        "D": D,
+        "state": state,
+        "drafts": drafts,
+        "ends": ends,
+        "y": y,
+        "control": rows.control,
+        "control_stride": rows.control.stride(0),
+        "max_draft": drafts.shape[2],
+        "num_parts": plan.num_parts,
+        "part_length": plan.part_length,
+        "xBC_stride": xBC.stride(0),
+        "H": heads.num_heads,
+        "G": heads.num_groups,
+        "P": heads.head_dim,
+        "S": heads.state_dim,
+        "BLOCK_P": chunk.BLOCK_P,
+        "CHUNK": chunk.CHUNK,
+        "PADDING": padding,
+        "HAS_D": True,
+        "LINE_SHIFT": line_shift,
+        "STAGES": hopper_chunk.STAGES,
+        "WARPS": hopper_chunk.WARPS,
+    }
+    programs = rows.num_rows * plan.num_parts * heads.num_heads * (heads.head_dim // chunk.BLOCK_P)
+    run_on_cpu(hopper_chunk._walk, programs, told)
+
+
+@pytest.fixture(autouse=True)
+def hopper_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk, "can_walk", lambda *_: True)
+    monkeypatch.setattr(chunk, "launch_walk", walk_on_cpu)
+
+
+@pytest.mark.parametrize("length", [0, 64, 128], ids=["whole", "parts-of-64", "parts-of-128"])
+def test_walk_matches_the_reference(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts(monkeypatch, length)
+    batch = make_mamba_batch(ROWS, HALF, SMALL, max_short=1, padding=ALIGNED)
+    check_against_reference(batch, HALF, torch.float16)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(
+    "layer",
+    [LAYERS["heads-of-64-states-of-128"], MambaLayer(H=3, P=128, S=128), MambaLayer(H=4, G=4, P=64, S=64)],
+    ids=["groups", "wide-heads", "group-per-head"],
+)
+def test_walk_of_other_sizes_matches_the_reference(
+    layer: MambaLayer, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_parts(monkeypatch, 0)
+    monkeypatch.setattr(hopper_chunk, "STAGES", stages)
+    batch = make_mamba_batch([Row(300), Row(70)], HALF, layer, max_short=1, padding=ALIGNED)
+    check_against_reference(batch, HALF, torch.float16)
+
+
+def test_walk_rounds_a_16_bit_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts(monkeypatch, 64)
+    rows = [Row(150, replayed=1), Row(65)]
+    batch = make_mamba_batch(rows, HALF, SMALL, state_dtype=torch.bfloat16, padding=ALIGNED)
+    check_against_reference(batch, HALF, torch.bfloat16)
