@@ -1,12 +1,10 @@
-"""Whether values are finite: one look at every element of a tensor, with several threads where it is large.
+"""Whether values are finite: one look at every element of a tensor.
 
 Knows bits, not requests.
 """
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,6 @@ _BITS: dict[np.dtype[Any], tuple[np.dtype[Any], np.dtype[Any], int]] = {
 }
 # Elements that are looked at twice in a row: few enough for a core's cache, enough that other threads go on meanwhile.
 BLOCK = 1 << 20
-# Tensors from this size on are looked at by threads: smaller ones take less time than waking these.
-LARGE_BYTES, THREADS = 1 << 20, 4
 
 
 def all_finite(values: NDArray[Any]) -> bool:
@@ -47,21 +43,3 @@ def finite_rows(values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.b
     infinite = (values.view(bits) & exponent) == exponent
     sound: NDArray[np.bool_] = ~np.logical_or.reduceat(infinite.any(axis=1), starts)
     return sound
-
-
-class FiniteCheck:
-    """Looks at large tensors with threads of its own, so that the event loop does not wait."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="finite")
-
-    async def all_finite(self, values: NDArray[Any]) -> bool:
-        """As the function of this name."""
-        run, words = asyncio.get_running_loop().run_in_executor, values.reshape(-1)
-        part = -(-len(words) // THREADS)
-        parts = (words[begin : begin + part] for begin in range(0, len(words), part))
-        return all(await asyncio.gather(*(run(self._pool, all_finite, part) for part in parts)))
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()

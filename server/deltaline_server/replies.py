@@ -6,7 +6,6 @@ reserved before its step is taken, and every byte is counted until the cell's ne
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,8 @@ from numpy.typing import NDArray
 
 from deltaline_server.earlier_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer, is_streamed
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.step import CHECKSUM_BYTES, WHOLE_REQUEST_BYTES, StepRequest
+from deltaline_server.examiner import checksum
+from deltaline_server.step import WHOLE_REQUEST_BYTES, StepRequest
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Fingerprint:
         if hidden.nbytes <= WHOLE_REQUEST_BYTES:
             kept = hidden.tobytes()
         else:
-            kept = hashlib.blake2b(hidden.view(np.uint8).data, digest_size=CHECKSUM_BYTES).digest()
+            kept = checksum(hidden) if request.checksum is None else request.checksum.result()
         return cls(int(form.kind[row]), int(request.position[row]), int(form.accepted[row]), int(form.output), kept)
 
 

@@ -15,7 +15,7 @@ import grpc
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import reply, request
 from deltaline_server.errors import RequestError
-from deltaline_server.finite import LARGE_BYTES, FiniteCheck
+from deltaline_server.examiner import LARGE_BYTES, Examiner
 from deltaline_server.interceptor import Context, bug, empty_frames
 from deltaline_server.observer import Observer
 from deltaline_server.request import RequestLimits
@@ -49,7 +49,7 @@ class LayerService:
         self._table, self._scheduler, self._limits = table, scheduler, limits
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
-        self._finite = FiniteCheck()
+        self._examiner = Examiner()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -178,7 +178,7 @@ class LayerService:
 
     def close(self) -> None:
         """End its threads; after the last call."""
-        self._finite.close()
+        self._examiner.close()
 
     def end_streams(self) -> None:
         """Take no more steps from streams; each ends once those that it has taken are answered."""
@@ -199,7 +199,9 @@ class LayerService:
     async def _examine(self, step: StepRequest) -> None:
         """Look at a large tensor before the scheduler has to, so that the event loop need not wait for that."""
         if step.hidden.nbytes >= LARGE_BYTES:
-            step.is_finite = await self._finite.all_finite(step.hidden)
+            step.is_finite = await self._examiner.all_finite(step.hidden)
+            if step.is_kept_as_checksum:
+                step.checksum = self._examiner.begin_checksum(step.hidden)
 
     def _submit_safely(self, step: StepRequest | Exception, answer: Callable[[StepResult | Exception], None]) -> None:
         """Hand a step to the scheduler; what that raises, or what is given in place of a step, is the answer."""

@@ -6,6 +6,7 @@ Plain arrays: no protobuf (request.py makes these, reply.py reads them), no torc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -15,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
+from deltaline_server.examiner import CHECKSUM_BYTES
 from deltaline_server.finite import all_finite, finite_rows
 from deltaline_server.regions import OutputMemory
 
 # A row's request is kept whole up to this size, as a checksum beyond it.
 WHOLE_REQUEST_BYTES = 16384
-CHECKSUM_BYTES = 32
 
 
 class RowKind(IntEnum):
@@ -141,12 +142,20 @@ class StepRequest:
     """Where the outputs go, with room for all that the form asks for; None for memory of the server's own."""
     is_finite: bool | None = None
     """Whether all values of `hidden` are finite, None when nobody has looked."""
+    checksum: Future[bytes] | None = None
+    """Of the one row's `hidden`, when somebody has begun to compute it."""
 
     @property
     def message_bytes(self) -> int:
         """Most bytes of a tensor that the request or its reply carries itself."""
         is_shared = self.is_input_shared and self.output_memory is not None
         return 0 if is_shared else self.hidden.nbytes
+
+    @property
+    def is_kept_as_checksum(self) -> bool:
+        """Whether of the request's one row no more than a checksum is kept, since its reply is so much smaller."""
+        is_large = self.hidden.nbytes > WHOLE_REQUEST_BYTES and not self.is_input_shared
+        return self.form.num_rows == 1 and is_large and self.form.output is not OutputRows.ALL
 
     def finite_rows(self) -> NDArray[np.bool_] | None:
         """Which rows have finite values only, bool [N]; None when all have."""

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deltaline_server.finite import BLOCK, THREADS, FiniteCheck, all_finite, finite_rows
+from deltaline_server.examiner import THREADS, Examiner
+from deltaline_server.finite import BLOCK, all_finite, finite_rows
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 
@@ -20,7 +21,7 @@ async def test_a_value_that_is_not_finite_is_found_anywhere(dtype: type, value: 
     values: Any = np.full((THREADS * 2 + 1, BLOCK // 2 + 1), info.max, dtype)
     values[::2] = -info.max
     values[1, ::3] = info.smallest_subnormal
-    check = FiniteCheck()
+    check = Examiner()
     assert all_finite(values) and await check.all_finite(values)
     flat = values.reshape(-1)
     for at in (0, BLOCK - 1, BLOCK, len(flat) // THREADS, len(flat) - 1):
@@ -35,7 +36,7 @@ async def test_a_value_that_is_not_finite_is_found_anywhere(dtype: type, value: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_few_values_are_looked_at_too(dtype: type) -> None:
-    check = FiniteCheck()
+    check = Examiner()
     for count in (1, 2, THREADS + 1):
         values: Any = np.ones((1, count), dtype)
         assert await check.all_finite(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,7 +18,9 @@ from layer_calls import HIDDEN, HeldEngine, detail, make_step, reason_of, refuse
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2, layer_service_pb2_grpc
 from deltaline.v1 import layer_service_pb2 as pb
+from deltaline_server import examiner, replies, service, step
 from deltaline_server.app import Server
+from deltaline_server.examiner import checksum
 
 
 @pytest.fixture
@@ -105,6 +108,41 @@ async def test_output_rows_none_sends_none(stub: Any) -> None:
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=2))
     answer = await stub.Step(make_step(opened, output=pb.OUTPUT_ROWS_NONE))
     assert (list(answer.hidden.shape), list(answer.output_start_loc)) == ([0, HIDDEN], [0, 0, 0])
+
+
+async def test_large_prefill_of_which_little_comes_back_is_kept_as_a_checksum_by_threads(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LARGE_BYTES", 1)
+    for module in (step, replies):
+        monkeypatch.setattr(module, "WHOLE_REQUEST_BYTES", 16)
+    threads: list[str] = []
+
+    def noted(values: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return checksum(values)
+
+    monkeypatch.setattr(examiner, "checksum", noted)
+    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+    tokens = np.random.default_rng(0).standard_normal((9, HIDDEN)).astype(np.float32)
+
+    def prefill(tokens: Any, output: Any) -> pb.StepRequest:
+        request = make_step(opened, output=output)
+        request.kind[0] = pb.ROW_KIND_PREFILL
+        request.query_start_loc[1] = len(tokens)
+        request.hidden.CopyFrom(wire.encode(tokens))
+        return request
+
+    first = await stub.Step(prefill(tokens, pb.OUTPUT_ROWS_LAST))
+    assert len(threads) == 1 and threads[0].startswith("examiner")
+    again = await stub.Step(prefill(tokens, pb.OUTPUT_ROWS_LAST))
+    assert list(again.outcome) == [pb.ROW_OUTCOME_REPLAYED] and again.hidden == first.hidden
+    tokens[3, 2] += 1
+    other = await stub.Step(prefill(tokens, pb.OUTPUT_ROWS_LAST))
+    assert reason_of(other.row_status[0].status) == "STEP_CONFLICT"
+    num_before = len(threads)
+    await stub.Step(prefill(tokens, pb.OUTPUT_ROWS_ALL))
+    assert len(threads) == num_before, "what is kept whole needs no checksum"
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

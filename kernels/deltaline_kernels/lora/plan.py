@@ -138,7 +138,7 @@ EAGER_TOKENS = 64
 ANY = 1 << 62
 # Measured, but for those of at most 8 tokens, of 64 with any rank and of 2,048: these follow their neighbours.
 BUCKETS = (
-    Bucket(2, 16, (256, 512, 8), (16, 64), (128, 1, 4, None)),
+    Bucket(2, 16, (128, 256, 4), (16, 64), (128, 1, 4, None)),
     Bucket(8, 16, None, (16, 64), (128, 1, 4, None)),
     Bucket(8, ANY, None, (16, 128), (128, 1, 8, None)),
     Bucket(64, 16, None, (8, 256), (256, 2, 8, None)),
