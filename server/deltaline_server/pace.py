@@ -21,7 +21,7 @@ LEAD_S = 0.65e-3
 WEIGHT = 0.25
 MAX_SURPRISE = 2.0
 # Sizes of chunks that were not met for so long are unknown again: what was measured of them may have been a stall.
-MEMORY_S = 10.0
+MEMORY_S = 2.0
 
 # Seconds by tokens of long rows (a size of chunks, or 0).
 _Curve = dict[int, float]
