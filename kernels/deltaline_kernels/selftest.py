@@ -63,7 +63,8 @@ def run_selftest(
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
-    The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it.
+    The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it. Only what
+    attention needs has its own sizes, those of Qwen3-Next, whatever the model.
 
     Args:
         recurrence: the model's, "gated_delta" or "mamba2". Groups, heads, state dim and head dim of the latter are key

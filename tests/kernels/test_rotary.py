@@ -76,7 +76,7 @@ def test_rotary_of_any_size_matches_the_reference(path: Path, sizes: str) -> Non
 
 @pytest.mark.parametrize("sizes", ["model", "ratio-7", "many-kv-heads", "unequal", "narrow-values"])
 def test_rotary_of_aligned_tokens_matches_the_reference(path: Path, sizes: str) -> None:
-    """Rows that begin at a multiple of 16 bytes, as a projection leaves them: the compiler makes other loads of them."""
+    """Tokens that begin at a multiple of 16 bytes, as a projection leaves them: other loads are made of them."""
     rows = [Row(1, 6), Row(2, 15), Row(1, skipped="nowhere"), Row(5)]
     check(make_rotary_batch(rows, path, SIZES[sizes], padding=0), path)
 
