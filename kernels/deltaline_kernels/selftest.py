@@ -24,6 +24,7 @@ from deltaline_kernels.lora import (
 )
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
+from deltaline_kernels.rotary.sample import compare_rotary
 from deltaline_kernels.rows import Rows
 
 # Tokens of a row that is computed in parts, where heads are few enough for that.
@@ -62,7 +63,8 @@ def run_selftest(
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
-    The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it.
+    The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it. Only what
+    attention needs has its own sizes, those of Qwen3-Next, whatever the model.
 
     Args:
         recurrence: the model's, "gated_delta" or "mamba2". Groups, heads, state dim and head dim of the latter are key
@@ -102,6 +104,9 @@ def run_selftest(
     for batch, rows in _short_batches(max_draft, device).items():
         got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype)
         checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
+    for kind, fill in fills.items():
+        got, want = compare_rotary(fill, device, dtype)
+        checks.append(Check(f"rotary, {kind}", _error(got, want), LIMITS[dtype]))
     return checks
 
 

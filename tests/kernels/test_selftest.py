@@ -14,7 +14,7 @@ from deltaline_kernels import gated_rms_norm, mamba2, run_selftest, selftest
 def test_selftest_passes(path: Path) -> None:
     checks = run_selftest(path.device, path.dtype)
     assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "lora", "norm"}
+    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "lora", "norm", "rotary"}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_selftest_takes_the_sizes_of_a_model(path: Path, sizes: dict[str, Any]) 
 def test_selftest_takes_a_mamba2_model(path: Path, sizes: dict[str, Any]) -> None:
     checks = run_selftest(path.device, path.dtype, recurrence="mamba2", **sizes)
     assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "mamba2", "lora", "norm"}
+    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "mamba2", "lora", "norm", "rotary"}
 
 
 def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
