@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.cpu import flex_decode_cpu
 from deltaline_kernels.attention.heads import Heads
 from deltaline_kernels.attention.modifier import Mask, Modifier, Part, and_masks, or_masks
@@ -18,6 +19,7 @@ from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
 from deltaline_kernels.rows import Rows
 
 __all__ = [
+    "BlockLists",
     "Mask",
     "Modifier",
     "Modifiers",
@@ -30,7 +32,7 @@ __all__ = [
     "or_masks",
 ]
 
-# Keys of a page; one more than this is always a power of two.
+# Keys of a page.
 MIN_PAGE, MAX_PAGE = 16, 4096
 
 
@@ -47,6 +49,7 @@ def flex_decode(
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
     return_lse: bool = False,
+    blocks: BlockLists | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let every row's tokens attend to its keys, those of its own tokens among them; record nothing for gradients.
 
@@ -65,6 +68,8 @@ def flex_decode(
         scale: of the products; None: D ** -0.5.
         sinks: `[HQ]` fp32: a logit of each head that takes part in the softmax and has no value.
         gate: `[T, HQ, DV]` in q.dtype, strides as q: the outputs are multiplied with its sigmoid.
+        blocks: lists of the blocks of keys that are looked at, by line, head and block of the row's own tokens; of those
+            in the list of whole ones the mask is not asked. None: all keys that the mask may leave.
         return_lse: return the natural logarithm of each softmax's sum, the sink's part included.
 
     Returns:
@@ -75,6 +80,8 @@ def flex_decode(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     heads = _check(q, k_pages, v_pages, page_table, rows, scale, sinks, gate)
+    if blocks is not None:
+        blocks.check(heads.num_queries, page_table.shape[0], q.device)
     modifiers = Modifiers(device=q.device) if modifiers is None else modifiers
     if not isinstance(modifiers, Modifiers):
         raise TypeError(f"modifiers: expected Modifiers, got {type(modifiers).__name__}")
@@ -82,14 +89,14 @@ def flex_decode(
     o = torch.empty(*q.shape[:2], heads.value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     if q.device.type == "cpu":
-        flex_decode_cpu(q, k_pages, v_pages, page_table, rows, modifiers, sinks, gate, o, lse, heads)
+        flex_decode_cpu(q, k_pages, v_pages, page_table, rows, modifiers, sinks, gate, o, lse, heads, blocks)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.attention.launch import Keys, flex_decode_triton
 
         capacity = page_table.shape[1] * k_pages.shape[1]
         keys = Keys(k_pages, v_pages, page_table, k_pages.shape[1], capacity)
-        flex_decode_triton(q, keys, rows, modifiers, sinks, gate, o, lse, heads)
+        flex_decode_triton(q, keys, rows, modifiers, sinks, gate, o, lse, heads, blocks)
     return o if lse is None else (o, lse)
 
 

@@ -67,6 +67,35 @@ class BlockLists:
         """Lines, values of a line, heads, blocks of queries, columns of the lists, queries and keys of a block."""
         return (*self.table.shape, self.num_heads, self.num_queries, *self.columns, *self.block)
 
+    def check(self, num_heads: int, num_lines: int, device: torch.device) -> None:
+        """Raise ValueError unless the lists are on `device` and for so many heads and lines, or for all."""
+        if self.table.device != device:
+            raise ValueError(f"blocks: expected device {device}, got {self.table.device}")
+        for name, got, wanted in (("heads", self.num_heads, num_heads), ("lines", self.table.shape[0], num_lines)):
+            if got not in (1, wanted):
+                raise ValueError(f"blocks: expected lists of 1 or {wanted} {name}, got {got}")
+
+    def kinds(self, line: int) -> Tensor:
+        """Return `[H, Q, KV]` of a line on the CPU: 0 for a block in no list, 1 for one that the mask cuts, 2 for whole."""
+        lists = self.table[line if self.table.shape[0] > 1 else 0, 1:].view(self.num_heads, self.num_queries, -1)
+        numbers = lists[..., 2:].long()
+        found = torch.zeros(self.num_heads, self.num_queries, int(numbers.amax()) + 1, dtype=torch.int8)
+        first = 0
+        for kind, columns in enumerate(self.columns, start=1):
+            for head, i_q in torch.cartesian_prod(torch.arange(self.num_heads), torch.arange(self.num_queries)).tolist():
+                count = int(lists[head, i_q, kind - 1])
+                found[head, i_q, numbers[head, i_q, first : first + count]] = kind
+            first += columns
+        return found
+
+    def expand(self, line: int, tokens: Tensor, kv: Tensor) -> Tensor:
+        """Return of which kind the block of each query and key is, `[H, tokens, keys]`, as `kinds` has it."""
+        kinds = self.kinds(line)
+        i_q = (tokens // self.block[0]).clamp(max=self.num_queries - 1)
+        i_kv = kv // self.block[1]
+        found = kinds[:, i_q[:, None], i_kv.clamp(max=kinds.shape[2] - 1)]
+        return torch.where(i_kv < kinds.shape[2], found, 0)
+
     def fit(self, tile: Tile) -> Tile:
         """Return a tile of queries of one block and of keys of one block; a split is as many entries of the lists."""
         block_q, block_kv = self.block

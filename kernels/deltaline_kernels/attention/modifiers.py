@@ -123,14 +123,23 @@ class Modifiers:
         clauses = tuple(tuple(made[id(leaf)] for leaf in clause) for clause in self.clauses)
         return Spec(tuple(made[id(leaf)] for leaf in self.scores), clauses, self.ranges_by_head)
 
-    def modify(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def modify(
+        self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, kinds: Tensor | None = None
+    ) -> Tensor:
         """Return the modified score, with -inf where the mask lets no query see a key.
 
-        `score` is of the shape that b, h, q and kv broadcast to.
+        `score` is of the shape that b, h, q and kv broadcast to; `kinds` are those of its blocks: of a whole one the
+        mask is not asked, one in no list is not seen.
         """
         for leaf in self.scores:
             score = leaf.part.modifier.twin(score, b, h, q, kv, self._parameter(leaf, b, h))
-        return score if not self.clauses else torch.where(self.sees(b, h, q, kv), score, -torch.inf)
+        if kinds is not None:
+            seen = (kinds == 2) | ((kinds == 1) & self.sees(b, h, q, kv))
+        elif self.clauses:
+            seen = self.sees(b, h, q, kv)
+        else:
+            return score
+        return torch.where(seen, score, -torch.inf)
 
     def sees(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         """Return whether the mask lets q see kv; of a shape that broadcasts to that of the scores."""

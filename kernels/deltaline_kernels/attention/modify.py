@@ -66,9 +66,24 @@ def load_masks(parameters, b, h, SPEC: tl.constexpr):
 def modify(scores, found, b, h, q, kv, SPEC: tl.constexpr):
     """Return the modified scores; `found` as of `load_scores`."""
     for i in tl.static_range(num_scores(SPEC)):
-        leaf: tl.constexpr = score_leaf(SPEC, i)
-        scores = leaf_function(leaf)(scores, b, h, q, kv, found[i], leaf_width(leaf))
+        scores = leaf_function(score_leaf(SPEC, i))(scores, b, h, q, kv, found[i], leaf_width(score_leaf(SPEC, i)))
     return scores
+
+
+@triton.jit
+def _sees(p, b, h, q, kv, LEAF: tl.constexpr):
+    return leaf_function(LEAF)(b, h, q, kv, p, leaf_width(LEAF))
+
+
+@triton.jit
+def _cut(begin, end, parameters, b, h, first, last, LEAF: tl.constexpr):
+    """Return what a leaf leaves of the keys begin..end."""
+    if has_range(LEAF):
+        p = load_parameter(parameters, b, h, LEAF)
+        least, behind = leaf_range(LEAF)(first, last, p, leaf_width(LEAF))
+        begin = tl.maximum(begin, least)
+        end = tl.minimum(end, behind)
+    return begin, end
 
 
 @triton.jit
@@ -78,8 +93,7 @@ def sees(found, b, h, q, kv, SPEC: tl.constexpr):
     for i in tl.static_range(num_clauses(SPEC)):
         joined = (kv >= 0) | (q < 0)
         for j in tl.static_range(num_parts(SPEC, i)):
-            leaf: tl.constexpr = mask_leaf(SPEC, i, j)
-            joined = joined & leaf_function(leaf)(b, h, q, kv, found[flat_index(SPEC, i, j)], leaf_width(leaf))
+            joined = joined & _sees(found[flat_index(SPEC, i, j)], b, h, q, kv, mask_leaf(SPEC, i, j))
         seen = seen | joined
     return seen
 
@@ -101,12 +115,7 @@ def find_range(parameters, b, first, last, num_keys, HQ: tl.constexpr, SPEC: tl.
             begin = 0 * low
             end = num_keys + 0 * h
             for j in tl.static_range(num_parts(SPEC, i)):
-                leaf: tl.constexpr = mask_leaf(SPEC, i, j)
-                if has_range(leaf):
-                    p = load_parameter(parameters, b, h, leaf)
-                    one, other = leaf_range(leaf)(first, last, p, leaf_width(leaf))
-                    begin = tl.maximum(begin, one)
-                    end = tl.minimum(end, other)
+                begin, end = _cut(begin, end, parameters, b, h, first, last, mask_leaf(SPEC, i, j))
             is_live = begin < end
             low = tl.minimum(low, tl.where(is_live, begin, num_keys))
             high = tl.maximum(high, tl.where(is_live, end, 0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.modifiers import Modifiers
 from deltaline_kernels.rows import Rows
 
@@ -26,6 +27,7 @@ def flex_decode_reference(
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
     return_lse: bool = False,
+    blocks: BlockLists | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return what `flex_decode` does."""
     compute = torch.promote_types(q.dtype, torch.float32)
@@ -47,10 +49,14 @@ def flex_decode_reference(
             k = k_pages[pages, kv % page_size, head // group].to(compute)  # (keys, D)
             v = v_pages[pages, kv % page_size, head // group].to(compute)
             s = q[begin:end, head].to(compute) @ k.t() * scale  # (tokens, keys)
-            if modifiers is not None:
+            if modifiers is not None or blocks is not None:
                 q_idx = torch.arange(position, num_keys, device=q.device)[:, None]
                 b, h = (torch.tensor(x, device=q.device) for x in (line, head))
-                s = modifiers.modify(s, b, h, q_idx, kv)
+                kinds = None
+                if blocks is not None:
+                    tokens = torch.arange(end - begin)
+                    kinds = blocks.expand(line, tokens, kv.cpu())[head if blocks.num_heads > 1 else 0].to(q.device)
+                s = (modifiers or Modifiers(device=q.device)).modify(s, b, h, q_idx, kv, kinds)
             total = s.logsumexp(-1)
             if sinks is not None:
                 total = torch.logaddexp(total, sinks[head].to(compute))
