@@ -83,12 +83,12 @@ class Batch:
             self.k_pages, self.v_pages, self.page_table, layer.page, layer.page * self.page_table.shape[1], False, False
         )
         heads = Heads(layer.HQ, layer.HKV, layer.D, layer.DV, options.get("scale", layer.D**-0.5))
-        rest = (options.get(name) for name in ("sinks", "gate"))
+        sinks, gate = options.get("sinks"), options.get("gate")
         modifiers = Modifiers() if modifiers is None else modifiers
-        flex_decode_triton(self.q, keys, self.rows, modifiers, *rest, o, lse, heads, options.get("blocks"))
+        flex_decode_triton(self.q, keys, self.rows, modifiers, sinks, gate, o, lse, heads, options.get("blocks"))
         return o, lse
 
-    def expected(self, truth: Truth = Truth(), scale: float | None = None) -> tuple[Tensor, Tensor]:  # noqa: B008
+    def expected(self, truth: Truth = Truth(), scale: float | None = None) -> tuple[Tensor, Tensor]:
         """Return o and lse in fp64 on the CPU, without sinks and gate; zero and -inf for rows that are skipped."""
         num_tokens, num_heads, _ = self.q.shape
         o = torch.zeros(num_tokens, num_heads, self.layer.DV, dtype=torch.float64)
@@ -133,6 +133,7 @@ def _flex(
             enable_gqa=True,
             return_aux=AuxRequest(lse=True),
         )
+    assert aux.lse is not None
     return o[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
 
 
@@ -149,7 +150,13 @@ def finished(batch: Batch, o: Tensor, lse: Tensor, *, sinks: bool, gate: bool) -
 
 
 def make_batch(
-    members: Sequence[Row], path: Path, layer: Layer = Layer(), *, max_short: int = 16, seed: int = 0, spare: int = 1  # noqa: B008
+    members: Sequence[Row],
+    path: Path,
+    layer: Layer = Layer(),
+    *,
+    max_short: int = 16,
+    seed: int = 0,
+    spare: int = 1,
 ) -> Batch:
     """Make random inputs; lines and pages are scattered, some belong to nobody.
 
@@ -167,9 +174,7 @@ def make_batch(
     keys = {}
     for row, line in zip(members, lines, strict=True):
         n = row.position + row.tokens
-        k, v = (
-            torch.randn(n, layer.HKV, size, generator=generator).to(path.dtype) for size in (layer.D, layer.DV)
-        )
+        k, v = (torch.randn(n, layer.HKV, size, generator=generator).to(path.dtype) for size in (layer.D, layer.DV))
         if not row.skipped:
             j = torch.arange(n)
             pages = table[line, j // layer.page].long()
@@ -179,15 +184,22 @@ def make_batch(
     write = [-1 if row.skipped else line for row, line in zip(members, lines, strict=True)]
     zeros = [0] * num_rows
     rows = Rows.build(
-        lengths, write, write, lengths, zeros, zeros,
-        max_short=max_short, device=path.device, position=[row.position for row in members],
-    )  # fmt: skip
+        lengths,
+        write,
+        write,
+        lengths,
+        zeros,
+        zeros,
+        max_short=max_short,
+        device=path.device,
+        position=[row.position for row in members],
+    )
     # Slices of one projection: per head q | gate.
     both = torch.randn(sum(lengths), layer.HQ, layer.D + layer.DV, generator=generator).to(path.dtype).to(path.device)
     q, gate = both.split((layer.D, layer.DV), dim=-1)
     sinks = torch.randn(layer.HQ, generator=generator).to(path.device)
-    moved = (x.to(path.device) for x in (k_pages, v_pages, table))
-    return Batch(layer, q, *moved, rows, list(members), lines, gate, sinks, keys)
+    k_pages, v_pages, table = (x.to(path.device) for x in (k_pages, v_pages, table))
+    return Batch(layer, q, k_pages, v_pages, table, rows, list(members), lines, gate, sinks, keys)
 
 
 def modifier_case(name: str, layer: Layer, num_lines: int, device: str = "cpu") -> tuple[Modifiers, Truth]:
@@ -272,4 +284,15 @@ MODIFIER_CASES = (
     "scores-in-turn",
 )
 
-__all__ = ["MODIFIER_CASES", "Batch", "BlockLists", "Layer", "Row", "Truth", "finished", "make_batch", "modifier_case", "replace"]
+__all__ = [
+    "MODIFIER_CASES",
+    "Batch",
+    "BlockLists",
+    "Layer",
+    "Row",
+    "Truth",
+    "finished",
+    "make_batch",
+    "modifier_case",
+    "replace",
+]

@@ -1,6 +1,6 @@
 """Attention of packed rows over pages of keys: decode, verify and prefill, with modifiers of scores and masks.
 
-Validates and picks the path by device. Does not know about projections, norms or rotary embeddings, nor who owns a page.
+Validates and picks the path by device. Does not know projections, norms or rotary embeddings, nor owners of pages.
 """
 
 from __future__ import annotations
@@ -61,15 +61,16 @@ def flex_decode(
         k_pages: `[pages, page_size, HKV, D]` in q.dtype, page_size 16, 32, 64 .. 4096; head h of q uses head
             h // (HQ / HKV).
         v_pages: `[pages, page_size, HKV, DV]` likewise.
-        page_table: `[L, max_pages]` int32, rows contiguous: the page of key j of line l is page_table[l, j // page_size].
+        page_table: `[L, max_pages]` int32, a row stride is fine: the page of key j of line l is
+            page_table[l, j // page_size].
             A page is in one line only.
         modifiers: None: every query sees every key of its row; causality is a modifier. b is the write line, positions
             are absolute.
         scale: of the products; None: D ** -0.5.
         sinks: `[HQ]` fp32: a logit of each head that takes part in the softmax and has no value.
-        gate: `[T, HQ, DV]` in q.dtype, strides as q: the outputs are multiplied with its sigmoid.
-        blocks: lists of the blocks of keys that are looked at, by line, head and block of the row's own tokens; of those
-            in the list of whole ones the mask is not asked. None: all keys that the mask may leave.
+        gate: `[T, HQ, DV]` in q.dtype, any stride of tokens and of heads: the outputs are multiplied with its sigmoid.
+        blocks: lists of the blocks of keys that are looked at, by line, head and block of the row's own tokens; in
+            whole ones the mask is not asked. None: all keys that the mask may leave.
         return_lse: return the natural logarithm of each softmax's sum, the sink's part included.
 
     Returns:

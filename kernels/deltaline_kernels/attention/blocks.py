@@ -46,12 +46,10 @@ class BlockLists:
             counts.append(mask.full_kv_num_blocks)
             indices.append(mask.full_kv_indices)
         # What a count says beyond the room of its list would be read behind it.
-        counts = [
-            count.clamp(0, index.shape[-1]).to(torch.int32) for count, index in zip(counts, indices, strict=True)
-        ]
+        counts = [count.clamp(0, index.shape[-1]).to(torch.int32) for count, index in zip(counts, indices, strict=True)]
         if len(counts) == 1:
             counts.append(torch.zeros_like(counts[0]))
-        num_lines, num_heads, num_queries = counts[0].shape
+        _, num_heads, num_queries = counts[0].shape
         columns = [index.shape[-1] for index in indices]
         lists = torch.cat([torch.stack(counts, -1), *(index.to(torch.int32) for index in indices)], -1)
         most = (counts[0] + counts[1]).flatten(1).amax(1, keepdim=True)
@@ -76,13 +74,15 @@ class BlockLists:
                 raise ValueError(f"blocks: expected lists of 1 or {wanted} {name}, got {got}")
 
     def kinds(self, line: int) -> Tensor:
-        """Return `[H, Q, KV]` of a line on the CPU: 0 for a block in no list, 1 for one that the mask cuts, 2 for whole."""
+        """Return `[H, Q, KV]` of a line on the CPU: 0 for a block in no list, 1 for a cut one, 2 for a whole one."""
         lists = self.table[line if self.table.shape[0] > 1 else 0, 1:].view(self.num_heads, self.num_queries, -1)
         numbers = lists[..., 2:].long()
         found = torch.zeros(self.num_heads, self.num_queries, int(numbers.amax()) + 1, dtype=torch.int8)
         first = 0
         for kind, columns in enumerate(self.columns, start=1):
-            for head, i_q in torch.cartesian_prod(torch.arange(self.num_heads), torch.arange(self.num_queries)).tolist():
+            for head, i_q in torch.cartesian_prod(
+                torch.arange(self.num_heads), torch.arange(self.num_queries)
+            ).tolist():
                 count = int(lists[head, i_q, kind - 1])
                 found[head, i_q, numbers[head, i_q, first : first + count]] = kind
             first += columns

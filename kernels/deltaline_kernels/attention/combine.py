@@ -6,7 +6,7 @@ import triton.language as tl
 from deltaline_kernels.attention.output import finish
 
 
-@triton.jit(do_not_specialize=["control_stride", "num_rows"], do_not_specialize_on_alignment=["control"])
+@triton.jit(do_not_specialize=["num_rows", "max_tokens"], do_not_specialize_on_alignment=["control"])
 def _combine(
     control,
     sinks,
@@ -54,24 +54,39 @@ def _combine(
         o_v = i_part * BLOCK_DV + tl.arange(0, BLOCK_DV)
         m = tl.full((1,), float("-inf"), tl.float32)
         for s in range(0, splits, BLOCK_S):
-            b_m = tl.load(
-                p_item + (s + o_s) * step + COLUMNS * DV + column, mask=s + o_s < splits, other=float("-inf")
-            )
+            b_m = tl.load(p_item + (s + o_s) * step + COLUMNS * DV + column, mask=s + o_s < splits, other=float("-inf"))
             m = tl.maximum(m, tl.max(b_m, 0))
         safe = tl.where(m == float("-inf"), 0.0, m)
-        l = tl.zeros((1,), tl.float32)
+        total = tl.zeros((1,), tl.float32)
         acc = tl.zeros((BLOCK_DV, 1), tl.float32)
         for s in range(0, splits, BLOCK_S):
             in_s = s + o_s < splits
             p_s = p_item + (s + o_s) * step
             weight = tl.exp2(tl.load(p_s + COLUMNS * DV + column, mask=in_s, other=float("-inf")) - safe)
-            l += tl.sum(weight * tl.load(p_s + COLUMNS * (DV + 1) + column, mask=in_s, other=0.0), 0)
+            total += tl.sum(weight * tl.load(p_s + COLUMNS * (DV + 1) + column, mask=in_s, other=0.0), 0)
             b_acc = tl.load(
                 p_s[None, :] + column * DV + o_v[:, None], mask=in_s[None, :] & (o_v < DV)[:, None], other=0.0
             )
             acc += tl.sum(b_acc * weight[None, :], 1)[:, None]
         one = tl.zeros((1,), tl.int32)
         finish(
-            acc, m, l, begin + i_t + one, h + one, o_v, one == 0, True, sinks, gate, o, lse, GATE_ROW,
-            HQ, DV, GATE_HEAD, HAS_SINKS, HAS_GATE, HAS_LSE,
+            acc,
+            m,
+            total,
+            begin + i_t + one,
+            h + one,
+            o_v,
+            one == 0,
+            True,
+            sinks,
+            gate,
+            o,
+            lse,
+            GATE_ROW,
+            HQ,
+            DV,
+            GATE_HEAD,
+            HAS_SINKS,
+            HAS_GATE,
+            HAS_LSE,
         )

@@ -1,4 +1,4 @@
-"""Attention over pages of keys on the CPU: vectorised PyTorch over rows that have as many tokens and the same keys to see.
+"""Attention over pages of keys on the CPU: vectorised PyTorch over rows of equal tokens and the same range of keys.
 
 A row's result does not depend on which rows are with it: their shapes are its own.
 """

@@ -1,7 +1,7 @@
 """The items of work of an attention: which row, tile of queries, heads and split of the keys is the i-th one.
 
-An item is counted only for splits that hold a live key. Nothing is kept in memory: a program counts the items of the rows
-before its own from their positions and lengths, which is less work than to wait for a kernel that does so.
+An item is counted only for splits that hold a live key. Nothing is kept in memory: a program counts the items of the
+rows before its own from their positions and lengths, which is less work than to wait for a kernel that does so.
 """
 
 import triton

@@ -59,7 +59,8 @@ def _offsets(
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(
-    do_not_specialize=["control_stride", "table_stride", "num_rows"], do_not_specialize_on_alignment=["control"]
+    do_not_specialize=["control_stride", "table_stride", "num_rows"],
+    do_not_specialize_on_alignment=["control", "page_table", "blocks"],
 )
 def _attend(
     q,
@@ -148,7 +149,13 @@ def _attend(
             last = tl.minimum(i_tile * TOKENS + TOKENS, n) - 1
             zero = tl.zeros((1, 1), tl.int32)
             low, high = find_range(
-                parameters, zero + line, zero + start_q + i_tile * TOKENS, zero + start_q + last, zero + num_keys, HQ, SPEC
+                parameters,
+                zero + line,
+                zero + start_q + i_tile * TOKENS,
+                zero + start_q + last,
+                zero + num_keys,
+                HQ,
+                SPEC,
             )
             low, high = tl.sum(tl.sum(low, 1), 0), tl.sum(tl.sum(high, 1), 0)
         # Keys from `first` on, in tiles; or tiles of the blocks in the lists.
@@ -182,7 +189,7 @@ def _attend(
         score_values = load_scores(parameters, line, h_m, SPEC)
         mask_values = load_masks(parameters, line, h_m, SPEC)
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l = tl.zeros((BLOCK_M,), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
         p_table = page_table + line.to(tl.int64) * table_stride
         last_key = tl.maximum(num_keys - 1, 0)
@@ -226,7 +233,7 @@ def _attend(
             safe = tl.where(new_m == float("-inf"), 0.0, new_m)
             decay = tl.exp2(m - safe)
             p = tl.exp2(s - safe[None, :])
-            l = l * decay + tl.sum(p, 0)
+            total = total * decay + tl.sum(p, 0)
             acc = tl.dot(tl.trans(b_v), p.to(b_v.dtype), acc=acc * decay[None, :], input_precision="ieee")
             m = new_m
 
@@ -235,13 +242,44 @@ def _attend(
             column = o_m // PADDED * GROUP + o_m % PADDED
             tl.store(p_item + column[None, :] * DV + o_v[:, None], acc, mask=in_m[None, :] & (o_v < DV)[:, None])
             tl.store(p_item + COLUMNS * DV + column, m, mask=in_m)
-            tl.store(p_item + COLUMNS * DV + COLUMNS + column, l, mask=in_m)
+            tl.store(p_item + COLUMNS * DV + COLUMNS + column, total, mask=in_m)
         else:
             finish(
-                acc, m, l, begin + i_t, h, o_v, in_m, b >= 0, sinks, gate, o, lse, GATE_ROW,
-                HQ, DV, GATE_HEAD, HAS_SINKS, HAS_GATE, HAS_LSE,
+                acc,
+                m,
+                total,
+                begin + i_t,
+                h,
+                o_v,
+                in_m,
+                b >= 0,
+                sinks,
+                gate,
+                o,
+                lse,
+                GATE_ROW,
+                HQ,
+                DV,
+                GATE_HEAD,
+                HAS_SINKS,
+                HAS_GATE,
+                HAS_LSE,
             )
         item += tl.num_programs(0)
-        row, base, splits, low, high, num_items = locate(
-            item, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, ROWS, DENSE, BLOCKS, SPEC
-        )
+        if item < num_items:
+            row, base, splits, low, high, num_items = locate(
+                item,
+                control,
+                control_stride,
+                num_rows,
+                parameters,
+                blocks,
+                HQ,
+                HEADS,
+                TOKENS,
+                SPLIT,
+                ROWS,
+                DENSE,
+                BLOCKS,
+                SPEC,
+            )

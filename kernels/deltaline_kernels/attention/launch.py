@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
@@ -17,7 +16,7 @@ from deltaline_kernels.attention.combine import _combine
 from deltaline_kernels.attention.heads import Heads
 from deltaline_kernels.attention.kernel import _attend
 from deltaline_kernels.attention.modifiers import Modifiers
-from deltaline_kernels.attention.plan import COMBINED_SPLITS, MOST_ROWS, Tile, choose_parts, choose_tile, pow2
+from deltaline_kernels.attention.plan import COMBINED_SPLITS, MOST_ROWS, Tile, cdiv, choose_parts, choose_tile, pow2
 from deltaline_kernels.rows import Rows
 
 
@@ -87,15 +86,15 @@ def _launch(
         tile = blocks.fit(tile)
     tokens = tile.tokens
     groups = heads.num_queries // group
-    tiles = triton.cdiv(max_length, tokens)
+    tiles = cdiv(max_length, tokens)
     num_splits = _most_splits(keys, rows, tile, blocks)
     split, num_items = tile.split, num_splits * tiles * groups
     if num_splits == rows.num_rows:
         # Nothing to combine.
         split, num_items = 0, min(rows.num_rows * tiles, q.shape[0] // tokens + rows.num_rows) * groups
     columns = tokens * group
-    item = columns * heads.value_dim + triton.cdiv(2 * columns, 4) * 4
-    size = triton.cdiv(2 * rows.num_rows, 4) * 4 + num_items * item
+    item = columns * heads.value_dim + cdiv(2 * columns, 4) * 4
+    size = cdiv(2 * rows.num_rows, 4) * 4 + num_items * item
     partials = torch.empty(size, dtype=torch.float32, device=q.device) if split else q
     modified = {
         "HAS_SINKS": sinks is not None,
@@ -147,7 +146,7 @@ def _launch(
     )
     if split:
         channels = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
-        parts = triton.cdiv(heads.value_dim, channels)
+        parts = cdiv(heads.value_dim, channels)
         _combine[(rows.num_rows * max_length * heads.num_queries * parts,)](
             rows.control,
             sinks,
@@ -170,8 +169,8 @@ def _most_splits(keys: Keys, rows: Rows, tile: Tile, blocks: BlockLists | None) 
     if tile.split == 0:
         return rows.num_rows
     if blocks is not None:
-        return rows.num_rows * max(1, triton.cdiv(blocks.num_columns, tile.split))
-    most = rows.num_rows * max(1, triton.cdiv(keys.capacity, tile.split))
+        return rows.num_rows * max(1, cdiv(blocks.num_columns, tile.split))
+    most = rows.num_rows * max(1, cdiv(keys.capacity, tile.split))
     if keys.page_table is None:
         return most
     # No page is in two lines.

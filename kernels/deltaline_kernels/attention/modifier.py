@@ -1,7 +1,7 @@
 """What changes a score, or says which keys a query sees: a modifier, and a modifier with its parameter.
 
-A modifier is written twice: in Triton, to be inlined into the kernel, and in PyTorch, for the CPU and the reference. b is
-the row of the page table, h the query head, q the position of the query, kv that of the key, p the parameter.
+A modifier is written twice: in Triton, to be inlined into the kernel, and in PyTorch, for the CPU and the reference. b
+is the row of the page table, h the query head, q the position of the query, kv that of the key, p the parameter.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Modifier:
         name: what it is found by.
         kind: "score" or "mask".
         kernel: "module:name" of the `@triton.jit` function, imported on the first launch. A score is
-            `f(score, b, h, q, kv, p, WIDTH)` and returns the new score, a mask is `f(b, h, q, kv, p, WIDTH)` and returns
-            whether q sees kv. Their tensors broadcast to a tile: kv `[keys, 1]`, h and q `[1, queries]`. p is the
+            `f(score, b, h, q, kv, p, WIDTH)` and returns the new score, a mask is `f(b, h, q, kv, p, WIDTH)` and
+            returns whether q sees kv. Tensors broadcast to a tile: kv `[keys, 1]`, h and q `[1, queries]`. p is the
             value of the parameter, or with `is_table` a pointer to WIDTH of them.
         twin: the same in PyTorch, with p as a tensor that broadcasts; with `is_table` p(i) is the value at column i,
             that of the last column behind the end.

@@ -123,9 +123,7 @@ class Modifiers:
         clauses = tuple(tuple(made[id(leaf)] for leaf in clause) for clause in self.clauses)
         return Spec(tuple(made[id(leaf)] for leaf in self.scores), clauses, self.ranges_by_head)
 
-    def modify(
-        self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, kinds: Tensor | None = None
-    ) -> Tensor:
+    def modify(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, kinds: Tensor | None = None) -> Tensor:
         """Return the modified score, with -inf where the mask lets no query see a key.
 
         `score` is of the shape that b, h, q and kv broadcast to; `kinds` are those of its blocks: of a whole one the

@@ -23,7 +23,6 @@ from deltaline_kernels.attention.spec import (
 )
 
 
-
 @triton.jit
 def load_parameter(parameters, b, h, LEAF: tl.constexpr):
     """Return the parameter of a leaf for rows b and heads h: its value, or where its table begins; 0 if it has none."""

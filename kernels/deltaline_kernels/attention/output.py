@@ -11,7 +11,7 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 def finish(
     acc,
     m,
-    l,
+    total,
     i_t,
     h,
     o_v,
@@ -32,7 +32,7 @@ def finish(
     """Store the outputs of a tile; o_v `[V block]` are channels, what belongs to a query is `[M]`.
 
     Args:
-        acc: `[V block, M]`, sum of exp2(s - m) v. m: largest s, -inf where nothing was seen. l: sum of exp2(s - m).
+        acc: `[V block, M]`, sum of exp2(s - m) v. m: largest s, -inf where nothing was seen. total: sum of exp2(s - m).
         is_live: False: a skipped row, whose sums are those of no keys; its sinks don't count either.
     """
     if HAS_SINKS:
@@ -40,12 +40,12 @@ def finish(
         top = tl.maximum(m, sink)
         safe = tl.where(top == float("-inf"), 0.0, top)
         decay = tl.exp2(m - safe)
-        l = l * decay + tl.exp2(sink - safe)
+        total = total * decay + tl.exp2(sink - safe)
         acc = acc * decay[None, :]
         m = top
-    is_empty = l == 0.0
-    l = tl.where(is_empty, 1.0, l)
-    b_o = acc / l[None, :]
+    is_empty = total == 0.0
+    total = tl.where(is_empty, 1.0, total)
+    b_o = acc / total[None, :]
     in_o = mask[None, :] & (o_v < DV)[:, None]
     at = i_t.to(tl.int64) * HQ + h
     if HAS_GATE:
@@ -54,4 +54,4 @@ def finish(
         b_o = b_o / (1.0 + tl.exp2(b_gate * -LOG2_E))
     tl.store(o + (at * DV)[None, :] + o_v[:, None], b_o.to(o.dtype.element_ty), mask=in_o)
     if HAS_LSE:
-        tl.store(lse + at, tl.where(is_empty, float("-inf"), (m + tl.log2(l)) * LN_2), mask=mask)
+        tl.store(lse + at, tl.where(is_empty, float("-inf"), (m + tl.log2(total)) * LN_2), mask=mask)

@@ -26,8 +26,18 @@ class Tile:
 
 
 # By the bytes of a key: keys of a tile, warps, blocks on their way, programs on a multiprocessor.
-SHORT: dict[int, tuple[int, int, int, int]] = {128: (128, 4, 3, 2), 256: (64, 4, 3, 2), 512: (32, 4, 3, 2), 1024: (16, 4, 1, 1)}
-LONG: dict[int, tuple[int, int, int, int]] = {128: (64, 4, 3, 2), 256: (64, 4, 3, 2), 512: (32, 4, 3, 1), 1024: (16, 8, 1, 1)}
+SHORT: dict[int, tuple[int, int, int, int]] = {
+    128: (128, 4, 3, 2),
+    256: (64, 4, 3, 2),
+    512: (32, 4, 3, 2),
+    1024: (16, 4, 1, 1),
+}
+LONG: dict[int, tuple[int, int, int, int]] = {
+    128: (64, 4, 3, 2),
+    256: (64, 4, 3, 2),
+    512: (32, 4, 3, 1),
+    1024: (16, 8, 1, 1),
+}
 # Keys of a split, by rows x heads of keys up to a number; more of them fill the device with longer splits.
 SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512))
 MOST_KEYS = 1024
@@ -36,6 +46,11 @@ MOST_KEYS = 1024
 def pow2(size: int) -> int:
     """Return the least power of two that is not below `size`, which is at least 1."""
     return 1 << (size - 1).bit_length()
+
+
+def cdiv(size: int, part: int) -> int:
+    """Return how many parts `size` has, the last one perhaps cut."""
+    return -(-size // part)
 
 
 def choose_tile(heads: Heads, group: int, num_rows: int, max_length: int, value_bytes: int, *, long: bool) -> Tile:

@@ -60,9 +60,9 @@ def flex_decoding(
     """
     heads, num_rows, length, num_keys = _check(query, key, value, scale, kernel_options)
     device = query.device
-    scores = [] if score_mod is None else score_mod
-    if isinstance(scores, (str, Modifier, Part)) or callable(scores):
-        scores = [scores]
+    scores: Sequence[object] = () if score_mod is None else (score_mod,)
+    if isinstance(score_mod, Sequence) and not isinstance(score_mod, str):
+        scores = score_mod
     mask = None if mask_mod is None else mask_mod if isinstance(mask_mod, Mask) else _part("mask_mod", mask_mod)
     modifiers = Modifiers([_part("score_mod", score) for score in scores], mask, device=device)
     modifiers.check(heads.num_queries, num_rows, device)
@@ -124,7 +124,7 @@ def attend_triton(
 
 
 def _layout(tensor: Tensor) -> Layout | None:
-    """Return whether heads come before keys in memory, and how many keys a sequence has room for; None: neither order."""
+    """Return whether heads are before keys in memory, and a sequence's room in keys; None: neither order."""
     (lines, heads, keys, size), (line, head, key, value) = tensor.shape, tensor.stride()
     if size > 1 and value != 1:
         return None

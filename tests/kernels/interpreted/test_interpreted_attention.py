@@ -6,6 +6,7 @@ Of most a small one, in fp16: a tile takes the interpreter milliseconds.
 from __future__ import annotations
 
 import kernels.test_attention as checks
+import kernels.test_attention_modifiers as own
 import pytest
 import torch
 from kernels.attention_batches import MODIFIER_CASES, Layer, Row, finished, make_batch, modifier_case
@@ -101,3 +102,8 @@ def test_more_rows_than_are_counted_at_once(
     monkeypatch.setattr(launch, "MOST_ROWS", 2)
     batch = make_batch(MIXED, path, max_short=3)
     checks.check(batch, path, modifier_case("causal", batch.layer, 7)[0])
+
+
+def test_a_registered_modifier_is_inlined(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "find_modifier", lambda name: {"every_third": own.OWN}[name])
+    own.test_a_registered_modifier_is_inlined(path, None)
