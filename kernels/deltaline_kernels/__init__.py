@@ -3,6 +3,15 @@
 Knows tensors, rows and lines. Does not know models, sequences or the service.
 """
 
+from deltaline_kernels.attention import (
+    BlockLists,
+    Modifiers,
+    and_masks,
+    find_modifier,
+    flex_decode,
+    flex_decode_reference,
+    or_masks,
+)
 from deltaline_kernels.checks import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
@@ -28,13 +37,19 @@ __all__ = [
     "MAX_RANK",
     "MIN_CONV_WIDTH",
     "AdapterTiles",
+    "BlockLists",
     "Check",
     "LoraWeights",
+    "Modifiers",
     "Rows",
     "add_lora",
     "add_lora_reference",
+    "and_masks",
     "causal_conv1d",
     "causal_conv1d_reference",
+    "find_modifier",
+    "flex_decode",
+    "flex_decode_reference",
     "gated_delta",
     "gated_delta_reference",
     "gated_rms_norm",
@@ -42,6 +57,7 @@ __all__ = [
     "group_tokens",
     "mamba2",
     "mamba2_reference",
+    "or_masks",
     "rotate_and_store",
     "rotate_and_store_reference",
     "run_selftest",

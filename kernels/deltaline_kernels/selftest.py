@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltaline_kernels.attention.check import compare_attention
+from deltaline_kernels.attention.heads import Heads as AttentionHeads
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
@@ -60,6 +62,7 @@ def run_selftest(
     max_draft: int = 4,
     state_dtype: torch.dtype = torch.float32,
     recurrence: str = "gated_delta",
+    attention: AttentionHeads | None = None,
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
@@ -69,6 +72,7 @@ def run_selftest(
     Args:
         recurrence: the model's, "gated_delta" or "mamba2". Groups, heads, state dim and head dim of the latter are key
             heads, value heads, key dim and value dim here.
+        attention: the sizes of its attention layers, if it has any.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
@@ -104,9 +108,12 @@ def run_selftest(
     for batch, rows in _short_batches(max_draft, device).items():
         got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype)
         checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
-    for kind, fill in fills.items():
-        got, want = compare_rotary(fill, device, dtype)
-        checks.append(Check(f"rotary, {kind}", _error(got, want), LIMITS[dtype]))
+    if attention is not None:
+        for kind, fill in fills.items():
+            got, want = compare_rotary(fill, device, dtype)
+            checks.append(Check(f"rotary, {kind}", _error(got, want), limit))
+            for name, got, want in compare_attention(fill, attention, max_draft, dtype, device):
+                checks.append(Check(f"{name}, {kind}", _error(got, want), limit))
     return checks
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from kernels.paths import Path
 
-from deltaline_kernels import gated_rms_norm, mamba2, run_selftest, selftest
+from deltaline_kernels import flex_decode, gated_rms_norm, mamba2, run_selftest, selftest
+from deltaline_kernels.attention.heads import Heads
 
 
 def test_selftest_passes(path: Path) -> None:
     checks = run_selftest(path.device, path.dtype)
     assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "lora", "norm", "rotary"}
+    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "lora", "norm"}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_selftest_takes_the_sizes_of_a_model(path: Path, sizes: dict[str, Any]) 
 def test_selftest_takes_a_mamba2_model(path: Path, sizes: dict[str, Any]) -> None:
     checks = run_selftest(path.device, path.dtype, recurrence="mamba2", **sizes)
     assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "mamba2", "lora", "norm", "rotary"}
+    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "mamba2", "lora", "norm"}
 
 
 def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +52,21 @@ def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed == {"mamba2"}
     with pytest.raises(KeyError):
         run_selftest("cpu", recurrence="mamba")
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64, 64), (6, 1, 96, 128)], ids=str)
+def test_selftest_takes_a_model_with_attention(path: Path, heads: tuple[int, int, int, int]) -> None:
+    checks = run_selftest(path.device, path.dtype, attention=Heads(*heads, heads[2] ** -0.5))
+    assert [check for check in checks if not check.ok] == []
+    assert {check.name.split(",")[0] for check in checks} == {"attention", "conv1d", "gated_delta", "lora", "norm", "rotary"}
+
+
+def test_selftest_names_a_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltaline_kernels.attention import check
+
+    monkeypatch.setattr(check, "flex_decode", lambda *args, **kw: flex_decode(*args, **{**kw, "gate": None}))
+    failed = {one.name.split(",")[0] for one in run_selftest("cpu", attention=Heads(2, 1, 64, 64, 0.125)) if not one.ok}
+    assert failed == {"attention"}
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])

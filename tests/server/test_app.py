@@ -316,7 +316,7 @@ def test_the_kernels_of_a_mamba2_model_are_checked_in_its_sizes(monkeypatch: pyt
     monkeypatch.setattr(runtime, "run_selftest", run_selftest)
     shape = Mamba2Shape(2, 4, 8, 16, 3, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
     runtime.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5))
-    assert families == {"conv1d", "mamba2", "lora", "norm", "rotary"}
+    assert families == {"conv1d", "mamba2", "lora", "norm"}
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
