@@ -25,6 +25,8 @@ from deltaline_kernels.lora import (
     spread_slots_reference,
 )
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
+from deltaline_kernels.mamba2.chunk_plan import choose_plan as choose_mamba_plan
+from deltaline_kernels.mamba2.heads import Heads as MambaHeads
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest_batches import batches, short_batches
@@ -104,9 +106,9 @@ def run_selftest(
             for name, got, want in compare(fill, rows, heads, conv_width, max_draft, dtype, state_dtype):
                 checks.append(Check(f"{name}, {batch}, {kind}", _error(got, want), limit))
     on_gpu = torch.device(device).type != "cpu"
-    if on_gpu and recurrence == "gated_delta" and choose_plan(heads, 1, LONG, LONG).num_parts > 1:
-        got, want = _run_in_parts(fills["random"], heads, device, dtype, state_dtype)
-        checks.append(Check("gated_delta, prefill in parts, random", _error(got, want), limit))
+    if on_gpu and _has_parts(recurrence, heads, dtype):
+        got, want = _run_in_parts(fills["random"], recurrence, heads, device, dtype, state_dtype)
+        checks.append(Check(f"{recurrence}, prefill in parts, random", _error(got, want), limit))
     adapted = ADAPTED_GPU if on_gpu else ADAPTED
     for kind, fill in fills.items():
         for num_tokens in adapted if kind == "random" else adapted[-2:]:
@@ -118,8 +120,17 @@ def run_selftest(
     return checks
 
 
+def _has_parts(recurrence: str, heads: Heads, dtype: torch.dtype) -> bool:
+    """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
+    if recurrence == "gated_delta":
+        return choose_plan(heads, 1, LONG, LONG).num_parts > 1
+    sizes = (heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
+    return dtype is not torch.float32 and choose_mamba_plan(MambaHeads(*sizes), 1, LONG, LONG).num_parts > 1
+
+
 def _run_in_parts(
     fill: Callable[..., Tensor],
+    recurrence: str,
     heads: Heads,
     device: torch.device | str,
     dtype: torch.dtype,
@@ -129,14 +140,19 @@ def _run_in_parts(
     tokens = _projected(fill, LONG, heads).to(dtype)
     x, _, b, a = tokens.split((2 * heads.keys + heads.values, heads.values, *[heads.num_value_heads] * 2), dim=-1)
     x = x.contiguous()  # as the convolution leaves it
-    gates = fill(2, heads.num_value_heads)
+    gates = fill(3, heads.num_value_heads)
     state = fill(2, heads.num_value_heads, heads.value_dim, heads.key_dim).to(state_dtype)
     drafts = torch.zeros(2, 2, 1, heads.record, device=device)
+    if recurrence == "mamba2":
+        x[:, heads.values :] *= heads.scale**0.5
     results = []
     for max_short in (1, LONG):
         rows = Rows.build([LONG], [1], [1], [LONG], [0], [0], max_short=max_short, device=device)
         own = state.clone()
-        o = gated_delta(x, a, b, gates[0], gates[1], own, drafts, rows, num_key_heads=heads.num_key_heads)
+        if recurrence == "mamba2":
+            o = mamba2(x, a, gates[0], gates[1], gates[2], own, drafts, rows, num_groups=heads.num_key_heads)
+        else:
+            o = gated_delta(x, a, b, gates[0], gates[1], own, drafts, rows, num_key_heads=heads.num_key_heads)
         results.append([o, own[1:]])
     return results[0], results[1]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from kernels.paths import Path
 
-from deltaline_kernels import causal_conv1d, gated_rms_norm, mamba2, run_selftest, selftest
+from deltaline_kernels import Rows, causal_conv1d, gated_delta, gated_rms_norm, mamba2, run_selftest, selftest
 from deltaline_kernels.gated_delta.heads import MANY_HEADS as MANY_DELTA_HEADS
+from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.selftest_batches import batches
 
@@ -96,6 +97,39 @@ def test_few_and_many_rows_of_any_number_of_heads(num_heads: int) -> None:
         programs = [rows.num_rows * num_heads for rows in found if least <= rows.max_length <= most]
         assert min(programs) < min(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
         assert max(programs) >= max(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
+
+
+@pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
+def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch, recurrence: str) -> None:
+    """Which of the two calls is computed in parts, a GPU decides."""
+    monkeypatch.setattr(selftest, "LONG", 130)
+    calls: list[tuple[int, int]] = []
+
+    def shifted(function: Any) -> Any:
+        def run(*args: Any, **kw: Any) -> Any:
+            rows = next(argument for argument in args if isinstance(argument, Rows))
+            calls.append((rows.max_length, rows.num_short))
+            return function(*args, **kw) + wrong * rows.num_short
+
+        return run
+
+    for name, function in {"gated_delta": gated_delta, "mamba2": mamba2}.items():
+        monkeypatch.setattr(selftest, name, shifted(function))
+    heads = Heads(2, 4, 16, 32, 0.25, 1e-6)
+    for wrong in (0.0, 1.0):
+        fill = torch.randn
+        got, want = selftest._run_in_parts(fill, recurrence, heads, "cpu", torch.bfloat16, torch.float32)
+        assert [tensor.shape for tensor in got] == [(130, 4, 32), (1, 4, 32, 16)]
+        assert bool(selftest._error(got, want) < 2e-2) is not bool(wrong)
+    assert calls == [(130, 0), (130, 1)] * 2
+
+
+@pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
+def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str) -> None:
+    for num_heads, expected in ((4, True), (64, True), (300, False)):
+        heads = Heads(1, num_heads, 128, 64, 0.25, 1e-6)
+        assert selftest._has_parts(recurrence, heads, torch.bfloat16) is expected
+    assert not selftest._has_parts("mamba2", Heads(1, 4, 128, 64, 0.25, 1e-6), torch.float32)
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])
