@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# The largest fp32 number, (2 - 2^-23) * 2^127: an integer of JSON may be larger than any float.
+MAX_FLOAT = (2.0 - 2.0**-23) * 2.0**127
+
 
 class ModelError(ValueError):
     """The model, or an adapter of it, can't be served as asked.
@@ -66,8 +69,8 @@ class Keys:
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self._values.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.fail(key, "a positive number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_FLOAT:
+            raise self.fail(key, "a positive number that fp32 holds")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

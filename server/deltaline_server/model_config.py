@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
-from deltaline_server.keys import Keys, ModelError, read_json_object, shown
+from deltaline_server.keys import MAX_FLOAT, Keys, ModelError, read_json_object, shown
 from deltaline_server.mixer_shape import GatedDeltaNetShape, Mamba2Shape
 
 CONFIG_FILE = "config.json"
@@ -237,8 +237,8 @@ def _dt_limit(keys: Keys) -> tuple[float, float]:
     least, greatest = (math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits)
     if not all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, greatest)):
         raise keys.fail("time_step_limit", "two numbers")
-    if not (0 <= least < math.inf and least <= greatest):
-        raise keys.fail("time_step_limit", "0 <= least <= greatest")
+    if not (0 <= least <= MAX_FLOAT and least <= greatest and (greatest <= MAX_FLOAT or greatest == math.inf)):
+        raise keys.fail("time_step_limit", "0 <= least <= greatest, numbers that fp32 holds or infinity")
     return float(least), float(greatest)
 
 
