@@ -6,6 +6,7 @@ Knows no key by itself.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,27 @@ class ModelError(ValueError):
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
     """Read a JSON object from a file of at most `max_bytes`. Raises ModelError naming the file, without its folders."""
+    size = file_bytes(path)
+    if size > max_bytes:
+        raise ModelError(f"{path.name}: expected at most {max_bytes} bytes, got {size}")
     try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise ModelError(f"{path.name}: expected at most {max_bytes} bytes, got {size}")
         return parse_json_object(path.read_bytes(), path.name)
     except OSError as error:
         raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
+
+
+def file_bytes(path: Path) -> int:
+    """Return the size of a regular file: reading another kind may wait for ever, or have no end.
+
+    Raises ModelError naming it, without its folders.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path.name}: expected a regular file, got something else")
+    return status.st_size
 
 
 def parse_json_object(text: bytes, name: str) -> dict[str, Any]:
