@@ -6,6 +6,8 @@ Wrong code from an assembler shows here before it shows in an answer. Knows noth
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from deltaline_kernels.attention.check import compare_attention
 from deltaline_kernels.attention.heads import Heads as AttentionHeads
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
-from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
+from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.gated_delta.plan import choose_plan
 from deltaline_kernels.lora import (
     LoraWeights,
@@ -25,9 +27,12 @@ from deltaline_kernels.lora import (
     spread_slots_reference,
 )
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
+from deltaline_kernels.mamba2.chunk_plan import choose_plan as choose_mamba_plan
+from deltaline_kernels.mamba2.heads import Heads as MambaHeads
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rotary.sample import compare_rotary
 from deltaline_kernels.rows import Rows
+from deltaline_kernels.selftest_batches import batches, short_batches
 
 # Tokens of a row that is computed in parts, where heads are few enough for that.
 LONG = 4096
@@ -62,6 +67,9 @@ def run_selftest(
     max_draft: int = 4,
     state_dtype: torch.dtype = torch.float32,
     recurrence: str = "gated_delta",
+    norm_groups: int | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    has_conv_bias: bool = False,
     attention: AttentionHeads | None = None,
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
@@ -72,6 +80,9 @@ def run_selftest(
     Args:
         recurrence: the model's, "gated_delta" or "mamba2". Groups, heads, state dim and head dim of the latter are key
             heads, value heads, key dim and value dim here.
+        norm_groups: parts of a Mamba2 layer's channels that its norm takes one by one; None: its groups.
+        dt_limit: least and greatest time step of a Mamba2 layer.
+        has_conv_bias: whether the convolution of a Mamba2 layer has a bias.
         attention: the sizes of its attention layers, if it has any.
 
     Returns:
@@ -83,6 +94,11 @@ def run_selftest(
     """
     heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
+    norm_groups = norm_groups or num_key_heads
+    mamba = partial(_compare_mamba, norm_groups=norm_groups, dt_limit=dt_limit, has_conv_bias=has_conv_bias)
+    recurrences: dict[str, Callable[..., Iterator[tuple[str, list[Tensor], list[Tensor]]]]]
+    recurrences = {"gated_delta": _compare_delta, "mamba2": mamba}
+    compare = recurrences[recurrence]
     # On the device: numbers for a long row take a CPU longer than all the rest.
     generator = torch.Generator(device).manual_seed(0)
     fills: dict[str, Callable[..., Tensor]] = {
@@ -92,21 +108,20 @@ def run_selftest(
     }
     checks = []
     for kind, fill in fills.items():
-        for batch, rows in _batches(heads, max_draft, device).items():
-            compare = {"gated_delta": _compare_delta, "mamba2": _compare_mamba}[recurrence]
+        for batch, rows in batches(num_value_heads, max_draft, device).items():
             for name, got, want in compare(fill, rows, heads, conv_width, max_draft, dtype, state_dtype):
                 checks.append(Check(f"{name}, {batch}, {kind}", _error(got, want), limit))
     on_gpu = torch.device(device).type != "cpu"
-    if on_gpu and recurrence == "gated_delta" and choose_plan(heads, 1, LONG, LONG).num_parts > 1:
-        got, want = _run_in_parts(fills["random"], heads, device, dtype, state_dtype)
-        checks.append(Check("gated_delta, prefill in parts, random", _error(got, want), limit))
+    if on_gpu and _has_parts(recurrence, heads, dtype):
+        got, want = _run_in_parts(fills["random"], recurrence, heads, device, dtype, state_dtype)
+        checks.append(Check(f"{recurrence}, prefill in parts, random", _error(got, want), limit))
     adapted = ADAPTED_GPU if on_gpu else ADAPTED
     for kind, fill in fills.items():
         for num_tokens in adapted if kind == "random" else adapted[-2:]:
             got, want = _adapt(fill, num_tokens, heads, device, dtype)
             checks.append(Check(f"lora, {num_tokens} tokens, {kind}", _error(got, want), limit))
-    for batch, rows in _short_batches(max_draft, device).items():
-        got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype)
+    for batch, rows in short_batches(max_draft, device).items():
+        got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype, has_bias=has_conv_bias)
         checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
     if attention is not None:
         for kind, fill in fills.items():
@@ -117,39 +132,17 @@ def run_selftest(
     return checks
 
 
-def _batches(heads: Heads, max_draft: int, device: torch.device | str) -> dict[str, Rows]:
-    """Rows of every kind, few and many of them; the long one has more than 128 tokens."""
-    n, many = max_draft, -(-MANY_HEADS // heads.num_value_heads)
-    lines = list(range(1, many + 1))
-    # On a GPU long enough that the memory of a walk's first chunks is used again.
-    long = 130 if torch.device(device).type == "cpu" else 330
-    control = {
-        "decode": ([1, 1, 1], [1, 2, 0], [1, 2, 3], [1, 1, 1], [0, 0, 0], [0, 0, 0]),
-        "verify": ([n, (n + 1) // 2], [1, 2], [1, 3], [0, 0], [n // 2, n], [0, 1]),
-        "prefill": ([long, 37], [0, 1], [2, 3], [long, 37], [0, n], [0, 0]),
-    }
-    if torch.device(device).type != "cpu":
-        # For many rows there are kernels of their own.
-        control["many decodes"] = ([1] * many, lines, lines, [1] * many, [0] * many, [0] * many)
-        control["many verifies"] = ([n] * many, lines, lines, [0] * many, [n] * many, [1] * many)
-    return {kind: Rows.build(*fields, max_short=max_draft, device=device) for kind, fields in control.items()}
-
-
-def _short_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
-    """Short rows of every length and number for which a kernel of its own is compiled."""
-    batches = {}
-    for num_rows in (2, 128):
-        for length in (1, 4, 8):
-            n = min(length, max_draft)
-            lines = list(range(1, num_rows + 1))
-            lengths, zeros = [n] * num_rows, [0] * num_rows
-            rows = Rows.build(lengths, lines, lines, lengths, zeros, zeros, max_short=max_draft, device=device)
-            batches[f"{num_rows} rows of {n}"] = rows
-    return batches
+def _has_parts(recurrence: str, heads: Heads, dtype: torch.dtype) -> bool:
+    """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
+    if recurrence == "gated_delta":
+        return choose_plan(heads, 1, LONG, LONG).num_parts > 1
+    sizes = (heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
+    return dtype is not torch.float32 and choose_mamba_plan(MambaHeads(*sizes), 1, LONG, LONG).num_parts > 1
 
 
 def _run_in_parts(
     fill: Callable[..., Tensor],
+    recurrence: str,
     heads: Heads,
     device: torch.device | str,
     dtype: torch.dtype,
@@ -159,30 +152,42 @@ def _run_in_parts(
     tokens = _projected(fill, LONG, heads).to(dtype)
     x, _, b, a = tokens.split((2 * heads.keys + heads.values, heads.values, *[heads.num_value_heads] * 2), dim=-1)
     x = x.contiguous()  # as the convolution leaves it
-    gates = fill(2, heads.num_value_heads)
+    gates = fill(3, heads.num_value_heads)
     state = fill(2, heads.num_value_heads, heads.value_dim, heads.key_dim).to(state_dtype)
     drafts = torch.zeros(2, 2, 1, heads.record, device=device)
+    if recurrence == "mamba2":
+        x[:, heads.values :] *= heads.scale**0.5
     results = []
     for max_short in (1, LONG):
         rows = Rows.build([LONG], [1], [1], [LONG], [0], [0], max_short=max_short, device=device)
         own = state.clone()
-        o = gated_delta(x, a, b, gates[0], gates[1], own, drafts, rows, num_key_heads=heads.num_key_heads)
+        if recurrence == "mamba2":
+            o = mamba2(x, a, gates[0], gates[1], gates[2], own, drafts, rows, num_groups=heads.num_key_heads)
+        else:
+            o = gated_delta(x, a, b, gates[0], gates[1], own, drafts, rows, num_key_heads=heads.num_key_heads)
         results.append([o, own[1:]])
     return results[0], results[1]
 
 
 def _convolve(
-    fill: Callable[..., Tensor], rows: Rows, heads: Heads, width: int, max_draft: int, dtype: torch.dtype
+    fill: Callable[..., Tensor],
+    rows: Rows,
+    heads: Heads,
+    width: int,
+    max_draft: int,
+    dtype: torch.dtype,
+    *,
+    has_bias: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what the convolution computed and what its reference computed, for rows that update their lines."""
     num_rows = rows.num_rows
     channels = 2 * heads.keys + heads.values
     x = _projected(fill, num_rows * rows.max_length, heads).to(dtype)[:, :channels]
-    weight = fill(width, channels).to(dtype)
+    weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype) if has_bias else None
     lines = fill(num_rows + 1, width - 1 + max_draft, channels).to(dtype)
     want_lines = lines.clone()
-    y = causal_conv1d(x, weight, None, lines, rows)
-    return [y, lines], [causal_conv1d_reference(x, weight, None, want_lines, rows), want_lines]
+    y = causal_conv1d(x, weight, bias, lines, rows)
+    return [y, lines], [causal_conv1d_reference(x, weight, bias, want_lines, rows), want_lines]
 
 
 def _adapt(
@@ -255,12 +260,16 @@ def _compare_mamba(
     max_draft: int,
     dtype: torch.dtype,
     state_dtype: torch.dtype,
+    *,
+    norm_groups: int,
+    dt_limit: tuple[float, float],
+    has_conv_bias: bool,
 ) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
     """Yield what `_compare_delta` does, for the families of a Mamba2 layer."""
     num_tokens, num_lines = int(rows.query_start_loc[-1]), max(4, rows.num_rows + 1)
     channels, num_heads, groups = 2 * heads.keys + heads.values, heads.num_value_heads, heads.num_key_heads
     z, x, dt, _ = _projected(fill, num_tokens, heads).to(dtype).split((heads.values, channels, num_heads, num_heads), 1)
-    weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype)
+    weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype) if has_conv_bias else None
     lines = fill(num_lines, width - 1 + max_draft, channels).to(dtype)
     want_lines = lines.clone()
     y = causal_conv1d(x, weight, bias, lines, rows)
@@ -274,12 +283,13 @@ def _compare_mamba(
     drafts = fill(num_lines, 2, max_draft, heads.record).mul_(heads.scale)
     drafts[..., -num_heads:].abs_().neg_()
     want_state, want_drafts = state.clone(), drafts.clone()
-    y = mamba2(xBC, dt, *weights, state, drafts, rows, num_groups=groups)
-    want = mamba2_reference(xBC, dt, *weights, want_state, want_drafts, rows, num_groups=groups)
+    sizes: dict[str, Any] = {"num_groups": groups, "dt_limit": dt_limit}
+    y = mamba2(xBC, dt, *weights, state, drafts, rows, **sizes)
+    want = mamba2_reference(xBC, dt, *weights, want_state, want_drafts, rows, **sizes)
     yield "mamba2", [y, state, drafts], [want, want_state, want_drafts]
 
-    want, z = (part.flatten(1).unflatten(1, (groups, -1)) for part in (want, z))
-    scale = fill(groups, heads.values // groups)
+    want, z = (part.flatten(1).unflatten(1, (norm_groups, -1)) for part in (want, z))
+    scale = fill(norm_groups, heads.values // norm_groups)
     got = gated_rms_norm(want, z, scale, 1e-6, gate_first=True)
     yield "norm", [got], [gated_rms_norm_reference(want, z, scale, 1e-6, gate_first=True)]
 

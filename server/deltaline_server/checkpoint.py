@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deltaline_server.keys import ModelError, read_json_object
+from deltaline_server.keys import ModelError, file_bytes, read_json_object, shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,6 +25,7 @@ MAX_INDEX_BYTES = 256 << 20
 MAX_HEADER_BYTES = 64 << 20
 MAX_TENSORS = 1_000_000
 DTYPES = ("F32", "BF16", "F16")
+MAX_FILE_NAME_CHARS = 255
 LENGTH_BYTES = 8
 
 
@@ -163,15 +164,19 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(files, dict) or len(files) > MAX_TENSORS:
         raise ModelError(f"{path.name}: expected a weight_map of at most {MAX_TENSORS} tensors")
     for name, file in files.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise ModelError(f"{path.name}: expected the name of a safetensors file for {name}, got {str(file)[:80]!r}")
+        # Printable: no zero, which ends a path, and nothing that the system's encoding has no bytes for.
+        is_name = isinstance(file, str) and len(file) <= MAX_FILE_NAME_CHARS and file.isprintable()
+        if not is_name or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelError(
+                f"{path.name}: expected the name of a safetensors file for {shown(name)}, got {shown(file)}"
+            )
     return files
 
 
 def _check_header(path: Path) -> None:
     """Raise ModelError unless the file's header is within its file and the cap, before anything parses it."""
+    size = file_bytes(path)
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     except OSError as error:

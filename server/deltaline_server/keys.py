@@ -6,9 +6,13 @@ Knows no key by itself.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+# The largest fp32 number, (2 - 2^-23) * 2^127: an integer of JSON may be larger than any float.
+MAX_FLOAT = (2.0 - 2.0**-23) * 2.0**127
 
 
 class ModelError(ValueError):
@@ -20,13 +24,27 @@ class ModelError(ValueError):
 
 def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
     """Read a JSON object from a file of at most `max_bytes`. Raises ModelError naming the file, without its folders."""
+    size = file_bytes(path)
+    if size > max_bytes:
+        raise ModelError(f"{path.name}: expected at most {max_bytes} bytes, got {size}")
     try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise ModelError(f"{path.name}: expected at most {max_bytes} bytes, got {size}")
         return parse_json_object(path.read_bytes(), path.name)
     except OSError as error:
         raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
+
+
+def file_bytes(path: Path) -> int:
+    """Return the size of a regular file: reading another kind may wait for ever, or have no end.
+
+    Raises ModelError naming it, without its folders.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path.name}: expected a regular file, got something else")
+    return status.st_size
 
 
 def parse_json_object(text: bytes, name: str) -> dict[str, Any]:
@@ -66,8 +84,8 @@ class Keys:
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self._values.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.fail(key, "a positive number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_FLOAT:
+            raise self.fail(key, "a positive number that fp32 holds")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

@@ -144,6 +144,9 @@ class Mamba2Shape:
             "key_dim": self.state_dim,
             "value_dim": self.head_dim,
             "conv_width": self.conv_width,
+            "norm_groups": self.norm_groups,
+            "dt_limit": self.dt_limit,
+            "has_conv_bias": self.has_conv_bias,
         }
 
     def shard(self, world_size: int) -> Mamba2Shape:

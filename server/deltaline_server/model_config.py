@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
-from deltaline_server.keys import Keys, ModelError, read_json_object, shown
+from deltaline_server.keys import MAX_FLOAT, Keys, ModelError, read_json_object, shown
 from deltaline_server.mixer_shape import GatedDeltaNetShape, Mamba2Shape
 
 CONFIG_FILE = "config.json"
@@ -157,9 +157,9 @@ def _mamba2(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
 def _nemotron_h(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
     keys.require("mamba_hidden_act", "silu", default="silu")
     num_heads = keys.integer("mamba_num_heads", 1, MAX_LAYERS)
-    groups = _groups(keys, num_heads)
+    groups = _groups(keys, num_heads, _spelling(keys, "mamba_n_groups", "n_groups"))
     # The checkpoint's model takes time_step_min for the least time step, and has no greatest one.
-    least = keys.positive("time_step_min", default=0.001)
+    least = keys.positive(_spelling(keys, "mamba_dt_min", "time_step_min"), default=0.001)
     return ModelConfig(
         model_type=model_type,
         hidden_size=keys.integer("hidden_size", 1, MAX_SIZE),
@@ -171,10 +171,12 @@ def _nemotron_h(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
             num_heads=num_heads,
             head_dim=keys.integer("mamba_head_dim", 1, MAX_HEAD_DIM),
             state_dim=keys.integer("ssm_state_size", 1, MAX_HEAD_DIM, default=128),
-            conv_width=keys.integer("conv_kernel", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
+            conv_width=keys.integer(
+                _spelling(keys, "mamba_d_conv", "conv_kernel"), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4
+            ),
             norm_groups=groups,
             dt_limit=(least, math.inf),
-            has_conv_bias=keys.flag("use_conv_bias", default=True),
+            has_conv_bias=keys.flag(_spelling(keys, "mamba_conv_bias", "use_conv_bias"), default=True),
             has_bias=keys.flag("use_bias", default=False),
         ),
         layers=_nemotron_layers(keys),
@@ -219,11 +221,16 @@ def _nemotron_layers(keys: Keys) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, *_NEMOTRON_LAYERS[kind]) for i, kind in enumerate(types))
 
 
-def _groups(keys: Keys, num_heads: int) -> int:
+def _spelling(keys: Keys, old: str, new: str) -> str:
+    """The key to read: the old one where there is one, which goes before the new one in the checkpoint's model."""
+    return new if keys.get(old) is None else old
+
+
+def _groups(keys: Keys, num_heads: int, key: str = "n_groups") -> int:
     """The groups of heads that share B and C."""
-    groups = keys.integer("n_groups", 1, MAX_LAYERS, default=8)
+    groups = keys.integer(key, 1, MAX_LAYERS, default=8)
     if num_heads % groups:
-        raise keys.fail("n_groups", f"a divisor of {num_heads} heads")
+        raise keys.fail(key, f"a divisor of {num_heads} heads")
     return groups
 
 
@@ -237,8 +244,8 @@ def _dt_limit(keys: Keys) -> tuple[float, float]:
     least, greatest = (math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits)
     if not all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, greatest)):
         raise keys.fail("time_step_limit", "two numbers")
-    if not (0 <= least < math.inf and least <= greatest):
-        raise keys.fail("time_step_limit", "0 <= least <= greatest")
+    if not (0 <= least <= MAX_FLOAT and least <= greatest and (greatest <= MAX_FLOAT or greatest == math.inf)):
+        raise keys.fail("time_step_limit", "0 <= least <= greatest, numbers that fp32 holds or infinity")
     return float(least), float(greatest)
 
 

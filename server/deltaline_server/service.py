@@ -24,13 +24,15 @@ from deltaline_server.sequences import SequenceTable
 from deltaline_server.step import StepRequest, StepResult
 from deltaline_server.step_message import StepMessage, StreamStep
 from deltaline_server.step_parser import StepParser
-from deltaline_server.stream_room import StreamRoom
+from deltaline_server.stream_room import AllStreams, StreamRoom
 
 NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
 # Steps of a stream that are taken and whose replies are not written, and bytes of their tensors: they bound what a fast
 # writer or a slow reader makes the server hold. Eight steps of the largest inline tensor by default.
 STREAM_STEPS = 64
 STREAM_BYTES = 32 * 2**20
+# Of all streams together: of many that nobody reads, each costs one step beyond this.
+ALL_STREAMS_BYTES = 8 * STREAM_BYTES
 
 
 class LayerService:
@@ -49,6 +51,7 @@ class LayerService:
         self._table, self._scheduler, self._limits = table, scheduler, limits
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
+        self._all_streams = AllStreams(ALL_STREAMS_BYTES)
         self._examiner = Examiner()
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -124,12 +127,12 @@ class LayerService:
     async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[bytes]:
         """Apply steps as they come and answer each when it is done.
 
-        At most STREAM_STEPS with STREAM_BYTES are taken and not answered; beyond that the stream is not read, and
-        gRPC's flow control holds the client. A message that can't be parsed ends the stream once the steps before it
-        are answered; so does `end_streams`.
+        At most STREAM_STEPS with STREAM_BYTES are taken and not answered, or one where all streams hold
+        ALL_STREAMS_BYTES; beyond that the stream is not read, and gRPC's flow control holds the client. A message that
+        can't be parsed ends the stream once the steps before it are answered; so does `end_streams`.
         """
         answers: asyncio.Queue[tuple[int, int, StepResult | Exception] | None] = asyncio.Queue()
-        room = StreamRoom(STREAM_STEPS, STREAM_BYTES)
+        room = StreamRoom(STREAM_STEPS, STREAM_BYTES, self._all_streams)
         client, remaining_s = context.peer(), context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
         num_taken = 0
@@ -175,6 +178,7 @@ class LayerService:
             self._stream_readers.discard(reader)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+            room.close()
 
     def close(self) -> None:
         """End its threads; after the last call."""

@@ -67,7 +67,7 @@ class StatePool:
     ) -> None:
         """Allocate, after the sizes were checked in Python integers.
 
-        Raises ModelError as check_state does.
+        Raises ModelError as check_state does, and when the device has no room.
         """
         self.bytes_per_sequence = check_state(shapes, options, dtype)
         self.total_bytes = self.bytes_per_sequence * (options.num_lines + 1)
@@ -75,15 +75,21 @@ class StatePool:
         self.max_draft = options.max_draft
         self.state_dtype = options.state_dtype
         self.device = device
-        self.layers = tuple(
-            LayerState(
-                *(
-                    torch.zeros(options.num_lines + 1, *size, dtype=kind, device=device)
-                    for size, kind in _line_shapes(shape, options, dtype)
+        try:
+            self.layers = tuple(
+                LayerState(
+                    *(
+                        torch.zeros(options.num_lines + 1, *size, dtype=kind, device=device)
+                        for size, kind in _line_shapes(shape, options, dtype)
+                    )
                 )
+                for shape in shapes
             )
-            for shape in shapes
-        )
+        except RuntimeError as error:  # that is how torch says that there is no room
+            raise ModelError(
+                f"--max-sequences: expected {device} to have room for {self.total_bytes} bytes of state, "
+                f"{self.bytes_per_sequence} for each of {options.num_lines} sequences and the null line; it has not"
+            ) from error
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         """Zero these lines in every tensor of every layer, in place.

@@ -1,7 +1,7 @@
 """The weights of a served layer: which tensors a checkpoint must hold for it, and how they become ours.
 
 Checks names and shapes against the config, takes one rank's share and packs it for few large products. Knows no state
-and computes no layer (layers.py).
+and computes no layer (layer.py).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -48,6 +49,31 @@ def test_a_missing_server_is_told(example: Any, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--server", "127.0.0.1:9"])
     with pytest.raises(SystemExit, match=r"^no server answers at 127.0.0.1:9: start one with `deltaline-server"):
         example.main()
+
+
+@pytest.mark.parametrize("embedding", ["embedding", "embeddings"], ids=["mamba_ssm", "transformers"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["head", "tied"])
+def test_the_ends_of_a_mamba2_checkpoint_have_either_name(
+    example: Any, tmp_path: Path, embedding: str, is_tied: bool
+) -> None:
+    from safetensors.numpy import save_file
+
+    (tmp_path / "config.json").write_text('{"model_type": "mamba2", "layer_norm_epsilon": 0.5, "eos_token_id": 2}')
+    rows = np.arange(32, dtype=np.float32).reshape(8, 4)
+    tensors = {
+        f"backbone.{embedding}.weight": rows.astype(ml_dtypes.bfloat16),
+        "backbone.norm_f.weight": np.full(4, 3, ml_dtypes.bfloat16),
+        "backbone.layers.0.norm.weight": np.zeros(4, ml_dtypes.bfloat16),
+    }
+    if not is_tied:
+        tensors["lm_head.weight"] = (-rows).astype(ml_dtypes.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    ends = example.Ends(tmp_path)
+    assert np.array_equal(ends.embed([5]), rows[5:6]) and ends.embedding.dtype == np.float32
+    # As it is stored: not the distance from 1.
+    assert np.array_equal(ends.norm, np.full(4, 3.0, np.float32))
+    assert np.array_equal(ends.head, rows if is_tied else -rows)
+    assert (ends.epsilon, ends.end_tokens) == (0.5, {2})
 
 
 def test_heads_of_the_table_stand_apart(example: Any, capsys: pytest.CaptureFixture[str]) -> None:

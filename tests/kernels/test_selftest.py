@@ -8,8 +8,21 @@ import pytest
 import torch
 from kernels.paths import Path
 
-from deltaline_kernels import flex_decode, gated_rms_norm, mamba2, run_selftest, selftest
-from deltaline_kernels.attention.heads import Heads
+from deltaline_kernels import (
+    Rows,
+    causal_conv1d,
+    flex_decode,
+    gated_delta,
+    gated_rms_norm,
+    mamba2,
+    run_selftest,
+    selftest,
+)
+from deltaline_kernels.attention.heads import Heads as AttentionHeads
+from deltaline_kernels.gated_delta.heads import MANY_HEADS as MANY_DELTA_HEADS
+from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
+from deltaline_kernels.selftest_batches import batches
 
 
 def test_selftest_passes(path: Path) -> None:
@@ -37,8 +50,9 @@ def test_selftest_takes_the_sizes_of_a_model(path: Path, sizes: dict[str, Any]) 
         {},
         {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 24, "value_dim": 40, "conv_width": 2, "max_draft": 1},
         {"num_key_heads": 1, "num_value_heads": 16, "key_dim": 128, "value_dim": 64, "state_dtype": torch.bfloat16},
+        {"num_key_heads": 4, "norm_groups": 1, "dt_limit": (0.2, 0.9), "has_conv_bias": True},
     ],
-    ids=["usual", "odd", "bf16-state"],
+    ids=["usual", "odd", "bf16-state", "one-norm-limits-bias"],
 )
 def test_selftest_takes_a_mamba2_model(path: Path, sizes: dict[str, Any]) -> None:
     checks = run_selftest(path.device, path.dtype, recurrence="mamba2", **sizes)
@@ -56,17 +70,96 @@ def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("heads", [(4, 2, 64, 64), (6, 1, 96, 128)], ids=str)
 def test_selftest_takes_a_model_with_attention(path: Path, heads: tuple[int, int, int, int]) -> None:
-    checks = run_selftest(path.device, path.dtype, attention=Heads(*heads, heads[2] ** -0.5))
+    checks = run_selftest(path.device, path.dtype, attention=AttentionHeads(*heads, heads[2] ** -0.5))
     assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"attention", "conv1d", "gated_delta", "lora", "norm", "rotary"}
+    names = {check.name.split(",")[0] for check in checks}
+    assert names == {"attention", "conv1d", "gated_delta", "lora", "norm", "rotary"}
 
 
 def test_selftest_names_a_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     from deltaline_kernels.attention import check
 
     monkeypatch.setattr(check, "flex_decode", lambda *args, **kw: flex_decode(*args, **{**kw, "gate": None}))
-    failed = {one.name.split(",")[0] for one in run_selftest("cpu", attention=Heads(2, 1, 64, 64, 0.125)) if not one.ok}
+    failed = {
+        one.name.split(",")[0]
+        for one in run_selftest("cpu", attention=AttentionHeads(2, 1, 64, 64, 0.125))
+        if not one.ok
+    }
     assert failed == {"attention"}
+
+
+def norm_wrong_of_one_group(o: Any, *args: Any, **kw: Any) -> Any:
+    return gated_rms_norm(o, *args, **kw) + float(o.shape[1] == 1)
+
+
+def mamba2_without_limits(*args: Any, dt_limit: Any, **kw: Any) -> Any:
+    return mamba2(*args, **kw)
+
+
+def conv1d_without_bias(x: Any, weight: Any, bias: Any, *args: Any) -> Any:
+    return causal_conv1d(x, weight, None, *args)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sizes", "family"),
+    [
+        ({"gated_rms_norm": norm_wrong_of_one_group}, {"norm_groups": 1}, "norm"),
+        ({"mamba2": mamba2_without_limits}, {"dt_limit": (0.2, 0.9)}, "mamba2"),
+        ({"causal_conv1d": conv1d_without_bias}, {"has_conv_bias": True}, "conv1d"),
+    ],
+    ids=["norm-groups", "limits", "bias"],
+)
+def test_selftest_computes_what_the_model_has(
+    monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], sizes: dict[str, Any], family: str
+) -> None:
+    for name, function in wrong.items():
+        monkeypatch.setattr(selftest, name, function)
+    assert [check for check in run_selftest("cpu", recurrence="mamba2") if not check.ok] == []
+    failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence="mamba2", **sizes) if not check.ok}
+    assert failed == {family}
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 32, 64, 128, 200])
+def test_few_and_many_rows_of_any_number_of_heads(num_heads: int) -> None:
+    """Both have kernels of their own: with 128 heads two rows are many."""
+    found = batches(num_heads, 4, "meta").values()
+    for least, most in ((1, 1), (2, 4)):
+        programs = [rows.num_rows * num_heads for rows in found if least <= rows.max_length <= most]
+        assert min(programs) < min(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
+        assert max(programs) >= max(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
+
+
+@pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
+def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch, recurrence: str) -> None:
+    """Which of the two calls is computed in parts, a GPU decides."""
+    monkeypatch.setattr(selftest, "LONG", 130)
+    calls: list[tuple[int, int]] = []
+
+    def shifted(function: Any) -> Any:
+        def run(*args: Any, **kw: Any) -> Any:
+            rows = next(argument for argument in args if isinstance(argument, Rows))
+            calls.append((rows.max_length, rows.num_short))
+            return function(*args, **kw) + wrong * rows.num_short
+
+        return run
+
+    for name, function in {"gated_delta": gated_delta, "mamba2": mamba2}.items():
+        monkeypatch.setattr(selftest, name, shifted(function))
+    heads = Heads(2, 4, 16, 32, 0.25, 1e-6)
+    for wrong in (0.0, 1.0):
+        fill = torch.randn
+        got, want = selftest._run_in_parts(fill, recurrence, heads, "cpu", torch.bfloat16, torch.float32)
+        assert [tensor.shape for tensor in got] == [(130, 4, 32), (1, 4, 32, 16)]
+        assert bool(selftest._error(got, want) < 2e-2) is not bool(wrong)
+    assert calls == [(130, 0), (130, 1)] * 2
+
+
+@pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
+def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str) -> None:
+    for num_heads, expected in ((4, True), (64, True), (300, False)):
+        heads = Heads(1, num_heads, 128, 64, 0.25, 1e-6)
+        assert selftest._has_parts(recurrence, heads, torch.bfloat16) is expected
+    assert not selftest._has_parts("mamba2", Heads(1, 4, 128, 64, 0.25, 1e-6), torch.float32)
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])

@@ -309,12 +309,13 @@ def test_the_kernels_of_a_mamba2_model_are_checked_in_its_sizes(monkeypatch: pyt
     def run_selftest(*inputs: Any, **sizes: Any) -> list[Check]:
         assert (sizes["num_key_heads"], sizes["num_value_heads"]) == (2, 4)
         assert (sizes["key_dim"], sizes["value_dim"], sizes["conv_width"], sizes["max_draft"]) == (16, 8, 3, 5)
+        assert (sizes["norm_groups"], sizes["dt_limit"], sizes["has_conv_bias"]) == (1, (0.1, math.inf), True)
         checks = kernels_selftest(*inputs, **sizes)
         families.update(check.name.split(",")[0] for check in checks)
         return checks
 
     monkeypatch.setattr(runtime, "run_selftest", run_selftest)
-    shape = Mamba2Shape(2, 4, 8, 16, 3, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
+    shape = Mamba2Shape(2, 4, 8, 16, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False)
     runtime.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5))
     assert families == {"conv1d", "mamba2", "lora", "norm"}
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from safetensors.torch import save_file
 
 from deltaline_server.checkpoint import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, Checkpoint, RandomTensors, TensorInfo
 from deltaline_server.keys import ModelError
+from deltaline_server.model_config import ModelConfig
 
 ALL = slice(None)
 
@@ -76,12 +80,29 @@ def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["../model.safetensors", "sub/model.safetensors", "/model.safetensors", "a.bin", "", 3]
+    "file",
+    [
+        *("../model.safetensors", "sub/model.safetensors", "/model.safetensors", "a.bin", "", 3),
+        *("a\0.safetensors", "\ud800.safetensors", "a" * 256 + ".safetensors"),
+    ],
 )
 def test_an_index_stays_in_its_directory(tmp_path: Path, file: object) -> None:
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(ModelError, match="expected the name of a safetensors file for a"):
+    with pytest.raises(ModelError, match=r"expected the name of a safetensors file for 'a', got .{1,80}$"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero"), os.mkdir], ids=["fifo", "device", "dir"])
+def test_nothing_but_regular_files_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """Reading the first two would never end."""
+    write_shards(tmp_path, {"a": "one.safetensors"})
+    (tmp_path / "one.safetensors").unlink()
+    make(tmp_path / "one.safetensors")
+    make(tmp_path / "config.json")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match=r"^one\.safetensors: expected a regular"):
+        checkpoint.info("a")
+    with pytest.raises(ModelError, match=r"^config\.json: expected a regular file, got something else$"):
+        ModelConfig.from_directory(tmp_path)
 
 
 def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ def test_the_old_spellings_of_layers(spelling: dict[str, Any]) -> None:
     assert ModelConfig.from_mapping(raw).layers == ModelConfig.from_mapping(NEMOTRON).layers
 
 
+def test_the_old_spellings_of_a_mixer() -> None:
+    """The checkpoint's model lets them go before the new ones."""
+    old = {"mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_dt_min": 0.5, "mamba_conv_bias": False}
+    shape = ModelConfig.from_mapping(NEMOTRON | old).shape
+    assert shape == Mamba2Shape(2, 8, 12, 32, 3, 2, (0.5, math.inf), has_conv_bias=False, has_bias=False)
+    with pytest.raises(ModelError, match="mamba_n_groups: expected a divisor of 8 heads, got 3"):
+        ModelConfig.from_mapping(NEMOTRON | {"mamba_n_groups": 3})
+
+
 @pytest.mark.parametrize("text", ['[0.5, {"__float__": "Infinity"}]', "[0.5, Infinity]"])
 def test_infinity_in_either_spelling(text: str) -> None:
     config = ModelConfig.from_mapping(MAMBA2 | {"time_step_limit": json.loads(text)})
@@ -81,7 +90,16 @@ def test_infinity_in_either_spelling(text: str) -> None:
         (MAMBA2, {"time_step_limit": ["0", 1]}, "time_step_limit: expected two numbers"),
         (MAMBA2, {"time_step_limit": [2, 1]}, "time_step_limit: expected 0 <= least <= greatest"),
         (MAMBA2, {"time_step_limit": [math.nan, 1]}, "time_step_limit: expected 0 <= least <= greatest"),
-        (MAMBA2, {"layer_norm_epsilon": 0}, "layer_norm_epsilon: expected a positive number, got 0"),
+        (
+            MAMBA2,
+            {"time_step_limit": [0, 10**400]},
+            "time_step_limit: expected 0 <= least <= greatest, numbers that fp32",
+        ),
+        (MAMBA2, {"time_step_limit": [10**400, math.inf]}, "time_step_limit: expected 0 <= least <= greatest"),
+        (MAMBA2, {"time_step_limit": [0, 3.5e38]}, "time_step_limit: expected 0 <= least <= greatest"),
+        (MAMBA2, {"layer_norm_epsilon": 10**400}, "layer_norm_epsilon: expected a positive number that fp32 holds"),
+        (NEMOTRON, {"time_step_min": 3.5e38}, "time_step_min: expected a positive number that fp32 holds"),
+        (MAMBA2, {"layer_norm_epsilon": 0}, "layer_norm_epsilon: expected a positive number that fp32 holds, got 0"),
         (NEMOTRON, {"layers_block_type": ["M", "conv"]}, r"layers_block_type: expected 1\.\.4096 of "),
         (NEMOTRON, {"layers_block_type": []}, r"layers_block_type: expected 1\.\.4096 of "),
         (NEMOTRON, {"layers_block_type": [["M"]]}, r"layers_block_type: expected 1\.\.4096 of "),

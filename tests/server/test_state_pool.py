@@ -76,6 +76,11 @@ def test_a_pool_above_its_limit_is_refused_before_it_is_allocated() -> None:
         make_pool(options=replace(OPTIONS, num_lines=1 << 60, limit_bytes=1 << 40))
 
 
+def test_a_pool_that_the_device_has_no_room_for_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"^--max-sequences: expected cpu to have room for [0-9]{18,} bytes of state"):
+        make_pool(options=replace(OPTIONS, num_lines=1 << 50))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

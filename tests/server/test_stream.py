@@ -153,6 +153,33 @@ async def test_stream_takes_bounded_bytes_that_wait_for_the_device(
         assert sorted([answer.correlation_id async for answer in stream]) == list(range(8))
 
 
+async def test_streams_together_take_bounded_bytes_and_each_one_step(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a stream held is free when it is cancelled, and streams that wait for it go on."""
+    monkeypatch.setattr(service, "ALL_STREAMS_BYTES", 3 * 20 * HIDDEN * 4)
+    async with make_server(max_sequences=12) as server, grpc.aio.insecure_channel(server.address) as channel:
+        engine = HeldEngine(server, monkeypatch)
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=12))
+        streams = [stub.StepStream() for _ in range(3)]
+        queued = []
+        for number, stream in enumerate(streams):
+            for i in range(4 * number, 4 * number + 4):
+                await stream.write(pb.StepStreamRequest(correlation_id=i, step=make_prefill(opened, i, 20)))
+            await asyncio.sleep(0.1)
+            queued.append(server.runtime.scheduler.load().queued_rows)
+        assert queued == [3, 4, 5]
+        streams[0].cancel()
+        await asyncio.sleep(0.1)
+        assert server.runtime.scheduler.load().queued_rows == 6
+        for stream in streams[1:]:
+            await stream.done_writing()
+        engine.release()
+        for first, stream in ((4, streams[1]), (8, streams[2])):
+            assert sorted([answer.correlation_id async for answer in stream]) == list(range(first, first + 4))
+
+
 async def test_refused_steps_take_room_until_their_answers_are_written(
     stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,14 @@ def test_row_in_chunks_does_not_depend_on_its_neighbours(length: int, monkeypatc
     check_that_rows_are_apart(HALF, MambaLayer(H=1, P=64, S=16), rows, max_short=4)
 
 
+def test_the_strongest_decays_leave_the_newest_token() -> None:
+    """Sums of log decays that are not bounded swallow the logarithm of a time step."""
+    batch = make_mamba_batch([Row(70)], HALF, SMALL, max_short=1, padding=ALIGNED)
+    batch.A_log.fill_(20.0)
+    batch.dt.fill_(2.0)
+    check_against_reference(batch, HALF, torch.float16)
+
+
 def test_a_token_that_is_not_finite_leaves_the_outputs_before_it_alone() -> None:
     batch = make_mamba_batch([Row(40)], HALF, SMALL, padding=ALIGNED)
     want = batch.clone().run(HALF)
