@@ -74,8 +74,7 @@ def run_selftest(
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
-    The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it. Only what
-    attention needs has its own sizes, those of Qwen3-Next, whatever the model.
+    The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it.
 
     Args:
         recurrence: the model's, "gated_delta" or "mamba2". Groups, heads, state dim and head dim of the latter are key
@@ -125,9 +124,8 @@ def run_selftest(
         checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
     if attention is not None:
         for kind, fill in fills.items():
-            got, want = compare_rotary(fill, device, dtype)
-            checks.append(Check(f"rotary, {kind}", _error(got, want), limit))
-            for name, got, want in compare_attention(fill, attention, max_draft, dtype, device):
+            attended = compare_attention(fill, attention, max_draft, dtype, device)
+            for name, got, want in (("rotary", *compare_rotary(fill, device, dtype)), *attended):
                 checks.append(Check(f"{name}, {kind}", _error(got, want), limit))
     return checks
 
@@ -136,8 +134,8 @@ def _has_parts(recurrence: str, heads: Heads, dtype: torch.dtype) -> bool:
     """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
     if recurrence == "gated_delta":
         return choose_plan(heads, 1, LONG, LONG).num_parts > 1
-    sizes = (heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
-    return dtype is not torch.float32 and choose_mamba_plan(MambaHeads(*sizes), 1, LONG, LONG).num_parts > 1
+    sizes = MambaHeads(heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
+    return dtype is not torch.float32 and choose_mamba_plan(sizes, 1, LONG, LONG).num_parts > 1
 
 
 def _run_in_parts(
@@ -154,10 +152,9 @@ def _run_in_parts(
     x = x.contiguous()  # as the convolution leaves it
     gates = fill(3, heads.num_value_heads)
     state = fill(2, heads.num_value_heads, heads.value_dim, heads.key_dim).to(state_dtype)
-    drafts = torch.zeros(2, 2, 1, heads.record, device=device)
+    drafts, results = torch.zeros(2, 2, 1, heads.record, device=device), []
     if recurrence == "mamba2":
         x[:, heads.values :] *= heads.scale**0.5
-    results = []
     for max_short in (1, LONG):
         rows = Rows.build([LONG], [1], [1], [LONG], [0], [0], max_short=max_short, device=device)
         own = state.clone()
@@ -180,8 +177,7 @@ def _convolve(
     has_bias: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what the convolution computed and what its reference computed, for rows that update their lines."""
-    num_rows = rows.num_rows
-    channels = 2 * heads.keys + heads.values
+    num_rows, channels = rows.num_rows, 2 * heads.keys + heads.values
     x = _projected(fill, num_rows * rows.max_length, heads).to(dtype)[:, :channels]
     weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype) if has_bias else None
     lines = fill(num_rows + 1, width - 1 + max_draft, channels).to(dtype)

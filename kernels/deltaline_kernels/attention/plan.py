@@ -25,19 +25,19 @@ class Tile:
     programs: int  # of a multiprocessor
 
 
-# By the bytes of a key: keys of a tile, warps, blocks on their way, programs on a multiprocessor.
+# By the bytes of a key of 16-bit values: keys of a tile, warps, blocks on their way, programs on a multiprocessor.
 SHORT: dict[int, tuple[int, int, int, int]] = {
     128: (128, 4, 3, 2),
     256: (64, 4, 3, 2),
     512: (32, 4, 3, 2),
-    1024: (16, 4, 1, 1),
 }
 LONG: dict[int, tuple[int, int, int, int]] = {
     128: (64, 4, 3, 2),
     256: (64, 4, 3, 2),
     512: (32, 4, 3, 1),
-    1024: (16, 8, 1, 1),
 }
+# Of fp32, whose products are not those of matrix instructions: tiles that need few registers.
+EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
 # Keys of a split, by rows x heads of keys up to a number; more of them fill the device with longer splits.
 SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512))
 MOST_KEYS = 1024
@@ -59,9 +59,11 @@ def choose_tile(heads: Heads, group: int, num_rows: int, max_length: int, value_
     It follows from the bucket only, never from positions: splits are the same whatever a row's neighbours are.
     """
     padded = pow2(group)
-    bytes_of_key = pow2(max(heads.key_dim, heads.value_dim)) * value_bytes
-    keys, num_warps, stages, programs = (LONG if long else SHORT)[max(128, bytes_of_key)]
+    bytes_of_key = pow2(max(heads.key_dim, heads.value_dim, 64)) * 2
+    keys, num_warps, stages, programs = (LONG if long else SHORT)[bytes_of_key]
     most = MOST_COLUMNS if long else MOST_SHORT_COLUMNS
+    if value_bytes == 4:
+        (keys, num_warps, stages, programs), most = EXACT, EXACT_COLUMNS
     columns = max(LEAST_COLUMNS, padded, min(most, padded * pow2(max(1, max_length))))
     split = 0
     if not long:
