@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltaline_kernels.attention.check import compare_attention
+from deltaline_kernels.attention.heads import Heads as AttentionHeads
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.gated_delta.heads import Heads
@@ -28,6 +30,7 @@ from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.mamba2.chunk_plan import choose_plan as choose_mamba_plan
 from deltaline_kernels.mamba2.heads import Heads as MambaHeads
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
+from deltaline_kernels.rotary.sample import compare_rotary
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest_batches import batches, short_batches
 
@@ -67,6 +70,7 @@ def run_selftest(
     norm_groups: int | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     has_conv_bias: bool = False,
+    attention: AttentionHeads | None = None,
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
@@ -78,6 +82,7 @@ def run_selftest(
         norm_groups: parts of a Mamba2 layer's channels that its norm takes one by one; None: its groups.
         dt_limit: least and greatest time step of a Mamba2 layer.
         has_conv_bias: whether the convolution of a Mamba2 layer has a bias.
+        attention: the sizes of its attention layers, if it has any.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
@@ -117,6 +122,11 @@ def run_selftest(
     for batch, rows in short_batches(max_draft, device).items():
         got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype, has_bias=has_conv_bias)
         checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
+    if attention is not None:
+        for kind, fill in fills.items():
+            attended = compare_attention(fill, attention, max_draft, dtype, device)
+            for name, got, want in (("rotary", *compare_rotary(fill, device, dtype)), *attended):
+                checks.append(Check(f"{name}, {kind}", _error(got, want), limit))
     return checks
 
 
@@ -124,8 +134,8 @@ def _has_parts(recurrence: str, heads: Heads, dtype: torch.dtype) -> bool:
     """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
     if recurrence == "gated_delta":
         return choose_plan(heads, 1, LONG, LONG).num_parts > 1
-    sizes = (heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
-    return dtype is not torch.float32 and choose_mamba_plan(MambaHeads(*sizes), 1, LONG, LONG).num_parts > 1
+    sizes = MambaHeads(heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
+    return dtype is not torch.float32 and choose_mamba_plan(sizes, 1, LONG, LONG).num_parts > 1
 
 
 def _run_in_parts(
@@ -142,10 +152,9 @@ def _run_in_parts(
     x = x.contiguous()  # as the convolution leaves it
     gates = fill(3, heads.num_value_heads)
     state = fill(2, heads.num_value_heads, heads.value_dim, heads.key_dim).to(state_dtype)
-    drafts = torch.zeros(2, 2, 1, heads.record, device=device)
+    drafts, results = torch.zeros(2, 2, 1, heads.record, device=device), []
     if recurrence == "mamba2":
         x[:, heads.values :] *= heads.scale**0.5
-    results = []
     for max_short in (1, LONG):
         rows = Rows.build([LONG], [1], [1], [LONG], [0], [0], max_short=max_short, device=device)
         own = state.clone()
@@ -168,8 +177,7 @@ def _convolve(
     has_bias: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what the convolution computed and what its reference computed, for rows that update their lines."""
-    num_rows = rows.num_rows
-    channels = 2 * heads.keys + heads.values
+    num_rows, channels = rows.num_rows, 2 * heads.keys + heads.values
     x = _projected(fill, num_rows * rows.max_length, heads).to(dtype)[:, :channels]
     weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype) if has_bias else None
     lines = fill(num_rows + 1, width - 1 + max_draft, channels).to(dtype)

@@ -8,7 +8,17 @@ import pytest
 import torch
 from kernels.paths import Path
 
-from deltaline_kernels import Rows, causal_conv1d, gated_delta, gated_rms_norm, mamba2, run_selftest, selftest
+from deltaline_kernels import (
+    Rows,
+    causal_conv1d,
+    flex_decode,
+    gated_delta,
+    gated_rms_norm,
+    mamba2,
+    run_selftest,
+    selftest,
+)
+from deltaline_kernels.attention.heads import Heads as AttentionHeads
 from deltaline_kernels.gated_delta.heads import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
@@ -56,6 +66,26 @@ def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed == {"mamba2"}
     with pytest.raises(KeyError):
         run_selftest("cpu", recurrence="mamba")
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64, 64), (6, 1, 96, 128)], ids=str)
+def test_selftest_takes_a_model_with_attention(path: Path, heads: tuple[int, int, int, int]) -> None:
+    checks = run_selftest(path.device, path.dtype, attention=AttentionHeads(*heads, heads[2] ** -0.5))
+    assert [check for check in checks if not check.ok] == []
+    names = {check.name.split(",")[0] for check in checks}
+    assert names == {"attention", "conv1d", "gated_delta", "lora", "norm", "rotary"}
+
+
+def test_selftest_names_a_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltaline_kernels.attention import check
+
+    monkeypatch.setattr(check, "flex_decode", lambda *args, **kw: flex_decode(*args, **{**kw, "gate": None}))
+    failed = {
+        one.name.split(",")[0]
+        for one in run_selftest("cpu", attention=AttentionHeads(2, 1, 64, 64, 0.125))
+        if not one.ok
+    }
+    assert failed == {"attention"}
 
 
 def norm_wrong_of_one_group(o: Any, *args: Any, **kw: Any) -> Any:
