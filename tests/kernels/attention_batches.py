@@ -250,7 +250,7 @@ def modifier_case(name: str, layer: Layer, num_lines: int, device: str = "cpu") 
         ),
         "sinks-and-window": (
             [],
-            or_masks(and_masks(causal, find("sink_tokens")(4)), sliding),
+            or_masks(sliding, and_masks(causal, find("sink_tokens")(4))),
             Truth(None, lambda b, h, q, kv: (q >= kv) & ((kv < 4) | (kv > q - window))),
         ),
         "logit-bias": ([find("logit_bias")(bias, per="head")], causal, Truth(biased, is_causal)),

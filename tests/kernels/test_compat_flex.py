@@ -169,7 +169,7 @@ def test_flex_takes_a_block_mask(path: Path, block: Any, mask: Callable[..., Ten
         block_q, block_kv = blocks.BLOCK_SIZE
         inputs.check(path, None, lambda b, h, q, kv: whole[h, q // block_q, kv // block_kv], block_mask=as_full(blocks))
         return
-    inputs.check(path, None, mask, block_mask=blocks, mask_mod=parts[mask])
+    inputs.check(path, None, mask, block_mask=with_garbage(blocks), mask_mod=parts[mask])
 
 
 def whole_blocks(blocks: Any, num_keys: int) -> Tensor:
@@ -211,8 +211,18 @@ def test_whole_blocks_skip_the_mask_and_never_the_score(path: Path) -> None:
         lambda b, h, q, kv: kv // 32 < q // 32,
         score_mod=cap,
         mask_mod=nothing,
-        block_mask=blocks,
+        block_mask=with_garbage(blocks),
     )
+
+
+def with_garbage(blocks: Any) -> Any:
+    """Return a mask whose lists hold numbers of no block behind their ends."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    found = {name: getattr(blocks, name).clone() for name in names}
+    for count, numbers in zip(names[::2], names[1::2], strict=True):
+        is_behind = torch.arange(found[numbers].shape[-1], device=found[count].device) >= found[count][..., None]
+        found[numbers][is_behind] = 1 << 20
+    return SimpleNamespace(BLOCK_SIZE=blocks.BLOCK_SIZE, mask_mod=None, **found)
 
 
 def test_queries_of_a_later_block_have_their_own_lists(path: Path) -> None:

@@ -49,8 +49,9 @@ class Modifiers:
         self._size = 0
         self.scores = tuple(self._place(as_score(score), device) for score in scores)
         self.clauses = tuple(tuple(self._place(part, device) for part in clause) for clause in clauses)
-        self._values = self._values or [torch.zeros(1, dtype=torch.int32, device=device)]
-        self.parameters = torch.cat(self._values)
+        # Without parameters nothing is launched to make them.
+        nothing = torch.empty(1, dtype=torch.int32, device=device)
+        self.parameters = torch.cat(self._values) if self._values else nothing
 
     def _place(self, part: Part, device: torch.device | str) -> Leaf:
         """Return the leaf of a part, which may stand in several clauses."""

@@ -5,6 +5,8 @@ Of most a small one, in fp16: a tile takes the interpreter milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import kernels.test_attention as checks
 import kernels.test_attention_modifiers as own
 import pytest
@@ -107,3 +109,27 @@ def test_more_rows_than_are_counted_at_once(
 def test_a_registered_modifier_is_inlined(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "find_modifier", lambda name: {"every_third": own.OWN}[name])
     own.test_a_registered_modifier_is_inlined(path, None)
+
+
+def test_only_live_splits_are_items(path: InterpretedPath, small_splits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's kernel cuts all keys: a window leaves most of its programs idle."""
+    from deltaline_kernels.attention import launch
+
+    seen = []
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **_: seen.append(args[5].view(torch.int32)[: 2 * args[6]].tolist())
+
+    monkeypatch.setattr(launch, "_combine", Spy())
+    # Splits of 64 keys, a window of 37. A row without live keys is an item too: it writes zeros.
+    batch = make_batch([Row(1, 650), Row(2, 100), Row(1, 0), Row(2, 300, skipped=True), Row(3, 630)], path)
+    modifiers, _ = modifier_case("sliding-window", batch.layer, 7)
+    batch.attend(path, modifiers)
+    groups = batch.layer.HKV
+    assert seen.pop()[1::2] == [2, 1, 1, 1, 1]
+    batch.attend(path)
+    counts = [11, 2, 1, 1, 10]
+    found = seen.pop()
+    assert found[1::2] == counts
+    assert found[::2] == [sum(counts[:i]) * groups for i in range(5)]
