@@ -16,7 +16,7 @@ from deltaline_kernels.attention.combine import _combine
 from deltaline_kernels.attention.heads import Heads
 from deltaline_kernels.attention.kernel import _attend
 from deltaline_kernels.attention.modifiers import Modifiers
-from deltaline_kernels.attention.plan import COMBINED_SPLITS, MOST_ROWS, Tile, cdiv, choose_parts, choose_tile, pow2
+from deltaline_kernels.attention.plan import MOST_ROWS, Tile, cdiv, choose_parts, choose_tile, pow2
 from deltaline_kernels.rows import Rows
 
 
@@ -145,7 +145,7 @@ def _launch(
         **modified,
     )
     if split:
-        channels = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
+        channels, splits = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
         parts = cdiv(heads.value_dim, channels)
         _combine[(rows.num_rows * max_length * heads.num_queries * parts,)](
             rows.control,
@@ -158,7 +158,7 @@ def _launch(
             max_length,
             TOKENS=tokens,
             BLOCK_DV=channels,
-            BLOCK_S=COMBINED_SPLITS,
+            BLOCK_S=splits,
             num_warps=4,
             **modified,
         )

@@ -51,7 +51,9 @@ def test_flex_matches_flex_attention(path: InterpretedPath, sizes: dict[str, int
     checks.test_flex_matches_flex_attention(path, sizes)
 
 
-@pytest.mark.parametrize(("block", "mask"), [((64, 32), checks.in_window), ((32, 64), checks.by_head)], ids=str)
+@pytest.mark.parametrize(
+    ("block", "mask"), [((64, 32), checks.in_window), ((32, 64), checks.by_head)], ids=["window", "heads"]
+)
 def test_flex_takes_a_block_mask(path: InterpretedPath, block: Any, mask: Callable[..., Tensor]) -> None:
     checks.test_flex_takes_a_block_mask(path, block, mask)
 
