@@ -6,10 +6,12 @@ Wrong code from an assembler shows here before it shows in an answer. Knows noth
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from deltaline_kernels.attention_selftest import attention_batches, compare_attention
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
@@ -59,21 +61,25 @@ def run_selftest(
     max_draft: int = 4,
     state_dtype: torch.dtype = torch.float32,
     recurrence: str = "gated_delta",
+    rotary_dim: int = 16,
+    page_size: int = 64,
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
     The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it.
 
     Args:
-        recurrence: the model's, "gated_delta" or "mamba2". Groups, heads, state dim and head dim of the latter are key
-            heads, value heads, key dim and value dim here.
+        recurrence: the mixer's, "gated_delta", "mamba2" or "attention". Groups, heads, state dim and head dim of Mamba2
+            are key heads, value heads, key dim and value dim here; key-value heads, heads and head dim of attention are
+            key heads, value heads and key dim.
+        rotary_dim, page_size: of attention alone.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
 
     Raises:
-        KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the two. TypeError, ValueError: sizes that
-            the kernels don't take.
+        KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the three. TypeError, ValueError: sizes
+            that the kernels don't take.
     """
     heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
@@ -85,10 +91,19 @@ def run_selftest(
         "ones": lambda *shape: torch.ones(*shape, device=device),
     }
     checks = []
+    sizes: tuple[object, ...] = (heads, conv_width, max_draft, dtype, state_dtype)
+    compares: dict[str, Callable[..., Iterator[tuple[str, list[Tensor], list[Tensor]]]]] = {
+        "gated_delta": _compare_delta,
+        "mamba2": _compare_mamba,
+        "attention": compare_attention,
+    }
+    is_attention = recurrence == "attention"
+    if is_attention:
+        sizes = (num_value_heads, num_key_heads, key_dim, rotary_dim, page_size, dtype)
+    make_batches = partial(attention_batches, max_draft) if is_attention else partial(_batches, heads, max_draft)
     for kind, fill in fills.items():
-        for batch, rows in _batches(heads, max_draft, device).items():
-            compare = {"gated_delta": _compare_delta, "mamba2": _compare_mamba}[recurrence]
-            for name, got, want in compare(fill, rows, heads, conv_width, max_draft, dtype, state_dtype):
+        for batch, rows in make_batches(device).items():
+            for name, got, want in compares[recurrence](fill, rows, *sizes):
                 checks.append(Check(f"{name}, {batch}, {kind}", _error(got, want), limit))
     on_gpu = torch.device(device).type != "cpu"
     if on_gpu and recurrence == "gated_delta" and choose_plan(heads, 1, LONG, LONG).num_parts > 1:
@@ -99,7 +114,7 @@ def run_selftest(
         for num_tokens in adapted if kind == "random" else adapted[-2:]:
             got, want = _adapt(fill, num_tokens, heads, device, dtype)
             checks.append(Check(f"lora, {num_tokens} tokens, {kind}", _error(got, want), limit))
-    for batch, rows in _short_batches(max_draft, device).items():
+    for batch, rows in () if is_attention else _short_batches(max_draft, device).items():
         got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype)
         checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
     return checks

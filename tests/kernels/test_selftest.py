@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels.paths import Path
 
-from deltaline_kernels import gated_rms_norm, mamba2, run_selftest, selftest
+from deltaline_kernels import attention_selftest, flex_decode, gated_rms_norm, mamba2, run_selftest, selftest
 
 
 def test_selftest_passes(path: Path) -> None:
@@ -43,6 +43,27 @@ def test_selftest_takes_a_mamba2_model(path: Path, sizes: dict[str, Any]) -> Non
     checks = run_selftest(path.device, path.dtype, recurrence="mamba2", **sizes)
     assert [check for check in checks if not check.ok] == []
     assert {check.name.split(",")[0] for check in checks} == {"conv1d", "mamba2", "lora", "norm"}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 64, "rotary_dim": 16},
+        {"num_key_heads": 1, "num_value_heads": 7, "key_dim": 96, "rotary_dim": 96, "page_size": 16, "max_draft": 1},
+    ],
+    ids=["usual", "odd"],
+)
+def test_selftest_takes_a_model_of_attention(path: Path, sizes: dict[str, Any]) -> None:
+    checks = run_selftest(path.device, path.dtype, recurrence="attention", **sizes)
+    assert [check for check in checks if not check.ok] == []
+    assert {check.name.split(",")[0] for check in checks} == {"rotary", "attention", "lora"}
+
+
+@pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])
+def test_selftest_names_a_wrong_attention(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    monkeypatch.setattr(attention_selftest, "flex_decode", lambda *args, **kw: flex_decode(*args, **kw) + wrong)
+    failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence="attention") if not check.ok}
+    assert failed == {"attention"}
 
 
 def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
