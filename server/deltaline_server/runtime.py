@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from deltaline_server.job_queue import Limits
 from deltaline_server.keys import ModelError
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import LinePool
-from deltaline_server.mixer_shape import MixerShape
+from deltaline_server.mixer_shape import AttentionShape, MixerShape
 from deltaline_server.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.model_config import Scope
 from deltaline_server.observer import Observer
@@ -75,7 +76,8 @@ class Runtime:
         model = load_model(loaded)
         options = state_options(config)
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
-            check_kernels(model.device, model.dtype, model.shape, options)
+            for shape in dict.fromkeys(model.shapes):
+                check_kernels(model.device, model.dtype, shape, options)
         pool = model.make_pool(options)
         bounds = batch_limits(config)
         executor = make_executor(model, pool, bounds)
@@ -187,9 +189,10 @@ def check_kernels(device: torch.device, dtype: torch.dtype, shape: MixerShape, o
 
     Raises: ModelError naming those that differ, and on a GPU what compiled them.
     """
-    checks = run_selftest(
-        device, dtype, **shape.test_sizes(), max_draft=options.max_draft, state_dtype=options.state_dtype
-    )
+    sizes: dict[str, Any] = shape.test_sizes()
+    if isinstance(shape, AttentionShape):
+        sizes["page_size"] = options.page_size
+    checks = run_selftest(device, dtype, **sizes, max_draft=options.max_draft, state_dtype=options.state_dtype)
     wrong = [check for check in checks if not check.ok]
     if wrong:
         text = "; ".join(f"{check.name}: error {check.error:.2g}, limit {check.limit:.2g}" for check in wrong)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltaline_server.keys import ModelError
 from deltaline_server.mixer_shape import GatedDeltaNetShape, Mamba2Shape
-from deltaline_server.state_pool import StateOptions, StatePool, check_state
+from deltaline_server.state_pool import StateOptions, StatePool, plan_state
 
 SHAPE = GatedDeltaNetShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=4, conv_width=4)
 OPTIONS = StateOptions(num_lines=5, max_draft=3)
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
     pool = make_pool()
     assert pool.bytes_per_sequence == 2 * LINE_BYTES
     assert pool.total_bytes == sum(tensor.nbytes for tensor in tensors_in(pool))
-    assert check_state([SHAPE, SHAPE], OPTIONS, torch.bfloat16) == pool.bytes_per_sequence
+    assert plan_state([SHAPE, SHAPE], OPTIONS, torch.bfloat16).line_bytes == pool.bytes_per_sequence
     half = make_pool(options=replace(OPTIONS, state_dtype=torch.bfloat16))
     assert pool.bytes_per_sequence - half.bytes_per_sequence == 2 * 2 * 4 * 4 * 8
 
