@@ -14,6 +14,7 @@ import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array
+from deltaline_client._heap import keep_freed_memory
 from deltaline_client._messages import shared_step_request, step_request
 from deltaline_client._sequence import Job, Part
 from deltaline_client._shared import Placement, SharedMemory
@@ -22,9 +23,9 @@ from deltaline_client._types import ServerInfo, StepOptions
 
 # Most bytes of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones
 # cost fewer messages, each of which is milliseconds of work for both sides.
-CHUNK_BYTES = 2 * 2**20
+CHUNK_BYTES = 4 * 2**20
 # Bytes of a call's requests in flight: half of what a server takes of a stream, so that others' steps pass beside them.
-WINDOW_BYTES = 8 * 2**20
+WINDOW_BYTES = 16 * 2**20
 
 
 def requests_in_flight(limits: ServerInfo) -> int:
@@ -154,6 +155,7 @@ class Requests:
 
     def _steps(self, job: Job) -> Iterator[Part]:
         """The steps of a long row that are to be sent: those cut before, then new ones."""
+        keep_freed_memory()
         yield from list(job.parts)
         while job.tokens_cut < len(job.hidden) and job.lost is None:
             yield job.cut(min(self._chunk, len(job.hidden) - job.tokens_cut))

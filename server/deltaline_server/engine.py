@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 OnDone = Callable[[BatchResult], None]
 
 # A batch of so many bytes, in and out, takes less time to copy than two threads take to wake.
-SMALL_BYTES = 4 << 20
+SMALL_BYTES = 1 << 20
 # While a thread has something to launch, whoever polls sleeps for so long: the interpreter's lock, once released by
 # one who takes it again at once, goes to no other for milliseconds.
 YIELD_S = 50e-6

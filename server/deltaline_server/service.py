@@ -28,9 +28,9 @@ from deltaline_server.stream_room import StreamRoom
 
 NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
 # Steps of a stream that are taken and whose replies are not written, and bytes of their tensors: they bound what a fast
-# writer or a slow reader makes the server hold. Four steps of the largest inline tensor by default.
+# writer or a slow reader makes the server hold. Eight steps of the largest inline tensor by default.
 STREAM_STEPS = 64
-STREAM_BYTES = 16 * 2**20
+STREAM_BYTES = 32 * 2**20
 
 
 class LayerService:

@@ -45,8 +45,8 @@ def test_batches_with_adapters_have_buckets_of_their_own() -> None:
 
 def test_a_layout_without_adapters_has_no_byte_for_them() -> None:
     layout = Layout(62, 63, 100)
-    assert layout.control_bytes == 6 * 64 * 4
-    assert replace(layout, has_adapters=True).control_bytes == 7 * 64 * 4
+    assert layout.control_bytes == 7 * 64 * 4
+    assert replace(layout, has_adapters=True).control_bytes == 8 * 64 * 4
 
 
 @pytest.mark.parametrize("num_short", [0, 2, 3])

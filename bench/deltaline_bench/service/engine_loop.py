@@ -77,7 +77,7 @@ def _loop(runtime: Runtime, size: Size, rows: int) -> tuple[float, float]:
 
 def _decode_batch(runtime: Runtime, rows: int) -> StepBatch:
     """A batch of decode rows on lines of their own; the same one may be computed again and again."""
-    control = np.zeros((6, rows + 1), np.int32)
+    control = np.zeros((7, rows + 1), np.int32)
     control[0] = np.arange(rows + 1)
     control[1, :rows] = control[2, :rows] = np.arange(1, rows + 1)
     control[3, :rows] = 1
