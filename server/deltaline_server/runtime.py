@@ -34,6 +34,7 @@ from deltaline_server.mixer_shape import AttentionShape, MixerShape
 from deltaline_server.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.model_config import Scope
 from deltaline_server.observer import Observer
+from deltaline_server.pages import PagePool
 from deltaline_server.pinning import CudaPinning
 from deltaline_server.regions import Regions
 from deltaline_server.replies import KeptReplies
@@ -85,7 +86,7 @@ class Runtime:
         num_spans = len(model.spans)
         adapters = Adapters.build(config, model, loaded, clock, call_soon)
         table = SequenceTable(
-            lines=LinePool(config.max_sequences, engine.zero_lines),
+            lines=LinePool(config.max_sequences, engine.zero_lines, page_pool(model, pool)),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
             replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
             bindings=Bindings(config.max_sequences, None if adapters is None else adapters.registry),
@@ -184,6 +185,20 @@ class Runtime:
         )
 
 
+def page_pool(model: Model, pool: StatePool) -> PagePool | None:
+    """What hands out the pages of a pool, None where it has none."""
+    if pool.kv is None:
+        return None
+    kv = pool.kv
+    return PagePool(
+        num_pages=kv.num_pages,
+        page_size=kv.page_size,
+        max_context=kv.max_context,
+        num_lines=pool.num_lines,
+        spans=model.paged_spans,
+    )
+
+
 def check_kernels(device: torch.device, dtype: torch.dtype, shape: MixerShape, options: StateOptions) -> None:
     """Compare every kernel, as it serves such a model, with its reference on the device.
 
@@ -242,6 +257,7 @@ def model_options(config: Config) -> ModelOptions:
         scope=Scope(config.scope),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         adapters=AdapterOptions(config.adapter_slots, config.max_adapter_rank) if config.adapter_bytes else None,
+        max_context=config.max_context,
     )
 
 
@@ -252,6 +268,7 @@ def state_options(config: Config) -> StateOptions:
         max_draft=config.max_draft_tokens,
         state_dtype=getattr(torch, config.state_dtype),
         limit_bytes=config.state_bytes,
+        page_size=config.page_size,
     )
 
 
