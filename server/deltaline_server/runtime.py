@@ -182,6 +182,10 @@ class Runtime:
             adapter_bytes=config.adapter_bytes,
             adapter_slots=0 if self.adapters is None else self.adapters.slots.num_slots,
             max_adapter_rank=0 if self.adapters is None else config.max_adapter_rank,
+            kv_pages=0 if self.pool.kv is None else self.pool.kv.num_pages,
+            kv_page_tokens=0 if self.pool.kv is None else self.pool.kv.page_size,
+            kv_page_bytes=0 if self.pool.kv is None else self.pool.kv.page_bytes,
+            max_context=0 if self.pool.kv is None else self.pool.kv.max_context,
         )
 
 
