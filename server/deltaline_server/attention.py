@@ -60,16 +60,9 @@ class Attention:
 
     def forward(self, hidden: Tensor, rows: Rows, state: KvState, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the pages of the write lines of `state`."""
-        heads = (
-            part.unflatten(-1, (-1, size))
-            for part, size in zip(
-                self._in_proj(hidden, tiles).split(self._sections, dim=-1),
-                (2 * self._head_dim, self._head_dim, self._head_dim),
-                strict=True,
-            )
-        )
-        q_and_gate, k, v = heads
-        q, gate = q_and_gate.chunk(2, dim=-1)
+        q, k, v = self._in_proj(hidden, tiles).split(self._sections, dim=-1)
+        q, gate = q.unflatten(-1, (-1, 2 * self._head_dim)).chunk(2, dim=-1)
+        k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in (k, v))
         pages = state.k_pages, state.v_pages, state.page_table
         q = rotate_and_store(q, k, v, self._q_norm, self._k_norm, self._eps, self._rotary, *pages, rows)
         o = flex_decode(q, *pages, rows, modifiers=self._modifiers, gate=gate)

@@ -56,19 +56,23 @@ async def test_a_row_without_pages_is_refused_alone_until_others_end(make_small:
         server.runtime.table.check_integrity()
 
 
-async def test_a_client_waits_for_pages_by_itself(make_small: Callable[..., Server]) -> None:
-    async with make_small(13) as server, AsyncClient(server.address) as client:
+async def test_a_streamed_prefill_waits_for_pages_by_itself(make_small: Callable[..., Server]) -> None:
+    """It comes as steps of 16 tokens, of which the second finds no page."""
+    async with make_small(13, inline_limit_bytes=4096) as server, AsyncClient(server.address) as client:
         first, second = await client.open_many(2)
         await first.prefill(hidden(190))
-        waiting = asyncio.create_task(second.prefill(hidden(30)))
+        waiting = asyncio.create_task(second.prefill(hidden(100)))
         sample = "deltaline_refused_total", {"reason": "PAGES_EXHAUSTED"}
         for _ in range(500):
             await asyncio.sleep(0.01)
             if server.metrics.registry.get_sample_value(*sample):
                 break
         assert server.metrics.registry.get_sample_value(*sample) and not waiting.done()
+        assert server.runtime.table.pages is not None and server.runtime.table.pages.num_used == 13
         await client.close([first])
-        assert (await waiting).shape == (30, 64)
+        outputs = await waiting
+        (third,) = await client.open_many(1)
+        np.testing.assert_allclose(outputs[:80], await third.prefill(hidden(100)[:80]), rtol=1e-3, atol=1e-4)
 
 
 async def test_a_sequence_has_no_more_tokens_than_max_context(make_small: Callable[..., Server]) -> None:

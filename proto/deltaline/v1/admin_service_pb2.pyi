@@ -167,7 +167,7 @@ class GetServerInfoResponse(_message.Message):
     device: _builtins.str
     """The device, for example "cpu" or "NVIDIA H200"."""
     sequence_state_bytes: _builtins.int
-    """Bytes of state that one sequence holds on the device."""
+    """Bytes of state that one sequence holds on the device, whatever its length; pages of keys and values are beside it."""
     shared_memory_bytes: _builtins.int
     """Most bytes of shared memory, all regions together; 0 when it is off."""
     adapter_bytes: _builtins.int
