@@ -3,7 +3,7 @@
 Knows tensors, rows and lines. Does not know models, sequences or the service.
 """
 
-from deltaline_kernels.attention import Modifiers, causal, flex_decode, flex_decode_reference
+from deltaline_kernels.attention import Modifiers, find_modifier, flex_decode, flex_decode_reference
 from deltaline_kernels.checks import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
@@ -35,9 +35,9 @@ __all__ = [
     "Rows",
     "add_lora",
     "add_lora_reference",
-    "causal",
     "causal_conv1d",
     "causal_conv1d_reference",
+    "find_modifier",
     "flex_decode",
     "flex_decode_reference",
     "gated_delta",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, LoraWeights, Rows, causal, flex_decode, rotate_and_store
+from deltaline_kernels import AdapterTiles, LoraWeights, Modifiers, Rows, find_modifier, flex_decode, rotate_and_store
 from deltaline_server.kv_cache import KvState
 from deltaline_server.layer_reader import LayerReader
 from deltaline_server.mixer_shape import AttentionShape
@@ -54,7 +54,7 @@ class Attention:
         self._out_proj = Projection(weights.out_proj, adapters.get(Packed.OUT_PROJ), weights.out_bias)
         self._q_norm, self._k_norm = weights.q_norm, weights.k_norm
         self._rotary, self._eps = rotary, eps
-        self._modifiers = causal()
+        self._modifiers = Modifiers(mask=find_modifier("causal")(), device=rotary.device)
         self._head_dim = shape.head_dim
         self._sections = (2 * shape.queries, shape.keys, shape.keys)
 
@@ -66,6 +66,7 @@ class Attention:
         pages = state.k_pages, state.v_pages, state.page_table
         q = rotate_and_store(q, k, v, self._q_norm, self._k_norm, self._eps, self._rotary, *pages, rows)
         o = flex_decode(q, *pages, rows, modifiers=self._modifiers, gate=gate)
+        assert isinstance(o, Tensor)
         return self._out_proj(o.flatten(1), tiles)
 
 

@@ -65,7 +65,7 @@ class Config:
     state_bytes: int = setting(
         0, "state", "cap of the state in bytes; what lines leave is for pages; more is refused; 0 for none", low=0
     )
-    page_size: int = setting(64, "state", "tokens of a page of attention layers, a power of two", low=16, high=2**16)
+    page_size: int = setting(64, "state", "tokens of a page of attention layers, a power of two", low=16, high=4096)
     max_context: int = setting(
         0, "state", "tokens of a sequence with attention layers, at most; 0 for as many as the model takes", low=0
     )

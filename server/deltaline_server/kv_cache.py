@@ -17,6 +17,7 @@ from deltaline_server.mixer_shape import AttentionShape
 
 # Tokens of a sequence for which there are pages, on average, where nobody says how many bytes there may be.
 USUAL_TOKENS = 2048
+MAX_PAGE_SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class KvPlan:
 
 
 def table_bytes(shapes: Sequence[AttentionShape], page_size: int) -> int:
-    """Bytes of a line in the table, at most. Raises ModelError where a page's size is no power of two from 16 on."""
-    if page_size < 16 or page_size.bit_count() != 1:
-        raise ModelError(f"--page-size: expected a power of two of at least 16, got {page_size}")
+    """Bytes of a line in the table, at most. Raises ModelError where the kernels don't take a page's size."""
+    if not 16 <= page_size <= MAX_PAGE_SIZE or page_size.bit_count() != 1:
+        raise ModelError(f"--page-size: expected a power of two in 16..{MAX_PAGE_SIZE}, got {page_size}")
     return -(-shapes[0].max_positions // page_size) * torch.int32.itemsize
 
 

@@ -1,6 +1,6 @@
 """Attention over keys and values in pages (a stand-in that knows the CPU and causal masks alone)."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,16 +8,19 @@ from torch import Tensor
 from deltaline_kernels.rows import Rows
 
 
-@dataclass(frozen=True)
 class Modifiers:
     """What changes scores and masks of attention."""
 
-    name: str
+    def __init__(
+        self, scores: Sequence[str] = (), mask: str | None = None, *, device: torch.device | str = "cpu"
+    ) -> None:
+        self.mask = mask
 
 
-def causal() -> Modifiers:
-    """A query sees the keys up to its own position."""
-    return Modifiers("causal")
+def find_modifier(name: str) -> Callable[[], str]:
+    """The modifier of this name: "causal", a query sees the keys up to its own position."""
+    assert name == "causal"
+    return lambda: name
 
 
 def flex_decode(
@@ -34,7 +37,7 @@ def flex_decode(
     return_lse: bool = False,
 ) -> Tensor:
     """Return `[T, HQ, DV]`: what each query of q `[T, HQ, D]` takes from the keys of its row, times sigmoid(gate)."""
-    assert sinks is None and not return_lse and modifiers == causal()
+    assert sinks is None and not return_lse and modifiers is not None and modifiers.mask == "causal"
     num_heads, num_kv, value_dim = q.shape[1], k_pages.shape[2], v_pages.shape[3]
     out = torch.zeros(q.shape[0], num_heads, value_dim, dtype=q.dtype, device=q.device)
     page_size, starts = k_pages.shape[1], rows.query_start_loc.tolist()
