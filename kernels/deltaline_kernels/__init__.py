@@ -3,7 +3,15 @@
 Knows tensors, rows and lines. Does not know models, sequences or the service.
 """
 
-from deltaline_kernels.attention import Modifiers, find_modifier, flex_decode, flex_decode_reference
+from deltaline_kernels.attention import (
+    BlockLists,
+    Modifiers,
+    and_masks,
+    find_modifier,
+    flex_decode,
+    flex_decode_reference,
+    or_masks,
+)
 from deltaline_kernels.checks import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
@@ -19,7 +27,6 @@ from deltaline_kernels.lora import (
 )
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
-from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest import Check, run_selftest
 
@@ -29,12 +36,14 @@ __all__ = [
     "MAX_RANK",
     "MIN_CONV_WIDTH",
     "AdapterTiles",
+    "BlockLists",
     "Check",
     "LoraWeights",
     "Modifiers",
     "Rows",
     "add_lora",
     "add_lora_reference",
+    "and_masks",
     "causal_conv1d",
     "causal_conv1d_reference",
     "find_modifier",
@@ -47,8 +56,7 @@ __all__ = [
     "group_tokens",
     "mamba2",
     "mamba2_reference",
-    "rotate_and_store",
-    "rotate_and_store_reference",
+    "or_masks",
     "run_selftest",
     "spread_slots",
     "spread_slots_reference",

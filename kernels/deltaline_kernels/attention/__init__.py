@@ -1,28 +1,42 @@
-"""Attention over keys and values in pages (a stand-in that knows the CPU and causal masks alone)."""
+"""Attention of packed rows over pages of keys: decode, verify and prefill, with modifiers of scores and masks.
 
-from collections.abc import Callable, Sequence
+Validates and picks the path by device. Does not know projections, norms or rotary embeddings, nor owners of pages.
+"""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from deltaline_kernels.attention.blocks import BlockLists
+from deltaline_kernels.attention.cpu import flex_decode_cpu
+from deltaline_kernels.attention.heads import Heads
+from deltaline_kernels.attention.modifier import Mask, Modifier, Part, and_masks, or_masks
+from deltaline_kernels.attention.modifiers import Modifiers
+from deltaline_kernels.attention.reference import flex_decode_reference
+from deltaline_kernels.attention.shipped import find_modifier, known_modifiers
+from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
 from deltaline_kernels.rows import Rows
 
+__all__ = [
+    "BlockLists",
+    "Mask",
+    "Modifier",
+    "Modifiers",
+    "Part",
+    "and_masks",
+    "find_modifier",
+    "flex_decode",
+    "flex_decode_reference",
+    "known_modifiers",
+    "or_masks",
+]
 
-class Modifiers:
-    """What changes scores and masks of attention."""
-
-    def __init__(
-        self, scores: Sequence[str] = (), mask: str | None = None, *, device: torch.device | str = "cpu"
-    ) -> None:
-        self.mask = mask
+# Keys of a page.
+MIN_PAGE, MAX_PAGE = 16, 4096
 
 
-def find_modifier(name: str) -> Callable[[], str]:
-    """The modifier of this name: "causal", a query sees the keys up to its own position."""
-    assert name == "causal"
-    return lambda: name
-
-
+@torch.no_grad()
 def flex_decode(
     q: Tensor,
     k_pages: Tensor,
@@ -35,27 +49,102 @@ def flex_decode(
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor:
-    """Return `[T, HQ, DV]`: what each query of q `[T, HQ, D]` takes from the keys of its row, times sigmoid(gate)."""
-    assert sinks is None and not return_lse and modifiers is not None and modifiers.mask == "causal"
-    num_heads, num_kv, value_dim = q.shape[1], k_pages.shape[2], v_pages.shape[3]
-    out = torch.zeros(q.shape[0], num_heads, value_dim, dtype=q.dtype, device=q.device)
-    page_size, starts = k_pages.shape[1], rows.query_start_loc.tolist()
-    for row, (read, line) in enumerate(zip(rows.read_line.tolist(), rows.write_line.tolist(), strict=True)):
-        begin, end = starts[row], starts[row + 1]
-        if read < 0 or line < 0 or begin == end:
-            continue
-        first = int(rows.position[row])
-        length = first + end - begin
-        pages = page_table[line, : -(-length // page_size)].long()
-        keys = k_pages[pages].flatten(0, 1)[:length].float().repeat_interleave(num_heads // num_kv, dim=1)
-        values = v_pages[pages].flatten(0, 1)[:length].float().repeat_interleave(num_heads // num_kv, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), keys) * (scale or q.shape[-1] ** -0.5)
-        at = torch.arange(length, device=q.device)
-        scores.masked_fill_(at[None, :] > at[first:, None], float("-inf"))
-        o = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-        out[begin:end] = (o if gate is None else o * torch.sigmoid(gate[begin:end].float())).to(q.dtype)
-    return out
+    blocks: BlockLists | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Let every row's tokens attend to its keys, those of its own tokens among them; record nothing for gradients.
+
+    A row's keys are the positions 0 .. position + n - 1 of its write line: they are stored before. A row that writes
+    nothing (write line -1) is skipped. What lies behind a row's keys in its pages is never looked at.
+
+    Args:
+        q: `[T, HQ, D]` fp32, bf16 or fp16; any stride of tokens and of heads.
+        k_pages: `[pages, page_size, HKV, D]` in q.dtype, page_size 16, 32, 64 .. 4096; head h of q uses head
+            h // (HQ / HKV).
+        v_pages: `[pages, page_size, HKV, DV]` likewise.
+        page_table: `[L, max_pages]` int32, a row stride is fine: the page of key j of line l is
+            page_table[l, j // page_size].
+            A page is in one line only.
+        modifiers: None: every query sees every key of its row; causality is a modifier. b is the write line, positions
+            are absolute.
+        scale: of the products; None: D ** -0.5.
+        sinks: `[HQ]` fp32: a logit of each head that takes part in the softmax and has no value.
+        gate: `[T, HQ, DV]` in q.dtype, any stride of tokens and of heads: the outputs are multiplied with its sigmoid.
+        blocks: lists of the blocks of keys that are looked at, by line, head and block of the row's own tokens; in
+            whole ones the mask is not asked. None: all keys that the mask may leave.
+        return_lse: return the natural logarithm of each softmax's sum, the sink's part included.
+
+    Returns:
+        o `[T, HQ, DV]` in q.dtype; with return_lse also lse `[T, HQ]` fp32. Where no key is seen, and in skipped rows,
+        o is 0 and lse -inf (the sink where there is one; in skipped rows -inf). Unspecified for tokens of no row.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    heads = _check(q, k_pages, v_pages, page_table, rows, scale, sinks, gate)
+    if blocks is not None:
+        blocks.check(heads.num_queries, page_table.shape[0], q.device)
+    modifiers = Modifiers(device=q.device) if modifiers is None else modifiers
+    if not isinstance(modifiers, Modifiers):
+        raise TypeError(f"modifiers: expected Modifiers, got {type(modifiers).__name__}")
+    modifiers.check(heads.num_queries, page_table.shape[0], q.device)
+    o = torch.empty(*q.shape[:2], heads.value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    if q.device.type == "cpu":
+        flex_decode_cpu(q, k_pages, v_pages, page_table, rows, modifiers, sinks, gate, o, lse, heads, blocks)
+    else:
+        # Imported here: only this path needs triton, which is installed on Linux alone.
+        from deltaline_kernels.attention.launch import Keys, flex_decode_triton
+
+        capacity = page_table.shape[1] * k_pages.shape[1]
+        keys = Keys(k_pages, v_pages, page_table, k_pages.shape[1], capacity)
+        flex_decode_triton(q, keys, rows, modifiers, sinks, gate, o, lse, heads, blocks)
+    return o if lse is None else (o, lse)
 
 
-flex_decode_reference = flex_decode
+def _check(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    rows: Rows,
+    scale: float | None,
+    sinks: Tensor | None,
+    gate: Tensor | None,
+) -> Heads:
+    for name, value, kind in (("q", q, Tensor), ("k_pages", k_pages, Tensor), ("rows", rows, Rows)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
+    if q.dtype not in ACTIVATIONS:
+        raise TypeError(f"q: expected torch.float32, torch.bfloat16 or torch.float16, got {q.dtype}")
+    if q.ndim != 3 or q.stride(2) != 1:
+        raise ValueError(f"q: expected [T, HQ, D] with D contiguous, got {list(q.shape)}, strides {q.stride()}")
+    device, (num_tokens, num_queries, key_dim) = q.device, q.shape
+    check_tensor("k_pages", k_pages, (None, None, None, key_dim), (q.dtype,), device)
+    pages, page_size, num_keys, _ = k_pages.shape
+    if num_keys < 1 or num_queries < 1 or num_queries % num_keys:
+        raise ValueError(f"q: expected a multiple of the {num_keys} heads of k_pages, got {num_queries}")
+    if not MIN_PAGE <= page_size <= MAX_PAGE or page_size & (page_size - 1):
+        raise ValueError(f"k_pages: expected pages of 16, 32, 64 .. {MAX_PAGE} keys, got {page_size}")
+    check_tensor("v_pages", v_pages, (pages, page_size, num_keys, None), (q.dtype,), device)
+    value_dim = v_pages.shape[3]
+    for name, size in (("k_pages", key_dim), ("v_pages", value_dim)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: expected a head size of 1..{MAX_HEAD_DIM}, got {size}")
+    check_tensor("page_table", page_table, (None, None), (torch.int32,), device, row_stride=True)
+    if page_table.shape[0] < 1 or page_table.shape[1] < 1:
+        raise ValueError(f"page_table: expected at least one line and page, got {list(page_table.shape)}")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: expected a number, got {type(scale).__name__}")
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_queries,), (torch.float32,), device)
+    if gate is not None:
+        if not isinstance(gate, Tensor) or gate.dtype != q.dtype or gate.device != device:
+            raise TypeError(f"gate: expected a tensor of {q.dtype} on {device}")
+        if gate.shape != (num_tokens, num_queries, value_dim) or gate.stride(2) != 1:
+            raise ValueError(
+                f"gate: expected [{num_tokens}, {num_queries}, {value_dim}] with the last dimension contiguous, got "
+                f"{list(gate.shape)}, strides {gate.stride()}"
+            )
+    if rows.control.device != device:
+        raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
+    return Heads(num_queries, num_keys, key_dim, value_dim, float(key_dim**-0.5 if scale is None else scale))

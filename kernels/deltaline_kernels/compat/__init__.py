@@ -5,6 +5,7 @@ Each is an adapter to an operation of this package. Does not know engines: only 
 
 from deltaline_kernels.compat.chunk_scan import mamba_chunk_scan_combined_varlen
 from deltaline_kernels.compat.conv1d import causal_conv1d_fn, causal_conv1d_update
+from deltaline_kernels.compat.flex import flex_decoding
 from deltaline_kernels.compat.gated_delta import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
@@ -17,6 +18,7 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "flex_decoding",
     "fused_recurrent_gated_delta_rule",
     "fused_sigmoid_gating_delta_rule_update",
     "lora_expand",

@@ -1,0 +1,97 @@
+"""Our side of a case of attention, and PyTorch's. Knows no figures and no bars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltaline_bench.attention.batch import Batch
+from deltaline_bench.case import NotApplicable, Side
+from deltaline_kernels import Rows
+from deltaline_kernels.attention import Modifiers, and_masks, find_modifier, flex_decode
+
+
+def rows_of(batch: Batch) -> Rows:
+    """Return the rows: tokens of each at the end of its keys."""
+    shape = batch.shape
+    lengths, lines = [shape.tokens] * shape.num_rows, list(range(1, shape.num_rows + 1))
+    zeros = [0] * shape.num_rows
+    position = [length - shape.tokens for length in shape.lengths]
+    fields = (lengths, lines, lines, lengths, zeros, zeros)
+    return Rows.build(*fields, max_short=shape.tokens, device=batch.device, position=position)
+
+
+def modifiers_of(batch: Batch) -> Modifiers | None:
+    """Return the modifiers that a shape asks for."""
+    shape = batch.shape
+    masks = [find_modifier("causal")()] if shape.is_causal else []
+    if shape.window is not None:
+        masks.append(find_modifier("sliding_window")(shape.window))
+    scores = [] if shape.soft_cap is None else [find_modifier("soft_cap")(shape.soft_cap)]
+    return Modifiers(scores, and_masks(*masks) if masks else None, device=batch.device) if masks or scores else None
+
+
+def ours(batch: Batch) -> Side:
+    """Make our side, of pages."""
+    rows, modifiers = rows_of(batch), modifiers_of(batch)
+
+    def call() -> Any:
+        return flex_decode(batch.q, batch.k_pages, batch.v_pages, batch.page_table, rows, modifiers=modifiers)
+
+    return Side(call, lambda o: {"o": o}, lambda: None)
+
+
+def sdpa(batch: Batch) -> Side:
+    """Make PyTorch's scaled_dot_product_attention, of dense keys of equal length and without modifiers.
+
+    Raises:
+        NotApplicable: ragged rows, or modifiers that it does not have.
+    """
+    shape = batch.shape
+    if shape.is_ragged:
+        raise NotApplicable("no lengths")
+    if shape.soft_cap is not None or shape.window is not None or (shape.is_causal and shape.tokens > 1):
+        raise NotApplicable("no modifiers")
+    q, k, v = batch.dense()
+
+    def call() -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return Side(call, lambda o: {"o": _packed(o)}, lambda: None)
+
+
+def flex(batch: Batch) -> Side:
+    """Make PyTorch's flex_attention, compiled, of dense keys; lengths of ragged rows are in its mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    shape = batch.shape
+    q, k, v = batch.dense()
+    last = torch.tensor(shape.lengths, device=batch.device) - shape.tokens
+    cap, window = shape.soft_cap or 0.0, shape.window
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, kv: Tensor) -> Tensor:
+        return cap * torch.tanh(s / cap)
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, kv: Tensor) -> Tensor:
+        position = last[b] + i
+        seen = kv <= position
+        return seen if window is None else seen & (kv > position - window)
+
+    block_mask = None
+    if shape.is_causal or window is not None or shape.is_ragged:
+        block_mask = create_block_mask(mask, shape.num_rows, None, shape.tokens, k.shape[2], device=str(batch.device))
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call() -> Any:
+        return compiled(
+            q, k, v, score_mod=None if shape.soft_cap is None else score, block_mask=block_mask, enable_gqa=True
+        )
+
+    return Side(call, lambda o: {"o": _packed(o)}, lambda: None)
+
+
+def _packed(o: Tensor) -> Tensor:
+    """Return o `[N, HQ, n, D]` as packed tokens."""
+    return o.transpose(1, 2).flatten(0, 1)

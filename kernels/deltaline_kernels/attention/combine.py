@@ -1,0 +1,92 @@
+"""Puts together what the splits of a row's keys gave, in Triton; sinks, gate and rounding with it."""
+
+import triton
+import triton.language as tl
+
+from deltaline_kernels.attention.output import finish
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_tokens"], do_not_specialize_on_alignment=["control"])
+def _combine(
+    control,
+    sinks,
+    gate,
+    o,
+    lse,
+    partials,
+    num_rows,
+    max_tokens,
+    HQ: tl.constexpr,
+    DV: tl.constexpr,
+    GATE_ROW: tl.constexpr,
+    GATE_HEAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    HEADS: tl.constexpr = HQ // GROUP
+    COLUMNS: tl.constexpr = TOKENS * GROUP
+    ITEM: tl.constexpr = COLUMNS * DV + (2 * COLUMNS + 3) // 4 * 4
+    PARTS: tl.constexpr = (DV + BLOCK_DV - 1) // BLOCK_DV
+    pid = tl.program_id(0)
+    i_part = pid % PARTS
+    h = pid // PARTS % HQ
+    i_t = pid // (PARTS * HQ) % max_tokens
+    row = pid // (PARTS * HQ) // max_tokens
+    begin = tl.load(control + row)
+    n = tl.load(control + row + 1) - begin
+    counts = partials.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * row
+    base = tl.load(counts)
+    splits = tl.load(counts + 1)
+    # A row of one split has its outputs; one without tokens left nothing here.
+    if (i_t < n) & (splits > 1):
+        tiles = (n + TOKENS - 1) // TOKENS
+        header = (2 * num_rows + 3) // 4 * 4
+        column = i_t % TOKENS * GROUP + h % GROUP
+        item = base + i_t // TOKENS * HEADS + h // GROUP
+        p_item = partials + header + item.to(tl.int64) * ITEM
+        step = (tiles * HEADS).to(tl.int64) * ITEM
+        o_s = tl.arange(0, BLOCK_S)
+        o_v = i_part * BLOCK_DV + tl.arange(0, BLOCK_DV)
+        m = tl.full((1,), float("-inf"), tl.float32)
+        for s in range(0, splits, BLOCK_S):
+            b_m = tl.load(p_item + (s + o_s) * step + COLUMNS * DV + column, mask=s + o_s < splits, other=float("-inf"))
+            m = tl.maximum(m, tl.max(b_m, 0))
+        safe = tl.where(m == float("-inf"), 0.0, m)
+        total = tl.zeros((1,), tl.float32)
+        acc = tl.zeros((BLOCK_DV, 1), tl.float32)
+        for s in range(0, splits, BLOCK_S):
+            in_s = s + o_s < splits
+            p_s = p_item + (s + o_s) * step
+            weight = tl.exp2(tl.load(p_s + COLUMNS * DV + column, mask=in_s, other=float("-inf")) - safe)
+            total += tl.sum(weight * tl.load(p_s + COLUMNS * (DV + 1) + column, mask=in_s, other=0.0), 0)
+            b_acc = tl.load(
+                p_s[None, :] + column * DV + o_v[:, None], mask=in_s[None, :] & (o_v < DV)[:, None], other=0.0
+            )
+            acc += tl.sum(b_acc * weight[None, :], 1)[:, None]
+        one = tl.zeros((1,), tl.int32)
+        finish(
+            acc,
+            m,
+            total,
+            begin + i_t + one,
+            h + one,
+            o_v,
+            one == 0,
+            True,
+            sinks,
+            gate,
+            o,
+            lse,
+            GATE_ROW,
+            HQ,
+            DV,
+            GATE_HEAD,
+            HAS_SINKS,
+            HAS_GATE,
+            HAS_LSE,
+        )

@@ -1,0 +1,285 @@
+"""Attention of packed rows over pages of keys, in Triton: short rows in splits of their keys, long ones in tiles.
+
+A tile has as columns the queries of a few tokens and of all heads that share a head of keys; its rows are keys, and
+channels of the output:
+
+    S = scale K Q^T, modified;  P = exp2(S - m);  O = O exp2(m' - m) + V^T P
+
+So the left operands come from shared memory as they are, and what is rounded, P, is a right one: an assembler that may
+overwrite a left operand in registers too early has none. A program takes every n-th item of work (items.py).
+"""
+
+import triton
+import triton.language as tl
+
+from deltaline_kernels.attention.items import locate
+from deltaline_kernels.attention.modify import find_range, load_masks, load_scores, modify, sees
+from deltaline_kernels.attention.output import finish
+from deltaline_kernels.attention.spec import num_clauses, num_scores
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _load_pages(page_table, b, start, last, o_n, PAGE: tl.constexpr, DENSE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the page of the tile of keys from `start` on, or those of its keys; none is looked up behind `last`."""
+    if DENSE:
+        return b
+    elif PAGE >= BLOCK_N:
+        return tl.load(page_table + start // PAGE)
+    else:
+        return tl.load(page_table + tl.minimum(start + o_n, last) // PAGE)
+
+
+@triton.jit
+def _offsets(
+    pages,
+    start,
+    o_n,
+    i_head,
+    page_keys,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    DENSE: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return where the keys of a tile begin, `[BLOCK_N]` or one number and what is to be added for each key."""
+    KEY: tl.constexpr = D if HEADS_FIRST else H * D
+    if DENSE:
+        keys = page_keys.to(tl.int64)
+        head = i_head * keys * D if HEADS_FIRST else i_head * D
+        return pages.to(tl.int64) * keys * (H * D) + head + start.to(tl.int64) * KEY + o_n * KEY
+    elif PAGE >= BLOCK_N:
+        return pages.to(tl.int64) * (PAGE * H * D) + start % PAGE * KEY + i_head * D + o_n * KEY
+    else:
+        return pages.to(tl.int64) * (PAGE * H * D) + (start + o_n) % PAGE * KEY + i_head * D
+
+
+# One compiled variant whatever rows a batch has: nothing is compiled while serving.
+@triton.jit(
+    do_not_specialize=["control_stride", "table_stride", "num_rows"],
+    do_not_specialize_on_alignment=["control", "page_table", "blocks"],
+)
+def _attend(
+    q,
+    k,
+    v,
+    page_table,
+    control,
+    parameters,
+    blocks,
+    sinks,
+    gate,
+    o,
+    lse,
+    partials,
+    q_stride,
+    control_stride,
+    table_stride,
+    num_rows,
+    SCALE: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    Q_HEAD: tl.constexpr,
+    GATE_ROW: tl.constexpr,
+    GATE_HEAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    # Keys of a page; 0: no pages, the keys of a row lie together, and table_stride is how many have room there.
+    PAGE: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPEC: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    DENSE: tl.constexpr = PAGE == 0
+    HEADS: tl.constexpr = HQ // GROUP
+    TOKENS: tl.constexpr = BLOCK_M // PADDED
+    COLUMNS: tl.constexpr = TOKENS * GROUP
+    ITEM: tl.constexpr = COLUMNS * DV + (2 * COLUMNS + 3) // 4 * 4
+    o_m = tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_v = tl.arange(0, BLOCK_DV)
+    header = (2 * num_rows + 3) // 4 * 4
+    item = tl.program_id(0)
+    row, base, splits, low, high, num_items = locate(
+        item, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, ROWS, DENSE, BLOCKS, SPEC
+    )
+    while item < num_items:
+        begin = tl.load(control + row)
+        n = tl.load(control + row + 1) - begin
+        b = tl.load(control + 2 * control_stride + row)
+        position = tl.load(control + 6 * control_stride + row)
+        num_keys = tl.where(b >= 0, tl.maximum(position + n, 0), 0)
+        rest = item - base
+        if SPLIT > 0:
+            # The combine finds the row's partial results by this.
+            tl.store(partials.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * row, base, mask=rest == 0)
+            tl.store(partials.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * row + 1, splits, mask=rest == 0)
+        tiles = (n + TOKENS - 1) // TOKENS
+        i_group = rest % HEADS
+        i_tile = rest // HEADS % tiles
+        i_split = rest // (HEADS * tiles)
+        i_kv = i_group * GROUP // (HQ // HKV)
+
+        i_t = i_tile * TOKENS + o_m // PADDED
+        in_m = (i_t < n) & (o_m % PADDED < GROUP)
+        h = tl.minimum(i_group * GROUP + o_m % PADDED, HQ - 1)
+        start_q = position
+        if DENSE:
+            start_q = position * 0
+        h_m, q_m = h[None, :], (start_q + i_t)[None, :]
+        line = tl.maximum(b, 0)
+        if SPLIT == 0 and BLOCKS is None:
+            last = tl.minimum(i_tile * TOKENS + TOKENS, n) - 1
+            zero = tl.zeros((1, 1), tl.int32)
+            low, high = find_range(
+                parameters,
+                zero + line,
+                zero + start_q + i_tile * TOKENS,
+                zero + start_q + last,
+                zero + num_keys,
+                HQ,
+                SPEC,
+            )
+            low, high = tl.sum(tl.sum(low, 1), 0), tl.sum(tl.sum(high, 1), 0)
+        # Keys from `first` on, in tiles; or tiles of the blocks in the lists.
+        p_list = blocks
+        if BLOCKS is None:
+            first = low // BLOCK_N * BLOCK_N
+            end = high
+            if SPLIT > 0:
+                i_first = low // SPLIT + i_split
+                first = tl.maximum(first, i_first * SPLIT)
+                end = tl.minimum(high, i_first * SPLIT + SPLIT)
+            num_tiles = tl.maximum(end - first + BLOCK_N - 1, 0) // BLOCK_N
+        else:
+            # (lines, values of a line, heads, blocks of queries, columns of each list, queries, keys of a block)
+            SUB: tl.constexpr = BLOCKS[7] // BLOCK_N
+            in_list = line.to(tl.int64) if BLOCKS[0] > 1 else 0
+            of_head = i_group * GROUP * BLOCKS[3] if BLOCKS[2] > 1 else 0
+            i_q = tl.minimum(i_tile * TOKENS // BLOCKS[6], BLOCKS[3] - 1)
+            p_list += in_list * BLOCKS[1] + 1 + (of_head + i_q) * (2 + BLOCKS[4] + BLOCKS[5])
+            num_partial = tl.load(p_list)
+            entries = num_partial + tl.load(p_list + 1)
+            first = 0
+            end = entries
+            if SPLIT > 0:
+                first = i_split * SPLIT
+                end = tl.minimum(entries, first + SPLIT)
+            num_tiles = tl.where(b >= 0, tl.maximum(end - first, 0) * SUB, 0)
+
+        p_q = q + (begin + i_t).to(tl.int64) * q_stride + h * Q_HEAD
+        b_q = tl.load(p_q[None, :] + o_d[:, None], mask=in_m[None, :] & (o_d < D)[:, None], other=0.0)
+        score_values = load_scores(parameters, line, h_m, SPEC)
+        mask_values = load_masks(parameters, line, h_m, SPEC)
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
+        p_table = page_table + line.to(tl.int64) * table_stride
+        last_key = tl.maximum(num_keys - 1, 0)
+        page_line = line * 0 if SHARED else line
+        if BLOCKS is None:
+            pages = _load_pages(p_table, page_line, tl.minimum(first, last_key), last_key, o_n, PAGE, DENSE, BLOCK_N)
+        for i in tl.range(0, num_tiles, num_stages=STAGES):
+            if BLOCKS is None:
+                start = first + i * BLOCK_N
+                own = pages
+                # Of the next tile, so that nothing waits for a page's number.
+                pages = _load_pages(
+                    p_table, page_line, tl.minimum(start + BLOCK_N, last_key), last_key, o_n, PAGE, DENSE, BLOCK_N
+                )
+            else:
+                entry = first + i // SUB
+                is_full = entry >= num_partial
+                column = tl.where(is_full, BLOCKS[4] + entry - num_partial, entry)
+                start = tl.load(p_list + 2 + column) * BLOCKS[7] + i % SUB * BLOCK_N
+                own = _load_pages(p_table, page_line, tl.minimum(start, last_key), last_key, o_n, PAGE, DENSE, BLOCK_N)
+            kv = start + o_n
+            in_n = kv < num_keys
+            at_k = _offsets(own, start, o_n, i_kv, table_stride, HKV, D, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
+            at_v = _offsets(own, start, o_n, i_kv, table_stride, HKV, DV, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
+            b_k = tl.load(k + at_k[:, None] + o_d[None, :], mask=in_n[:, None] & (o_d < D)[None, :], other=0.0)
+            b_v = tl.load(v + at_v[:, None] + o_v[None, :], mask=in_n[:, None] & (o_v < DV)[None, :], other=0.0)
+            s = tl.dot(b_k, b_q, input_precision="ieee")
+            if num_scores(SPEC) > 0:
+                s = modify(s * SCALE, score_values, line, h_m, q_m, kv[:, None], SPEC) * LOG2_E
+            else:
+                s *= SCALE * LOG2_E
+            seen = in_n[:, None] & (o_m >= 0)[None, :]
+            if num_clauses(SPEC) > 0:
+                allowed = sees(mask_values, line, h_m, q_m, kv[:, None], SPEC)
+                if BLOCKS is not None:
+                    allowed = allowed | is_full
+                seen = seen & allowed
+            s = tl.where(seen, s, float("-inf"))
+            new_m = tl.maximum(m, tl.max(s, 0))
+            # Where nothing was seen yet the difference of two infinities would be no number.
+            safe = tl.where(new_m == float("-inf"), 0.0, new_m)
+            decay = tl.exp2(m - safe)
+            p = tl.exp2(s - safe[None, :])
+            total = total * decay + tl.sum(p, 0)
+            acc = tl.dot(tl.trans(b_v), p.to(b_v.dtype), acc=acc * decay[None, :], input_precision="ieee")
+            m = new_m
+
+        if SPLIT > 0 and splits > 1:
+            p_item = partials + header + item.to(tl.int64) * ITEM
+            column = o_m // PADDED * GROUP + o_m % PADDED
+            tl.store(p_item + column[None, :] * DV + o_v[:, None], acc, mask=in_m[None, :] & (o_v < DV)[:, None])
+            tl.store(p_item + COLUMNS * DV + column, m, mask=in_m)
+            tl.store(p_item + COLUMNS * DV + COLUMNS + column, total, mask=in_m)
+        else:
+            finish(
+                acc,
+                m,
+                total,
+                begin + i_t,
+                h,
+                o_v,
+                in_m,
+                b >= 0,
+                sinks,
+                gate,
+                o,
+                lse,
+                GATE_ROW,
+                HQ,
+                DV,
+                GATE_HEAD,
+                HAS_SINKS,
+                HAS_GATE,
+                HAS_LSE,
+            )
+        item += tl.num_programs(0)
+        if item < num_items:
+            row, base, splits, low, high, num_items = locate(
+                item,
+                control,
+                control_stride,
+                num_rows,
+                parameters,
+                blocks,
+                HQ,
+                HEADS,
+                TOKENS,
+                SPLIT,
+                ROWS,
+                DENSE,
+                BLOCKS,
+                SPEC,
+            )

@@ -1,0 +1,177 @@
+"""Order of the attention kernels on a GPU: short rows in splits, what puts them together, then long rows.
+
+Knows host bounds only; where rows stand and what they see is read on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.attention.blocks import BlockLists
+from deltaline_kernels.attention.combine import _combine
+from deltaline_kernels.attention.heads import Heads
+from deltaline_kernels.attention.kernel import _attend
+from deltaline_kernels.attention.modifiers import Modifiers
+from deltaline_kernels.attention.plan import COMBINED_SPLITS, MOST_ROWS, Tile, cdiv, choose_parts, choose_tile, pow2
+from deltaline_kernels.rows import Rows
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where keys and values are.
+
+    Args:
+        k, v: `[pages, page_size, HKV, D]` and `[.., DV]`; or, without a page table, of each line a tensor of
+            `page_size` keys, `[L, page_size, HKV, D]`, or `[L, HKV, page_size, D]` with heads_first.
+        page_table: `[L, max_pages]` int32, or None.
+        capacity: most keys of a row.
+        shared: all lines have the keys of line 0 (without a page table).
+    """
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None
+    page_size: int
+    capacity: int
+    heads_first: bool = False
+    shared: bool = False
+
+
+@lru_cache
+def num_processors(device: torch.device) -> int:
+    """Return the multiprocessors of a device; of a CPU, where the interpreter runs, two."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def flex_decode_triton(
+    q: Tensor,
+    keys: Keys,
+    rows: Rows,
+    modifiers: Modifiers,
+    sinks: Tensor | None,
+    gate: Tensor | None,
+    o: Tensor,
+    lse: Tensor | None,
+    heads: Heads,
+    blocks: BlockLists | None = None,
+) -> None:
+    """Write the rows' outputs to o `[T, HQ, DV]`, and to lse `[T, HQ]`. Checked by the caller."""
+    for part, long in ((rows.short(), False), (rows.long(), True)):
+        if part.num_rows and part.max_length and q.shape[0]:
+            _launch(q, keys, part, modifiers, sinks, gate, o, lse, heads, blocks, long=long)
+
+
+def _launch(
+    q: Tensor,
+    keys: Keys,
+    rows: Rows,
+    modifiers: Modifiers,
+    sinks: Tensor | None,
+    gate: Tensor | None,
+    o: Tensor,
+    lse: Tensor | None,
+    heads: Heads,
+    blocks: BlockLists | None,
+    *,
+    long: bool,
+) -> None:
+    group = heads.group if blocks is None or blocks.num_heads == 1 else 1
+    max_length = min(rows.max_length, q.shape[0])
+    tile = choose_tile(heads, group, rows.num_rows, max_length, q.element_size(), long=long)
+    if blocks is not None:
+        tile = blocks.fit(tile)
+    tokens = tile.tokens
+    groups = heads.num_queries // group
+    tiles = cdiv(max_length, tokens)
+    num_splits = _most_splits(keys, rows, tile, blocks)
+    split, num_items = tile.split, num_splits * tiles * groups
+    if num_splits == rows.num_rows:
+        # Nothing to combine.
+        split, num_items = 0, min(rows.num_rows * tiles, q.shape[0] // tokens + rows.num_rows) * groups
+    columns = tokens * group
+    item = columns * heads.value_dim + cdiv(2 * columns, 4) * 4
+    size = cdiv(2 * rows.num_rows, 4) * 4 + num_items * item
+    partials = torch.empty(size, dtype=torch.float32, device=q.device) if split else q
+    modified = {
+        "HAS_SINKS": sinks is not None,
+        "HAS_GATE": gate is not None,
+        "HAS_LSE": lse is not None,
+        "GATE_ROW": 0 if gate is None else gate.stride(0),
+        "GATE_HEAD": 0 if gate is None else gate.stride(1),
+        "HQ": heads.num_queries,
+        "DV": heads.value_dim,
+        "GROUP": group,
+    }
+    sinks, gate, lse = (q if tensor is None else tensor for tensor in (sinks, gate, lse))
+    _attend[(min(num_items, tile.programs * num_processors(q.device)),)](
+        q,
+        keys.k,
+        keys.v,
+        rows.control if keys.page_table is None else keys.page_table,
+        rows.control,
+        modifiers.parameters,
+        rows.control if blocks is None else blocks.table,
+        sinks,
+        gate,
+        o,
+        lse,
+        partials,
+        q.stride(0),
+        rows.control.stride(0),
+        keys.page_size if keys.page_table is None else keys.page_table.stride(0),
+        rows.num_rows,
+        SCALE=heads.scale,
+        HKV=heads.num_keys,
+        D=heads.key_dim,
+        Q_HEAD=q.stride(1),
+        PAGE=0 if keys.page_table is None else keys.page_size,
+        HEADS_FIRST=keys.heads_first,
+        SHARED=keys.shared,
+        BLOCKS=None if blocks is None else blocks.sizes,
+        SPEC=modifiers.spec,
+        PADDED=tile.columns // tokens,
+        BLOCK_M=tile.columns,
+        BLOCK_N=tile.keys,
+        BLOCK_D=max(16, pow2(heads.key_dim)),
+        BLOCK_DV=max(16, pow2(heads.value_dim)),
+        SPLIT=split,
+        ROWS=min(MOST_ROWS, pow2(rows.num_rows)),
+        STAGES=tile.stages,
+        num_warps=tile.num_warps,
+        **modified,
+    )
+    if split:
+        channels = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
+        parts = cdiv(heads.value_dim, channels)
+        _combine[(rows.num_rows * max_length * heads.num_queries * parts,)](
+            rows.control,
+            sinks,
+            gate,
+            o,
+            lse,
+            partials,
+            rows.num_rows,
+            max_length,
+            TOKENS=tokens,
+            BLOCK_DV=channels,
+            BLOCK_S=COMBINED_SPLITS,
+            num_warps=4,
+            **modified,
+        )
+
+
+def _most_splits(keys: Keys, rows: Rows, tile: Tile, blocks: BlockLists | None) -> int:
+    """Return how many splits all rows can have together: those of each row, or of all pages and a rest for each row."""
+    if tile.split == 0:
+        return rows.num_rows
+    if blocks is not None:
+        return rows.num_rows * max(1, cdiv(blocks.num_columns, tile.split))
+    most = rows.num_rows * max(1, cdiv(keys.capacity, tile.split))
+    if keys.page_table is None:
+        return most
+    # No page is in two lines.
+    return min(most, keys.k.shape[0] * keys.page_size // tile.split + rows.num_rows)

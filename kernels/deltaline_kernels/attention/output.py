@@ -1,0 +1,57 @@
+"""What becomes of a sum over keys: sinks, the division, the gate, the one rounding."""
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def finish(
+    acc,
+    m,
+    total,
+    i_t,
+    h,
+    o_v,
+    mask,
+    is_live,
+    sinks,
+    gate,
+    o,
+    lse,
+    GATE_ROW: tl.constexpr,
+    HQ: tl.constexpr,
+    DV: tl.constexpr,
+    GATE_HEAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Store the outputs of a tile; o_v `[V block]` are channels, what belongs to a query is `[M]`.
+
+    Args:
+        acc: `[V block, M]`, sum of exp2(s - m) v. m: largest s, -inf where nothing was seen. total: sum of exp2(s - m).
+        is_live: False: a skipped row, whose sums are those of no keys; its sinks don't count either.
+    """
+    if HAS_SINKS:
+        sink = tl.where(is_live, tl.load(sinks + h).to(tl.float32) * LOG2_E, float("-inf"))
+        top = tl.maximum(m, sink)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        decay = tl.exp2(m - safe)
+        total = total * decay + tl.exp2(sink - safe)
+        acc = acc * decay[None, :]
+        m = top
+    is_empty = total == 0.0
+    total = tl.where(is_empty, 1.0, total)
+    b_o = acc / total[None, :]
+    in_o = mask[None, :] & (o_v < DV)[:, None]
+    at = i_t.to(tl.int64) * HQ + h
+    if HAS_GATE:
+        p_gate = gate + i_t.to(tl.int64) * GATE_ROW + h * GATE_HEAD
+        b_gate = tl.load(p_gate[None, :] + o_v[:, None], mask=in_o, other=0.0).to(tl.float32)
+        b_o = b_o / (1.0 + tl.exp2(b_gate * -LOG2_E))
+    tl.store(o + (at * DV)[None, :] + o_v[:, None], b_o.to(o.dtype.element_ty), mask=in_o)
+    if HAS_LSE:
+        tl.store(lse + at, tl.where(is_empty, float("-inf"), (m + tl.log2(total)) * LN_2), mask=mask)

@@ -1,0 +1,77 @@
+"""How the work of an attention is cut. Knows sizes, no tensors and no kernels."""
+
+from dataclasses import dataclass
+
+from deltaline_kernels.attention.heads import Heads
+
+# Columns of a tile: the least that a matrix instruction has, and the most whose outputs registers have room for.
+LEAST_COLUMNS, MOST_COLUMNS, MOST_SHORT_COLUMNS = 16, 64, 64
+# Rows whose items are counted at once.
+MOST_ROWS = 256
+# Programs of a combine below which each takes a part of the channels, and splits that it loads at once.
+FEW_COMBINES, COMBINED_CHANNELS, COMBINED_SPLITS = 512, 32, 32
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`columns`, in which are the heads of `tokens`, by `keys` keys; `split` keys are an item of work, 0 for all."""
+
+    columns: int
+    tokens: int
+    keys: int
+    num_warps: int
+    stages: int
+    split: int
+    programs: int  # of a multiprocessor
+
+
+# By the bytes of a key of 16-bit values: keys of a tile, warps, blocks on their way, programs on a multiprocessor.
+SHORT: dict[int, tuple[int, int, int, int]] = {
+    128: (128, 4, 3, 2),
+    256: (64, 4, 3, 2),
+    512: (32, 4, 3, 2),
+}
+LONG: dict[int, tuple[int, int, int, int]] = {
+    128: (64, 4, 3, 2),
+    256: (64, 4, 3, 2),
+    512: (32, 4, 3, 1),
+}
+# Of fp32, whose products are not those of matrix instructions: tiles that need few registers.
+EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
+# Keys of a split, by rows x heads of keys up to a number; more of them fill the device with longer splits.
+SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512))
+MOST_KEYS = 1024
+
+
+def pow2(size: int) -> int:
+    """Return the least power of two that is not below `size`, which is at least 1."""
+    return 1 << (size - 1).bit_length()
+
+
+def cdiv(size: int, part: int) -> int:
+    """Return how many parts `size` has, the last one perhaps cut."""
+    return -(-size // part)
+
+
+def choose_tile(heads: Heads, group: int, num_rows: int, max_length: int, value_bytes: int, *, long: bool) -> Tile:
+    """Return the tile for rows of at most `max_length` tokens, `group` heads of queries in each.
+
+    It follows from the bucket only, never from positions: splits are the same whatever a row's neighbours are.
+    """
+    padded = pow2(group)
+    bytes_of_key = pow2(max(heads.key_dim, heads.value_dim, 64)) * 2
+    keys, num_warps, stages, programs = (LONG if long else SHORT)[bytes_of_key]
+    most = MOST_COLUMNS if long else MOST_SHORT_COLUMNS
+    if value_bytes == 4:
+        (keys, num_warps, stages, programs), most = EXACT, EXACT_COLUMNS
+    columns = max(LEAST_COLUMNS, padded, min(most, padded * pow2(max(1, max_length))))
+    split = 0
+    if not long:
+        count = num_rows * heads.num_keys
+        split = next((size for most, size in SPLITS if count <= most), MOST_KEYS)
+    return Tile(columns, columns // padded, keys, num_warps, stages, split, programs)
+
+
+def choose_parts(value_dim: int, num_queries: int) -> int:
+    """Return the channels that a program of the combine takes, for so many tokens x heads."""
+    return min(pow2(value_dim), COMBINED_CHANNELS) if num_queries < FEW_COMBINES else pow2(value_dim)

@@ -1,0 +1,109 @@
+"""The tests of attention again: the Triton kernels in Triton's interpreter, on CPU tensors.
+
+Of most a small one, in fp16: a tile takes the interpreter milliseconds.
+"""
+
+from __future__ import annotations
+
+import kernels.test_attention as checks
+import kernels.test_attention_modifiers as own
+import pytest
+import torch
+from kernels.attention_batches import MODIFIER_CASES, Layer, Row, finished, make_batch, modifier_case
+from kernels.paths import InterpretedPath
+from kernels.test_attention import (
+    small_splits,
+    test_attention_does_not_depend_on_neighbours,
+    test_attention_of_skipped_rows_is_zero,
+    test_attention_scales,
+    test_attention_without_rows_or_tokens,
+    test_parameters_may_change_between_launches,
+)
+from kernels.tolerance import assert_close
+
+__all__ = [
+    "small_splits",
+    "test_attention_does_not_depend_on_neighbours",
+    "test_attention_of_skipped_rows_is_zero",
+    "test_attention_scales",
+    "test_attention_without_rows_or_tokens",
+    "test_parameters_may_change_between_launches",
+]
+
+MIXED = [Row(1, 150), Row(3, 60), Row(0, 9), Row(2, 30, skipped=True), Row(9, 40)]
+
+
+@pytest.fixture
+def path() -> InterpretedPath:
+    """fp16: fp32 takes another kind of product, which one test here has."""
+    return InterpretedPath("cpu", torch.float16)
+
+
+@pytest.mark.parametrize("case", MODIFIER_CASES)
+def test_attention_matches_flex_attention(path: InterpretedPath, case: str, small_splits: None) -> None:
+    batch = make_batch(MIXED, path, max_short=3)
+    modifiers, truth = modifier_case(case, batch.layer, batch.page_table.shape[0])
+    o, lse = batch.attend(path, modifiers, sinks=batch.sinks, gate=batch.gate)
+    want, want_lse = finished(batch, *batch.expected(truth), sinks=True, gate=True)
+    assert_close("o", o, want, path.dtype)
+    checks.lse_close(lse, want_lse)
+
+
+def test_attention_of_fp32_matches_the_reference(small_splits: None) -> None:
+    path = InterpretedPath("cpu", torch.float32)
+    batch = make_batch(MIXED, path, Layer(3, 1, 96, 64, 64), max_short=3)
+    checks.check(batch, path, modifier_case("alibi", batch.layer, 7)[0])
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Layer(5, 1, 192, 128, 16), Layer(12, 2, 80, 144, 64), Layer(7, 1, 256, 256, 256)],
+    ids=["5-1", "12-2", "7-1"],
+)
+def test_attention_has_any_sizes(path: InterpretedPath, layer: Layer, small_splits: None) -> None:
+    batch = make_batch([Row(1, 100), Row(4, 60), Row(9, 5)], path, layer, max_short=4)
+    checks.check(batch, path, modifier_case("causal", layer, 5)[0])
+
+
+def test_attention_has_any_number_of_short_tokens(path: InterpretedPath, small_splits: None) -> None:
+    batch = make_batch([Row(n, 7 * n) for n in (1, 2, 5, 11, 16)], path, Layer(3, 1))
+    checks.check(batch, path, modifier_case("sliding-window", batch.layer, 7)[0])
+
+
+def test_attention_of_queries_that_see_nothing_is_zero(path: InterpretedPath, small_splits: None) -> None:
+    # The warnings of the reference's infinities are none of NumPy's: nothing in the kernel may be NaN.
+    checks.test_attention_of_queries_that_see_nothing_is_zero(path, small_splits)
+
+
+def test_attention_reads_only_its_window(path: InterpretedPath, small_splits: None) -> None:
+    checks.test_attention_reads_only_its_window(path, small_splits)
+
+
+def test_the_number_of_multiprocessors_changes_nothing(
+    path: InterpretedPath, small_splits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltaline_kernels.attention import launch
+
+    batch = make_batch(MIXED, path, max_short=3)
+    modifiers, _ = modifier_case("causal", batch.layer, 7)
+    found = []
+    for count in (1, 3, 200):
+        monkeypatch.setattr(launch, "num_processors", lambda _, count=count: count)
+        found.append(batch.attend(path, modifiers))
+    for o, lse in found[1:]:
+        assert torch.equal(o, found[0][0]) and torch.equal(lse, found[0][1])
+
+
+def test_more_rows_than_are_counted_at_once(
+    path: InterpretedPath, small_splits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltaline_kernels.attention import launch
+
+    monkeypatch.setattr(launch, "MOST_ROWS", 2)
+    batch = make_batch(MIXED, path, max_short=3)
+    checks.check(batch, path, modifier_case("causal", batch.layer, 7)[0])
+
+
+def test_a_registered_modifier_is_inlined(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "find_modifier", lambda name: {"every_third": own.OWN}[name])
+    own.test_a_registered_modifier_is_inlined(path, None)

@@ -1,0 +1,67 @@
+"""The tests of compat.flex_decoding again: the Triton kernel in Triton's interpreter, on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kernels.test_compat_flex as checks
+import pytest
+import torch
+from kernels.paths import InterpretedPath
+from kernels.test_compat_flex import (
+    eager,
+    test_flex_broadcasts_keys_of_one_sequence,
+    test_flex_takes_any_order_of_memory,
+    test_flex_takes_scores_in_turn_and_a_scale,
+    test_flex_without_keys_or_queries,
+    test_nothing_behind_the_end_of_a_list_is_read,
+    test_queries_of_a_later_block_have_their_own_lists,
+    test_whole_blocks_skip_the_mask_and_never_the_score,
+)
+from torch import Tensor
+
+from deltaline_kernels.compat import flex, flex_decoding
+
+__all__ = [
+    "eager",
+    "test_flex_broadcasts_keys_of_one_sequence",
+    "test_flex_takes_any_order_of_memory",
+    "test_flex_takes_scores_in_turn_and_a_scale",
+    "test_flex_without_keys_or_queries",
+    "test_nothing_behind_the_end_of_a_list_is_read",
+    "test_queries_of_a_later_block_have_their_own_lists",
+    "test_whole_blocks_skip_the_mask_and_never_the_score",
+]
+
+
+@pytest.fixture
+def path() -> InterpretedPath:
+    return InterpretedPath("cpu", torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def interpreted_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat CPU tensors as those of a GPU."""
+    monkeypatch.setattr(flex, "attend_cpu", flex.attend_triton)
+
+
+@pytest.mark.parametrize("sizes", [{"HQ": 6}, {"M": 1, "N": 700}, {"M": 20, "N": 7}], ids=str)
+def test_flex_matches_flex_attention(path: InterpretedPath, sizes: dict[str, int]) -> None:
+    checks.test_flex_matches_flex_attention(path, sizes)
+
+
+@pytest.mark.parametrize(("block", "mask"), [((64, 32), checks.in_window), ((32, 64), checks.by_head)], ids=str)
+def test_flex_takes_a_block_mask(path: InterpretedPath, block: Any, mask: Callable[..., Tensor]) -> None:
+    checks.test_flex_takes_a_block_mask(path, block, mask)
+
+
+def test_keys_are_used_where_they_are(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltaline_kernels.attention import launch
+
+    inputs, seen = checks.make(path), []
+    monkeypatch.setattr(launch, "flex_decode_triton", lambda q, keys, *_: seen.append(keys))
+    flex_decoding(inputs.q, inputs.k, inputs.v)
+    transposed = inputs.k.transpose(1, 2).contiguous().transpose(1, 2)
+    flex_decoding(inputs.q, transposed, transposed)
+    assert [keys.k.data_ptr() for keys in seen] == [inputs.k.data_ptr(), transposed.data_ptr()]
