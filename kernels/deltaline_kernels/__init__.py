@@ -27,6 +27,7 @@ from deltaline_kernels.lora import (
 )
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
+from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest import Check, run_selftest
 
@@ -57,6 +58,8 @@ __all__ = [
     "mamba2",
     "mamba2_reference",
     "or_masks",
+    "rotate_and_store",
+    "rotate_and_store_reference",
     "run_selftest",
     "spread_slots",
     "spread_slots_reference",

@@ -23,6 +23,7 @@ def check_tensor(
     device: torch.device,
     *,
     row_stride: bool = False,
+    head_stride: bool = False,
 ) -> None:
     """Check one tensor argument.
 
@@ -30,6 +31,7 @@ def check_tensor(
         shape: expected sizes, None for any.
         dtypes: accepted dtypes.
         row_stride: accept any stride of the first dimension; the others must be packed. Otherwise contiguous.
+        head_stride: accept any strides of the first and the second of three dimensions that keep heads apart.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not accepted.
@@ -46,7 +48,9 @@ def check_tensor(
         want is not None and want != got for want, got in zip(shape, sizes, strict=True)
     ):
         raise ValueError(f"{name}: expected shape {_shape(shape)}, got {_shape(sizes)}")
-    if row_stride:
+    if head_stride:
+        _check_packed_heads(name, tensor)
+    elif row_stride:
         _check_packed_rows(name, tensor)
     elif not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
@@ -69,6 +73,19 @@ def _check_packed_rows(name: str, tensor: Tensor) -> None:
         packed *= size
     if tensor.shape[0] > 1 and tensor.stride(0) < packed:
         raise ValueError(f"{name}: expected a row stride of at least {packed}, got {tensor.stride(0)}")
+
+
+def _check_packed_heads(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the last of three dimensions is packed and neither heads nor rows overlap."""
+    num_rows, num_heads, dim = tensor.shape
+    row_stride, head_stride, stride = tensor.stride()
+    if dim > 1 and stride != 1:
+        raise ValueError(f"{name}: expected packed heads, got strides {tensor.stride()}")
+    if num_heads > 1 and head_stride < dim:
+        raise ValueError(f"{name}: expected a head stride of at least {dim}, got {head_stride}")
+    width = (num_heads - 1) * head_stride + dim
+    if num_rows > 1 and row_stride < width:
+        raise ValueError(f"{name}: expected a row stride of at least {width}, got {row_stride}")
 
 
 def _any_of(dtypes: Sequence[torch.dtype]) -> str:
