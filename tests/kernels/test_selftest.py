@@ -61,7 +61,9 @@ def test_selftest_takes_a_model_of_attention(path: Path, sizes: dict[str, Any]) 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])
 def test_selftest_names_a_wrong_attention(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    monkeypatch.setattr(attention_selftest, "flex_decode", lambda *args, **kw: flex_decode(*args, **kw) + wrong)
+    monkeypatch.setattr(
+        attention_selftest, "flex_decode", lambda *args, **kw: torch.as_tensor(flex_decode(*args, **kw)) + wrong
+    )
     failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence="attention") if not check.ok}
     assert failed == {"attention"}
 
