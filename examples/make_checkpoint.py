@@ -119,9 +119,9 @@ if __name__ == "__main__":
     parser.add_argument("directory", type=Path, help="where to write; made if it is not there")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights [%(default)s]")
     kinds = parser.add_mutually_exclusive_group()
-    for kind in ("gated_delta_net", "mamba2"):
-        flag = f"--{kind.replace('_', '-')}"
-        kinds.add_argument(flag, dest="kind", action="store_const", const=kind, default="hybrid", help="all layers are")
+    for kind, name in (("gated_delta_net", "Gated DeltaNet"), ("mamba2", "Mamba2")):
+        flag, text = f"--{kind.replace('_', '-')}", f"all layers are {name}"
+        kinds.add_argument(flag, dest="kind", action="store_const", const=kind, default="hybrid", help=text)
     options = parser.parse_args()
     make_checkpoint(options.directory, options.kind, seed=options.seed)
     for path in sorted(options.directory.iterdir()):
