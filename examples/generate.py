@@ -1,14 +1,15 @@
-"""A complete small orchestrator: greedy generation for several prompts at once over a deltaline server.
+"""A complete small orchestrator: greedy generation for several prompts at once over deltaline servers.
 
     deltaline-server --model DIR &
     python examples/generate.py DIR --server 127.0.0.1:50051 --drafts 4 --compare
 
-It keeps what is stateless (embedding, final norm, head); the server holds the decoder layers and their state. What each
+It keeps what is stateless (embedding, final norm, head); the server holds the decoder layers and their state. Several
+servers may hold a range of the layers each: give --server once for each, in the order of their layers. What each
 stream needs next becomes a row, all rows go in one step, and a stream that ends makes room for the next prompt. With
 --drafts K a step verifies up to K tokens, looked up in the stream itself: the right ones cost no step of their own.
 
-DIR is a checkpoint as transformers writes it, a Mamba2 model or one with linear attention in all layers
-(make_checkpoint.py writes one of either kind).
+DIR is a checkpoint as transformers writes it, of a Mamba2 model or a Qwen model without experts (make_checkpoint.py
+writes one of either kind).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,10 +69,6 @@ class Ends:
         config = json.loads((directory / "config.json").read_text())
         config = config.get("text_config", config)
         is_mamba = config.get("model_type") == "mamba2"
-        if not is_mamba and set(config.get("layer_types", [])) != {"linear_attention"}:
-            raise ValueError(
-                f"{directory}: every layer must be linear attention for the server to hold the whole stack"
-            )
         tensors: dict[str, NDArray[Any]] = {}
         for path in sorted(directory.glob("*.safetensors")):
             with safe_open(path, "np") as file:
@@ -82,6 +80,7 @@ class Ends:
         self.norm = find(tensors, stored.norm, directory) + (0.0 if is_mamba else 1.0)
         self.head = tensors.get("lm_head.weight", self.embedding)  # [vocabulary, hidden]; absent when tied
         self.epsilon: float = config[stored.epsilon]
+        self.num_layers: int = config["num_hidden_layers"]
         eos = config.get("eos_token_id")
         self.end_tokens = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
@@ -107,21 +106,30 @@ class Prompt:
 
 @dataclass
 class Stream:
-    """One prompt on its way: its new tokens, the last of which the server has not seen, and drafts being verified."""
+    """One prompt on its way: its new tokens, the last of which no server has seen, and drafts being verified.
+
+    sequences: one on each server, in the order of their layers.
+    """
 
     prompt: Prompt
-    sequence: ServerSequence
+    sequences: list[ServerSequence]
     new_tokens: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
 
-    def next_row(self, ends: Ends, num_drafts: int) -> Row:
-        """Make the row that this stream needs next."""
+    def next_hidden(self, ends: Ends, num_drafts: int) -> NDArray[Any]:
+        """Return the hidden states of the tokens that this stream needs computed next, [n, hidden]."""
         if not self.new_tokens:
-            return Row.prefill(self.sequence, ends.embed(self.prompt.tokens))
+            return ends.embed(self.prompt.tokens)
         left = self.prompt.max_new_tokens - len(self.new_tokens)
         self.drafts = look_up(self.prompt.tokens + self.new_tokens, min(num_drafts, left - 1))
-        hidden = ends.embed([self.new_tokens[-1], *self.drafts])
-        return Row.verify(self.sequence, hidden) if self.drafts else Row.decode(self.sequence, hidden)
+        return ends.embed([self.new_tokens[-1], *self.drafts])
+
+    def row(self, server: int, hidden: NDArray[Any]) -> Row:
+        """Make the row of these tokens for one of the servers."""
+        sequence = self.sequences[server]
+        if not self.new_tokens:
+            return Row.prefill(sequence, hidden)
+        return Row.verify(sequence, hidden) if self.drafts else Row.decode(sequence, hidden)
 
     def take(self, predicted: list[int], end_tokens: set[int]) -> int:
         """Take in what the model says after each token of the row; return how many drafts were right."""
@@ -129,7 +137,8 @@ class Stream:
             predicted = predicted[-1:]  # a prefill: only what follows the whole prompt is new
         right = next((i for i, draft in enumerate(self.drafts) if draft != predicted[i]), len(self.drafts))
         if self.drafts:
-            self.sequence.commit(1 + right)  # rides on the stream's next step
+            for sequence in self.sequences:
+                sequence.commit(1 + right)  # rides on the stream's next step
         for token in predicted[: right + 1]:
             if not self.is_done(end_tokens):
                 self.new_tokens.append(token)
@@ -154,7 +163,8 @@ def look_up(tokens: list[int], count: int, longest: int = 3) -> list[int]:
 class Report:
     """What a run made, and where its time went.
 
-    tokens: the new tokens per prompt. ended_at: the step, counted from 1, that ended it. timings: of each step.
+    tokens: the new tokens per prompt. ended_at: the step, counted from 1, that ended it. timings: of each step on each
+    server.
     """
 
     tokens: list[list[int]]
@@ -171,9 +181,14 @@ class Report:
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-def generate(client: Client, ends: Ends, prompts: Sequence[Prompt], num_drafts: int, concurrency: int) -> Report:
-    """Continue all prompts greedily, `concurrency` of them at a time, with up to `num_drafts` guesses per step."""
-    num_drafts = min(num_drafts, client.info().max_draft_tokens - 1)
+def generate(
+    clients: Sequence[Client], ends: Ends, prompts: Sequence[Prompt], num_drafts: int, concurrency: int
+) -> Report:
+    """Continue all prompts greedily, `concurrency` of them at a time, with up to `num_drafts` guesses per step.
+
+    clients: of the servers, in the order of their layers.
+    """
+    num_drafts = min(num_drafts, *(client.info().max_draft_tokens - 1 for client in clients))
     report = Report(tokens=[[] for _ in prompts], ended_at=[0] * len(prompts))
     waiting, streams = deque(enumerate(prompts)), dict[int, Stream]()
     begin_s = time.perf_counter()
@@ -181,16 +196,21 @@ def generate(client: Client, ends: Ends, prompts: Sequence[Prompt], num_drafts: 
         # At most one new prompt per step: prefills then share batches with the others' decodes.
         if waiting and len(streams) < concurrency:
             index, prompt = waiting.popleft()
-            streams[index] = Stream(prompt, client.open())
-        result = client.step([stream.next_row(ends, num_drafts) for stream in streams.values()])
+            streams[index] = Stream(prompt, [client.open() for client in clients])
+        hidden = [stream.next_hidden(ends, num_drafts) for stream in streams.values()]
+        for server, client in enumerate(clients):  # what leaves one server's layers enters the next one's
+            rows = [stream.row(server, own) for stream, own in zip(streams.values(), hidden, strict=True)]
+            result = client.step(rows)
+            hidden = list(result.outputs)
+            report.timings.append(result.timing)
         report.steps += 1
-        report.timings.append(result.timing)
-        for (index, stream), output in zip(list(streams.items()), result.outputs, strict=True):
+        for (index, stream), output in zip(list(streams.items()), hidden, strict=True):
             report.drafted += len(stream.drafts)
             report.accepted += stream.take(ends.greedy(output), ends.end_tokens)
             if stream.is_done(ends.end_tokens):
                 report.tokens[index], report.ended_at[index] = stream.new_tokens, report.steps
-                client.close([streams.pop(index).sequence])
+                for client, sequence in zip(clients, streams.pop(index).sequences, strict=True):
+                    client.close([sequence])
     report.total_s = time.perf_counter() - begin_s
     return report
 
@@ -249,13 +269,21 @@ def print_table(reports: dict[str, Report]) -> None:
         print("".join(f"{mean_s * 1e3:13.3f}" for mean_s in means_s))
 
 
-def check_server(address: str) -> None:
-    """Raise SystemExit, with what to do, when no server answers."""
-    try:
-        with Client(address, timeout=ANSWER_TIMEOUT_S) as client:
-            client.info()
-    except TransportError as error:
-        raise SystemExit(f"no server answers at {address}: start one with `deltaline-server --model DIR`") from error
+def check_servers(addresses: Sequence[str], num_layers: int) -> None:
+    """Raise SystemExit, with what to do, when no server answers; ValueError unless they hold all layers, in order."""
+    layers: list[int] = []
+    for address in addresses:
+        try:
+            with Client(address, timeout=ANSWER_TIMEOUT_S) as client:
+                info = client.info()
+        except TransportError as error:
+            why = f"no server answers at {address}: start one with `deltaline-server --model DIR`"
+            raise SystemExit(why) from error
+        if len(info.spans) != 1 or info.scope != "block":
+            raise ValueError(f"{address}: expected a server of one span of whole layers, got {len(info.spans)} spans")
+        layers += range(info.spans[0].first, info.spans[0].first + info.spans[0].count)
+    if layers != list(range(num_layers)):
+        raise ValueError(f"the servers hold layers {layers}, in this order; expected 0 to {num_layers - 1}")
 
 
 def main() -> int:
@@ -274,7 +302,11 @@ def run() -> int:
     """Run plain and speculative generation and print what came of it; 1 if the results are not what they should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="checkpoint that the server serves")
-    parser.add_argument("--server", default="127.0.0.1:50051", help="address of the server [%(default)s]")
+    parser.add_argument(
+        "--server",
+        action="append",
+        help="address of the server [127.0.0.1:50051]; of several, one by one, where each holds a range of the layers",
+    )
     parser.add_argument("--prompt", action="append", help="token ids with spaces between; may be repeated")
     parser.add_argument("--prompts", type=int, default=8, help="random prompts when none is given [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts [%(default)s]")
@@ -287,10 +319,12 @@ def run() -> int:
     given = [[int(token) for token in text.split()] for text in options.prompt or []]
     prompts = [Prompt(tokens, options.max_new_tokens) for tokens in given]
     prompts = prompts or random_prompts(len(ends.embedding), options.prompts, options.max_new_tokens, options.seed)
-    check_server(options.server)
+    addresses = options.server or ["127.0.0.1:50051"]
+    check_servers(addresses, ends.num_layers)
     runs = {"plain": 0} | ({"speculative": options.drafts} if options.drafts else {})
-    with Client(options.server) as client:
-        reports = {name: generate(client, ends, prompts, runs[name], options.concurrency) for name in runs}
+    with ExitStack() as stack:
+        clients = [stack.enter_context(Client(address)) for address in addresses]
+        reports = {name: generate(clients, ends, prompts, runs[name], options.concurrency) for name in runs}
     print_table(reports)
     if not options.compare:
         return 0

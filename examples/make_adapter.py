@@ -1,6 +1,7 @@
 """Writes a LoRA with random weights for a checkpoint, as PEFT writes it: python examples/make_adapter.py MODEL_DIR DIR
 
-It changes every linear module of the Gated DeltaNet mixers and the dense MLPs. Needs numpy and safetensors.
+It changes every linear module of the Gated DeltaNet and attention mixers and the dense MLPs. Needs numpy and
+safetensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 # "model.layers.3.mlp.up_proj.weight"
-WEIGHT = re.compile(r".*layers\.\d+\.(?:linear_attn|mlp)\.(\w+_proj\w*)\.weight")
+WEIGHT = re.compile(r".*layers\.\d+\.(?:linear_attn|self_attn|mlp)\.(\w+_proj\w*)\.weight")
 
 
 def make_adapter(model: Path, directory: Path, *, rank: int = 8, seed: int = 0) -> None:

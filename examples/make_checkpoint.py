@@ -1,32 +1,68 @@
 """Writes a small checkpoint with random weights, as transformers writes it: python examples/make_checkpoint.py DIR
 
-All layers are Gated DeltaNet blocks, or Mamba2 blocks with --mamba2, so a deltaline server can serve the whole stack.
-Needs torch and transformers.
+A Qwen3.5 whose layers are Gated DeltaNet and attention in turn; with --gated-delta-net all are Gated DeltaNet, with
+--mamba2 all are Mamba2. A deltaline server can serve the whole stack of each, and two servers half of it each. Needs
+torch and transformers.
 """
 
 from __future__ import annotations
 
 import argparse
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 from transformers.utils import logging
 
 
 def make_checkpoint(
-    directory: Path, *, seed: int = 0, num_layers: int = 4, vocab_size: int = 256, mamba2: bool = False
+    directory: Path, kind: str = "hybrid", *, seed: int = 0, num_layers: int = 4, vocab_size: int = 256
 ) -> None:
-    """Write config.json and model.safetensors (fp32) to `directory`; the same seed writes the same weights."""
+    """Write config.json and model.safetensors (fp32) to `directory`; the same seed writes the same weights.
+
+    kind: of the layers, one of KINDS.
+    """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = make_mamba2(num_layers, vocab_size) if mamba2 else make_gated_delta_net(num_layers, vocab_size)
+    model = KINDS[kind](num_layers, vocab_size)
     model.save_pretrained(directory)
     # It writes weights that only their owner may read, and the config as the umask says.
     for path in directory.glob("*.safetensors"):
         path.chmod(stat.S_IMODE((directory / "config.json").stat().st_mode))
+
+
+def make_hybrid(num_layers: int, vocab_size: int) -> Qwen3_5ForCausalLM:
+    """Make a Qwen3.5 model of which every other layer is attention."""
+    config = Qwen3_5TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=num_layers,
+        layer_types=["linear_attention", "full_attention"] * (num_layers // 2),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    return Qwen3_5ForCausalLM(config)
 
 
 def make_gated_delta_net(num_layers: int, vocab_size: int) -> Qwen3NextForCausalLM:
@@ -71,13 +107,23 @@ def make_mamba2(num_layers: int, vocab_size: int) -> Mamba2ForCausalLM:
     return model
 
 
+KINDS: dict[str, Callable[[int, int], PreTrainedModel]] = {
+    "hybrid": make_hybrid,
+    "gated_delta_net": make_gated_delta_net,
+    "mamba2": make_mamba2,
+}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where to write; made if it is not there")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights [%(default)s]")
-    parser.add_argument("--mamba2", action="store_true", help="Mamba2 instead of Gated DeltaNet")
+    kinds = parser.add_mutually_exclusive_group()
+    for kind, name in (("gated_delta_net", "Gated DeltaNet"), ("mamba2", "Mamba2")):
+        flag, text = f"--{kind.replace('_', '-')}", f"all layers are {name}"
+        kinds.add_argument(flag, dest="kind", action="store_const", const=kind, default="hybrid", help=text)
     options = parser.parse_args()
-    make_checkpoint(options.directory, seed=options.seed, mamba2=options.mamba2)
+    make_checkpoint(options.directory, options.kind, seed=options.seed)
     for path in sorted(options.directory.iterdir()):
         print(f"wrote {path}, {path.stat().st_size} bytes")
     print(f"now serve it: deltaline-server --model {options.directory}")

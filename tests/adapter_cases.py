@@ -20,7 +20,7 @@ from deltaline_server.adapter_copier import AdapterCopier
 from deltaline_server.adapter_layout import AdapterLayout
 from deltaline_server.adapter_store import AdapterStore
 from deltaline_server.checkpoint import TensorInfo
-from deltaline_server.model_config import ModelConfig, Scope
+from deltaline_server.model_config import MixerKind, ModelConfig, Scope
 from deltaline_server.weights import expected_tensors
 
 CONFIG: dict[str, Any] = {
@@ -72,7 +72,7 @@ def modules(config: ModelConfig) -> list[str]:
 
 def base_weights(config: ModelConfig, layers: int = 2) -> MemoryTensors:
     """The weights of the first layers of a config."""
-    shapes = expected_tensors(config, Scope.BLOCK)
+    shapes = expected_tensors(config, MixerKind.GATED_DELTA_NET, Scope.BLOCK)
     return MemoryTensors(
         {f"model.layers.{i}.{name}": torch.randn(shape) for i in range(layers) for name, shape in shapes.items()}
     )
@@ -163,7 +163,7 @@ def random_adapter(layout: AdapterLayout, seed: int, max_rank: int = 8, *, dora:
     generator = torch.Generator().manual_seed(seed)
     weights = []
     for layer in layout.layers:
-        for packed, slices in layout.projections.items():
+        for packed, slices in layout.projections(layer).items():
             ranks = torch.randint(0, max_rank + 1, (len(slices.sizes),), generator=generator)
             ranks[seed % len(ranks)] = max_rank
             sizes = tuple(ranks.tolist())

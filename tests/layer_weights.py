@@ -5,13 +5,13 @@ from __future__ import annotations
 from deltaline_server.block import BlockWeights, MlpBlocks
 from deltaline_server.family import block_family, mixer_family
 from deltaline_server.gated_delta_net import GatedDeltaNetFamily, GatedDeltaNetWeights
-from deltaline_server.model_config import ModelConfig
+from deltaline_server.model_config import MixerKind, ModelConfig
 from deltaline_server.weights import LayerLoader
 
 
 def mixer_weights(loader: LayerLoader, config: ModelConfig, layer: int) -> GatedDeltaNetWeights:
     """The weights of a Gated DeltaNet mixer."""
-    family = mixer_family(config)
+    family = mixer_family(config, MixerKind.GATED_DELTA_NET)
     assert isinstance(family, GatedDeltaNetFamily)
     return family.weights(loader.reader(layer))
 

@@ -14,7 +14,7 @@ from deltaline_client import AsyncClient, AsyncSequence, Row
 from deltaline_kernels import Rows
 from deltaline_server.app import Server
 from deltaline_server.model import Model
-from deltaline_server.state_pool import StateOptions, StatePool
+from deltaline_server.state_pool import LayerState, StateOptions, StatePool
 
 Array = NDArray[Any]
 Kind = Literal["prefill", "decode", "verify"]
@@ -87,7 +87,9 @@ class Alone:
             None if adapter_slot < 0 else torch.tensor([adapter_slot], dtype=torch.int32, device=self._model.device)
         )
         pool = self._model.make_pool(StateOptions(num_lines=1, max_draft=self._max_draft))
-        outputs, read_line, replay, half = [], 0, 0, 0
+        if pool.page_table is not None:
+            pool.page_table[1] = torch.arange(1, pool.page_table.shape[1] + 1)
+        outputs, read_line, replay, half, position = [], 0, 0, 0, 0
         with torch.inference_mode():
             for step in program.steps:
                 length = len(step.hidden)
@@ -100,12 +102,13 @@ class Alone:
                     [half],
                     max_short=self._max_draft,
                     device=self._model.device,
+                    position=[position],
                 )
                 hidden = torch.from_numpy(step.hidden).to(self._model.device)
                 outputs.append(self._model.forward(0, hidden, rows, pool, adapters).cpu().numpy())
-                read_line, replay = 1, 0
+                read_line, replay, position = 1, 0, position + length
                 if step.kind == "verify":
-                    replay, half = step.accepted, 1 - half
+                    replay, half, position = step.accepted, 1 - half, position - length + step.accepted
         self.state = _state_in_line(pool, 1)
         return outputs
 
@@ -118,7 +121,8 @@ def state_of(server: Server, sequence: AsyncSequence) -> list[Array]:
 
 
 def _state_in_line(pool: StatePool, line: int) -> list[Array]:
-    return [layer.recurrent[line].float().cpu().numpy() for layer in pool.layers]
+    recurrent = [layer.recurrent[line] for layer in pool.layers if isinstance(layer, LayerState)]
+    return [state.float().cpu().numpy() for state in recurrent]
 
 
 def states_differ_by(actual: list[Array], expected: list[Array]) -> float:

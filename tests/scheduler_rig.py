@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from adapter_rig import FakeContent, FakeDevice
+from numpy.typing import NDArray
 
 from deltaline_server.adapter_registry import AdapterRegistry
 from deltaline_server.adapter_slots import AdapterSlots
@@ -23,6 +24,7 @@ from deltaline_server.job_queue import Limits
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import LinePool
 from deltaline_server.observer import BatchTiming
+from deltaline_server.pages import PagePool
 from deltaline_server.replies import KeptReplies
 from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequences import SequenceTable
@@ -58,6 +60,9 @@ class ChecksumEngine:
         self.waiting: list[tuple[StepBatch, Callable[[BatchResult], None]]] = []
         self.batches: list[StepBatch] = []
         self.poison_token: float | None = None
+        self.page_size = 0
+        self.page_of: dict[tuple[int, int], int] = {}
+        self.keys: dict[tuple[int, int, int], float] = {}
 
     def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
         self.batches.append(batch)
@@ -78,6 +83,20 @@ class ChecksumEngine:
             assert self.device is not None
             self.device.used.remove(slot)
         on_done(result)
+
+    def keep_keys(self, span: int, line: int, position: int, new: list[float]) -> None:
+        """Keep tokens in the line's pages, as far as the batches have told these."""
+        for at, token in enumerate(new, start=position):
+            self.keys[span, self.page_of[line, at // self.page_size], at % self.page_size] = token
+
+    def keys_of(self, span: int, line: int, length: int) -> list[float]:
+        """The first tokens in the line's pages."""
+        places = [divmod(at, self.page_size) for at in range(length)]
+        return [self.keys[span, self.page_of[line, place], offset] for place, offset in places]
+
+    def zero(self, lines: list[int]) -> None:
+        """Forget the lines' pages, of which the next owner is told anew."""
+        self.page_of = {(line, place): page for (line, place), page in self.page_of.items() if line not in lines}
 
     @staticmethod
     def slots_of(batch: StepBatch) -> list[int]:
@@ -111,6 +130,9 @@ class ChecksumEngine:
                 self.tokens[batch.span, line] = [0.5]  # whatever it had got to
                 self.adapter[batch.span, line] = -1  # what runs behind it is thrown away
             return BatchResult(hidden[:0], np.zeros(num_rows, dtype=bool), failed=True)
+        if batch.new_pages is not None:
+            for line, place, page in batch.new_pages.T.tolist():
+                self.page_of[line, place] = page
         out = np.full_like(hidden, np.nan)
         finite = np.ones(num_rows, dtype=bool)
         lengths = np.diff(batch.control[0])
@@ -129,6 +151,9 @@ class ChecksumEngine:
             state = list(self.tokens[batch.span, read]) if read else []
             state += self.drafts[batch.span, read, half][:replayed] if replayed else []
             assert was_lost or position == len(state)
+            if batch.new_pages is not None and not was_lost:
+                self.keep_keys(batch.span, write, position, new)
+                assert self.keys_of(batch.span, write, position + len(new)) == state + new
             for t in range(len(new)):
                 out[begin + t] = checksum(state + new[: t + 1], adapter)
             if self.poison_token in new:
@@ -184,8 +209,13 @@ class Rig:
         batch_rows: int = 10_000,
         long_rows: int = 10_000,
         adapter_slots: int = 0,
+        pages: int = 0,
+        page_size: int = 4,
+        max_context: int = 0,
+        paged_spans: Sequence[int] = (0,),
     ) -> None:
-        """adapter_slots: on a device whose copies end when told; 0 for a server without adapters."""
+        """adapter_slots: on a device whose copies end when told; 0 for a server without adapters. pages: of keys; 0 for
+        a model without attention. max_context: 0 for what all pages hold."""
         self.now = 100.0
         self.zeroed: list[int] = []
         self.device = FakeDevice(adapter_slots)
@@ -193,7 +223,17 @@ class Rig:
         self.adapter_slots = AdapterSlots(adapter_slots or 1, self.device, lambda: self.now)
         self.registry = AdapterRegistry(10_000, self.adapter_slots)
         self.counts = Counts()
-        self.lines = LinePool(slots, lambda lines: self.zeroed.extend(lines.tolist()))
+        self.pages = None
+        if pages:
+            self.engine.page_size = page_size
+            self.pages = PagePool(
+                num_pages=pages,
+                page_size=page_size,
+                max_context=max_context or pages * page_size,
+                num_lines=slots,
+                spans=paged_spans,
+            )
+        self.lines = LinePool(slots, self.zero, self.pages)
         self.table = SequenceTable(
             lines=self.lines,
             ledger=StepLedger(spans, slots, max_in_flight=8),
@@ -214,6 +254,10 @@ class Rig:
         )
 
         self.adapter_slots.on_copied = self.scheduler.residency.copied
+
+    def zero(self, lines: NDArray[np.int64]) -> None:
+        self.zeroed += lines.tolist()
+        self.engine.zero(lines.tolist())
 
     def load(self, *names: str) -> None:
         """Register adapters by their numbers, which tell in the outputs."""

@@ -27,3 +27,9 @@ class TooManyInFlight(CapacityError):
     """Too many steps of one sequence are in flight."""
 
     reason = "TOO_MANY_IN_FLIGHT"
+
+
+class PagesExhausted(CapacityError):
+    """Too few pages of keys and values are free for the step; closing sequences frees theirs."""
+
+    reason = "PAGES_EXHAUSTED"

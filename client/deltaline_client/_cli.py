@@ -114,11 +114,16 @@ def show_info(address: str) -> int:
         slots = f"{info.adapter_slots} {plural(info.adapter_slots, 'slot')} on the device"
         kept = f"{readable_bytes(info.adapter_bytes)} of host memory, {slots}"
         adapters = f"{kept}, rank at most {info.max_adapter_rank}"
+    pages = "none"
+    if info.kv_pages:
+        kept = f"{info.kv_pages} of {info.kv_page_tokens} tokens and {readable_bytes(info.kv_page_bytes)}"
+        pages = f"{kept}, at most {info.max_context} tokens of a sequence"
     rows = [
         ("server", f"deltaline {info.version} on {info.device}, epoch {info.server_epoch:#x}"),
         ("model", f"{info.model_type}, hidden size {info.hidden_size}, {info.dtype}, state in {info.state_dtype}"),
         ("spans", f"{spans} ({info.scope} scope)"),
         ("sequences", f"at most {info.max_sequences}, {readable_bytes(info.sequence_state_bytes)} of state each"),
+        ("pages", pages),
         ("steps", f"at most {info.max_draft_tokens} tokens to verify, {info.max_steps_in_flight} steps in flight"),
         ("inline tensors", f"at most {readable_bytes(info.inline_limit_bytes)}"),
         ("leases", f"{info.default_lease_s:g} s, at most {info.max_lease_s:g} s"),
@@ -136,6 +141,7 @@ def show_load(address: str) -> int:
     rows = [
         ("", "used", "limit"),
         ("state lines", str(load.lines_used), str(load.lines_total)),
+        *([("pages", str(load.kv_pages_used), str(load.kv_pages_total))] if load.kv_pages_total else []),
         ("queued rows", str(load.queued_rows), str(load.queued_rows_limit)),
         ("queued bytes", readable_bytes(load.queued_bytes), readable_bytes(load.queued_bytes_limit)),
         ("kept replies", readable_bytes(load.reply_bytes), readable_bytes(load.reply_bytes_limit)),

@@ -16,6 +16,7 @@ DeltalineError
 │   ├── UnknownSpan
 │   ├── AcceptedOutOfRange
 │   ├── NonFiniteInput
+│   ├── ContextExceeded
 │   ├── MessageTooLarge
 │   ├── InvalidAdapter
 │   ├── AdapterUnknown
@@ -28,6 +29,7 @@ DeltalineError
 │   ├── QueueFull
 │   ├── ReplyBytesExhausted
 │   ├── TooManyInFlight
+│   ├── PagesExhausted
 │   └── SharedMemoryExhausted
 ├── StateError               the state of the sequence is gone
 │   ├── SequenceUnknown
@@ -143,6 +145,12 @@ class NonFiniteInput(RequestError):
     """The row's hidden states hold an infinity or a NaN."""
 
     reason = "NON_FINITE_INPUT"
+
+
+class ContextExceeded(RequestError):
+    """The sequence would have more tokens than the server's max_context."""
+
+    reason = "CONTEXT_EXCEEDED"
 
 
 class MessageTooLarge(RequestError):

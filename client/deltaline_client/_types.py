@@ -87,6 +87,10 @@ class ServerInfo:
     adapter_bytes: int
     adapter_slots: int
     max_adapter_rank: int
+    kv_pages: int
+    kv_page_tokens: int
+    kv_page_bytes: int
+    max_context: int
 
     @classmethod
     def from_proto(cls, message: admin_service_pb2.GetServerInfoResponse) -> ServerInfo:
@@ -123,6 +127,10 @@ class ServerInfo:
             adapter_bytes=message.adapter_bytes,
             adapter_slots=message.adapter_slots,
             max_adapter_rank=message.max_adapter_rank,
+            kv_pages=message.kv_pages,
+            kv_page_tokens=message.kv_page_tokens,
+            kv_page_bytes=message.kv_page_bytes,
+            max_context=message.max_context,
         )
 
 
@@ -140,6 +148,8 @@ class ServerLoad:
     reply_bytes: int
     reply_bytes_limit: int
     draining: bool
+    kv_pages_used: int
+    kv_pages_total: int
 
     @classmethod
     def from_proto(cls, message: admin_service_pb2.GetLoadResponse) -> ServerLoad:

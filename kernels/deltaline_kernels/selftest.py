@@ -6,14 +6,12 @@ Wrong code from an assembler shows here before it shows in an answer. Knows noth
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.attention.check import compare_attention
-from deltaline_kernels.attention.heads import Heads as AttentionHeads
+from deltaline_kernels.attention_selftest import attention_batches, compare_attention
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.gated_delta.heads import Heads
@@ -30,7 +28,6 @@ from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.mamba2.chunk_plan import choose_plan as choose_mamba_plan
 from deltaline_kernels.mamba2.heads import Heads as MambaHeads
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
-from deltaline_kernels.rotary.sample import compare_rotary
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest_batches import batches, short_batches
 
@@ -70,34 +67,41 @@ def run_selftest(
     norm_groups: int | None = None,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     has_conv_bias: bool = False,
-    attention: AttentionHeads | None = None,
+    rotary_dim: int = 16,
+    page_size: int = 64,
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
     The sizes are constants of the compiled kernels: with a model's own, what is compared is what serves it.
 
     Args:
-        recurrence: the model's, "gated_delta" or "mamba2". Groups, heads, state dim and head dim of the latter are key
-            heads, value heads, key dim and value dim here.
+        recurrence: the mixer's, "gated_delta", "mamba2" or "attention". Groups, heads, state dim and head dim of Mamba2
+            are key heads, value heads, key dim and value dim here; key-value heads, heads and head dim of attention are
+            key heads, value heads and key dim.
         norm_groups: parts of a Mamba2 layer's channels that its norm takes one by one; None: its groups.
         dt_limit: least and greatest time step of a Mamba2 layer.
         has_conv_bias: whether the convolution of a Mamba2 layer has a bias.
-        attention: the sizes of its attention layers, if it has any.
+        rotary_dim, page_size: of attention alone.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
 
     Raises:
-        KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the two. TypeError, ValueError: sizes that
-            the kernels don't take.
+        KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the three. TypeError, ValueError: sizes
+            that the kernels don't take.
     """
     heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
-    norm_groups = norm_groups or num_key_heads
-    mamba = partial(_compare_mamba, norm_groups=norm_groups, dt_limit=dt_limit, has_conv_bias=has_conv_bias)
-    recurrences: dict[str, Callable[..., Iterator[tuple[str, list[Tensor], list[Tensor]]]]]
-    recurrences = {"gated_delta": _compare_delta, "mamba2": mamba}
-    compare = recurrences[recurrence]
+    sizes = (heads, conv_width, max_draft, dtype, state_dtype)
+    options: dict[str, Any] = {"norm_groups": norm_groups or num_key_heads, "dt_limit": dt_limit}
+    attention = (num_value_heads, num_key_heads, key_dim, rotary_dim, page_size, dtype)
+    mixers: dict[str, Callable[..., Iterator[tuple[str, list[Tensor], list[Tensor]]]]] = {
+        "gated_delta": lambda fill, rows: _compare_delta(fill, rows, *sizes),
+        "mamba2": lambda fill, rows: _compare_mamba(fill, rows, *sizes, **options, has_conv_bias=has_conv_bias),
+        "attention": lambda fill, rows: compare_attention(fill, rows, *attention),
+    }
+    compare, is_attention = mixers[recurrence], recurrence == "attention"
+    made = attention_batches(max_draft, device) if is_attention else batches(num_value_heads, max_draft, device)
     # On the device: numbers for a long row take a CPU longer than all the rest.
     generator = torch.Generator(device).manual_seed(0)
     fills: dict[str, Callable[..., Tensor]] = {
@@ -107,8 +111,8 @@ def run_selftest(
     }
     checks = []
     for kind, fill in fills.items():
-        for batch, rows in batches(num_value_heads, max_draft, device).items():
-            for name, got, want in compare(fill, rows, heads, conv_width, max_draft, dtype, state_dtype):
+        for batch, rows in made.items():
+            for name, got, want in compare(fill, rows):
                 checks.append(Check(f"{name}, {batch}, {kind}", _error(got, want), limit))
     on_gpu = torch.device(device).type != "cpu"
     if on_gpu and _has_parts(recurrence, heads, dtype):
@@ -119,14 +123,9 @@ def run_selftest(
         for num_tokens in adapted if kind == "random" else adapted[-2:]:
             got, want = _adapt(fill, num_tokens, heads, device, dtype)
             checks.append(Check(f"lora, {num_tokens} tokens, {kind}", _error(got, want), limit))
-    for batch, rows in short_batches(max_draft, device).items():
+    for batch, rows in () if is_attention else short_batches(max_draft, device).items():
         got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype, has_bias=has_conv_bias)
         checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
-    if attention is not None:
-        for kind, fill in fills.items():
-            attended = compare_attention(fill, attention, max_draft, dtype, device)
-            for name, got, want in (("rotary", *compare_rotary(fill, device, dtype)), *attended):
-                checks.append(Check(f"{name}, {kind}", _error(got, want), limit))
     return checks
 
 
@@ -135,7 +134,8 @@ def _has_parts(recurrence: str, heads: Heads, dtype: torch.dtype) -> bool:
     if recurrence == "gated_delta":
         return choose_plan(heads, 1, LONG, LONG).num_parts > 1
     sizes = MambaHeads(heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
-    return dtype is not torch.float32 and choose_mamba_plan(sizes, 1, LONG, LONG).num_parts > 1
+    is_cut = dtype is not torch.float32 and choose_mamba_plan(sizes, 1, LONG, LONG).num_parts > 1
+    return recurrence == "mamba2" and is_cut
 
 
 def _run_in_parts(

@@ -116,7 +116,7 @@ class AdapterPlan:
     def _check_complete(self, config: AdapterConfig, prefix: str, found: Collection[tuple[int, str]]) -> None:
         """Raise ModelError unless every served module that the config names has tensors."""
         for layer in self._layout.layers:
-            for module in self._layout.modules:
+            for module in self._layout.modules(layer):
                 name = f"{prefix}{layer}.{module.name}"
                 is_meant = config.module(name) is not None
                 if is_meant and (layer, module.name) not in found:
@@ -127,8 +127,9 @@ class AdapterPlan:
         layout, shapes = self._layout, {}
         served = {(group.place.layer, group.module): group.config for group in self._groups if group.module is not None}
         for layer in layout.layers:
-            for packed, slices in layout.projections.items():
-                configs = [served.get((layer, module)) for module in layout.modules if module.packed is packed]
+            for packed, slices in layout.projections(layer).items():
+                modules = [module for module in layout.modules(layer) if module.packed is packed]
+                configs = [served.get((layer, module)) for module in modules]
                 if any(config is not None for config in configs):
                     ranks = tuple(0 if config is None else config.rank for config in configs)
                     has_factors = any(config is not None and config.has_magnitude for config in configs)
@@ -163,7 +164,7 @@ class AdapterPlan:
     ) -> None:
         """Put a served module's tensors into the weights of its projection, in the served order."""
         placement, scale = self._layout.placement, torch.tensor(group.config.scale, dtype=torch.float32)
-        index, rows = self._layout.slice_of(module)
+        index, rows = self._layout.slice_of(group.place.layer, module)
         a = tensors[Part.A]
         b = module.order(tensors[Part.B].__getitem__, placement)
         weights.scales[index] = scale

@@ -5,7 +5,7 @@ Knows names, as PEFT writes them; reads no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,7 +17,7 @@ from deltaline_server.placement import Placement
 from deltaline_server.weights import PREFIXES
 
 PEFT_PREFIX = "base_model.model."
-# The modules of an attention mixer; no config says their shapes yet.
+# The modules of an attention mixer, where the config does not say their shapes.
 ATTENTION_MODULES = frozenset(f"{mixer}.{name}_proj" for mixer in ("self_attn", "mixer") for name in "qkvo")
 # What a layer's MLP is called where it has no mixer; no config says its modules yet.
 ALONE = "mixer."
@@ -83,28 +83,36 @@ class AdapterLayout:
     def __init__(self, config: ModelConfig, scope: Scope, layers: Sequence[int], placement: Placement) -> None:
         self.placement = placement
         self.layers = tuple(sorted(layers))
-        self.modules = served_modules(config, scope)
-        """The modules of a served layer, in the order of their projections' rows."""
-        self._served = {module.name: module for module in self.modules}
-        self._mixer = {module.name: module for module in served_modules(config, Scope.MIXER)}
+        self._modules = {kind: served_modules(config, kind, scope) for kind in config.shapes}
+        self._mixers = {
+            kind: {module.name: module for module in served_modules(config, kind, Scope.MIXER)}
+            for kind in config.shapes
+        }
         self._mlp = {module.name: module for module in block_family(config).modules}
         self._config = config
-        by_projection: dict[Packed, list[Module]] = {}
-        for module in self.modules:
-            by_projection.setdefault(module.packed, []).append(module)
-        self.projections = {packed: self._slices(modules) for packed, modules in by_projection.items()}
-        """The projections of a served layer that an adapter may change."""
+        kinds = dict.fromkeys(self._kind(layer) for layer in self.layers)
+        self._projections = {kind: self._slices_of(kind) for kind in kinds}
 
-    def slice_of(self, module: Module) -> tuple[int, slice]:
+    def modules(self, layer: int) -> tuple[Module, ...]:
+        """The modules of a served layer, in the order of their projections' rows."""
+        return self._modules[self._kind(layer)]
+
+    def projections(self, layer: int) -> Mapping[Packed, Slices]:
+        """The projections of a served layer that an adapter may change."""
+        return self._projections[self._kind(layer)]
+
+    def slice_of(self, layer: int, module: Module) -> tuple[int, slice]:
         """The place of a module among those of its served projection, and its rows there, on this rank."""
-        sizes = self.projections[module.packed].sizes
-        index = [other for other in self.modules if other.packed is module.packed].index(module)
+        sizes = self.projections(layer)[module.packed].sizes
+        index = [other for other in self.modules(layer) if other.packed is module.packed].index(module)
         start = sum(sizes[:index])
         return index, slice(start, start + sizes[index])
 
     def served(self, place: Place) -> Module | None:
         """The served module that a tensor belongs to, None where it is not served here."""
-        return self._served.get(place.module) if place.layer in self.layers else None
+        if place.layer not in self.layers:
+            return None
+        return next((module for module in self.modules(place.layer) if module.name == place.module), None)
 
     def check(self, place: Place, name: str) -> tuple[int, int] | None:
         """Return rows and columns of the module that a tensor belongs to, None where no config tells them.
@@ -116,24 +124,31 @@ class AdapterLayout:
         if not 0 <= place.layer < len(self._config.layers):
             raise _no_match(name)
         layer = self._config.layers[place.layer]
-        is_attention = layer.mixer is MixerKind.ATTENTION
-        if is_attention and place.module in ATTENTION_MODULES:
+        mixer = {} if layer.mixer is None else self._mixers.get(layer.mixer)
+        if mixer is None and place.module in ATTENTION_MODULES:
             return None
         if layer.mixer is None and place.module.startswith(ALONE):
             return None
         if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and place.module.startswith(MLP):
             return None
-        has_mixer = layer.mixer is not None and not is_attention
-        module = self._mixer.get(place.module) if has_mixer else None
+        module = (mixer or {}).get(place.module)
         if module is None and layer.mlp is MlpKind.DENSE:
             module = self._mlp.get(place.module)
         if module is None:
             raise _no_match(name)
         return module.rows, module.columns
 
-    def _slices(self, modules: Sequence[Module]) -> Slices:
-        shapes = [module.served_shape(self.placement.world_size) for module in modules]
-        return Slices(shapes[0][1], tuple(rows for rows, _ in shapes))
+    def _kind(self, layer: int) -> MixerKind:
+        kind = self._config.layers[layer].mixer
+        assert kind is not None
+        return kind
+
+    def _slices_of(self, kind: MixerKind) -> dict[Packed, Slices]:
+        """The projections of a layer with a mixer of this kind."""
+        shapes: dict[Packed, list[tuple[int, int]]] = {}
+        for module in self._modules[kind]:
+            shapes.setdefault(module.packed, []).append(module.served_shape(self.placement.world_size))
+        return {packed: Slices(sizes[0][1], tuple(rows for rows, _ in sizes)) for packed, sizes in shapes.items()}
 
 
 def _no_match(name: str) -> ModelError:

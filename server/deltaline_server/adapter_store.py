@@ -33,7 +33,7 @@ class AdapterStore:
         self.device = layout.placement.device
         # Whoever writes to them need not be in inference mode.
         with torch.inference_mode(False):
-            self._layers = {layer: _allocate(layout, num_slots, max_rank) for layer in layout.layers}
+            self._layers = {layer: _allocate(layout, layer, num_slots, max_rank) for layer in layout.layers}
 
     def layer(self, layer: int) -> Mapping[Packed, LoraWeights]:
         """The slots of a layer's projections."""
@@ -88,17 +88,17 @@ def store_bytes(layout: AdapterLayout, num_slots: int, max_rank: int) -> int:
     if not 1 <= max_rank <= MAX_RANK:
         raise ModelError(f"max_rank: expected 1..{MAX_RANK}, got {max_rank}")
     itemsize, slot_bytes = layout.placement.dtype.itemsize, 0
-    for slices in layout.projections.values():
+    for slices in (slices for layer in layout.layers for slices in layout.projections(layer).values()):
         count, outputs = len(slices.sizes), sum(slices.sizes)
         slot_bytes += max_rank * (count * slices.inputs + outputs) * itemsize
         slot_bytes += count * (torch.int32.itemsize + torch.float32.itemsize) + outputs * torch.float32.itemsize
-    return len(layout.layers) * num_slots * slot_bytes
+    return num_slots * slot_bytes
 
 
-def _allocate(layout: AdapterLayout, num_slots: int, max_rank: int) -> dict[Packed, LoraWeights]:
+def _allocate(layout: AdapterLayout, layer: int, num_slots: int, max_rank: int) -> dict[Packed, LoraWeights]:
     """Make the empty slots of one layer's projections."""
     place, projections = layout.placement, {}
-    for packed, slices in layout.projections.items():
+    for packed, slices in layout.projections(layer).items():
         count, outputs = len(slices.sizes), sum(slices.sizes)
         projections[packed] = LoraWeights(
             torch.zeros(num_slots, count, max_rank, slices.inputs, dtype=place.dtype, device=place.device),

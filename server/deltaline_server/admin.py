@@ -56,7 +56,7 @@ class AdminService:
 
     async def get_load(self, message: pb.GetLoadRequest, context: Context) -> bytes:
         """Tell how full the server is."""
-        load = self._scheduler.load()
+        load, pages = self._scheduler.load(), self._table.pages
         return pb.GetLoadResponse(
             sequences_open=self._table.num_open,
             lines_used=self._table.num_lines_used,
@@ -68,6 +68,8 @@ class AdminService:
             reply_bytes=load.reply_bytes,
             reply_bytes_limit=load.reply_bytes_limit,
             draining=self._table.is_draining,
+            kv_pages_used=0 if pages is None else pages.num_used,
+            kv_pages_total=0 if pages is None else pages.num_pages,
         ).SerializeToString()
 
     async def create_shared_memory(self, message: pb.CreateSharedMemoryRequest, context: Context) -> bytes:

@@ -5,7 +5,7 @@ Plain arrays; the ledger makes them, and applies them once the rows are done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,19 @@ class Admission:
     num_replayed: NDArray[np.int64]
     has_replays: bool
     is_idle: bool
+
+    def only(self, index: NDArray[np.int64]) -> Admission:
+        """These rows (positions in the admission) alone. What is told of any row may be so of one that is left out."""
+        return replace(
+            self,
+            rows=self.rows[index],
+            slots=self.slots[index],
+            after=self.after[:, index],
+            commit=self.commit[index],
+            commit_position=self.commit_position[index],
+            commit_ordinal=self.commit_ordinal[index],
+            num_replayed=self.num_replayed[index],
+        )
 
     @property
     def step(self) -> NDArray[np.int64]:

@@ -207,6 +207,9 @@ class Server:
             max_sequences=config.max_sequences,
             state_bytes=pool.total_bytes,
             sequence_state_bytes=pool.bytes_per_sequence,
+            kv_pages=0 if pool.kv is None else pool.kv.num_pages,
+            kv_page_bytes=0 if pool.kv is None else pool.kv.page_bytes,
+            max_context=0 if pool.kv is None else pool.kv.max_context,
             adapter_bytes=config.adapter_bytes,
             adapter_slot_bytes=0 if model.adapters is None else model.adapters.total_bytes,
         )

@@ -122,13 +122,15 @@ def lay_out(
         row, token = end, token + int(ends[-1])
     hidden = tuple(piece.hidden() for piece in pieces)
     adapter_slots = None if adapters is None else _adapter_slots(pieces, num_rows, adapters)
-    wanted, into = _wanted(pieces), _into(pieces)
+    wanted, into, new_pages = _wanted(pieces), _into(pieces), None
+    if table.pages is not None and span in table.pages.spans:
+        new_pages = table.pages.begun(control[2, :-1], control[6, :-1], np.diff(control[0]))
     copied_bytes = sum(
         array.nbytes for piece, array in zip(pieces, hidden, strict=True) if not piece.job.request.is_input_shared
     )
     if not into:
         copied_bytes += (token if wanted is None else len(wanted)) * hidden[0].shape[1] * hidden[0].itemsize
-    return StepBatch(span, control, num_short, hidden, wanted, into, copied_bytes, adapter_slots)
+    return StepBatch(span, control, num_short, hidden, wanted, into, copied_bytes, adapter_slots, new_pages)
 
 
 def _adapter_slots(pieces: list[Piece], num_rows: int, adapters: BatchAdapters) -> NDArray[np.int32] | None:

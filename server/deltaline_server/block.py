@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,6 @@ from deltaline_server.layer import Layer
 from deltaline_server.layer_reader import LayerReader
 from deltaline_server.modules import MLP, Module, Packed, mlp_modules
 from deltaline_server.projection import Projection
-from deltaline_server.state_pool import LayerState
 
 INPUT_NORM, POST_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 NORM = "norm.weight"
@@ -34,7 +34,7 @@ class Residual:
         self.inner = inner
         self._norm, self._eps, self._dtype, self._in_fp32 = norm, eps, dtype, in_fp32
 
-    def forward(self, hidden: Tensor, rows: Rows, state: LayerState, tiles: AdapterTiles | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
         normed = rms_norm(hidden.to(self._dtype), self._norm, self._eps)
         residual = hidden.float() if self._in_fp32 else hidden
@@ -49,7 +49,7 @@ class Mlp:
         self._gate_up = Projection(gate_up, adapters.get(Packed.GATE_UP))
         self._down = Projection(down, adapters.get(Packed.DOWN))
 
-    def forward(self, hidden: Tensor, rows: Rows, state: LayerState, tiles: AdapterTiles | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state."""
         gate, up = self._gate_up(hidden, tiles).chunk(2, dim=-1)
         return self._down(F.silu(gate) * up, tiles)
@@ -61,7 +61,7 @@ class Block:
     def __init__(self, mixer: Residual, mlp: Residual) -> None:
         self.mixer, self._mlp = mixer, mlp
 
-    def forward(self, hidden: Tensor, rows: Rows, state: LayerState, tiles: AdapterTiles | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
         return self._mlp.forward(self.mixer.forward(hidden, rows, state, tiles), rows, state, tiles)
 

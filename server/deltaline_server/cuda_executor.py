@@ -17,7 +17,8 @@ from deltaline_server.executor import BatchLimits, DeviceCounts, Launched, Repor
 from deltaline_server.graphs import Graphs, make_buckets
 from deltaline_server.line_zeroing import LineZeroing
 from deltaline_server.model import Model
-from deltaline_server.staging import Copier, Layout, Slot
+from deltaline_server.slot_layout import Layout
+from deltaline_server.staging import Copier, Slot
 from deltaline_server.state_pool import StatePool
 from deltaline_server.step import BatchResult, StepBatch
 
@@ -37,7 +38,8 @@ class CudaExecutor:
         self._num_compiled = 0
         knobs.runtime.jit_post_compile_hook = self._count_compiled
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self._buckets = make_buckets(limits, pool.max_draft, model.adapters is not None)
+        page_size = 0 if pool.kv is None else pool.kv.page_size
+        self._buckets = make_buckets(limits, pool.max_draft, model.adapters is not None, page_size)
         self._graphs = Graphs(model, pool, self._buckets)
 
     def prepare(self, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""What the layers of a model are made of: the families of its recurrent mixers and of the blocks around them."""
+"""What the layers of a model are made of: the families of its mixers and of the blocks around them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from deltaline_kernels import LoraWeights
+from deltaline_server.attention import AttentionFamily
 from deltaline_server.block import MlpBlocks, PlainBlocks
 from deltaline_server.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layer import Layer
 from deltaline_server.layer_reader import LayerReader
 from deltaline_server.mamba2 import Mamba2Family
-from deltaline_server.mixer_shape import Mamba2Shape
-from deltaline_server.model_config import ModelConfig, Scope
+from deltaline_server.mixer_shape import AttentionShape, GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.model_config import MixerKind, ModelConfig, Scope
 from deltaline_server.modules import Module, Packed
 
 
 class MixerFamily(Protocol):
-    """The recurrent mixers of a model."""
+    """The mixers of one kind of a model."""
 
     @property
     def modules(self) -> tuple[Module, ...]:
@@ -32,7 +33,7 @@ class MixerFamily(Protocol):
 
 
 class BlockFamily(Protocol):
-    """The blocks around a model's recurrent mixers."""
+    """The blocks around a model's mixers."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,11 +51,14 @@ class BlockFamily(Protocol):
         """Load a block around its mixer, with these adapters' slots."""
 
 
-def mixer_family(config: ModelConfig) -> MixerFamily:
-    """Return the family of a model's recurrent mixers."""
-    shape, hidden, eps = config.shape, config.hidden_size, config.rms_norm_eps
+def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
+    """Return the family of a model's mixers of a kind. Raises KeyError where the config has no shape of it."""
+    shape, hidden, eps = config.shapes[kind], config.hidden_size, config.rms_norm_eps
     if isinstance(shape, Mamba2Shape):
         return Mamba2Family(shape, hidden, eps)
+    if isinstance(shape, AttentionShape):
+        return AttentionFamily(shape, hidden, eps)
+    assert isinstance(shape, GatedDeltaNetShape)
     return GatedDeltaNetFamily(shape, hidden, eps, config.interleaves_projections)
 
 
@@ -66,7 +70,7 @@ def block_family(config: ModelConfig) -> BlockFamily:
     return PlainBlocks(hidden, eps, config.residual_in_fp32)
 
 
-def served_modules(config: ModelConfig, scope: Scope) -> tuple[Module, ...]:
-    """Return the modules of a served layer, those of one projection in the order of its rows."""
-    mixer = mixer_family(config).modules
+def served_modules(config: ModelConfig, kind: MixerKind, scope: Scope) -> tuple[Module, ...]:
+    """Return the modules of a served layer with a mixer of a kind, those of one projection in the order of its rows."""
+    mixer = mixer_family(config, kind).modules
     return mixer if scope is Scope.MIXER else mixer + block_family(config).modules

@@ -15,7 +15,7 @@ from deltaline_server.runtime import Runtime
 def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
     """Let the metrics read a runtime's numbers."""
     table, scheduler, counts = runtime.table, runtime.scheduler, runtime.executor.counts
-    adapters = runtime.adapters
+    adapters, pages = runtime.adapters, table.pages
 
     def of_adapters(read: Callable[[Adapters], float]) -> Callable[[], float]:
         """0 where the server keeps no adapters."""
@@ -24,6 +24,8 @@ def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
     for name, text, read in (
         ("lines_used", "State lines in use.", lambda: table.num_lines_used),
         ("lines_total", "State lines in all, the null line not counted.", lambda: table.num_lines),
+        ("kv_pages_used", "Pages of keys and values in use.", lambda: 0 if pages is None else pages.num_used),
+        ("kv_pages_total", "Pages of keys and values in all.", lambda: 0 if pages is None else pages.num_pages),
         ("sequences_open", "Sequences open.", lambda: table.num_open),
         ("queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows),
         ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),

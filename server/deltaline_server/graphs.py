@@ -16,7 +16,8 @@ import torch
 from deltaline_kernels import Rows
 from deltaline_server.executor import BatchLimits, Report, token_sizes
 from deltaline_server.model import Model
-from deltaline_server.staging import Layout, Slot
+from deltaline_server.slot_layout import Layout
+from deltaline_server.staging import Slot
 from deltaline_server.state_pool import StatePool
 from deltaline_server.step import StepBatch
 
@@ -48,13 +49,14 @@ class Bucket:
         )
 
 
-def make_buckets(limits: BatchLimits, max_draft: int, has_adapters: bool = False) -> list[Bucket]:
+def make_buckets(limits: BatchLimits, max_draft: int, has_adapters: bool = False, page_size: int = 0) -> list[Bucket]:
     """The buckets for every batch within the limits, in the order in which they are to be tried.
 
     Short rows that decode: powers of two. Where they may have several tokens, each with so many that rows have 4, 8,
     ... max_draft. With long rows: powers of two of their tokens, without short rows, with few and with as many as there
     may be.
-    has_adapters: batches may have adapters; they have buckets of their own, of the same sizes.
+    has_adapters: batches may have adapters; they have buckets of their own, of the same sizes. page_size: tokens of a
+    page, 0 where layers have none.
     """
     most = limits.short_rows
     row_counts = _powers(1, most)
@@ -71,6 +73,7 @@ def make_buckets(limits: BatchLimits, max_draft: int, has_adapters: bool = False
             ]
     tokens = most * max_draft + limits.chunk_tokens
     buckets.append(Bucket(Layout(most, most + limits.long_rows, tokens), max_draft, tokens))
+    buckets = [replace(bucket, layout=replace(bucket.layout, page_size=page_size)) for bucket in buckets]
     if has_adapters:
         buckets += [replace(bucket, layout=replace(bucket.layout, has_adapters=True)) for bucket in buckets]
     return sorted(set(buckets), key=lambda bucket: (bucket.layout.tokens, bucket.layout.rows))
@@ -104,11 +107,13 @@ class Graphs:
         total = len(slots) * len(spans) * len(self._buckets)
         for bucket in reversed(self._buckets):
             for number, slot in enumerate(slots):
-                control, _, adapter_slots = slot.inputs(bucket.layout)
-                control.zero_()
-                control[1:3] = -1  # every row is skipped: what runs meanwhile touches no line
-                if adapter_slots is not None:
-                    adapter_slots.fill_(-1)
+                inputs = slot.inputs(bucket.layout)
+                inputs.control.zero_()
+                inputs.control[1:3] = -1  # every row is skipped: what runs meanwhile touches no line
+                if inputs.adapter_slots is not None:
+                    inputs.adapter_slots.fill_(-1)
+                if inputs.new_pages is not None:
+                    inputs.new_pages.zero_()  # page 0 of the null line, which is its already
                 for span in spans:
                     if number == 0:
                         self._compute(slot, span, bucket)  # compiles, and lets libraries choose what they do once
@@ -148,9 +153,11 @@ class Graphs:
 
     def _compute(self, slot: Slot, span: int, bucket: Bucket) -> None:
         layout = bucket.layout
-        control, hidden, adapter_slots = slot.inputs(layout)
+        control, hidden, adapter_slots, new_pages = slot.inputs(layout)
         rows = Rows(control, layout.short_rows, bucket.longest_short, bucket.longest)
-        output = self._model.forward(span, hidden, rows, self._pool, adapter_slots)
+        if span not in self._model.paged_spans:
+            new_pages = None
+        output = self._model.forward(span, hidden, rows, self._pool, adapter_slots, new_pages)
         sizes, outputs = slot.outputs(layout)
         outputs.copy_(output)
         sizes.copy_(token_sizes(output))

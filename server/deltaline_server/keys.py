@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,16 @@ class Keys:
     def get(self, key: str) -> Any:
         """The value, None where it is absent."""
         return self._values.get(key)
+
+    def nested(self, key: str) -> Keys:
+        """Access to the keys of an object under `key`. Raises ModelError where there is something else."""
+        return Keys(self.get(key), f"{self._prefix}{key}.")
+
+    def only(self, known: Collection[str]) -> None:
+        """Raise ModelError naming a key that is none of those."""
+        for key in self._values:
+            if key not in known:
+                raise ModelError(f"{self._prefix}{shown(key)}: expected none (it is not known), got one")
 
     def fail(self, key: str, expected: str) -> ModelError:
         """The error that `key` is not as expected."""

@@ -10,16 +10,18 @@ of a batch that have adapters, None where none has.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows
-from deltaline_server.state_pool import LayerState
 
 
 class Layer(Protocol):
     """What a span is made of."""
 
-    def forward(self, hidden: Tensor, rows: Rows, state: LayerState, tiles: AdapterTiles | None = None) -> Tensor:
-        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
+    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`.
+
+        state: what the pool keeps for a layer of this kind, a LayerState or a KvState.
+        """

@@ -1,6 +1,6 @@
 """The tensors of one layer, read for one rank: its rows and columns, in the order in which they are served.
 
-Knows names, modules and slices; not what a tensor means (gated_delta_net.py, mamba2.py, block.py).
+Knows names, modules and slices; not what a tensor means (gated_delta_net.py, mamba2.py, attention.py, block.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ class LayerReader:
     def world_size(self) -> int:
         """Ranks that share the layer."""
         return self._placement.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors go."""
+        return self._placement.device
 
     @property
     def dtype(self) -> torch.dtype:

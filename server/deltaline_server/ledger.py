@@ -16,6 +16,7 @@ from deltaline_server.step import RowKind, StepRequest
 
 # Commits that one span may be ahead of another's: each is remembered until every span has passed it.
 MAX_FIXED_COMMITS = 16384
+RETRY_AFTER_S = {Reason.TOO_MANY_IN_FLIGHT: 0.01, Reason.PAGES_EXHAUSTED: 0.05}
 
 
 class Progress:
@@ -265,6 +266,8 @@ class StepLedger:
             Reason.STEP_GAP: f"the next step is {step + in_flight + 1}",
             Reason.STEP_CONFLICT: "a step of this number was taken with other content",
             Reason.TOO_MANY_IN_FLIGHT: f"{in_flight} steps are in flight, the limit is {self.max_in_flight}",
+            Reason.PAGES_EXHAUSTED: "too few pages of keys and values are free for the step",
+            Reason.CONTEXT_EXCEEDED: "the step would pass max_context, the most tokens of a sequence",
             Reason.POSITION_MISMATCH: f"the position before this step's commit is {expected}; "
             "a step's position is counted after the commit that it carries",
             Reason.VERIFY_PENDING: f"a verify of {pending} tokens waits for its accepted count",
@@ -282,7 +285,7 @@ class StepLedger:
             reason,
             messages[reason],
             {"step": str(step), "position": str(position), "pending_tokens": str(pending)},
-            retry_after_s=0.01 if reason is Reason.TOO_MANY_IN_FLIGHT else None,
+            retry_after_s=RETRY_AFTER_S.get(reason),
         )
 
     def check_integrity(self) -> None:

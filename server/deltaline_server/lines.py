@@ -1,6 +1,7 @@
 """The lines of the state pool: which are free and which are in use.
 
-Knows line numbers and reference counts; not what a line holds (state_pool.py) nor whose it is (sequences.py).
+Knows line numbers and reference counts, and that pages go with lines (pages.py); not what a line holds (state_pool.py)
+nor whose it is (sequences.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.pages import PagePool
 
 NULL_LINE = 0
 
@@ -20,11 +22,14 @@ class LinePool:
     """Hands out lines 1 .. num_lines, the lowest first, so that a batch's lines tend to form a run.
 
     `zero` is called with every line that is handed out, before `allocate` returns; it may zero them later, as long as
-    it does so before the next batch runs. There is no other way to get a line.
+    it does so before the next batch runs. There is no other way to get a line. pages: those that lines get beside; they
+    go back with the line. None where no layer keeps keys.
     """
 
-    def __init__(self, num_lines: int, zero: Callable[[NDArray[np.int64]], None]) -> None:
-        self.num_lines = num_lines
+    def __init__(
+        self, num_lines: int, zero: Callable[[NDArray[np.int64]], None], pages: PagePool | None = None
+    ) -> None:
+        self.num_lines, self.pages = num_lines, pages
         self._zero = zero
         self._free = list(range(1, num_lines + 1))
         self._references = np.zeros(num_lines + 1, dtype=np.int32)
@@ -58,6 +63,8 @@ class LinePool:
                 raise ValueError(f"line: expected one in use, got {line}, which is free")
             self._references[line] -= 1
             if self._references[line] == 0:
+                if self.pages is not None:
+                    self.pages.release(line)
                 heapq.heappush(self._free, int(line))
 
     def check_integrity(self) -> None:
@@ -68,3 +75,5 @@ class LinePool:
             raise ValueError("line pool: a line is free twice, or the null line is in the pool")
         if (free[1:] == (self._references[1:] > 0)).any():
             raise ValueError("line pool: a line is both free and in use, or neither")
+        if self.pages is not None:
+            self.pages.check_integrity(self._references > 0)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 from deltaline_server.keys import ModelError
 
 
-class MixerShape(Protocol):
+class RecurrentShape(Protocol):
     """What every recurrent mixer has, the whole layer's or one rank's share: a convolution and a recurrent state."""
 
     @property
@@ -165,3 +165,51 @@ class Mamba2Shape:
             num_heads=self.num_heads // world_size,
             norm_groups=self.norm_groups // world_size,
         )
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes and constants of a gated attention mixer, of the whole layer or of one rank's share.
+
+    rotary_dim: the first channels of a head, which are rotated; rope_theta: the base of their wavelengths.
+    max_positions: most tokens of a sequence. has_bias: whether all projections have one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    max_positions: int
+    has_bias: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Channels of all queries, HQ * D; the output gate has as many."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, HKV * D; values have as many."""
+        return self.num_kv_heads * self.head_dim
+
+    def test_sizes(self) -> dict[str, Any]:
+        """What the kernels' self-test is told of a model with such mixers."""
+        return {
+            "recurrence": "attention",
+            "num_key_heads": self.num_kv_heads,
+            "num_value_heads": self.num_heads,
+            "key_dim": self.head_dim,
+            "value_dim": self.head_dim,
+            "rotary_dim": self.rotary_dim,
+        }
+
+    def shard(self, world_size: int) -> AttentionShape:
+        """Return one rank's share: whole key heads and their query heads. Raises ModelError if that can't be done."""
+        if self.num_kv_heads % world_size:
+            raise ModelError(f"world_size: expected a divisor of {self.num_kv_heads} key-value heads, got {world_size}")
+        return replace(self, num_heads=self.num_heads // world_size, num_kv_heads=self.num_kv_heads // world_size)
+
+
+MixerShape = RecurrentShape | AttentionShape
+"""The sizes of any mixer."""

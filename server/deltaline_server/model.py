@@ -23,11 +23,11 @@ from deltaline_server.adapter_store import AdapterStore, store_bytes
 from deltaline_server.checkpoint import Checkpoint
 from deltaline_server.keys import ModelError
 from deltaline_server.layer import Layer
-from deltaline_server.mixer_shape import MixerShape
+from deltaline_server.mixer_shape import AttentionShape, MixerShape
 from deltaline_server.model_config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.modules import Packed
 from deltaline_server.placement import Placement
-from deltaline_server.state_pool import StateOptions, StatePool, check_state
+from deltaline_server.state_pool import StateOptions, StatePool, plan_state
 from deltaline_server.weights import LayerLoader, random_init
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -54,7 +54,7 @@ class ModelOptions:
     spans: what a step may address; None for one span of all `layers` in block scope, one for each in mixer scope.
         Layers of no span are not loaded.
     dtype: None for the checkpoint's, float32 where it names none.
-    adapters: None for none.
+    adapters: None for none. max_context: most tokens of a sequence of a model with attention, 0 for the checkpoint's.
     """
 
     device: torch.device
@@ -68,14 +68,15 @@ class ModelOptions:
     rank: int = 0
     world_size: int = 1
     adapters: AdapterOptions | None = None
+    max_context: int = 0
 
 
 class Model:
     """Layers in spans.
 
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); hidden_size; dtype and numpy_dtype
-    of hidden states; device; shape (of the mixers on this rank); layout (of what adapters may change); adapters (their
-    slots, None where there are none).
+    of hidden states; device; shapes (of the layers' mixers on this rank); layout (of what adapters may change);
+    adapters (their slots, None where there are none); paged_spans (those with attention layers, which keep pages).
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Model:
         scope: Scope,
         spans: Sequence[range],
         layers: dict[int, Layer],
-        shape: MixerShape,
+        shapes: Mapping[int, MixerShape],
         layout: AdapterLayout,
         adapters: AdapterStore | None,
     ) -> None:
@@ -96,10 +97,13 @@ class Model:
         self.dtype = placement.dtype
         self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
         self.device = placement.device
-        self.shape = shape
+        self.shapes = tuple(shapes[layer] for layer in layers)
         self.layout = layout
         self.adapters = adapters
         self._layers = layers
+        self.paged_spans = frozenset(
+            i for i, span in enumerate(spans) if any(isinstance(shapes[layer], AttentionShape) for layer in span)
+        )
         # The place of each layer in a StatePool of this model.
         self._places = {layer: place for place, layer in enumerate(layers)}
 
@@ -110,16 +114,27 @@ class Model:
 
     def make_pool(self, options: StateOptions) -> StatePool:
         """Allocate the state of this model's layers. Raises ModelError as StatePool does."""
-        return StatePool([self.shape] * self.num_layers, options, dtype=self.dtype, device=self.device)
+        return StatePool(self.shapes, options, dtype=self.dtype, device=self.device)
 
     def forward(
-        self, span: int, hidden: Tensor, rows: Rows, pool: StatePool, adapter_slots: Tensor | None = None
+        self,
+        span: int,
+        hidden: Tensor,
+        rows: Rows,
+        pool: StatePool,
+        adapter_slots: Tensor | None = None,
+        new_pages: Tensor | None = None,
     ) -> Tensor:
         """Run the layers of a span over hidden `[T, hidden]`, not mutated; mutates the write lines of `pool`.
+
+        new_pages: as StatePool.put_pages takes them, those that begin among the rows' tokens; None for none, and where
+        the span has no attention layers.
 
         adapter_slots: int32 `[N]`, contiguous, the slot of each row's adapter, -1 for none; None where no row has one.
         Raises ValueError: rows with adapters, and no slots.
         """
+        if new_pages is not None:
+            pool.put_pages(new_pages)
         tiles = None
         if adapter_slots is not None:
             if self.adapters is None:
@@ -144,7 +159,7 @@ def load_model(options: ModelOptions) -> Model:
             adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
             load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
             layers[number] = load(number, adapters)
-        return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shape, plan.layout, store)
+        return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shapes, plan.layout, store)
 
 
 @contextmanager
@@ -163,7 +178,7 @@ def check_model(options: ModelOptions, state: StateOptions | None = None) -> int
     """
     with _plan(replace(options, device=torch.device("cpu"))) as plan:
         if state is not None:
-            check_state([plan.loader.shape] * len(plan.layers), state, plan.layout.placement.dtype)
+            plan_state([plan.loader.shapes[layer] for layer in plan.layers], state, plan.layout.placement.dtype)
         wanted = options.adapters
         return 0 if wanted is None else store_bytes(plan.layout, wanted.num_slots, wanted.max_rank)
 
@@ -211,6 +226,7 @@ def _plan(options: ModelOptions) -> Iterator[_Plan]:
             config = ModelConfig.from_file(options.random_init)
         else:
             raise ModelError("--model, --random-init: expected either a model directory or a config for random weights")
+        config = config.with_context(options.max_context)
         count = len(config.layers)
         served = options.layers if options.layers is not None else range(count)
         if served.step != 1 or not 0 <= served.start < served.stop <= count:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
-from deltaline_server.keys import MAX_FLOAT, Keys, ModelError, read_json_object, shown
-from deltaline_server.mixer_shape import GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.keys import Keys, ModelError, read_json_object, shown
+from deltaline_server.mixer_shape import AttentionShape, Mamba2Shape, MixerShape
+from deltaline_server.shape_reader import attention_shape, gated_delta_net_shape, time_step_limits, value_groups
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -62,7 +63,8 @@ class ModelConfig:
     """A checkpoint's language model.
 
     intermediate_size: of dense MLPs. dtype: the one that the checkpoint was written for, None where it names none.
-    shape: of its recurrent mixers. residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer.
+    shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
+    residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer.
     """
 
     model_type: str
@@ -70,9 +72,10 @@ class ModelConfig:
     intermediate_size: int
     rms_norm_eps: float
     dtype: str | None
-    shape: GatedDeltaNetShape | Mamba2Shape
+    shapes: Mapping[MixerKind, MixerShape]
     layers: tuple[LayerConfig, ...]
     residual_in_fp32: bool = False
+    unserved: Mapping[MixerKind, str] = field(default_factory=dict)
 
     @property
     def interleaves_projections(self) -> bool:
@@ -83,6 +86,21 @@ class ModelConfig:
     def has_mlp_blocks(self) -> bool:
         """Whether a layer with a mixer has an MLP as well."""
         return any(layer.mixer is not None and layer.mlp is not None for layer in self.layers)
+
+    def with_context(self, max_context: int) -> ModelConfig:
+        """Let sequences have at most so many tokens; 0 for as many as the checkpoint was made for, which is the most.
+
+        Raises ModelError beyond that. Without attention there is no limit, and nothing changes.
+        """
+        shape = self.shapes.get(MixerKind.ATTENTION)
+        if not max_context or not isinstance(shape, AttentionShape):
+            return self
+        if max_context > shape.max_positions:
+            raise ModelError(
+                f"--max-context: expected at most {shape.max_positions} (max_position_embeddings), got {max_context}"
+            )
+        shape = replace(shape, max_positions=max_context)
+        return replace(self, shapes={**self.shapes, MixerKind.ATTENTION: shape})
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
@@ -111,6 +129,15 @@ def _qwen(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
     keys.require("hidden_act", "silu", default="silu")
     num_layers = keys.integer("num_hidden_layers", 1, MAX_LAYERS)
     mixers = _mixers(keys, num_layers)
+    shapes: dict[MixerKind, MixerShape] = {}
+    unserved = {}
+    if MixerKind.GATED_DELTA_NET in mixers:
+        shapes[MixerKind.GATED_DELTA_NET] = gated_delta_net_shape(keys)
+    if MixerKind.ATTENTION in mixers:
+        try:
+            shapes[MixerKind.ATTENTION] = attention_shape(keys, num_kv_heads=2 if model_type == "qwen3_next" else 4)
+        except ModelError as error:  # its other layers can be served all the same
+            unserved[MixerKind.ATTENTION] = str(error)
     mlps = _mlps(keys, num_layers) if model_type == "qwen3_next" else (MlpKind.DENSE,) * num_layers
     return ModelConfig(
         model_type=model_type,
@@ -118,8 +145,9 @@ def _qwen(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
         intermediate_size=keys.integer("intermediate_size", 1, MAX_SIZE),
         rms_norm_eps=keys.positive("rms_norm_eps"),
         dtype=dtype,
-        shape=_gated_delta_net(keys),
+        shapes=shapes,
         layers=tuple(LayerConfig(*layer) for layer in zip(range(num_layers), mixers, mlps, strict=True)),
+        unserved=unserved,
     )
 
 
@@ -130,13 +158,13 @@ def _mamba2(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
     if keys.integer("expand", 1, MAX_LAYERS, default=2) * hidden_size != num_heads * head_dim:
         raise keys.fail("expand", f"num_heads * head_dim / hidden_size ({num_heads} * {head_dim} / {hidden_size})")
     shape = Mamba2Shape(
-        num_groups=_groups(keys, num_heads),
+        num_groups=value_groups(keys, num_heads),
         num_heads=num_heads,
         head_dim=head_dim,
         state_dim=keys.integer("state_size", 1, MAX_HEAD_DIM, default=128),
         conv_width=keys.integer("conv_kernel", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
         norm_groups=1,
-        dt_limit=_dt_limit(keys),
+        dt_limit=time_step_limits(keys),
         has_conv_bias=keys.flag("use_conv_bias", default=True),
         has_bias=keys.flag("use_bias", default=False),
     )
@@ -146,7 +174,7 @@ def _mamba2(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
         intermediate_size=0,
         rms_norm_eps=keys.positive("layer_norm_epsilon", default=1e-5),
         dtype=dtype,
-        shape=shape,
+        shapes={MixerKind.MAMBA2: shape},
         layers=tuple(
             LayerConfig(i, MixerKind.MAMBA2, None) for i in range(keys.integer("num_hidden_layers", 1, MAX_LAYERS))
         ),
@@ -157,28 +185,28 @@ def _mamba2(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
 def _nemotron_h(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
     keys.require("mamba_hidden_act", "silu", default="silu")
     num_heads = keys.integer("mamba_num_heads", 1, MAX_LAYERS)
-    groups = _groups(keys, num_heads, _spelling(keys, "mamba_n_groups", "n_groups"))
-    # The checkpoint's model takes time_step_min for the least time step, and has no greatest one.
-    least = keys.positive(_spelling(keys, "mamba_dt_min", "time_step_min"), default=0.001)
+    groups = value_groups(keys, num_heads, _spelling(keys, "mamba_n_groups", "n_groups"))
+    shape = Mamba2Shape(
+        num_groups=groups,
+        num_heads=num_heads,
+        head_dim=keys.integer("mamba_head_dim", 1, MAX_HEAD_DIM),
+        state_dim=keys.integer("ssm_state_size", 1, MAX_HEAD_DIM, default=128),
+        conv_width=keys.integer(
+            _spelling(keys, "mamba_d_conv", "conv_kernel"), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4
+        ),
+        norm_groups=groups,
+        # The checkpoint's model takes time_step_min for the least time step, and has no greatest one.
+        dt_limit=(keys.positive(_spelling(keys, "mamba_dt_min", "time_step_min"), default=0.001), math.inf),
+        has_conv_bias=keys.flag(_spelling(keys, "mamba_conv_bias", "use_conv_bias"), default=True),
+        has_bias=keys.flag("use_bias", default=False),
+    )
     return ModelConfig(
         model_type=model_type,
         hidden_size=keys.integer("hidden_size", 1, MAX_SIZE),
         intermediate_size=keys.integer("intermediate_size", 1, MAX_SIZE),
         rms_norm_eps=keys.positive("layer_norm_epsilon", default=1e-5),
         dtype=dtype,
-        shape=Mamba2Shape(
-            num_groups=groups,
-            num_heads=num_heads,
-            head_dim=keys.integer("mamba_head_dim", 1, MAX_HEAD_DIM),
-            state_dim=keys.integer("ssm_state_size", 1, MAX_HEAD_DIM, default=128),
-            conv_width=keys.integer(
-                _spelling(keys, "mamba_d_conv", "conv_kernel"), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4
-            ),
-            norm_groups=groups,
-            dt_limit=(least, math.inf),
-            has_conv_bias=keys.flag(_spelling(keys, "mamba_conv_bias", "use_conv_bias"), default=True),
-            has_bias=keys.flag("use_bias", default=False),
-        ),
+        shapes={MixerKind.MAMBA2: shape},
         layers=_nemotron_layers(keys),
     )
 
@@ -224,42 +252,6 @@ def _nemotron_layers(keys: Keys) -> tuple[LayerConfig, ...]:
 def _spelling(keys: Keys, old: str, new: str) -> str:
     """The key to read: the old one where there is one, which goes before the new one in the checkpoint's model."""
     return new if keys.get(old) is None else old
-
-
-def _groups(keys: Keys, num_heads: int, key: str = "n_groups") -> int:
-    """The groups of heads that share B and C."""
-    groups = keys.integer(key, 1, MAX_LAYERS, default=8)
-    if num_heads % groups:
-        raise keys.fail(key, f"a divisor of {num_heads} heads")
-    return groups
-
-
-def _dt_limit(keys: Keys) -> tuple[float, float]:
-    """The least and the greatest time step. JSON has no infinity: it is written in an object, or as Python does."""
-    limits = keys.get("time_step_limit")
-    if limits is None:
-        return 0.0, math.inf
-    if not isinstance(limits, list) or len(limits) != 2:
-        raise keys.fail("time_step_limit", "two numbers")
-    least, greatest = (math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits)
-    if not all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, greatest)):
-        raise keys.fail("time_step_limit", "two numbers")
-    if not (0 <= least <= MAX_FLOAT and least <= greatest and (greatest <= MAX_FLOAT or greatest == math.inf)):
-        raise keys.fail("time_step_limit", "0 <= least <= greatest, numbers that fp32 holds or infinity")
-    return float(least), float(greatest)
-
-
-def _gated_delta_net(keys: Keys) -> GatedDeltaNetShape:
-    shape = GatedDeltaNetShape(
-        num_key_heads=keys.integer("linear_num_key_heads", 1, MAX_LAYERS),
-        num_value_heads=keys.integer("linear_num_value_heads", 1, MAX_LAYERS),
-        key_dim=keys.integer("linear_key_head_dim", 1, MAX_HEAD_DIM),
-        value_dim=keys.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
-        conv_width=keys.integer("linear_conv_kernel_dim", MIN_CONV_WIDTH, MAX_CONV_WIDTH),
-    )
-    if shape.num_value_heads % shape.num_key_heads:
-        raise keys.fail("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.num_key_heads})")
-    return shape
 
 
 def _mixers(keys: Keys, num_layers: int) -> tuple[MixerKind, ...]:

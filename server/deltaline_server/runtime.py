@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,10 +30,11 @@ from deltaline_server.job_queue import Limits
 from deltaline_server.keys import ModelError
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import LinePool
-from deltaline_server.mixer_shape import MixerShape
+from deltaline_server.mixer_shape import AttentionShape, MixerShape
 from deltaline_server.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.model_config import Scope
 from deltaline_server.observer import Observer
+from deltaline_server.pages import PagePool
 from deltaline_server.pinning import CudaPinning
 from deltaline_server.regions import Regions
 from deltaline_server.replies import KeptReplies
@@ -75,7 +77,8 @@ class Runtime:
         model = load_model(loaded)
         options = state_options(config)
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
-            check_kernels(model.device, model.dtype, model.shape, options)
+            for shape in dict.fromkeys(model.shapes):
+                check_kernels(model.device, model.dtype, shape, options)
         pool = model.make_pool(options)
         bounds = batch_limits(config)
         executor = make_executor(model, pool, bounds)
@@ -83,7 +86,7 @@ class Runtime:
         num_spans = len(model.spans)
         adapters = Adapters.build(config, model, loaded, clock, call_soon)
         table = SequenceTable(
-            lines=LinePool(config.max_sequences, engine.zero_lines),
+            lines=LinePool(config.max_sequences, engine.zero_lines, page_pool(model, pool)),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
             replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
             bindings=Bindings(config.max_sequences, None if adapters is None else adapters.registry),
@@ -179,7 +182,25 @@ class Runtime:
             adapter_bytes=config.adapter_bytes,
             adapter_slots=0 if self.adapters is None else self.adapters.slots.num_slots,
             max_adapter_rank=0 if self.adapters is None else config.max_adapter_rank,
+            kv_pages=0 if self.pool.kv is None else self.pool.kv.num_pages,
+            kv_page_tokens=0 if self.pool.kv is None else self.pool.kv.page_size,
+            kv_page_bytes=0 if self.pool.kv is None else self.pool.kv.page_bytes,
+            max_context=0 if self.pool.kv is None else self.pool.kv.max_context,
         )
+
+
+def page_pool(model: Model, pool: StatePool) -> PagePool | None:
+    """What hands out the pages of a pool, None where it has none."""
+    if pool.kv is None:
+        return None
+    kv = pool.kv
+    return PagePool(
+        num_pages=kv.num_pages,
+        page_size=kv.page_size,
+        max_context=kv.max_context,
+        num_lines=pool.num_lines,
+        spans=model.paged_spans,
+    )
 
 
 def check_kernels(device: torch.device, dtype: torch.dtype, shape: MixerShape, options: StateOptions) -> None:
@@ -187,9 +208,10 @@ def check_kernels(device: torch.device, dtype: torch.dtype, shape: MixerShape, o
 
     Raises: ModelError naming those that differ, and on a GPU what compiled them.
     """
-    checks = run_selftest(
-        device, dtype, **shape.test_sizes(), max_draft=options.max_draft, state_dtype=options.state_dtype
-    )
+    sizes: dict[str, Any] = shape.test_sizes()
+    if isinstance(shape, AttentionShape):
+        sizes["page_size"] = options.page_size
+    checks = run_selftest(device, dtype, **sizes, max_draft=options.max_draft, state_dtype=options.state_dtype)
     wrong = [check for check in checks if not check.ok]
     if wrong:
         text = "; ".join(f"{check.name}: error {check.error:.2g}, limit {check.limit:.2g}" for check in wrong)
@@ -239,6 +261,7 @@ def model_options(config: Config) -> ModelOptions:
         scope=Scope(config.scope),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         adapters=AdapterOptions(config.adapter_slots, config.max_adapter_rank) if config.adapter_bytes else None,
+        max_context=config.max_context,
     )
 
 
@@ -249,6 +272,7 @@ def state_options(config: Config) -> StateOptions:
         max_draft=config.max_draft_tokens,
         state_dtype=getattr(torch, config.state_dtype),
         limit_bytes=config.state_bytes,
+        page_size=config.page_size,
     )
 
 

@@ -95,6 +95,8 @@ class Scheduler:
         verdict = judge(request, self._table, self._queue)
         admission = verdict.admission
         reserved_bytes = self._queue.reserve(request, admission, len(verdict.joins))
+        if verdict.claim is not None:
+            verdict.claim.take()
         self._table.ledger.take(request.form.span, admission)
         job = Job(request, admission, reserved_bytes, self._num_jobs, self._clock(), on_done)
         self._num_jobs += 1

@@ -5,11 +5,9 @@ A slot belongs to one batch from its launch until its result is taken. Knows lay
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.slot_layout import NUM_PAGE_FIELDS, Layout, fill_adapters, fill_control, fill_pages
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
 # Smaller arrays are sooner copied than asked where they lie.
@@ -25,34 +24,6 @@ DIRECT_BYTES = 1 << 16
 LARGE_BYTES, COPY_THREADS = 1 << 21, 4
 # Views of a slot's memory that are remembered.
 MOST_PARTS = 1024
-# Bytes between whose multiples tensors of a slot begin.
-ALIGNMENT = 256
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a batch lies in a slot: rows and tokens in all, of which the first rows are for short ones.
-
-    has_adapters: behind the control of the rows are the slots of their adapters, as one more field.
-    """
-
-    short_rows: int
-    rows: int
-    tokens: int
-    has_adapters: bool = False
-
-    @property
-    def fields(self) -> tuple[int, int]:
-        """The shape of the control and of what else the rows have."""
-        return NUM_FIELDS + self.has_adapters, self.rows + 1
-
-    @property
-    def control_bytes(self) -> int:
-        return _aligned(math.prod(self.fields) * 4)
-
-    @property
-    def size_bytes(self) -> int:
-        return _aligned(self.tokens * 4)
 
 
 class Copier:
@@ -77,12 +48,25 @@ class Copier:
         self._pool.shutdown()
 
 
+class Inputs(NamedTuple):
+    """What a batch gives the layers, on the device.
+
+    control int32 `[7, rows + 1]`, hidden `[T, hidden]`; where the layout has them adapter_slots int32 `[rows]` and
+    new_pages int32 `[3, pages]`, else None.
+    """
+
+    control: Tensor
+    hidden: Tensor
+    adapter_slots: Tensor | None
+    new_pages: Tensor | None
+
+
 class Slot:
     """Memory of one batch in flight, allocated once, and the events that time its stages.
 
-    Inbound: control int32 `[7, rows + 1]`, with the slots of adapters `[8, rows + 1]`, then hidden `[T, hidden]`;
-    outbound: sizes fp32 `[T]`, then outputs `[T, hidden]`. Events: 0 and 1 around the copy in, 2 and 3 around the
-    computation, 4 after the copy out.
+    Inbound: control int32 `[7, rows + 1]`, with the slots of adapters `[8, rows + 1]`, pages int32 `[3, pages]` where
+    the layout has some, then hidden `[T, hidden]`; outbound: sizes fp32 `[T]`, then outputs `[T, hidden]`. Events: 0
+    and 1 around the copy in, 2 and 3 around the computation, 4 after the copy out.
     """
 
     def __init__(
@@ -106,13 +90,14 @@ class Slot:
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
         self._is_placed = False
 
-    def inputs(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Control, hidden and, where the layout has adapters, their slots by row, on the device."""
-        begin = layout.control_bytes
-        fields = self._inbound.device[: math.prod(layout.fields) * 4].view(torch.int32).view(layout.fields)
-        hidden = self._inbound.device[begin : begin + layout.tokens * self._token_bytes].view(self._dtype)
+    def inputs(self, layout: Layout) -> Inputs:
+        """What a batch of this layout is computed from."""
+        begin, device = layout.control_bytes, self._inbound.device
+        fields = device[: layout.field_bytes].view(torch.int32).view(layout.fields)
+        hidden = device[begin : begin + layout.tokens * self._token_bytes].view(self._dtype)
         adapter_slots = fields[NUM_FIELDS, :-1] if layout.has_adapters else None
-        return fields[:NUM_FIELDS], hidden.view(-1, self._hidden_size), adapter_slots
+        pages = device[_page_bytes(layout)].view(torch.int32).view(NUM_PAGE_FIELDS, -1) if layout.num_pages else None
+        return Inputs(fields[:NUM_FIELDS], hidden.view(-1, self._hidden_size), adapter_slots, pages)
 
     def outputs(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Sizes and outputs on the device."""
@@ -127,10 +112,13 @@ class Slot:
         Rows of the layout that the batch has not have no token and are skipped.
         """
         inbound, begin = self._inbound, layout.control_bytes
-        fields = inbound.array[: math.prod(layout.fields) * 4].view(np.int32).reshape(layout.fields)
-        _fill(fields[:NUM_FIELDS], batch, layout)
+        fields = inbound.array[: layout.field_bytes].view(np.int32).reshape(layout.fields)
+        fill_control(fields[:NUM_FIELDS], batch, layout)
         if batch.adapter_slots is not None:
             fill_adapters(fields[NUM_FIELDS], batch.adapter_slots, batch.num_short, layout)
+        if batch.new_pages is not None:
+            region = inbound.array[_page_bytes(layout)].view(np.int32).reshape(NUM_PAGE_FIELDS, -1)
+            fill_pages(region, batch.new_pages)
         filled, end = 0, begin
         pinned = []
         for piece in batch.hidden:
@@ -250,28 +238,7 @@ def _as_pinned(array: NDArray[Any]) -> Tensor | None:
     return tensor if tensor.is_pinned() else None
 
 
-def _fill(fields: NDArray[np.int32], batch: StepBatch, layout: Layout) -> None:
-    """Write a batch's control `[7, N + 1]` in a layout `[7, rows + 1]`; the other rows are empty and skipped."""
-    control, short, num_rows = batch.control, batch.num_short, batch.control.shape[1] - 1
-    if fields.shape == control.shape and short == layout.short_rows:
-        fields[:] = control
-        return
-    first_long, end = layout.short_rows, layout.short_rows + num_rows - short
-    fields[1:3] = -1
-    fields[3:] = 0
-    fields[:, :short] = control[:, :short]
-    fields[0, short:first_long] = control[0, short]
-    fields[:, first_long:end] = control[:, short:num_rows]
-    fields[0, end:] = control[0, num_rows]
-
-
-def fill_adapters(field: NDArray[np.int32], adapter_slots: NDArray[np.int32], num_short: int, layout: Layout) -> None:
-    """Write the slots `[N]` of a batch's adapters in a layout `[rows + 1]`; the other rows have none."""
-    first_long, end = layout.short_rows, layout.short_rows + len(adapter_slots) - num_short
-    field[num_short:] = -1
-    field[:num_short] = adapter_slots[:num_short]
-    field[first_long:end] = adapter_slots[num_short:]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _page_bytes(layout: Layout) -> slice:
+    """Where the pages of a batch lie among the inbound bytes."""
+    begin = layout.field_bytes
+    return slice(begin, begin + NUM_PAGE_FIELDS * layout.num_pages * 4)

@@ -204,7 +204,8 @@ class StepBatch:
     back, None for all. into: memory of clients where the outputs of each piece are to be in the end [rows, hidden],
     empty unless all have such a place; an engine that can write there saves a copy. copied_bytes: of what crosses
     between host and device, what is not in shared memory. adapter_slots int32 [N]: the slot of each row's adapter, -1
-    for none; None when no row has one.
+    for none; None when no row has one. new_pages int32 [3, n]: line, place and page of those that begin
+    within the rows' tokens, so that the device knows each before it needs it; None where the span's layers have none.
     """
 
     span: int
@@ -215,6 +216,7 @@ class StepBatch:
     into: tuple[NDArray[Any], ...] = ()
     copied_bytes: int = 0
     adapter_slots: NDArray[np.int32] | None = None
+    new_pages: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

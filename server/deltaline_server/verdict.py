@@ -5,7 +5,7 @@ Judges only; takes nothing (scheduler.py does).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from deltaline_server.admission import Admission, Slots
 from deltaline_server.errors import Reason, Refusal
 from deltaline_server.job import Join
 from deltaline_server.job_queue import JobQueue
+from deltaline_server.pages import PageClaim, PagePool
 from deltaline_server.replies import KeptReply
 from deltaline_server.sequence import SequenceState
 from deltaline_server.sequences import SequenceTable
@@ -27,7 +28,8 @@ class Verdict:
     """What is to become of each row of a request; every row is in exactly one of them.
 
     admission: new steps. kept: rows with a kept reply, joins: rows in flight elsewhere, refusals: the others, by row.
-    slots int64 [N], meaningless for rows whose sequence is not known.
+    slots int64 [N], meaningless for rows whose sequence is not known. claim: the pages that the new steps need, None
+    where steps need none.
     """
 
     slots: Slots
@@ -35,6 +37,7 @@ class Verdict:
     kept: dict[int, KeptReply]
     joins: list[Join]
     refusals: dict[int, Refusal]
+    claim: PageClaim | None = None
 
     @property
     def answered_rows(self) -> NDArray[np.int64]:
@@ -52,7 +55,34 @@ class Verdict:
 
 
 def judge(request: StepRequest, table: SequenceTable, queue: JobQueue) -> Verdict:
-    """Judge every row of a request against the table, the ledger and the queue."""
+    """Judge every row of a request against the table, the ledger, the queue and the pages."""
+    verdict = _judge_steps(request, table, queue)
+    if table.pages is not None and request.form.span in table.pages.spans:
+        return _judge_pages(verdict, request, table, table.pages)
+    return verdict
+
+
+def _judge_pages(verdict: Verdict, request: StepRequest, table: SequenceTable, pages: PagePool) -> Verdict:
+    """Refuse the new steps that would make a sequence too long, and those for which there are no pages."""
+    admission, form = verdict.admission, request.form
+    ends = (request.position + form.lengths)[admission.rows]  # drafts need pages as well
+    lines = table.write_line[admission.slots]
+    faults = {}
+    for reason in (Reason.CONTEXT_EXCEEDED, Reason.PAGES_EXHAUSTED):
+        is_bad = ends > pages.max_context if reason is Reason.CONTEXT_EXCEEDED else pages.lacking(lines, ends)
+        if not is_bad.any():
+            continue
+        for i in np.flatnonzero(is_bad).tolist():
+            slot = int(admission.slots[i])
+            faults[int(admission.rows[i])] = table.ledger.refusal(reason, form.span, slot)
+        kept = np.flatnonzero(~is_bad)
+        admission, ends, lines = admission.only(kept), ends[kept], lines[kept]
+    claim = PageClaim(pages, lines, ends)
+    return replace(verdict, admission=admission, refusals=verdict.refusals | faults, claim=claim)
+
+
+def _judge_steps(request: StepRequest, table: SequenceTable, queue: JobQueue) -> Verdict:
+    """Judge every row but for its pages."""
     ledger, span = table.ledger, request.form.span
     slots, states = table.lookup(request.form.server_epoch, request.form.handle)
     finite = request.finite_rows()

@@ -25,23 +25,31 @@ from deltaline_server.placement import Placement
 PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "language_model.layers.", "backbone.layers.")
 
 
-def expected_tensors(config: ModelConfig, scope: Scope) -> dict[str, tuple[int, ...]]:
+def expected_tensors(config: ModelConfig, kind: MixerKind, scope: Scope) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the tensors of one served layer, without the prefix and the layer's number."""
-    tensors = mixer_family(config).tensors
+    tensors = mixer_family(config, kind).tensors
     if scope is Scope.BLOCK:
         tensors |= block_family(config).tensors
-    modules = served_modules(config, scope)
+    modules = served_modules(config, kind, scope)
     return tensors | {f"{module.name}.weight": (module.rows, module.columns) for module in modules}
 
 
+def mixer_kinds(config: ModelConfig, layers: Sequence[int], scope: Scope) -> dict[int, MixerKind]:
+    """Return the kinds of the mixers of these layers. Raises ModelError naming a layer that can't be served."""
+    return {i: _servable(config, config.layers[i], scope) for i in layers}
+
+
 def random_init(config: ModelConfig, layers: Sequence[int], scope: Scope, seed: int) -> RandomTensors:
-    """Return weights drawn from `seed` for these layers, to be loaded as a checkpoint is."""
-    names = expected_tensors(config, scope)
-    return RandomTensors({f"{PREFIXES[0]}{i}.{name}": size for i in layers for name, size in names.items()}, seed)
+    """Return weights drawn from `seed` for these layers, to be loaded as a checkpoint is. Raises as mixer_kinds."""
+    kinds = mixer_kinds(config, layers, scope)
+    names = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
+    return RandomTensors(
+        {f"{PREFIXES[0]}{i}.{name}": size for i, kind in kinds.items() for name, size in names[kind].items()}, seed
+    )
 
 
 class LayerLoader:
-    """Loads served layers from a source, one at a time, for one rank.
+    """Loads served layers from a source, one at a time, for one rank. shapes: of each layer's mixer on this rank.
 
     Raises ModelError at construction: a layer is not servable in this scope; a tensor is missing, extra or misshapen;
     its dtype is not one of checkpoint.DTYPES; the heads can't be dealt out to the ranks.
@@ -52,19 +60,20 @@ class LayerLoader:
     ) -> None:
         self._source = source
         self._placement = placement
-        self._modules = served_modules(config, scope)
-        self._mixers, self._blocks = mixer_family(config), block_family(config)
-        self.shape: MixerShape = config.shape.shard(placement.world_size)
+        self._kinds = kinds = mixer_kinds(config, layers, scope)
+        distinct = dict.fromkeys(kinds.values())
+        self._modules = {kind: served_modules(config, kind, scope) for kind in distinct}
+        self._mixers, self._blocks = {kind: mixer_family(config, kind) for kind in distinct}, block_family(config)
+        shares = {kind: config.shapes[kind].shard(placement.world_size) for kind in distinct}
+        self.shapes: dict[int, MixerShape] = {i: shares[kind] for i, kind in kinds.items()}
         inner = config.intermediate_size
         if scope is Scope.BLOCK and config.has_mlp_blocks and inner % placement.world_size:
             raise ModelError(f"world_size: expected a divisor of intermediate_size {inner}, got {placement.world_size}")
-        for i in layers:
-            _check_servable(config.layers[i], scope)
-        self._prefix = _check_tensors(source, config, layers, scope)
+        self._prefix = _check_tensors(source, config, kinds, scope)
 
     def mixer(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
         """Load the mixer of a layer, with these adapters' slots."""
-        return self._mixers.mixer(self.reader(layer), adapters)
+        return self._mixers[self._kinds[layer]].mixer(self.reader(layer), adapters)
 
     def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
@@ -72,26 +81,30 @@ class LayerLoader:
 
     def reader(self, layer: int) -> LayerReader:
         """What reads the tensors of a layer."""
-        return LayerReader(self._source, f"{self._prefix}{layer}.", self._modules, self._placement)
+        modules = self._modules[self._kinds[layer]]
+        return LayerReader(self._source, f"{self._prefix}{layer}.", modules, self._placement)
 
     def rows(self, layer: int, module: Module) -> Tensor:
         """Read a module's weight, this rank's rows in the served order and all columns, as its file has it."""
         return self.reader(layer).weight(module)
 
 
-def _check_servable(layer: LayerConfig, scope: Scope) -> None:
-    if layer.mixer is None or layer.mixer is MixerKind.ATTENTION:
-        kinds = f"{MixerKind.GATED_DELTA_NET} or {MixerKind.MAMBA2}"
-        got = layer.mixer or "an MLP alone"
-        raise ModelError(f"layer {layer.index}: expected {kinds}, got {got} (not served yet)")
+def _servable(config: ModelConfig, layer: LayerConfig, scope: Scope) -> MixerKind:
+    """Return the kind of a layer's mixer. Raises ModelError if the layer can't be served in this scope."""
+    kind = layer.mixer
+    if kind is None or kind not in config.shapes:
+        got = kind or "an MLP alone"
+        why = "not served yet" if kind is None else config.unserved.get(kind, "not served yet")
+        raise ModelError(f"layer {layer.index}: expected {' or '.join(config.shapes)}, got {got} ({why})")
     if scope is Scope.BLOCK and layer.mlp is MlpKind.MIXTURE_OF_EXPERTS:
         raise ModelError(
             f"layer {layer.index}: expected a dense MLP in block scope, got a mixture of experts "
             "(its mixer can be served in mixer scope)"
         )
+    return kind
 
 
-def _check_tensors(source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope) -> str:
+def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int, MixerKind], scope: Scope) -> str:
     """Return the prefix of the layers' tensors. Raises ModelError on the first tensor that is not as expected."""
     found: dict[str, set[str]] = {}
     for name in source.names:
@@ -101,9 +114,10 @@ def _check_tensors(source: TensorSource, config: ModelConfig, layers: Sequence[i
     if len(found) != 1:
         raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
     [(prefix, names)] = found.items()
-    expected = expected_tensors(config, scope)
+    of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
     passed_over = () if scope is Scope.BLOCK else block_family(config).names
-    for i in layers:
+    for i, kind in kinds.items():
+        expected = of_kind[kind]
         held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
         missing, extra = sorted(expected.keys() - held), sorted(held - expected.keys())
         if missing:

@@ -52,6 +52,14 @@ def test_info_tells_how_many_adapters_there_may_be(server: Any, capsys: pytest.C
     assert "2.0 GiB of host memory, 1 slot on the device, rank" in capsys.readouterr().out
 
 
+def test_info_tells_what_pages_there_are(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.info.kv_pages, server.info.kv_page_tokens, server.info.kv_page_bytes = 1000, 64, 2 << 20
+    server.info.max_context = 32768
+    assert main(["info", server.address]) == 0
+    line = "pages           1000 of 64 tokens and 2.0 MiB, at most 32768 tokens of a sequence"
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_load_tells_how_full_it_is(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", server.address]) == 0
     lines = capsys.readouterr().out.splitlines()

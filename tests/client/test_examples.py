@@ -42,7 +42,7 @@ def test_a_wrong_directory_is_told(
 def test_a_missing_server_is_told(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.numpy import save_file
 
-    (tmp_path / "config.json").write_text('{"layer_types": ["linear_attention"], "rms_norm_eps": 1e-6}')
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1, "rms_norm_eps": 1e-6}')
     tensors = {"model.embed_tokens.weight": np.zeros((8, 4), np.float32), "model.norm.weight": np.zeros(4, np.float32)}
     save_file(tensors, tmp_path / "model.safetensors")
     monkeypatch.setattr(example, "ANSWER_TIMEOUT_S", 0.5)
@@ -95,11 +95,41 @@ def test_a_comparison_is_announced_before_it_begins(
         return [[1]]
 
     report = example.Report(tokens=[[1]], ended_at=[1], steps=1, total_s=1.0, timings=[StepTiming()])
-    ends = SimpleNamespace(embedding=range(8), end_tokens=set())
-    changes = {"Ends": lambda _: ends, "check_server": lambda _: None, "generate": lambda *_: report}
+    ends = SimpleNamespace(embedding=range(8), end_tokens=set(), num_layers=1)
+    changes = {"Ends": lambda _: ends, "check_servers": lambda *_: None, "generate": lambda *_: report}
     for name, change in (changes | {"expected_tokens": expected_tokens}).items():
         monkeypatch.setattr(example, name, change)
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--prompt", "1", "--drafts", "0", "--compare"])
     assert example.main() == 0
     assert shown[0].endswith("transformers now does the same, without a cache: up to a minute on a CPU\n")
     assert capsys.readouterr().out == "plain: 1 of 1 tokens compared, all equal\n"
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([[(0, 2)]], r"the servers hold layers \[0, 1\], in this order; expected 0 to 3"),
+        ([[(2, 2)], [(0, 2)]], r"the servers hold layers \[2, 3, 0, 1\], in this order; expected 0 to 3"),
+        ([[(0, 2), (2, 2)]], "a: expected a server of one span of whole layers, got 2 spans"),
+    ],
+    ids=["missing", "order", "spans"],
+)
+def test_servers_that_do_not_hold_all_layers_in_order_are_told(
+    example: Any, monkeypatch: pytest.MonkeyPatch, spans: list[list[tuple[int, int]]], message: str
+) -> None:
+    infos = iter(
+        SimpleNamespace(scope="block", spans=[SimpleNamespace(first=first, count=count) for first, count in own])
+        for own in spans
+    )
+
+    class FakeClient:
+        def __init__(self, address: str, timeout: float) -> None: ...
+
+        def __enter__(self) -> Any:
+            return SimpleNamespace(info=lambda: next(infos))
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(example, "Client", FakeClient)
+    with pytest.raises(ValueError, match=message):
+        example.check_servers(["a", "b"][: len(spans)], 4)

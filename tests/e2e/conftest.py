@@ -46,13 +46,23 @@ SMALL_MAMBA2 = {
 }
 
 
+SMALL_HYBRID = SMALL_MODEL | {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+
+
 @pytest.fixture
 def small_model() -> dict[str, Any]:
     """The config of the small model; a module may have a fixture of this name that gives several."""
     return SMALL_MODEL
 
 
-@pytest.fixture(params=[SMALL_MODEL, SMALL_MAMBA2], ids=["gated_delta_net", "mamba2"])
+@pytest.fixture(params=[SMALL_MODEL, SMALL_MAMBA2, SMALL_HYBRID], ids=["gated_delta_net", "mamba2", "hybrid"])
 def each_small_model(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The config of a small model of every family."""
     model: dict[str, Any] = request.param

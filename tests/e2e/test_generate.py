@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,11 +35,11 @@ def example() -> Iterator[Any]:
     del sys.modules["example_generate"]
 
 
-@pytest.fixture(scope="module", params=["gated_delta_net", "mamba2"])
+@pytest.fixture(scope="module", params=["hybrid", "gated_delta_net", "mamba2"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp(request.param)
-    load_example("make_checkpoint").make_checkpoint(directory, mamba2=request.param == "mamba2")
+    load_example("make_checkpoint").make_checkpoint(directory, request.param)
     assert len({path.stat().st_mode for path in directory.iterdir()}) == 1, "all files as the umask says"
     return directory
 
@@ -60,25 +61,53 @@ def expected(example: Any, checkpoint: Path, prompts: Any) -> Any:
         torch.set_num_threads(threads)
 
 
-async def run(make_server: Callable[..., Server], checkpoint: Path, generate: Callable[[Client], Any]) -> Any:
-    """Run the example's loop in a thread against a server of the checkpoint."""
+async def run(
+    make_server: Callable[..., Server],
+    checkpoint: Path,
+    generate: Callable[[list[Client]], Any],
+    layers: Sequence[str] = ("0:4",),
+) -> Any:
+    """Run the example's loop in a thread against servers of the checkpoint, each with a range of its layers."""
 
-    def with_client(address: str) -> Any:
-        with Client(address) as client:
-            return generate(client), client.load()
+    def with_clients(addresses: list[str]) -> Any:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(Client(address)) for address in addresses]
+            return generate(clients), [client.load() for client in clients]
 
-    async with make_server(random_init=None, model=str(checkpoint), max_draft_tokens=1 + NUM_DRAFTS) as server:
-        return await asyncio.to_thread(with_client, server.address)
+    async with AsyncExitStack() as stack:
+        options = {"random_init": None, "model": str(checkpoint), "max_draft_tokens": 1 + NUM_DRAFTS}
+        servers = [await stack.enter_async_context(make_server(**options, layers=own)) for own in layers]
+        return await asyncio.to_thread(with_clients, [server.address for server in servers])
 
 
 async def test_generation_is_that_of_transformers(
     make_server: Callable[..., Server], example: Any, checkpoint: Path, prompts: Any, expected: Any
 ) -> None:
+    await check(make_server, example, checkpoint, prompts, expected, ["0:4"])
+
+
+@pytest.mark.parametrize("checkpoint", ["hybrid"], indirect=True)
+async def test_two_servers_with_half_of_the_layers_each_generate_the_same(
+    make_server: Callable[..., Server], example: Any, checkpoint: Path, prompts: Any, expected: Any
+) -> None:
+    await check(make_server, example, checkpoint, prompts, expected, ["0:2", "2:4"])
+
+
+async def check(
+    make_server: Callable[..., Server],
+    example: Any,
+    checkpoint: Path,
+    prompts: Any,
+    expected: Any,
+    layers: Sequence[str],
+) -> None:
+    """Generate plain and speculatively on servers with these layers; compare the tokens with what is expected."""
     ends = example.Ends(checkpoint)
-    (plain, speculative), load = await run(
+    (plain, speculative), loads = await run(
         make_server,
         checkpoint,
-        lambda client: [example.generate(client, ends, prompts, drafts, 6) for drafts in (0, NUM_DRAFTS)],
+        lambda clients: [example.generate(clients, ends, prompts, drafts, 6) for drafts in (0, NUM_DRAFTS)],
+        layers,
     )
     for report in (plain, speculative):
         assert [len(tokens) for tokens in report.tokens] == [MAX_NEW_TOKENS] * NUM_PROMPTS
@@ -88,7 +117,7 @@ async def test_generation_is_that_of_transformers(
     assert plain.drafted == 0
     assert 0.2 < speculative.acceptance < 0.9
     assert speculative.steps < plain.steps
-    assert load.sequences_open == 0
+    assert [(load.sequences_open, load.kv_pages_used) for load in loads] == [(0, 0)] * len(layers)
 
 
 async def test_a_stream_ends_at_an_end_token(
@@ -96,10 +125,10 @@ async def test_a_stream_ends_at_an_end_token(
 ) -> None:
     ends = example.Ends(checkpoint)
 
-    def both(client: Client) -> Any:
-        whole = example.generate(client, ends, prompts, 0, 8).tokens
+    def both(clients: list[Client]) -> Any:
+        whole = example.generate(clients, ends, prompts, 0, 8).tokens
         ends.end_tokens = {whole[0][20]}
-        return whole, [example.generate(client, ends, prompts, drafts, 8).tokens for drafts in (0, NUM_DRAFTS)]
+        return whole, [example.generate(clients, ends, prompts, drafts, 8).tokens for drafts in (0, NUM_DRAFTS)]
 
     (whole, ended), _ = await run(make_server, checkpoint, both)
     (end,) = ends.end_tokens

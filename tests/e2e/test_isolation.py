@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from e2e.conftest import SMALL_HYBRID
 from numpy.typing import NDArray
 from programs import Alone, Program, relative_error, run_together
 
 from deltaline_client import AsyncClient
 from deltaline_server.app import Server
+from deltaline_server.kv_cache import KvState
 from deltaline_server.lines import LinePool
 from deltaline_server.open_tokens import Opened
+from deltaline_server.pages import PagePool
 from deltaline_server.sequences import SequenceTable
 
 TOLERANCE = 1e-4
@@ -64,12 +67,37 @@ async def test_1600_sequences_on_64_lines_answer_as_if_alone(make_server: Callab
         assert server.runtime.table.num_open == 0
 
 
+@pytest.mark.parametrize("each_small_model", [SMALL_HYBRID], indirect=True, ids=["hybrid"])
+async def test_pages_that_are_poisoned_when_they_come_back_are_not_read(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_server(max_sequences=LINES, page_size=16) as server:
+        pool, poisoned, release = server.runtime.pool, set[int](), PagePool.release
+        caches = [state for state in pool.layers if isinstance(state, KvState)]
+
+        def poison(self: PagePool, line: int) -> None:
+            pages = self._table[line, : self._count[line]].tolist()
+            release(self, line)
+            for state in caches:
+                state.k_pages[pages] = state.v_pages[pages] = float("nan")
+            poisoned.update(pages)
+
+        monkeypatch.setattr(PagePool, "release", poison)
+        for state in caches:
+            state.k_pages.fill_(float("nan"))
+            state.v_pages.fill_(float("nan"))
+        assert max(await churn(server, 160)) < TOLERANCE
+        assert len(poisoned) > 40
+
+
 def remove_zeroing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines are handed out as they are."""
     init = LinePool.__init__
 
-    def without_zeroing(self: LinePool, num_lines: int, zero: Callable[[NDArray[np.int64]], None]) -> None:
-        init(self, num_lines, lambda lines: None)
+    def without_zeroing(
+        self: LinePool, num_lines: int, zero: Callable[[NDArray[np.int64]], None], pages: PagePool | None = None
+    ) -> None:
+        init(self, num_lines, lambda lines: None, pages)
 
     monkeypatch.setattr(LinePool, "__init__", without_zeroing)
 

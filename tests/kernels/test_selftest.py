@@ -10,6 +10,7 @@ from kernels.paths import Path
 
 from deltaline_kernels import (
     Rows,
+    attention_selftest,
     causal_conv1d,
     flex_decode,
     gated_delta,
@@ -18,7 +19,6 @@ from deltaline_kernels import (
     run_selftest,
     selftest,
 )
-from deltaline_kernels.attention.heads import Heads as AttentionHeads
 from deltaline_kernels.gated_delta.heads import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
@@ -60,32 +60,35 @@ def test_selftest_takes_a_mamba2_model(path: Path, sizes: dict[str, Any]) -> Non
     assert {check.name.split(",")[0] for check in checks} == {"conv1d", "mamba2", "lora", "norm"}
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 64, "rotary_dim": 16},
+        {"num_key_heads": 1, "num_value_heads": 7, "key_dim": 96, "rotary_dim": 96, "page_size": 16, "max_draft": 1},
+    ],
+    ids=["usual", "odd"],
+)
+def test_selftest_takes_a_model_of_attention(path: Path, sizes: dict[str, Any]) -> None:
+    checks = run_selftest(path.device, path.dtype, recurrence="attention", **sizes)
+    assert [check for check in checks if not check.ok] == []
+    assert {check.name.split(",")[0] for check in checks} == {"rotary", "attention", "lora"}
+
+
+@pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])
+def test_selftest_names_a_wrong_attention(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    monkeypatch.setattr(
+        attention_selftest, "flex_decode", lambda *args, **kw: torch.as_tensor(flex_decode(*args, **kw)) + wrong
+    )
+    failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence="attention") if not check.ok}
+    assert failed == {"attention"}
+
+
 def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "mamba2", lambda *args, **kw: mamba2(*args, **kw) + 1.0)
     failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence="mamba2") if not check.ok}
     assert failed == {"mamba2"}
     with pytest.raises(KeyError):
         run_selftest("cpu", recurrence="mamba")
-
-
-@pytest.mark.parametrize("heads", [(4, 2, 64, 64), (6, 1, 96, 128)], ids=str)
-def test_selftest_takes_a_model_with_attention(path: Path, heads: tuple[int, int, int, int]) -> None:
-    checks = run_selftest(path.device, path.dtype, attention=AttentionHeads(*heads, heads[2] ** -0.5))
-    assert [check for check in checks if not check.ok] == []
-    names = {check.name.split(",")[0] for check in checks}
-    assert names == {"attention", "conv1d", "gated_delta", "lora", "norm", "rotary"}
-
-
-def test_selftest_names_a_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltaline_kernels.attention import check
-
-    monkeypatch.setattr(check, "flex_decode", lambda *args, **kw: flex_decode(*args, **{**kw, "gate": None}))
-    failed = {
-        one.name.split(",")[0]
-        for one in run_selftest("cpu", attention=AttentionHeads(2, 1, 64, 64, 0.125))
-        if not one.ok
-    }
-    assert failed == {"attention"}
 
 
 def norm_wrong_of_one_group(o: Any, *args: Any, **kw: Any) -> Any:

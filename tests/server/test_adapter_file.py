@@ -35,7 +35,7 @@ from deltaline_server.adapter_layout import AdapterLayout
 from deltaline_server.family import served_modules
 from deltaline_server.keys import ModelError
 from deltaline_server.model import ModelOptions, load_model, open_weights
-from deltaline_server.model_config import ModelConfig, Scope
+from deltaline_server.model_config import MixerKind, ModelConfig, Scope
 from deltaline_server.modules import Packed
 from deltaline_server.placement import Placement
 from deltaline_server.tensor_file import DescriptorBytes, MemoryBytes, TensorFile
@@ -184,9 +184,9 @@ def test_weights_have_the_models_dtype_and_lie_in_the_memory_given(dtype: torch.
 def test_modules_that_are_not_served_are_passed_over_and_counted() -> None:
     base = base_weights(NEXT)
     tensors = adapter_tensors(base, modules(NEXT))
-    for name in ("q_proj", "o_proj"):
-        tensors[f"{PREFIX}model.layers.2.self_attn.{name}.lora_A.weight"] = torch.randn(3, 24)
-        tensors[f"{PREFIX}model.layers.2.self_attn.{name}.lora_B.weight"] = torch.randn(7, 3)
+    for name, rows, columns in (("q_proj", 2 * 4096, 24), ("o_proj", 24, 4096)):
+        tensors[f"{PREFIX}model.layers.2.self_attn.{name}.lora_A.weight"] = torch.randn(3, columns)
+        tensors[f"{PREFIX}model.layers.2.self_attn.{name}.lora_B.weight"] = torch.randn(rows, 3)
     adapter = load(NEXT, adapter_config(), tensors, base)
     assert (len(adapter.weights), adapter.num_elsewhere) == (8, 2)
     mixer_only = load(NEXT, adapter_config(), tensors, base, scope=Scope.MIXER, layers=(1,))
@@ -218,9 +218,11 @@ def test_what_is_passed_over_is_not_held_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "adapter_model.safetensors"
     path.write_bytes(content_of(header, data))
     os.truncate(path, path.stat().st_size + end + 12 - begin)  # sparse: takes no space
+    # Of attention that is not as it is served no config tells the sizes.
+    config = ModelConfig.from_mapping(CONFIG | {"rope_parameters": {"rope_type": "yarn"}})
     with path.open("rb") as opened, bounded_memory(48 << 20):
         file = TensorFile(DescriptorBytes(opened.fileno(), path.name))
-        made = AdapterPlan(AdapterConfig(adapter_config()), file, AdapterLayout(NEXT, Scope.BLOCK, (0, 1), WHOLE))
+        made = AdapterPlan(AdapterConfig(adapter_config()), file, AdapterLayout(config, Scope.BLOCK, (0, 1), WHOLE))
         assert made.load(None, poisoned).content_hash == made.content_hash()
 
 
@@ -353,7 +355,9 @@ def test_the_base_of_a_served_model_is_read_again_from_where_it_was_loaded(model
     options = ModelOptions(CPU, random_init=Path(model_file), seed=3)
     model = load_model(options)
     with open_weights(options) as base:
-        rows = [base.rows(1, module) for module in served_modules(model.config, Scope.BLOCK)[:4]]
+        rows = [
+            base.rows(1, module) for module in served_modules(model.config, MixerKind.GATED_DELTA_NET, Scope.BLOCK)[:4]
+        ]
     layers: Any = model._layers
     served = layers[1].mixer.inner._in_proj(torch.eye(model.hidden_size))
     torch.testing.assert_close(served.t(), torch.cat(rows))

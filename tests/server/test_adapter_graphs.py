@@ -20,7 +20,7 @@ from deltaline_server.engine import Engine
 from deltaline_server.executor import BatchLimits, CpuExecutor, Executor, make_executor
 from deltaline_server.graphs import make_buckets
 from deltaline_server.model import AdapterOptions, Model, ModelOptions, load_model
-from deltaline_server.staging import Layout, fill_adapters
+from deltaline_server.slot_layout import Layout, fill_adapters
 from deltaline_server.state_pool import StateOptions
 from deltaline_server.step import BatchResult, StepBatch
 

@@ -31,7 +31,7 @@ from deltaline_kernels.selftest import run_selftest as kernels_selftest
 from deltaline_server import __main__, app, runtime
 from deltaline_server.app import Server, StartError
 from deltaline_server.keys import ModelError
-from deltaline_server.mixer_shape import GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.mixer_shape import AttentionShape, GatedDeltaNetShape, Mamba2Shape
 from deltaline_server.state_pool import StateOptions
 
 READINESS = "deltaline.v1.LayerService"
@@ -318,6 +318,29 @@ def test_the_kernels_of_a_mamba2_model_are_checked_in_its_sizes(monkeypatch: pyt
     shape = Mamba2Shape(2, 4, 8, 16, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False)
     runtime.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5))
     assert families == {"conv1d", "mamba2", "lora", "norm"}
+
+
+def test_the_kernels_of_attention_are_checked_in_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: dict[str, Any] = {}
+
+    def run_selftest(*inputs: Any, **sizes: Any) -> list[Check]:
+        checked.update(sizes)
+        return kernels_selftest(*inputs, **sizes)
+
+    monkeypatch.setattr(runtime, "run_selftest", run_selftest)
+    shape = AttentionShape(6, 2, 32, 8, 1e4, 512)
+    runtime.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5, page_size=32))
+    assert checked == {
+        "recurrence": "attention",
+        "num_key_heads": 2,
+        "num_value_heads": 6,
+        "key_dim": 32,
+        "value_dim": 32,
+        "rotary_dim": 8,
+        "page_size": 32,
+        "max_draft": 5,
+        "state_dtype": torch.float32,
+    }
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:

@@ -28,6 +28,8 @@ from deltaline_server.executor import (
 )
 from deltaline_server.graphs import Bucket, Graphs, make_buckets
 from deltaline_server.model import Model, ModelOptions, load_model
+from deltaline_server.pages import PagePool
+from deltaline_server.slot_layout import Layout, fill_pages
 from deltaline_server.staging import DIRECT_BYTES, Copier
 from deltaline_server.state_pool import StateOptions, StatePool
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
@@ -56,6 +58,14 @@ MAMBA2 = {
     "state_size": 64,
     "n_groups": 2,
 }
+HYBRID = CONFIG | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 32768,
+}
+PAGE_SIZE = 64
 DTYPE = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -94,6 +104,31 @@ def find(buckets: list[Bucket], lengths: list[int], draft: int, has_adapters: bo
     return graphs.find(StepBatch(0, control, sum(n <= draft for n in lengths), (), None, adapter_slots=slots))
 
 
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_the_pages_of_a_batch_lie_behind_its_fields(has_adapters: bool) -> None:
+    layout = Layout(4, 9, 150, has_adapters, page_size=64)
+    assert (layout.num_pages, Layout(4, 9, 5, page_size=64).num_pages) == (11, 5)
+    assert layout.control_bytes == -(-(layout.field_bytes + 3 * 11 * 4) // 256) * 256
+    without = replace(layout, page_size=0)
+    assert (without.num_pages, without.control_bytes) == (0, -(-layout.field_bytes // 256) * 256)
+    region = np.full((3, 11), 99, dtype=np.int32)
+    fill_pages(region, np.array([[2, 3], [0, 7], [5, 6]], dtype=np.int32))
+    assert region[:, :2].tolist() == [[2, 3], [0, 7], [5, 6]] and not region[:, 2:].any()
+
+
+def test_buckets_of_a_model_with_pages_have_room_for_them() -> None:
+    limits = BatchLimits(100, 3, 1000)
+    plain, buckets = make_buckets(limits, 5), make_buckets(limits, 5, page_size=16)
+    assert [replace(bucket, layout=replace(bucket.layout, page_size=0)) for bucket in buckets] == plain
+    rng = np.random.default_rng(0)
+    for bucket in buckets:
+        layout = bucket.layout
+        for _ in range(20):  # rows of random lengths at the worst positions: each begins a page with its first token
+            cuts = sorted(rng.integers(0, layout.tokens + 1, layout.rows - 1).tolist())
+            lengths = np.diff([0, *cuts, layout.tokens])
+            assert (-(-lengths // 16)).sum() <= layout.num_pages
+
+
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 21) + 5, 10_000_003])
 def test_copies_of_any_size_are_whole(size: int) -> None:
     source, target = np.random.default_rng(0).integers(0, 256, (2, size), dtype=np.uint8)
@@ -120,7 +155,8 @@ class Launches:
         # The kernels that a bucket of the same batch takes.
         rows = Rows(control, batch.num_short, 1 if longest == 1 else MAX_DRAFT, longest)
         hidden = torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)).cuda().view(torch.bfloat16)
-        output = self.model.forward(batch.span, hidden, rows, self.pool)
+        new_pages = None if batch.new_pages is None else torch.from_numpy(batch.new_pages).cuda()
+        output = self.model.forward(batch.span, hidden, rows, self.pool, new_pages=new_pages)
         returned = output if batch.wanted is None else output[torch.from_numpy(batch.wanted).cuda()]
         array = returned.view(torch.int16).cpu().numpy().view(DTYPE)
         finite = sound_rows(batch.control[0], token_sizes(output).cpu().numpy())
@@ -150,7 +186,9 @@ class Twins:
         for replays in (True, False):
             options = ModelOptions(torch.device("cuda"), random_init=config, dtype=torch.bfloat16, spans=spans)
             model = load_model(options)
-            pool = model.make_pool(StateOptions(NUM_LINES, MAX_DRAFT))
+            pool = model.make_pool(StateOptions(NUM_LINES, MAX_DRAFT, page_size=PAGE_SIZE, limit_bytes=1 << 28))
+            self.num_pages = 0 if pool.kv is None else pool.kv.num_pages
+            self.paged_spans = model.paged_spans
             limits = BatchLimits(NUM_LINES, 2, CHUNK)
             executor = make_executor(model, pool, limits) if replays else Launches(model, pool)
             engine = Engine(executor, model.device)
@@ -170,7 +208,7 @@ class Twins:
         return results
 
 
-@pytest.fixture(scope="module", params=[CONFIG, MAMBA2], ids=["gated_delta_net", "mamba2"])
+@pytest.fixture(scope="module", params=[CONFIG, MAMBA2, HYBRID], ids=["gated_delta_net", "mamba2", "hybrid"])
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
     config = tmp_path_factory.mktemp("model") / "config.json"
     config.write_text(json.dumps(request.param))
@@ -183,8 +221,20 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 class Sequences:
     """The host's side of as many sequences as there are lines: makes batches that a scheduler could make."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, twins: Twins | None = None) -> None:
+        """twins: what is to run the batches; where it has attention, every line gets the same share of the pages."""
         self.rng = np.random.default_rng(seed)
+        self.paged_spans = frozenset[int]() if twins is None else twins.paged_spans
+        self.position = np.zeros((2, NUM_LINES + 1), dtype=int)
+        self.pages: PagePool | None = None
+        if twins is not None and twins.num_pages:
+            self.pages = PagePool(
+                num_pages=twins.num_pages,
+                page_size=PAGE_SIZE,
+                max_context=twins.num_pages // NUM_LINES * PAGE_SIZE,
+                num_lines=NUM_LINES,
+                spans=self.paged_spans,
+            )
         self.used = np.zeros((2, NUM_LINES + 1), dtype=bool)
         self.pending = np.zeros((2, NUM_LINES + 1), dtype=int)
         self.half = np.zeros((2, NUM_LINES + 1), dtype=int)
@@ -203,6 +253,7 @@ class Sequences:
         control[3, :-1] = np.where(verifies, 0, lengths)
         control[4, :-1] = rng.integers(0, self.pending[span, lines] + 1)
         control[5, :-1] = self.half[span, lines]
+        new_pages = self.place(control, span, lines, lengths, verifies)
         self.used[span, lines] = True
         self.pending[span, lines] = np.where(verifies, lengths, 0)
         self.half[span, lines] ^= verifies
@@ -211,7 +262,30 @@ class Sequences:
         if want != "all":
             wanted = control[0, 1:].astype(np.int64) - 1 if want == "last" else np.zeros(0, dtype=np.int64)
         pieces = tuple(np.split(hidden, sorted(rng.integers(0, len(hidden) + 1, 2).tolist())))
-        return StepBatch(span, control, num_rows - (1 if long else 0), pieces, wanted)
+        return StepBatch(span, control, num_rows - (1 if long else 0), pieces, wanted, new_pages=new_pages)
+
+    def place(
+        self,
+        control: NDArray[np.int32],
+        span: int,
+        lines: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        verifies: NDArray[np.bool_],
+    ) -> NDArray[np.int32] | None:
+        """Write the rows' positions; return the pages that begin within them, None where the span has none.
+
+        A line that would be too long begins anew.
+        """
+        position = self.position[span, lines] + control[4, :-1]
+        if self.pages is not None:
+            is_over = position + lengths > self.pages.max_context
+            control[1, :-1][is_over] = control[4, :-1][is_over] = position[is_over] = 0
+        control[6, :-1] = position
+        self.position[span, lines] = position + np.where(verifies, 0, lengths)
+        if self.pages is None or span not in self.paged_spans:
+            return None
+        self.pages.grant(lines, position + lengths)
+        return self.pages.begun(control[2, :-1], control[6, :-1], lengths.astype(np.int32))
 
 
 def close(result: BatchResult, expected: BatchResult) -> bool:
@@ -221,7 +295,7 @@ def close(result: BatchResult, expected: BatchResult) -> bool:
 
 @pytest.mark.gpu
 def test_replays_compute_what_launches_compute(twins: Twins) -> None:
-    sequences = Sequences(1)
+    sequences = Sequences(1, twins)
     sizes = itertools.product(range(1, 17), (False, True), ("all", "last", "none"), (0, 1))
     batches = [sequences.batch(rows, span, verify, want=want) for rows, verify, want, span in sizes]
     replayed, launched = twins.run(batches)
@@ -236,7 +310,7 @@ def test_replays_compute_what_launches_compute(twins: Twins) -> None:
 
 @pytest.mark.gpu
 def test_a_full_bucket_is_bitwise_what_launches_compute(twins: Twins) -> None:
-    sequences = Sequences(2)
+    sequences = Sequences(2, twins)
     batches = [sequences.batch(rows, verify=False) for rows in (1, 2, 4, 8, 16, 24) for _ in range(3)]
     for result, expected in zip(*twins.run(batches), strict=True):
         np.testing.assert_array_equal(result.hidden.view(np.uint16), expected.hidden.view(np.uint16))
@@ -244,7 +318,7 @@ def test_a_full_bucket_is_bitwise_what_launches_compute(twins: Twins) -> None:
 
 @pytest.mark.gpu
 def test_long_rows_are_replayed_and_too_many_rows_launched(twins: Twins) -> None:
-    sequences = Sequences(3)
+    sequences = Sequences(3, twins)
     batches = []
     for long in (5, 64, 65, 700, CHUNK):
         batches += [sequences.batch(6), sequences.batch(6, long=long), sequences.batch(NUM_LINES), sequences.batch(3)]
@@ -255,7 +329,7 @@ def test_long_rows_are_replayed_and_too_many_rows_launched(twins: Twins) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("want", ["all", "last"])
 def test_pinned_memory_is_read_and_written_where_it_is(twins: Twins, want: str) -> None:
-    sequences = Sequences(7)
+    sequences = Sequences(7, twins)
     batch = sequences.batch(1, long=1500, want=want)
     (hidden,) = (np.concatenate(batch.hidden),)
     count = len(hidden) if batch.wanted is None else len(batch.wanted)
@@ -273,7 +347,7 @@ def test_pinned_memory_is_read_and_written_where_it_is(twins: Twins, want: str) 
 
 @pytest.mark.gpu
 def test_a_row_that_is_not_finite_is_flagged_alone(twins: Twins) -> None:
-    batch = Sequences(4).batch(5)
+    batch = Sequences(4, twins).batch(5)
     hidden = np.concatenate(batch.hidden)
     hidden[batch.control[0, 2], 3] = np.nan
     for engine in twins.engines:  # the lines that this batch writes are not used afterwards without being zeroed
@@ -288,7 +362,7 @@ def test_a_row_that_is_not_finite_is_flagged_alone(twins: Twins) -> None:
 
 @pytest.mark.gpu
 def test_serving_compiles_captures_and_allocates_nothing(twins: Twins) -> None:
-    sequences = Sequences(5)
+    sequences = Sequences(5, twins)
     rng = np.random.default_rng(6)
     before = twins.executors[0].counts()
     batches = []

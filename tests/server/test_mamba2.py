@@ -15,7 +15,7 @@ from deltaline_server.keys import ModelError
 from deltaline_server.mamba2 import Mamba2Family, Mamba2Weights
 from deltaline_server.mixer_shape import Mamba2Shape
 from deltaline_server.model import load_model
-from deltaline_server.model_config import ModelConfig, Scope
+from deltaline_server.model_config import MixerKind, ModelConfig, Scope
 from deltaline_server.placement import Placement
 from deltaline_server.weights import LayerLoader
 
@@ -112,7 +112,7 @@ def test_several_spans_of_a_hybrid(make_oracle: Callable[..., Oracle]) -> None:
 @pytest.mark.parametrize(("layer", "got"), [(1, "an MLP alone"), (2, "attention")])
 def test_other_layers_of_a_hybrid_are_refused_by_name(make_oracle: Callable[..., Oracle], layer: int, got: str) -> None:
     oracle = make_oracle("nemotron_h", layers_block_type=HYBRID)
-    with pytest.raises(ModelError, match=rf"^layer {layer}: expected gated_delta_net or mamba2, got {got}"):
+    with pytest.raises(ModelError, match=rf"^layer {layer}: expected mamba2, got {got}"):
         load_model(oracle.options("cpu", layers=range(layer, layer + 1)))
 
 
@@ -121,8 +121,9 @@ def mixer_of(oracle: Oracle, rank: int, world_size: int) -> Mamba2Weights:
     placement = Placement(torch.device("cpu"), torch.float32, rank, world_size)
     with Checkpoint(oracle.directory) as checkpoint:
         loader = LayerLoader(checkpoint, config, [1], Scope.BLOCK, placement)
-        assert isinstance(config.shape, Mamba2Shape)
-        return Mamba2Family(config.shape, HIDDEN, 1e-5).weights(loader.reader(1))
+        shape = config.shapes[MixerKind.MAMBA2]
+        assert isinstance(shape, Mamba2Shape)
+        return Mamba2Family(shape, HIDDEN, 1e-5).weights(loader.reader(1))
 
 
 def test_the_shares_of_two_ranks_make_the_whole(make_oracle: Callable[..., Oracle]) -> None:

@@ -40,15 +40,19 @@ DENSE, EXPERTS = (None, MlpKind.DENSE), (None, MlpKind.MIXTURE_OF_EXPERTS)
 
 def test_mamba2() -> None:
     config = ModelConfig.from_mapping(MAMBA2)
-    assert config.shape == Mamba2Shape(2, 8, 16, 32, 4, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
-    assert (config.shape.values, config.shape.conv_channels, config.shape.state) == (128, 256, (8, 16, 32))
+    shape = config.shapes[MixerKind.MAMBA2]
+    assert isinstance(shape, Mamba2Shape)
+    assert shape == Mamba2Shape(2, 8, 16, 32, 4, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
+    assert (shape.values, shape.conv_channels, shape.state) == (128, 256, (8, 16, 32))
     assert config.layers == tuple(LayerConfig(i, *MAMBA) for i in range(2))
     assert (config.rms_norm_eps, config.residual_in_fp32, config.has_mlp_blocks) == (1e-5, True, False)
 
 
 def test_nemotron_h() -> None:
     config = ModelConfig.from_mapping(NEMOTRON)
-    assert config.shape == Mamba2Shape(4, 8, 12, 32, 4, 4, (0.001, math.inf), has_conv_bias=True, has_bias=False)
+    assert config.shapes[MixerKind.MAMBA2] == Mamba2Shape(
+        4, 8, 12, 32, 4, 4, (0.001, math.inf), has_conv_bias=True, has_bias=False
+    )
     assert config.layers == tuple(LayerConfig(i, *parts) for i, parts in enumerate([MAMBA, DENSE, ATTENTION, EXPERTS]))
     assert (config.residual_in_fp32, config.has_mlp_blocks) == (False, False)
 
@@ -64,7 +68,7 @@ def test_the_old_spellings_of_layers(spelling: dict[str, Any]) -> None:
 def test_the_old_spellings_of_a_mixer() -> None:
     """The checkpoint's model lets them go before the new ones."""
     old = {"mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_dt_min": 0.5, "mamba_conv_bias": False}
-    shape = ModelConfig.from_mapping(NEMOTRON | old).shape
+    shape = ModelConfig.from_mapping(NEMOTRON | old).shapes[MixerKind.MAMBA2]
     assert shape == Mamba2Shape(2, 8, 12, 32, 3, 2, (0.5, math.inf), has_conv_bias=False, has_bias=False)
     with pytest.raises(ModelError, match="mamba_n_groups: expected a divisor of 8 heads, got 3"):
         ModelConfig.from_mapping(NEMOTRON | {"mamba_n_groups": 3})
@@ -73,8 +77,9 @@ def test_the_old_spellings_of_a_mixer() -> None:
 @pytest.mark.parametrize("text", ['[0.5, {"__float__": "Infinity"}]', "[0.5, Infinity]"])
 def test_infinity_in_either_spelling(text: str) -> None:
     config = ModelConfig.from_mapping(MAMBA2 | {"time_step_limit": json.loads(text)})
-    assert isinstance(config.shape, Mamba2Shape)
-    assert config.shape.dt_limit == (0.5, math.inf)
+    shape = config.shapes[MixerKind.MAMBA2]
+    assert isinstance(shape, Mamba2Shape)
+    assert shape.dt_limit == (0.5, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +118,9 @@ def test_refused_by_name(base: dict[str, Any], keys: dict[str, Any], message: st
 
 
 def test_groups_are_dealt_out_or_refused() -> None:
-    shape = ModelConfig.from_mapping(NEMOTRON).shape
+    shape = ModelConfig.from_mapping(NEMOTRON).shapes[MixerKind.MAMBA2]
     assert shape.shard(2) == Mamba2Shape(2, 4, 12, 32, 4, 2, (0.001, math.inf), has_conv_bias=True, has_bias=False)
     with pytest.raises(ModelError, match="world_size: expected a divisor of 4 groups, got 3"):
         shape.shard(3)
     with pytest.raises(ModelError, match="world_size: expected a divisor of 1 groups of the mixer's norm, got 2"):
-        ModelConfig.from_mapping(MAMBA2).shape.shard(2)
+        ModelConfig.from_mapping(MAMBA2).shapes[MixerKind.MAMBA2].shard(2)

@@ -31,7 +31,7 @@ DENSE, MOE = MlpKind.DENSE, MlpKind.MIXTURE_OF_EXPERTS
 
 def test_shapes_are_read() -> None:
     config = ModelConfig.from_mapping(NEXT)
-    shape = config.shape
+    shape = config.shapes[LINEAR]
     assert isinstance(shape, GatedDeltaNetShape)
     assert (config.hidden_size, config.intermediate_size, config.rms_norm_eps) == (1024, 3072, 1e-6)
     assert shape == GatedDeltaNetShape(4, 8, 64, 32, 4)
@@ -148,7 +148,7 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
 
 
 def test_heads_are_dealt_out_or_refused() -> None:
-    shape = ModelConfig.from_mapping(NEXT).shape
+    shape = ModelConfig.from_mapping(NEXT).shapes[LINEAR]
     assert shape.shard(2) == GatedDeltaNetShape(2, 4, 64, 32, 4)
     with pytest.raises(ModelError, match="world_size: expected a divisor of 4 key heads, got 3"):
         shape.shard(3)

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from deltaline_server.keys import ModelError
-from deltaline_server.mixer_shape import GatedDeltaNetShape, Mamba2Shape
-from deltaline_server.state_pool import StateOptions, StatePool, check_state
+from deltaline_server.kv_cache import USUAL_TOKENS, KvState
+from deltaline_server.mixer_shape import AttentionShape, GatedDeltaNetShape, Mamba2Shape, MixerShape
+from deltaline_server.state_pool import StateOptions, StatePool, plan_state
 
 SHAPE = GatedDeltaNetShape(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=4, conv_width=4)
 OPTIONS = StateOptions(num_lines=5, max_draft=3)
+ATTENTION = AttentionShape(6, 2, 16, 4, 1e4, max_positions=100)
 LINE_BYTES = 2 * (3 + 3) * 48 + 4 * 4 * 4 * 8 + 4 * 2 * 3 * (16 + 16 + 4)
 
 
@@ -62,7 +64,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
     pool = make_pool()
     assert pool.bytes_per_sequence == 2 * LINE_BYTES
     assert pool.total_bytes == sum(tensor.nbytes for tensor in tensors_in(pool))
-    assert check_state([SHAPE, SHAPE], OPTIONS, torch.bfloat16) == pool.bytes_per_sequence
+    assert plan_state([SHAPE, SHAPE], OPTIONS, torch.bfloat16).line_bytes == pool.bytes_per_sequence
     half = make_pool(options=replace(OPTIONS, state_dtype=torch.bfloat16))
     assert pool.bytes_per_sequence - half.bytes_per_sequence == 2 * 2 * 4 * 4 * 8
 
@@ -124,3 +126,77 @@ def test_zero_of_a_line_that_is_none_changes_nothing(lines: list[int]) -> None:
     with pytest.raises(IndexError, match=r"lines: expected 0\.\.5"):
         pool.zero(np.array(lines))
     assert all(bool((tensor == 7).all()) for tensor in tensors_in(pool))
+
+
+def make_hybrid(device: str = "cpu", limit_bytes: int = 0) -> StatePool:
+    options = replace(OPTIONS, page_size=16, limit_bytes=limit_bytes)
+    shapes: list[MixerShape] = [SHAPE, ATTENTION, ATTENTION]
+    return StatePool(shapes, options, dtype=torch.bfloat16, device=torch.device(device))
+
+
+PAGE_BYTES = 2 * 2 * 16 * 2 * 16 * 2
+"""Keys and values of two layers, 16 tokens of 2 heads of 16 channels in 16 bits."""
+
+
+def test_attention_layers_have_pages_and_share_a_table() -> None:
+    pool = make_hybrid()
+    line, first, second = pool.layers
+    assert isinstance(first, KvState) and isinstance(second, KvState) and pool.kv is not None
+    # 5 lines of 100 tokens, fewer than are usual
+    assert (pool.kv.num_pages, pool.kv.max_context, pool.kv.max_pages, pool.kv.page_bytes) == (32, 100, 7, PAGE_BYTES)
+    assert (first.k_pages.shape, first.k_pages.dtype) == ((33, 16, 2, 16), torch.bfloat16)
+    assert first.k_pages.data_ptr() != second.k_pages.data_ptr() != second.v_pages.data_ptr()
+    assert first.page_table is second.page_table is pool.page_table
+    assert (first.page_table.shape, first.page_table.dtype) == ((6, 7), torch.int32)
+    assert pool.bytes_per_sequence == LINE_BYTES + 7 * 4
+    assert pool.total_bytes == 6 * pool.bytes_per_sequence + 33 * PAGE_BYTES
+    assert sum(state.nbytes for state in line.tensors) == 6 * LINE_BYTES
+
+
+def test_long_contexts_have_pages_for_what_is_usual_and_for_one_whole() -> None:
+    for longest, lines, expected in ((10_000, 2, 10_000), (10_000, 50, 50 * USUAL_TOKENS)):
+        plan = plan_state([replace(ATTENTION, max_positions=longest)], replace(OPTIONS, num_lines=lines), torch.float32)
+        assert plan.kv is not None
+        assert (plan.kv.num_pages, plan.kv.max_context) == (-(-expected // 64), longest)
+
+
+def test_what_lines_leave_of_the_limit_is_for_pages() -> None:
+    whole = 6 * (LINE_BYTES + 7 * 4)
+    for num_pages in (7, 9, 200):
+        for spare in (0, PAGE_BYTES - 1):
+            pool = make_hybrid(limit_bytes=whole + (num_pages + 1) * PAGE_BYTES + spare)
+            assert pool.kv is not None and (pool.kv.num_pages, pool.kv.max_context) == (num_pages, 100)
+            found = {id(tensor): tensor for tensor in tensors_in(pool)}
+            assert pool.total_bytes == sum(tensor.nbytes for tensor in found.values())
+
+
+def test_the_longest_context_is_what_all_pages_hold() -> None:
+    whole = 6 * (LINE_BYTES + 7 * 4)
+    pool = make_hybrid(limit_bytes=whole + 4 * PAGE_BYTES)
+    assert pool.kv is not None and pool.page_table is not None
+    assert (pool.kv.num_pages, pool.kv.max_context) == (3, 48) and pool.page_table.shape == (6, 3)
+    least = 6 * (LINE_BYTES + 1 * 4) + 2 * PAGE_BYTES
+    message = f"--state-bytes: expected at least {least} for .* and 2 pages of {PAGE_BYTES}, got a limit of {least - 1}"
+    with pytest.raises(ModelError, match=message):
+        make_hybrid(limit_bytes=least - 1)
+
+
+@pytest.mark.parametrize("page_size", [0, 8, 48, 8192])
+def test_a_page_is_a_power_of_two(page_size: int) -> None:
+    with pytest.raises(ModelError, match=f"--page-size: expected a power of two in 16..4096, got {page_size}"):
+        plan_state([ATTENTION], replace(OPTIONS, page_size=page_size), torch.float32)
+
+
+def test_pages_are_put_where_they_are_told_and_go_with_the_line(device: str) -> None:
+    pool = make_hybrid(device)
+    assert pool.page_table is not None
+    entries = torch.tensor([[2, 5, 2, 0, 0], [0, 6, 1, 0, 0], [7, 3, 1, 0, 0]], dtype=torch.int32, device=device)
+    pool.put_pages(entries)
+    expected = torch.zeros(6, 7, dtype=torch.int32)
+    expected[2, 0], expected[5, 6], expected[2, 1] = 7, 3, 1
+    assert torch.equal(pool.page_table.cpu(), expected)
+    pool.zero(np.array([2]))
+    expected[2] = 0
+    assert torch.equal(pool.page_table.cpu(), expected)
+    with pytest.raises(ValueError, match="new_pages: expected None"):
+        make_pool(device).put_pages(entries)

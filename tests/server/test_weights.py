@@ -15,10 +15,11 @@ from deltaline_server.checkpoint import Checkpoint, TensorInfo
 from deltaline_server.gated_delta_net import GatedDeltaNetWeights
 from deltaline_server.keys import ModelError
 from deltaline_server.mixer_shape import GatedDeltaNetShape
-from deltaline_server.model_config import ModelConfig, Scope
+from deltaline_server.model_config import MixerKind, ModelConfig, Scope
 from deltaline_server.placement import Placement
 from deltaline_server.weights import LayerLoader, expected_tensors, random_init
 
+LINEAR = MixerKind.GATED_DELTA_NET
 CPU = torch.device("cpu")
 WHOLE = Placement(CPU, torch.float32)
 CONFIG: dict[str, Any] = {
@@ -60,7 +61,7 @@ class MemoryTensors:
 
 def memory(config: ModelConfig, prefix: str = "model.layers.") -> MemoryTensors:
     """Two whole layers of a config, in memory."""
-    shapes = expected_tensors(config, Scope.BLOCK)
+    shapes = expected_tensors(config, LINEAR, Scope.BLOCK)
     return MemoryTensors(
         {f"{prefix}{i}.{name}": torch.randn(shape) for i in range(2) for name, shape in shapes.items()}
     )
@@ -73,7 +74,7 @@ def load_mixer(source: MemoryTensors, config: ModelConfig, rank: int = 0, world_
 
 def sections(config: ModelConfig, in_proj: Tensor, world_size: int = 1) -> tuple[Tensor, ...]:
     """Split packed rows into q, k, v, z, b, a."""
-    shape = config.shape.shard(world_size)
+    shape = config.shapes[LINEAR].shard(world_size)
     assert isinstance(shape, GatedDeltaNetShape)
     heads = shape.num_value_heads
     return tuple(in_proj.split((shape.keys, shape.keys, shape.values, shape.values, heads, heads)))
@@ -106,7 +107,7 @@ def test_two_prefixes_are_refused() -> None:
         LayerLoader(MemoryTensors(tensors), QWEN3_5, [1], Scope.MIXER, WHOLE)
 
 
-@pytest.mark.parametrize("name", sorted(expected_tensors(NEXT, Scope.BLOCK)))
+@pytest.mark.parametrize("name", sorted(expected_tensors(NEXT, LINEAR, Scope.BLOCK)))
 def test_a_missing_tensor_is_named(name: str) -> None:
     source = memory(NEXT)
     del source.tensors[f"model.layers.1.{name}"]
@@ -114,7 +115,7 @@ def test_a_missing_tensor_is_named(name: str) -> None:
         LayerLoader(source, NEXT, [0, 1], Scope.BLOCK, WHOLE)
 
 
-@pytest.mark.parametrize("name", sorted(expected_tensors(QWEN3_5, Scope.BLOCK)))
+@pytest.mark.parametrize("name", sorted(expected_tensors(QWEN3_5, LINEAR, Scope.BLOCK)))
 def test_a_misshapen_tensor_is_named(name: str) -> None:
     source = memory(QWEN3_5)
     shape = list(source.tensors[f"model.layers.1.{name}"].shape)
@@ -129,7 +130,7 @@ def test_an_extra_tensor_is_named(scope: Scope) -> None:
     source.tensors["model.layers.1.linear_attn.conv1d.bias"] = torch.zeros(3)
     with pytest.raises(ModelError, match=r"^model\.layers\.1\.linear_attn\.conv1d\.bias: expected no such tensor"):
         LayerLoader(source, NEXT, [1], scope, WHOLE)
-    assert LayerLoader(source, NEXT, [0], scope, WHOLE).shape == NEXT.shape
+    assert LayerLoader(source, NEXT, [0], scope, WHOLE).shapes == {0: NEXT.shapes[LINEAR]}
 
 
 def test_a_quantised_tensor_is_named() -> None:
@@ -156,10 +157,13 @@ def test_experts_are_refused_in_block_scope_and_passed_over_in_mixer_scope(
         assert mixer_weights(mixers, config, 1).in_proj.shape[1] == 32
 
 
-def test_attention_is_refused() -> None:
-    config = ModelConfig.from_mapping(CONFIG | {"layer_types": ["linear_attention", "full_attention"]})
-    with pytest.raises(ModelError, match=r"^layer 1: expected gated_delta_net or mamba2, got attention"):
+def test_attention_that_is_not_as_it_is_served_is_refused_where_it_is_asked_for() -> None:
+    changes = {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": {"rope_type": "yarn"}}
+    config = ModelConfig.from_mapping(CONFIG | changes)
+    why = r"rope_parameters\.rope_type: expected 'default', got 'yarn'"
+    with pytest.raises(ModelError, match=rf"^layer 1: expected gated_delta_net, got attention \({why}\)$"):
         LayerLoader(memory(config), config, [0, 1], Scope.MIXER, WHOLE)
+    assert LayerLoader(memory(config), config, [0], Scope.MIXER, WHOLE).shapes == {0: config.shapes[LINEAR]}
 
 
 def test_interleaved_projections_are_sorted_as_the_checkpoint_model_does(
@@ -182,7 +186,7 @@ def test_the_shares_of_two_ranks_make_the_whole(config: ModelConfig) -> None:
     whole, *ranks = load_mixer(source, config), load_mixer(source, config, 0, 2), load_mixer(source, config, 1, 2)
     shared = zip(*(sections(config, rank.in_proj, 2) for rank in ranks), strict=True)
     assert torch.equal(torch.cat([torch.cat(pair) for pair in shared]), whole.in_proj)
-    shape = config.shape.shard(2)
+    shape = config.shapes[LINEAR].shard(2)
     assert isinstance(shape, GatedDeltaNetShape)
     parts = [rank.conv.split((shape.keys, shape.keys, shape.values), dim=1) for rank in ranks]
     assert torch.equal(torch.cat([torch.cat(pair, dim=1) for pair in zip(*parts, strict=True)], dim=1), whole.conv)

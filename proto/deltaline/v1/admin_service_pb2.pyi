@@ -134,6 +134,10 @@ class GetServerInfoResponse(_message.Message):
     ADAPTER_BYTES_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
     MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
+    KV_PAGES_FIELD_NUMBER: _builtins.int
+    KV_PAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_PAGE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process. Never 0."""
     version: _builtins.str
@@ -163,7 +167,7 @@ class GetServerInfoResponse(_message.Message):
     device: _builtins.str
     """The device, for example "cpu" or "NVIDIA H200"."""
     sequence_state_bytes: _builtins.int
-    """Bytes of state that one sequence holds on the device."""
+    """Bytes of state that one sequence holds on the device, whatever its length; pages of keys and values are beside it."""
     shared_memory_bytes: _builtins.int
     """Most bytes of shared memory, all regions together; 0 when it is off."""
     adapter_bytes: _builtins.int
@@ -172,6 +176,14 @@ class GetServerInfoResponse(_message.Message):
     """Adapters that the device holds at a time; 0 when the server keeps none."""
     max_adapter_rank: _builtins.int
     """Largest rank of an adapter; 0 when the server keeps none."""
+    kv_pages: _builtins.int
+    """Pages of keys and values, of all sequences together; 0 when no served layer is attention."""
+    kv_page_tokens: _builtins.int
+    """Tokens of a page; 0 without pages."""
+    kv_page_bytes: _builtins.int
+    """Bytes of a page on the device, all layers together; 0 without pages."""
+    max_context: _builtins.int
+    """Most tokens of a sequence; 0 for no limit, as without attention."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerSpan]:
         """Declared spans; a step names one by its index here."""
@@ -204,10 +216,14 @@ class GetServerInfoResponse(_message.Message):
         adapter_bytes: _builtins.int = ...,
         adapter_slots: _builtins.int = ...,
         max_adapter_rank: _builtins.int = ...,
+        kv_pages: _builtins.int = ...,
+        kv_page_tokens: _builtins.int = ...,
+        kv_page_bytes: _builtins.int = ...,
+        max_context: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapter_slots", b"adapter_slots", "default_lease_ms", b"default_lease_ms", "device", b"device", "dtype", b"dtype", "hidden_size", b"hidden_size", "inline_limit_bytes", b"inline_limit_bytes", "max_adapter_rank", b"max_adapter_rank", "max_draft_tokens", b"max_draft_tokens", "max_lease_ms", b"max_lease_ms", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_type", b"model_type", "scope", b"scope", "sequence_state_bytes", b"sequence_state_bytes", "server_epoch", b"server_epoch", "shared_memory_bytes", b"shared_memory_bytes", "spans", b"spans", "state_dtype", b"state_dtype", "version", b"version", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapter_slots", b"adapter_slots", "default_lease_ms", b"default_lease_ms", "device", b"device", "dtype", b"dtype", "hidden_size", b"hidden_size", "inline_limit_bytes", b"inline_limit_bytes", "kv_page_bytes", b"kv_page_bytes", "kv_page_tokens", b"kv_page_tokens", "kv_pages", b"kv_pages", "max_adapter_rank", b"max_adapter_rank", "max_context", b"max_context", "max_draft_tokens", b"max_draft_tokens", "max_lease_ms", b"max_lease_ms", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_type", b"model_type", "scope", b"scope", "sequence_state_bytes", b"sequence_state_bytes", "server_epoch", b"server_epoch", "shared_memory_bytes", b"shared_memory_bytes", "spans", b"spans", "state_dtype", b"state_dtype", "version", b"version", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,6 +262,8 @@ class GetLoadResponse(_message.Message):
     REPLY_BYTES_FIELD_NUMBER: _builtins.int
     REPLY_BYTES_LIMIT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    KV_PAGES_USED_FIELD_NUMBER: _builtins.int
+    KV_PAGES_TOTAL_FIELD_NUMBER: _builtins.int
     sequences_open: _builtins.int
     """Sequences open."""
     lines_used: _builtins.int
@@ -266,6 +284,10 @@ class GetLoadResponse(_message.Message):
     """Most bytes of kept replies."""
     draining: _builtins.bool
     """True once a drain has begun."""
+    kv_pages_used: _builtins.int
+    """Pages of keys and values that sequences have."""
+    kv_pages_total: _builtins.int
+    """Pages of keys and values in all; 0 when no served layer is attention."""
     def __init__(
         self,
         *,
@@ -279,10 +301,12 @@ class GetLoadResponse(_message.Message):
         reply_bytes: _builtins.int = ...,
         reply_bytes_limit: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        kv_pages_used: _builtins.int = ...,
+        kv_pages_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "lines_total", b"lines_total", "lines_used", b"lines_used", "queued_bytes", b"queued_bytes", "queued_bytes_limit", b"queued_bytes_limit", "queued_rows", b"queued_rows", "queued_rows_limit", b"queued_rows_limit", "reply_bytes", b"reply_bytes", "reply_bytes_limit", b"reply_bytes_limit", "sequences_open", b"sequences_open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_pages_total", b"kv_pages_total", "kv_pages_used", b"kv_pages_used", "lines_total", b"lines_total", "lines_used", b"lines_used", "queued_bytes", b"queued_bytes", "queued_bytes_limit", b"queued_bytes_limit", "queued_rows", b"queued_rows", "queued_rows_limit", b"queued_rows_limit", "reply_bytes", b"reply_bytes", "reply_bytes_limit", b"reply_bytes_limit", "sequences_open", b"sequences_open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -604,7 +604,9 @@ class StepRequest(_message.Message):
     @_builtins.property
     def position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed tokens before each row's own, after the commit that the row carries; N of them. Another value than the
-        server's: row status FAILED_PRECONDITION, reason POSITION_MISMATCH.
+        server's: row status FAILED_PRECONDITION, reason POSITION_MISMATCH. On a span with attention layers, position and the
+        row's tokens beyond GetServerInfoResponse.max_context: row status OUT_OF_RANGE, reason CONTEXT_EXCEEDED; no pages free
+        for them: row status RESOURCE_EXHAUSTED, reason PAGES_EXHAUSTED, with RetryInfo.
         """
 
     @_builtins.property

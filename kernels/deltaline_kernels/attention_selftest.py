@@ -1,0 +1,69 @@
+"""What the self-test computes for attention: keys and values that are stored in pages, and attention over them."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.attention import Modifiers, find_modifier, flex_decode, flex_decode_reference
+from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
+from deltaline_kernels.rows import Rows
+
+# Positions of rows: at the beginning, at both sides of pages of any size, and where keys are split over programs.
+POSITIONS = (0, 63, 256, 2049, 700)
+
+
+def attention_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """Rows of every kind at positions of every kind; on a GPU more of them than one wave of programs."""
+    n, count = max_draft, len(POSITIONS)
+    # On a GPU long enough for several tiles of queries.
+    long = 130 if torch.device(device).type == "cpu" else 330
+    many = count if torch.device(device).type == "cpu" else 64
+    lengths = {"decode": [1] * many, "verify": [n] * count, "prefill": [long, 37]}
+    batches = {}
+    for kind, of_rows in lengths.items():
+        lines, zeros = list(range(1, len(of_rows) + 1)), [0] * len(of_rows)
+        committed = zeros if kind == "verify" else of_rows
+        positions = [POSITIONS[i % count] for i in range(len(of_rows))]
+        batches[kind] = Rows.build(
+            of_rows, lines, lines, committed, zeros, zeros, max_short=n, device=device, position=positions
+        )
+    return batches
+
+
+def compare_attention(
+    fill: Callable[..., Tensor],
+    rows: Rows,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
+    """Yield the name of each family, what it computed and what its reference computed."""
+    num_tokens, num_rows = int(rows.query_start_loc[-1]), rows.num_rows
+    longest = max(POSITIONS) + rows.max_length
+    max_pages = -(-longest // page_size)
+    device = rows.control.device
+    order = torch.randperm(num_rows * max_pages, generator=torch.Generator().manual_seed(0)) + 1
+    table = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
+    table[1:] = order.view(num_rows, max_pages).to(device, torch.int32)
+    projected = fill(num_tokens, 2 * (num_heads + num_kv_heads) * head_dim).to(dtype)
+    q, k, v = projected.split([2 * num_heads * head_dim, *[num_kv_heads * head_dim] * 2], dim=-1)
+    q, gate = q.unflatten(-1, (num_heads, 2 * head_dim)).chunk(2, dim=-1)
+    k, v = (part.unflatten(-1, (num_kv_heads, head_dim)) for part in (k, v))
+    angles = fill(longest, rotary_dim // 2)
+    rotary = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    size = num_rows * max_pages + 1, page_size, num_kv_heads, head_dim
+    pages, norms = (fill(*size).to(dtype), fill(*size).to(dtype)), (fill(head_dim), fill(head_dim))
+    want_pages = pages[0].clone(), pages[1].clone()
+    got = rotate_and_store(q, k, v, *norms, 1e-6, rotary, *pages, table, rows)
+    want = rotate_and_store_reference(q, k, v, *norms, 1e-6, rotary, *want_pages, table, rows)
+    yield "rotary", [got, *pages], [want, *want_pages]
+
+    modifiers = Modifiers(mask=find_modifier("causal")(), device=device)
+    o = flex_decode(want, *want_pages, table, rows, modifiers=modifiers, gate=gate)
+    o_want = flex_decode_reference(want, *want_pages, table, rows, modifiers=modifiers, gate=gate)
+    assert isinstance(o, Tensor) and isinstance(o_want, Tensor)  # without the sums of the softmax
+    yield "attention", [o], [o_want]
