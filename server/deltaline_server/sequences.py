@@ -53,8 +53,7 @@ class SequenceTable:
         self.num_slots, self.num_expired = num_slots, 0
         self.is_draining = False
         """Whether no new sequence is opened any more."""
-        self._lines, self._clock, self._lease_tick_s = lines, clock, lease_tick_s
-        self.pages = lines.pages
+        self._lines, self.pages, self._clock, self._lease_tick_s = lines, lines.pages, clock, lease_tick_s
         self._last_reap_s = clock()
         self._free = list(range(num_slots))
         self._tokens = OpenTokens(num_slots, self._is_any_held, clock)
