@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from deltaline_kernels.attention.output import finish
 
@@ -27,6 +28,7 @@ def _combine(
     TOKENS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     HEADS: tl.constexpr = HQ // GROUP
     COLUMNS: tl.constexpr = TOKENS * GROUP
@@ -39,6 +41,9 @@ def _combine(
     row = pid // (PARTS * HQ) // max_tokens
     begin = tl.load(control + row)
     n = tl.load(control + row + 1) - begin
+    if OVERLAP:
+        # The launch before this one is the attention itself, and may still run.
+        gdc_wait()
     counts = partials.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * row
     base = tl.load(counts)
     splits = tl.load(counts + 1)

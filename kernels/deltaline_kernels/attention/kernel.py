@@ -11,6 +11,7 @@ overwrite a left operand in registers too early has none. A program takes every 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.attention.items import locate
 from deltaline_kernels.attention.modify import find_range, load_masks, load_scores, modify, sees
@@ -105,7 +106,11 @@ def _attend(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        # The combine may start, and wait.
+        gdc_launch_dependents()
     DENSE: tl.constexpr = PAGE == 0
     HEADS: tl.constexpr = HQ // GROUP
     TOKENS: tl.constexpr = BLOCK_M // PADDED

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from deltaline_kernels.attention.kernel import _attend
 from deltaline_kernels.attention.modifiers import Modifiers
 from deltaline_kernels.attention.plan import MOST_ROWS, Tile, cdiv, choose_parts, choose_tile, pow2
 from deltaline_kernels.rows import Rows
+
+# From this capability on a launch may begin while the one before it still runs.
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ def _launch(
         "GROUP": group,
     }
     sinks, gate, lse = (q if tensor is None else tensor for tensor in (sinks, gate, lse))
+    overlap = bool(split) and q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= HOPPER
     _attend[(min(num_items, tile.programs * num_processors(q.device)),)](
         q,
         keys.k,
@@ -141,12 +146,14 @@ def _launch(
         SPLIT=split,
         ROWS=min(MOST_ROWS, pow2(rows.num_rows)),
         STAGES=tile.stages,
+        OVERLAP=overlap,
         num_warps=tile.num_warps,
         **modified,
     )
     if split:
         channels, splits = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
         parts = cdiv(heads.value_dim, channels)
+        options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
         _combine[(rows.num_rows * max_length * heads.num_queries * parts,)](
             rows.control,
             sinks,
@@ -159,8 +166,10 @@ def _launch(
             TOKENS=tokens,
             BLOCK_DV=channels,
             BLOCK_S=splits,
+            OVERLAP=overlap,
             num_warps=4,
             **modified,
+            **options,
         )
 
 
