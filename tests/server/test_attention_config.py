@@ -63,7 +63,7 @@ def test_sizes_are_those_of_transformers(changes: dict[str, Any]) -> None:
         ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "rope_parameters.'factor': expected none"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.'full_attention': expected none"),
         ({"rope_parameters": ["default"]}, "rope_parameters: expected an object"),
-        ({"rope_theta": 0}, "rope_theta: expected a positive number, got 0"),
+        ({"rope_theta": 0}, "rope_theta: expected a positive number that fp32 holds, got 0"),
         (
             {"partial_rotary_factor": 1.5},
             "partial_rotary_factor: expected an even number of rotated channels in 2..256",
