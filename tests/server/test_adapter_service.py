@@ -349,14 +349,14 @@ async def test_uploads_that_stall_hold_no_more_than_they_announced(rig: Rig, sta
     bodies = [first + unknown] if stalls_behind == "the first message" else [first, later + unknown]
     calls = []
     async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
-        with bounded_memory(64 << 20):
-            for _ in range(60):
+        with bounded_memory(96 << 20):
+            for _ in range(100):
                 call: Any = channel.stream_unary(ADAPTER + "LoadAdapter")(timeout=20)
                 for body in bodies:
                     await call.write(body)
                 calls.append(call)
             await asyncio.sleep(0.5)
-        assert rig.service._upload_bytes == 60 * 4 and not any(call.done() for call in calls)
+        assert rig.service._upload_bytes == 100 * 4 and not any(call.done() for call in calls)
         for call in calls:
             call.cancel()
     assert (await rig.load("good")).adapter.name == "good"
