@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,8 @@ import pytest
 
 from deltaline_client import StepTiming
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "generate.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "generate.py"
 
 
 @pytest.fixture
@@ -133,3 +136,30 @@ def test_servers_that_do_not_hold_all_layers_in_order_are_told(
     monkeypatch.setattr(example, "Client", FakeClient)
     with pytest.raises(ValueError, match=message):
         example.check_servers(["a", "b"][: len(spans)], 4)
+
+
+@pytest.mark.parametrize("flags", [[], ["--mamba2"]], ids=["gated-delta", "mamba2"])
+def test_an_adapter_is_made_for_every_projection(flags: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from safetensors.numpy import load_file
+
+    run(EXAMPLES / "make_checkpoint.py", str(tmp_path / "model"), *flags)
+    run(EXAMPLES / "make_adapter.py", str(tmp_path / "model"), str(tmp_path / "adapter"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    mixer = ["in_proj", "out_proj"] if flags else ["in_proj_qkvz", "out_proj", "down_proj"]
+    assert set(config["target_modules"]) >= set(mixer)
+    held = {name.split(".")[-3] for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors")}
+    assert held == set(config["target_modules"])
+
+
+def test_a_model_without_projections_gets_no_adapter(tmp_path: Path) -> None:
+    failed = run(EXAMPLES / "make_adapter.py", str(tmp_path), str(tmp_path / "adapter"), fails=True)
+    assert failed.startswith(f"make_adapter: error: {tmp_path}: expected projections of linear_attn, self_attn, mixer or mlp")
+    assert not (tmp_path / "adapter").exists()
+
+
+def run(script: Path, *arguments: str, fails: bool = False) -> str:
+    """Run an example as users do; return what it tells as an error."""
+    done = subprocess.run([sys.executable, "-P", str(script), *arguments], capture_output=True, text=True, timeout=100)
+    assert (done.returncode != 0) == fails, done.stderr
+    return done.stderr
