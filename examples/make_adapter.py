@@ -36,7 +36,7 @@ def make_adapter(model: Path, directory: Path, *, rank: int = 8, seed: int = 0) 
                     tensors[f"{stem}.lora_B.weight"] = _draw(rng, rows, rank)
                     modules.add(found[1])
     if not modules:
-        raise ValueError(f"{model}: expected projections of linear_attn, self_attn, mixer or mlp in its *.safetensors, found none")
+        raise ValueError(f"{model}: expected projections of mixers or of an mlp in its *.safetensors, found none")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(modules)}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))

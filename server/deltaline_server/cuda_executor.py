@@ -36,7 +36,8 @@ class CudaExecutor:
         self._in, self._compute, self._out = (torch.cuda.Stream(model.device) for _ in range(3))
         self._copier = Copier()
         self._num_compiled = 0
-        knobs.runtime.jit_post_compile_hook = self._count_compiled
+        # Not the hook of jitted functions: for it Triton writes their constants as JSON, which modifiers are not.
+        knobs.compilation.listener = self._count_compiled
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         page_size = 0 if pool.kv is None else pool.kv.page_size
         self._buckets = make_buckets(limits, pool.max_draft, model.adapters is not None, page_size)

@@ -61,7 +61,8 @@ def test_the_ends_of_a_mamba2_checkpoint_have_either_name(
 ) -> None:
     from safetensors.numpy import save_file
 
-    (tmp_path / "config.json").write_text('{"model_type": "mamba2", "layer_norm_epsilon": 0.5, "eos_token_id": 2}')
+    config = {"model_type": "mamba2", "num_hidden_layers": 1, "layer_norm_epsilon": 0.5, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     rows = np.arange(32, dtype=np.float32).reshape(8, 4)
     tensors = {
         f"backbone.{embedding}.weight": rows.astype(ml_dtypes.bfloat16),
@@ -138,7 +139,7 @@ def test_servers_that_do_not_hold_all_layers_in_order_are_told(
         example.check_servers(["a", "b"][: len(spans)], 4)
 
 
-@pytest.mark.parametrize("flags", [[], ["--mamba2"]], ids=["gated-delta", "mamba2"])
+@pytest.mark.parametrize("flags", [[], ["--mamba2"]], ids=["hybrid", "mamba2"])
 def test_an_adapter_is_made_for_every_projection(flags: list[str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from safetensors.numpy import load_file
@@ -146,7 +147,7 @@ def test_an_adapter_is_made_for_every_projection(flags: list[str], tmp_path: Pat
     run(EXAMPLES / "make_checkpoint.py", str(tmp_path / "model"), *flags)
     run(EXAMPLES / "make_adapter.py", str(tmp_path / "model"), str(tmp_path / "adapter"))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    mixer = ["in_proj", "out_proj"] if flags else ["in_proj_qkvz", "out_proj", "down_proj"]
+    mixer = ["in_proj", "out_proj"] if flags else ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj", "down_proj"]
     assert set(config["target_modules"]) >= set(mixer)
     held = {name.split(".")[-3] for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors")}
     assert held == set(config["target_modules"])
@@ -154,7 +155,7 @@ def test_an_adapter_is_made_for_every_projection(flags: list[str], tmp_path: Pat
 
 def test_a_model_without_projections_gets_no_adapter(tmp_path: Path) -> None:
     failed = run(EXAMPLES / "make_adapter.py", str(tmp_path), str(tmp_path / "adapter"), fails=True)
-    assert failed.startswith(f"make_adapter: error: {tmp_path}: expected projections of linear_attn, self_attn, mixer or mlp")
+    assert failed.startswith(f"make_adapter: error: {tmp_path}: expected projections of mixers or of an mlp")
     assert not (tmp_path / "adapter").exists()
 
 
