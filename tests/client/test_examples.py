@@ -147,7 +147,9 @@ def test_an_adapter_is_made_for_every_projection(flags: list[str], tmp_path: Pat
     run(EXAMPLES / "make_checkpoint.py", str(tmp_path / "model"), *flags)
     run(EXAMPLES / "make_adapter.py", str(tmp_path / "model"), str(tmp_path / "adapter"))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    mixer = ["in_proj", "out_proj"] if flags else ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj", "down_proj"]
+    mixer = (
+        ["in_proj", "out_proj"] if flags else ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj", "down_proj"]
+    )
     assert set(config["target_modules"]) >= set(mixer)
     held = {name.split(".")[-3] for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors")}
     assert held == set(config["target_modules"])
