@@ -49,24 +49,22 @@ def _combine(
     splits = tl.load(counts + 1)
     # A row of one split has its outputs; one without tokens left nothing here.
     if (i_t < n) & (splits > 1):
-        tiles = (n + TOKENS - 1) // TOKENS
         header = (2 * num_rows + 3) // 4 * 4
         column = i_t % TOKENS * GROUP + h % GROUP
-        item = base + i_t // TOKENS * HEADS + h // GROUP
+        item = base + (i_t // TOKENS * HEADS + h // GROUP) * splits
         p_item = partials + header + item.to(tl.int64) * ITEM
-        step = (tiles * HEADS).to(tl.int64) * ITEM
         o_s = tl.arange(0, BLOCK_S)
         o_v = i_part * BLOCK_DV + tl.arange(0, BLOCK_DV)
         m = tl.full((1,), float("-inf"), tl.float32)
         for s in range(0, splits, BLOCK_S):
-            b_m = tl.load(p_item + (s + o_s) * step + COLUMNS * DV + column, mask=s + o_s < splits, other=float("-inf"))
+            b_m = tl.load(p_item + (s + o_s) * ITEM + COLUMNS * DV + column, mask=s + o_s < splits, other=float("-inf"))
             m = tl.maximum(m, tl.max(b_m, 0))
         safe = tl.where(m == float("-inf"), 0.0, m)
         total = tl.zeros((1,), tl.float32)
         acc = tl.zeros((BLOCK_DV, 1), tl.float32)
         for s in range(0, splits, BLOCK_S):
             in_s = s + o_s < splits
-            p_s = p_item + (s + o_s) * step
+            p_s = p_item + (s + o_s) * ITEM
             weight = tl.exp2(tl.load(p_s + COLUMNS * DV + column, mask=in_s, other=float("-inf")) - safe)
             total += tl.sum(weight * tl.load(p_s + COLUMNS * (DV + 1) + column, mask=in_s, other=0.0), 0)
             b_acc = tl.load(

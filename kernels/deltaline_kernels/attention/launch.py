@@ -145,6 +145,7 @@ def _launch(
         BLOCK_DV=max(16, pow2(heads.value_dim)),
         SPLIT=split,
         ROWS=min(MOST_ROWS, pow2(rows.num_rows)),
+        MANY=rows.num_rows > MOST_ROWS,
         STAGES=tile.stages,
         OVERLAP=overlap,
         num_warps=tile.num_warps,
