@@ -159,3 +159,33 @@ def locate(
             base += before
         before += here
     return row, base, splits, low, high
+
+
+@triton.jit
+def find_row(
+    row,
+    control,
+    control_stride,
+    num_rows,
+    parameters,
+    blocks,
+    HQ: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    DENSE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPEC: tl.constexpr,
+):
+    """Return a row's first item and its splits; ROWS rows are looked at at once."""
+    base = row * 0
+    splits = row * 0
+    for first in range(0, row + 1, ROWS):
+        i = first + tl.arange(0, ROWS)
+        count, row_splits, _, _ = count_rows(
+            i, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, DENSE, BLOCKS, SPEC
+        )
+        base += tl.sum(tl.where(i < row, count, 0), 0)
+        splits += tl.sum(tl.where(i == row, row_splits, 0), 0)
+    return base, splits

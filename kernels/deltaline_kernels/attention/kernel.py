@@ -104,7 +104,8 @@ def _attend(
     HAS_SINKS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    # Keys of a page; 0: no pages, the keys of a row lie together, and table_stride is how many have room there.
+    # No pages: the keys of a row lie together, and table_stride is how many have room there.
+    DENSE: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     SHARED: tl.constexpr,
@@ -126,7 +127,6 @@ def _attend(
     if OVERLAP:
         # The combine may start, and wait.
         gdc_launch_dependents()
-    DENSE: tl.constexpr = PAGE == 0
     HEADS: tl.constexpr = HQ // GROUP
     TOKENS: tl.constexpr = BLOCK_M // PADDED
     COLUMNS: tl.constexpr = TOKENS * GROUP
@@ -135,7 +135,6 @@ def _attend(
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK_DV)
-    header = (2 * num_rows + 3) // 4 * 4
     pid = tl.program_id(0)
     if MANY:
         num_items = count_items(
@@ -179,10 +178,6 @@ def _attend(
         position = tl.load(control + 6 * control_stride + row)
         num_keys = tl.where(b >= 0, tl.maximum(position + n, 0), 0)
         rest = item - base
-        if SPLIT > 0:
-            # The combine finds the row's partial results by this.
-            tl.store(partials.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * row, base, mask=rest == 0)
-            tl.store(partials.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * row + 1, splits, mask=rest == 0)
         i_split = 0 * rest
         # Items of the same queries that this program takes in one go.
         run = 0 * rest + 1
@@ -254,7 +249,7 @@ def _attend(
         b_q = tl.load(p_q[None, :] + o_d[:, None], mask=in_m[None, :] & (o_d < D)[:, None], other=0.0)
         score_values = load_scores(parameters, line, h_m, SPEC)
         mask_values = load_masks(parameters, line, h_m, SPEC)
-        p_item = partials + header + item.to(tl.int64) * ITEM
+        p_item = partials + item.to(tl.int64) * ITEM
         column = o_m // PADDED * GROUP + o_m % PADDED
         for i in tl.range(0, num_tiles, num_stages=STAGES):
             if BLOCKS is None:

@@ -8,9 +8,10 @@ from deltaline_kernels.attention.heads import Heads
 LEAST_COLUMNS, MOST_COLUMNS, MOST_SHORT_COLUMNS = 16, 64, 64
 # Rows whose items are counted at once.
 MOST_ROWS = 256
-# Programs of a combine below which each takes a part of the channels, and splits that it loads at once, few programs
-# or many. Of one row with 128 splits, and of 128 rows with two.
-FEW_COMBINES, COMBINED_CHANNELS, COMBINED_SPLITS = 512, 32, (64, 16)
+# Programs of a combine below which each takes few of the channels, and many splits at once: of one row with 128
+# splits, and of many rows with a few.
+FEW_COMBINES = 512
+FEW, MANY = (32, 128), (64, 32)
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,5 @@ def choose_tile(heads: Heads, group: int, num_rows: int, max_length: int, value_
 
 def choose_parts(value_dim: int, num_queries: int) -> tuple[int, int]:
     """Return the channels that a program of the combine takes, and the splits at once, for so many tokens x heads."""
-    if num_queries < FEW_COMBINES:
-        return min(pow2(value_dim), COMBINED_CHANNELS), COMBINED_SPLITS[0]
-    return pow2(value_dim), COMBINED_SPLITS[1]
+    channels, splits = FEW if num_queries < FEW_COMBINES else MANY
+    return min(pow2(value_dim), channels), splits
