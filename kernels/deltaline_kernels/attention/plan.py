@@ -40,9 +40,11 @@ LONG: dict[int, tuple[int, int, int, int]] = {
 }
 # Of fp32, whose products are not those of matrix instructions: tiles that need few registers.
 EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
-# Keys of a split, by rows x heads of keys up to a number; more of them fill the device with longer splits. On an H200
-# 32 x 8,192 keys with 2 heads of 256 take 139 us in splits of 1,024 and 132 of 2,048; 128 x 2,048 take 146 and 129.
-SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512))
+# Keys of a split, by rows x heads of keys up to a number; more of them fill the device with longer splits. On an H200,
+# with 2 heads of 256: 1 x 32,768 keys take 26.8 us in splits of 256 and 28.1 of 512; 32 x 8,192 take 134 us in splits
+# of 1,024 and 130 of 2,048, but 32 rows of 2 to 92,681 keys 173 and 192; 128 x 2,048 take 150 us in splits of 1,024
+# and 126 of 2,048.
+SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512), (64, 1024))
 MOST_KEYS = 2048
 
 
