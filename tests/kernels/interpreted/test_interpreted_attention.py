@@ -150,6 +150,10 @@ def test_only_live_splits_are_items(
 
     found = torch.zeros(5, 2, dtype=torch.int32)
 
+    class Nothing:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **__: None
+
     class Spy:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             return self.call
@@ -162,6 +166,7 @@ def test_only_live_splits_are_items(
             _find_rows[(5,)](found, control, parameters, blocks, control.stride(0), 5, **own)
 
     monkeypatch.setattr(launch, "MOST_ROWS", at_once)
+    monkeypatch.setattr(launch, "_attend", Nothing())
     monkeypatch.setattr(launch, "_combine", Spy())
     # Splits of 64 keys, a window of 37. A row without live keys is an item too: it writes zeros.
     batch = make_batch([Row(1, 650), Row(2, 100), Row(1, 0), Row(2, 300, skipped=True), Row(3, 630)], path)
