@@ -59,7 +59,7 @@ def test_attention_matches_flex_attention(path: InterpretedPath, case: str, smal
 def test_attention_of_fp32_matches_the_reference(small_splits: None) -> None:
     path = InterpretedPath("cpu", torch.float32)
     batch = make_batch(MIXED, path, Layer(3, 1, 96, 64, 64), max_short=3)
-    checks.check(batch, path, modifier_case("alibi", batch.layer, 7)[0])
+    checks.check(batch, path, *modifier_case("alibi", batch.layer, 7))
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_attention_of_fp32_matches_the_reference(small_splits: None) -> None:
 )
 def test_attention_has_any_sizes(path: InterpretedPath, layer: Layer, small_splits: None) -> None:
     batch = make_batch([Row(1, 100), Row(4, 60), Row(9, 5)], path, layer, max_short=4)
-    checks.check(batch, path, modifier_case("causal", layer, 5)[0])
+    checks.check(batch, path, *modifier_case("causal", layer, 5))
 
 
 def test_attention_has_any_number_of_short_tokens(path: InterpretedPath, small_splits: None) -> None:
     batch = make_batch([Row(n, 7 * n) for n in (1, 2, 5, 11, 16)], path, Layer(3, 1))
-    checks.check(batch, path, modifier_case("sliding-window", batch.layer, 7)[0])
+    checks.check(batch, path, *modifier_case("sliding-window", batch.layer, 7))
 
 
 def test_attention_of_queries_that_see_nothing_is_zero(path: InterpretedPath, small_splits: None) -> None:
@@ -108,7 +108,7 @@ def test_more_rows_than_are_counted_at_once(
 
     monkeypatch.setattr(launch, "MOST_ROWS", 2)
     batch = make_batch(MIXED, path, max_short=3)
-    checks.check(batch, path, modifier_case("causal", batch.layer, 7)[0])
+    checks.check(batch, path, *modifier_case("causal", batch.layer, 7))
 
 
 def test_a_registered_modifier_is_inlined(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
