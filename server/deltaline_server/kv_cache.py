@@ -74,8 +74,9 @@ def plan_cache(
     page_bytes = sum(2 * page_size * shape.keys for shape in shapes) * dtype.itemsize
     longest = shapes[0].max_positions
     if room_bytes is None:
-        tokens = max(longest, num_lines * min(longest, USUAL_TOKENS))
-        num_pages = -(-tokens // page_size)
+        # A page is one sequence's: what a last one has left is nobody else's.
+        usual, most = (-(-tokens // page_size) for tokens in (min(longest, USUAL_TOKENS), longest))
+        num_pages = max(most, num_lines * usual)
     else:
         num_pages = room_bytes // page_bytes - 1
     return KvPlan(page_size, num_pages, page_bytes, min(longest, num_pages * page_size))

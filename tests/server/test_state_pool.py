@@ -143,13 +143,13 @@ def test_attention_layers_have_pages_and_share_a_table() -> None:
     line, first, second = pool.layers
     assert isinstance(first, KvState) and isinstance(second, KvState) and pool.kv is not None
     # 5 lines of 100 tokens, fewer than are usual
-    assert (pool.kv.num_pages, pool.kv.max_context, pool.kv.max_pages, pool.kv.page_bytes) == (32, 100, 7, PAGE_BYTES)
-    assert (first.k_pages.shape, first.k_pages.dtype) == ((33, 16, 2, 16), torch.bfloat16)
+    assert (pool.kv.num_pages, pool.kv.max_context, pool.kv.max_pages, pool.kv.page_bytes) == (35, 100, 7, PAGE_BYTES)
+    assert (first.k_pages.shape, first.k_pages.dtype) == ((36, 16, 2, 16), torch.bfloat16)
     assert first.k_pages.data_ptr() != second.k_pages.data_ptr() != second.v_pages.data_ptr()
     assert first.page_table is second.page_table is pool.page_table
     assert (first.page_table.shape, first.page_table.dtype) == ((6, 7), torch.int32)
     assert pool.bytes_per_sequence == LINE_BYTES + 7 * 4
-    assert pool.total_bytes == 6 * pool.bytes_per_sequence + 33 * PAGE_BYTES
+    assert pool.total_bytes == 6 * pool.bytes_per_sequence + 36 * PAGE_BYTES
     assert sum(state.nbytes for state in line.tensors) == 6 * LINE_BYTES
 
 
@@ -158,6 +158,14 @@ def test_long_contexts_have_pages_for_what_is_usual_and_for_one_whole() -> None:
         plan = plan_state([replace(ATTENTION, max_positions=longest)], replace(OPTIONS, num_lines=lines), torch.float32)
         assert plan.kv is not None
         assert (plan.kv.num_pages, plan.kv.max_context) == (-(-expected // 64), longest)
+
+
+@pytest.mark.parametrize(("longest", "page_size"), [(1, 64), (100, 4096), (40, 16), (10_000, 4096)])
+def test_each_line_has_pages_of_its_own(longest: int, page_size: int) -> None:
+    shape, options = replace(ATTENTION, max_positions=longest), replace(OPTIONS, num_lines=9, page_size=page_size)
+    plan = plan_state([shape], options, torch.float32)
+    assert plan.kv is not None
+    assert plan.kv.num_pages == 9 * -(-min(longest, USUAL_TOKENS) // page_size)
 
 
 def test_what_lines_leave_of_the_limit_is_for_pages() -> None:
