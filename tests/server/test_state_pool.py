@@ -189,6 +189,21 @@ def test_the_longest_context_is_what_all_pages_hold() -> None:
         make_hybrid(limit_bytes=least - 1)
 
 
+@pytest.mark.parametrize("num_pages", [1, 2, 99, 100, 101, 500])
+def test_the_table_is_no_wider_than_there_are_pages(num_pages: int) -> None:
+    """Of 5 lines and the null line, whose rows are wider than a page where all 100 pages of a sequence can be had."""
+    shapes = [replace(ATTENTION, num_kv_heads=1, head_dim=1, max_positions=100 * 16)]
+    options = replace(OPTIONS, page_size=16)
+    page_bytes = 2 * 16 * 4
+    limit = (num_pages + 1) * page_bytes + 6 * min(num_pages, 100) * 4
+    plan = plan_state(shapes, replace(options, limit_bytes=limit), torch.float32)
+    assert plan.kv is not None and (plan.kv.num_pages, plan.total_bytes) == (num_pages, limit)
+    assert plan.kv.max_context == min(num_pages, 100) * 16
+    if num_pages > 1:
+        fewer = plan_state(shapes, replace(options, limit_bytes=limit - 1), torch.float32)
+        assert fewer.kv is not None and fewer.kv.num_pages == num_pages - 1
+
+
 @pytest.mark.parametrize("page_size", [0, 8, 48, 8192])
 def test_a_page_is_a_power_of_two(page_size: int) -> None:
     with pytest.raises(ModelError, match=f"--page-size: expected a power of two in 16..4096, got {page_size}"):
