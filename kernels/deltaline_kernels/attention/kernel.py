@@ -19,56 +19,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.attention.items import count_items, count_rows, locate, pick
+from deltaline_kernels.attention.keys import key_offsets, load_pages
 from deltaline_kernels.attention.modify import find_range, load_masks, load_scores, modify, sees
-from deltaline_kernels.attention.output import finish
+from deltaline_kernels.attention.output import finish, store_sums
 from deltaline_kernels.attention.spec import num_clauses, num_scores
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _load_pages(page_table, b, start, last, o_n, PAGE: tl.constexpr, DENSE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the page of the tile of keys from `start` on, or those of its keys; none is looked up behind `last`."""
-    if DENSE:
-        return b
-    elif PAGE >= BLOCK_N:
-        return tl.load(page_table + start // PAGE)
-    else:
-        return tl.load(page_table + tl.minimum(start + o_n, last) // PAGE)
-
-
-@triton.jit
-def _offsets(
-    pages,
-    start,
-    o_n,
-    i_head,
-    page_keys,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    DENSE: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return where the keys of a tile begin, `[BLOCK_N]` or one number and what is to be added for each key."""
-    KEY: tl.constexpr = D if HEADS_FIRST else H * D
-    if DENSE:
-        keys = page_keys.to(tl.int64)
-        head = i_head * keys * D if HEADS_FIRST else i_head * D
-        return pages.to(tl.int64) * keys * (H * D) + head + start.to(tl.int64) * KEY + o_n * KEY
-    elif PAGE >= BLOCK_N:
-        return pages.to(tl.int64) * (PAGE * H * D) + start % PAGE * KEY + i_head * D + o_n * KEY
-    else:
-        return pages.to(tl.int64) * (PAGE * H * D) + (start + o_n) % PAGE * KEY + i_head * D
-
-
-@triton.jit
-def _store_sums(p_item, acc, m, total, column, o_v, in_m, COLUMNS: tl.constexpr, DV: tl.constexpr):
-    """Store what the combine needs of a split: sums of each of its columns, maxima, and sums of weights."""
-    tl.store(p_item + column[None, :] * DV + o_v[:, None], acc, mask=in_m[None, :] & (o_v < DV)[:, None])
-    tl.store(p_item + COLUMNS * DV + column, m, mask=in_m)
-    tl.store(p_item + COLUMNS * DV + COLUMNS + column, total, mask=in_m)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
@@ -241,7 +197,7 @@ def _attend(
         last_key = tl.maximum(num_keys - 1, 0)
         page_line = line * 0 if SHARED else line
         if BLOCKS is None:
-            pages = _load_pages(p_table, page_line, tl.minimum(first, last_key), last_key, o_n, PAGE, DENSE, BLOCK_N)
+            pages = load_pages(p_table, page_line, tl.minimum(first, last_key), last_key, o_n, PAGE, DENSE, BLOCK_N)
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
@@ -256,19 +212,19 @@ def _attend(
                 start = first + i * BLOCK_N
                 own = pages
                 # Of the next tile, so that nothing waits for a page's number.
-                pages = _load_pages(
+                pages = load_pages(
                     p_table, page_line, tl.minimum(start + BLOCK_N, last_key), last_key, o_n, PAGE, DENSE, BLOCK_N
                 )
             else:
                 entry = first + i // SUB
                 is_full = entry >= num_partial
-                column = tl.where(is_full, BLOCKS[4] + entry - num_partial, entry)
-                start = tl.load(p_list + 2 + column) * BLOCKS[7] + i % SUB * BLOCK_N
-                own = _load_pages(p_table, page_line, tl.minimum(start, last_key), last_key, o_n, PAGE, DENSE, BLOCK_N)
+                in_room = tl.where(is_full, BLOCKS[4] + entry - num_partial, entry)
+                start = tl.load(p_list + 2 + in_room) * BLOCKS[7] + i % SUB * BLOCK_N
+                own = load_pages(p_table, page_line, tl.minimum(start, last_key), last_key, o_n, PAGE, DENSE, BLOCK_N)
             kv = start + o_n
             in_n = kv < num_keys
-            at_k = _offsets(own, start, o_n, i_kv, table_stride, HKV, D, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
-            at_v = _offsets(own, start, o_n, i_kv, table_stride, HKV, DV, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
+            at_k = key_offsets(own, start, o_n, i_kv, table_stride, HKV, D, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
+            at_v = key_offsets(own, start, o_n, i_kv, table_stride, HKV, DV, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
             b_k = tl.load(k + at_k[:, None] + o_d[None, :], mask=in_n[:, None] & (o_d < D)[None, :], other=0.0)
             b_v = tl.load(v + at_v[:, None] + o_v[None, :], mask=in_n[:, None] & (o_v < DV)[None, :], other=0.0)
             s = tl.dot(b_k, b_q, input_precision="ieee")
@@ -294,7 +250,7 @@ def _attend(
             if SPLIT > 0 and BLOCKS is None:
                 is_end = ((start + BLOCK_N) % SPLIT == 0) | (i == num_tiles - 1)
                 if is_end & (splits > 1):
-                    _store_sums(p_item, acc, m, total, column, o_v, in_m, COLUMNS, DV)
+                    store_sums(p_item, acc, m, total, column, o_v, in_m, COLUMNS, DV)
                     p_item += ITEM
                     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
                     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -303,7 +259,7 @@ def _attend(
         if SPLIT > 0 and splits > 1:
             if BLOCKS is not None:
                 # Here, for a list that has no more entries has to be told too.
-                _store_sums(p_item, acc, m, total, column, o_v, in_m, COLUMNS, DV)
+                store_sums(p_item, acc, m, total, column, o_v, in_m, COLUMNS, DV)
         else:
             finish(
                 acc,

@@ -1,10 +1,18 @@
-"""What becomes of a sum over keys: sinks, the division, the gate, the one rounding."""
+"""What becomes of a sum over keys: partial results; or sinks, the division, the gate, the one rounding."""
 
 import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def store_sums(p_item, acc, m, total, column, o_v, in_m, COLUMNS: tl.constexpr, DV: tl.constexpr):
+    """Store what the combine needs of a split: sums of each of its columns, maxima, and sums of weights."""
+    tl.store(p_item + column[None, :] * DV + o_v[:, None], acc, mask=in_m[None, :] & (o_v < DV)[:, None])
+    tl.store(p_item + COLUMNS * DV + column, m, mask=in_m)
+    tl.store(p_item + COLUMNS * DV + COLUMNS + column, total, mask=in_m)
 
 
 @triton.jit

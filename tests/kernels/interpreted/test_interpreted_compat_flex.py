@@ -51,6 +51,16 @@ def test_flex_matches_flex_attention(path: InterpretedPath, sizes: dict[str, int
     checks.test_flex_matches_flex_attention(path, sizes)
 
 
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut keys in splits of 64, so that those of tests, and lists of blocks, have several."""
+    from deltaline_kernels.attention import plan
+
+    monkeypatch.setattr(plan, "SPLITS", ())
+    monkeypatch.setattr(plan, "MOST_KEYS", 64)
+    monkeypatch.setattr(plan, "SHORT", {size: (32, *rest) for size, (_, *rest) in plan.SHORT.items()})
+
+
 @pytest.mark.parametrize(
     ("block", "mask"), [((64, 32), checks.in_window), ((32, 64), checks.by_head)], ids=["window", "heads"]
 )
