@@ -37,7 +37,7 @@ def load_sums(
 
 @triton.jit
 def normalize(comb, in_i, in_j, EPS: tl.constexpr, REPEAT: tl.constexpr, S: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Return comb `[T, j, i]` after softmax over i and REPEAT normalisations over j, one over i before all but the first."""
+    """Return comb `[T, j, i]` after softmax over i, then REPEAT normalisations over j with one over i between two."""
     if S != BLOCK_S:
         comb = tl.where(in_i, comb, float("-inf"))
     comb = tl.exp(comb - tl.max(comb, 2)[:, :, None])

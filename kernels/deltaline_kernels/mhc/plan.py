@@ -68,7 +68,7 @@ BUCKETS = (
 )
 # Up to so many tokens: channels of a block, warps, about how many programs at once.
 FUSED_TOKENS = 256
-FUSED_BUCKETS = ((16, (32, 4, 128)), (64, (64, 4, 256)), (FUSED_TOKENS, (64, 4, 512)))
+FUSED_BUCKETS = ((16, (32, 4, 128)), (64, (32, 4, 512)), (FUSED_TOKENS, (32, 4, 512)))
 FUSED_ROWS = 16
 # Of fp32 and fp16, whose products are not those of bf16: tokens, inputs, warps, tiles on their way.
 EXACT = (16, 32, 4, 1)

@@ -1,0 +1,70 @@
+"""The tests of hyper-connections again, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernels.mhc_batches import check_post_pre, check_pre, make_streams, run_post_pre, run_pre
+from kernels.paths import InterpretedPath
+from kernels.test_mhc import (
+    test_a_token_does_not_depend_on_its_company,
+    test_a_token_of_nan_is_alone,
+    test_both_at_once_are_one_behind_the_other,
+    test_comb_of_far_apart_logits_has_columns_of_sum_one,
+    test_gates_have_their_own_numbers,
+    test_mhc_matches_the_reference,
+    test_mhc_takes_rows_apart,
+    test_streams_of_any_size_are_normed,
+    test_tokens_of_nothing_give_no_nan,
+    test_weights_are_those_of_fp32,
+)
+
+from deltaline_kernels.mhc import plan
+
+__all__ = [
+    "test_a_token_does_not_depend_on_its_company",
+    "test_a_token_of_nan_is_alone",
+    "test_both_at_once_are_one_behind_the_other",
+    "test_comb_of_far_apart_logits_has_columns_of_sum_one",
+    "test_gates_have_their_own_numbers",
+    "test_mhc_matches_the_reference",
+    "test_mhc_takes_rows_apart",
+    "test_streams_of_any_size_are_normed",
+    "test_tokens_of_nothing_give_no_nan",
+    "test_weights_are_those_of_fp32",
+]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut batches into fewer programs: the interpreter runs one after the other."""
+    few = tuple(
+        replace(bucket, product=(*bucket.product[:4], bucket.product[4] // 32), collapse=(64, 32))
+        for bucket in plan.BUCKETS
+    )
+    monkeypatch.setattr(plan, "BUCKETS", few)
+    fused = tuple((tokens, (*sizes[:2], sizes[2] // 32)) for tokens, sizes in plan.FUSED_BUCKETS)
+    monkeypatch.setattr(plan, "FUSED_BUCKETS", fused)
+
+
+def in_chunks(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
+    """Let every batch be one of many tokens, in chunks of 32."""
+    values = {"tokens": plan.ANY, "product": (16, 32, 4, 2, 6), "collapse": (32, 32), "chunk_bytes": 20_000} | sizes
+    monkeypatch.setattr(plan, "BUCKETS", (plan.Bucket(**values),))
+    monkeypatch.setattr(plan, "FUSED_BUCKETS", ())
+
+
+def test_many_tokens_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch, path: InterpretedPath) -> None:
+    in_chunks(monkeypatch)
+    given = make_streams(75, 4, 72, path)
+    made = plan.plan_pre(75, 4, 72, path.dtype, norm=False)
+    assert made.chunk == (32 if path.dtype == torch.float16 else 16) and made.splits > 1 and made.block_h == 32
+    got = run_pre(path, given)
+    check_pre(got, given)
+    check_post_pre(run_post_pre(path, given, given.norm), given, given.norm)
+    # A token's bits are those of a batch of one chunk.
+    for one, few in zip(got, run_pre(path, given.take(slice(0, 7))), strict=True):
+        assert torch.equal(one[:7], few)
