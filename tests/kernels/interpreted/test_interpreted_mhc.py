@@ -10,8 +10,6 @@ import torch
 from kernels.mhc_batches import check_post_pre, check_pre, make_streams, run_post_pre, run_pre
 from kernels.paths import InterpretedPath
 from kernels.test_mhc import (
-    test_a_token_does_not_depend_on_its_company,
-    test_a_token_of_nan_is_alone,
     test_both_at_once_are_one_behind_the_other,
     test_comb_of_far_apart_logits_has_columns_of_sum_one,
     test_gates_have_their_own_numbers,
@@ -25,8 +23,6 @@ from kernels.test_mhc import (
 from deltaline_kernels.mhc import plan
 
 __all__ = [
-    "test_a_token_does_not_depend_on_its_company",
-    "test_a_token_of_nan_is_alone",
     "test_both_at_once_are_one_behind_the_other",
     "test_comb_of_far_apart_logits_has_columns_of_sum_one",
     "test_gates_have_their_own_numbers",
