@@ -99,10 +99,11 @@ def test_a_checkpoints_16_bit_parameters_are_cast(path: Path) -> None:
     """Elsewhere read as if they were fp32: wrong, and hidden by the normalisation."""
     given = make_streams(5, 4, 72, path)
     gates = given.gates
-    parameters = [t.bfloat16() for t in (gates.weight, gates.scale, gates.base)]
+    parameters: list[Any] = [t.bfloat16() for t in (gates.weight, gates.scale, gates.base)]
+    exact: list[Any] = [t.float() for t in parameters]
     numbers: tuple[Any, ...] = (1e-6, 1e-6, 1e-6, 2.0, 20)
     got = mhc_pre(given.residual, *parameters, *numbers)
-    for one, want in zip(got, mhc_pre(given.residual, *(t.float() for t in parameters), *numbers), strict=True):
+    for one, want in zip(got, mhc_pre(given.residual, *exact, *numbers), strict=True):
         assert torch.equal(one, want)
 
 

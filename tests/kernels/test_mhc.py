@@ -143,8 +143,8 @@ def test_comb_of_far_apart_logits_has_columns_of_sum_one(path: Path, streams: in
 def test_gates_have_their_own_numbers(exact_path: Path, repeat: int, eps: float) -> None:
     """The first normalisation of columns counts; each eps has its place."""
     given = make_streams(4, 3, 40, exact_path)
-    numbers = {"rms_eps": 0.3, "pre_eps": 0.2, "sinkhorn_eps": eps, "post_multiplier": 1.5, "sinkhorn_repeat": repeat}
-    given = replace(given, gates=replace(given.gates, **numbers))
+    gates = replace(given.gates, rms_eps=0.3, pre_eps=0.2, sinkhorn_eps=eps, post_multiplier=1.5)
+    given = replace(given, gates=replace(gates, sinkhorn_repeat=repeat))
     check_pre(run_pre(exact_path, given), given)
 
 

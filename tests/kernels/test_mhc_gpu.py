@@ -26,7 +26,8 @@ RUNS = {"pre": run_pre, "post": run_post, "post-pre": run_post_pre, "head": run_
 
 
 def refill(given: Streams, seed: int) -> None:
-    other = make_streams(*given.residual.shape, PATH, seed=seed)
+    num_tokens, streams, hidden = given.residual.shape
+    other = make_streams(num_tokens, streams, hidden, PATH, seed=seed)
     for name in ("x", "residual", "post", "comb"):
         getattr(given, name).copy_(getattr(other, name))
 

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deltaline_kernels.mhc.plan import Plan, cdiv, pow2
 
 # Splits that are added up at once, and values of comb that a program of gates has at once.
-SPLITS_AT_ONCE, COMB_VALUES, GATE_WARPS = 16, 128, 4
+SPLITS_AT_ONCE, COMB_VALUES = 16, 128
 
 
 @triton.jit
@@ -44,16 +44,19 @@ def normalize(comb, in_i, in_j, EPS: tl.constexpr, REPEAT: tl.constexpr, S: tl.c
     comb = comb / tl.sum(comb, 2)[:, :, None] + EPS
     if S != BLOCK_S:
         comb = tl.where(in_i & in_j, comb, 0.0)
-    comb *= 1.0 / (tl.sum(comb, 1) + EPS)[:, None, :]
+    comb *= divide_one(tl.sum(comb, 1)[:, None, :] + EPS, in_i, S, BLOCK_S)
     for _ in range(REPEAT - 1):
-        comb *= 1.0 / (tl.sum(comb, 2) + EPS)[:, :, None]
-        if S != BLOCK_S:
-            # With eps 0 what lies behind the streams would be 0 / 0.
-            comb = tl.where(in_i & in_j, comb, 0.0)
-        comb *= 1.0 / (tl.sum(comb, 1) + EPS)[:, None, :]
-    if S != BLOCK_S:
-        comb = tl.where(in_i & in_j, comb, 0.0)
+        comb *= divide_one(tl.sum(comb, 2)[:, :, None] + EPS, in_j, S, BLOCK_S)
+        comb *= divide_one(tl.sum(comb, 1)[:, None, :] + EPS, in_i, S, BLOCK_S)
     return comb
+
+
+@triton.jit
+def divide_one(total, inside, S: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Return 1 / total; 1 behind the streams, where with an eps of 0 it would be infinite."""
+    if S != BLOCK_S:
+        total = tl.where(inside, total, 1.0)
+    return 1.0 / total
 
 
 @triton.jit
@@ -96,6 +99,65 @@ def write_gates(
     tl.store(post + t.to(tl.int64) * S + o_i + o_j, b_post, mask=in_post)
 
 
+@triton.jit
+def collapse_streams(
+    pid,
+    residual,
+    partials,
+    scale,
+    base,
+    norm_weight,
+    y,
+    residual_stride,
+    num_tokens,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    HEAD: tl.constexpr,
+    PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    RMS_EPS: tl.constexpr,
+    PRE_EPS: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    EARLY: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
+):
+    """Write some channels of the weighted sum of one token's streams: the work of one program."""
+    PRE: tl.constexpr = 0 if HEAD else S * S
+    OUTS: tl.constexpr = S if HEAD else S * (2 + S)
+    BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    token = (pid // BLOCKS).to(tl.int64)
+    o_h = pid % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_j = tl.arange(0, BLOCK_S)
+    inside = (o_j < S)[:, None] & (o_h < H)[None, :]
+    p_r = residual + token * residual_stride + o_j[:, None] * H + o_h[None, :]
+    if OVERLAP and not EARLY:
+        gdc_wait()
+    # Before what they are weighted with is known.
+    b_r = tl.load(p_r, mask=inside, other=0.0)
+    if OVERLAP and EARLY:
+        gdc_wait()
+    if DEPENDENTS:
+        # Not before: whoever starts now may write partials that the launch before the last one read.
+        gdc_launch_dependents()
+    POW2_SPLITS: tl.constexpr = triton.next_power_of_2(SPLITS)
+    o_s = tl.arange(0, POW2_SPLITS)
+    in_s = o_s < SPLITS
+    p_s = partials + (o_s.to(tl.int64) * num_tokens + token) * PAD
+    squares = tl.sum(tl.load(p_s + OUTS, mask=in_s, other=0.0), 0)
+    mixes = tl.load(p_s[:, None] + PRE + o_j[None, :], mask=in_s[:, None] & (o_j < S)[None, :], other=0.0)
+    rms = tl.rsqrt(squares / (S * H) + RMS_EPS)
+    b_base = tl.load(base + o_j, mask=o_j < S, other=0.0)
+    pre = sigmoid(tl.sum(mixes, 0) * rms * tl.load(scale) + b_base) + PRE_EPS
+    b_y = tl.sum(pre[:, None] * b_r.to(tl.float32), 0)
+    if norm_weight is not None:
+        mean = tl.sum(b_y * b_y, 0) / H
+        b_y *= tl.rsqrt(mean + NORM_EPS) * tl.load(norm_weight + o_h, mask=o_h < H, other=0.0)
+    tl.store(y + token * H + o_h, b_y.to(y.dtype.element_ty), mask=o_h < H)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "gate_programs"])
 def _collapse(
     residual,
@@ -126,26 +188,19 @@ def _collapse(
     NORM_EPS: tl.constexpr,
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
-    DEPENDENTS: tl.constexpr,
 ):
-    PRE: tl.constexpr = 0 if HEAD else S * S
-    OUTS: tl.constexpr = S if HEAD else S * (2 + S)
-    BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
     if pid < gate_programs:
         if OVERLAP:
             gdc_wait()
-        if DEPENDENTS:
-            gdc_launch_dependents()
         if not HEAD:
-            o_t = pid * BLOCK_T + tl.arange(0, BLOCK_T)
             write_gates(
                 partials,
                 scale,
                 base,
                 post,
                 comb,
-                o_t,
+                pid * BLOCK_T + tl.arange(0, BLOCK_T),
                 num_tokens,
                 S * H,
                 S,
@@ -159,35 +214,37 @@ def _collapse(
                 REPEAT,
             )
     else:
-        pid -= gate_programs
-        token = (pid // BLOCKS).to(tl.int64)
-        o_h = pid % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
-        o_j = tl.arange(0, BLOCK_S)
-        inside = (o_j < S)[:, None] & (o_h < H)[None, :]
-        p_r = residual + token * residual_stride + o_j[:, None] * H + o_h[None, :]
-        if OVERLAP and not EARLY:
-            gdc_wait()
-        # Before what they are weighted with is known.
-        b_r = tl.load(p_r, mask=inside, other=0.0)
-        if OVERLAP and EARLY:
-            gdc_wait()
-        if DEPENDENTS:
-            # Not before: whoever starts now may write partials that the launch before the last one read.
-            gdc_launch_dependents()
-        POW2_SPLITS: tl.constexpr = triton.next_power_of_2(SPLITS)
-        o_s = tl.arange(0, POW2_SPLITS)
-        in_s = o_s < SPLITS
-        p_s = partials + (o_s.to(tl.int64) * num_tokens + token) * PAD
-        squares = tl.sum(tl.load(p_s + OUTS, mask=in_s, other=0.0), 0)
-        mixes = tl.load(p_s[:, None] + PRE + o_j[None, :], mask=in_s[:, None] & (o_j < S)[None, :], other=0.0)
-        rms = tl.rsqrt(squares / (S * H) + RMS_EPS)
-        b_base = tl.load(base + o_j, mask=o_j < S, other=0.0)
-        pre = sigmoid(tl.sum(mixes, 0) * rms * tl.load(scale) + b_base) + PRE_EPS
-        b_y = tl.sum(pre[:, None] * b_r.to(tl.float32), 0)
-        if norm_weight is not None:
-            mean = tl.sum(b_y * b_y, 0) / H
-            b_y *= tl.rsqrt(mean + NORM_EPS) * tl.load(norm_weight + o_h, mask=o_h < H, other=0.0)
-        tl.store(y + token * H + o_h, b_y.to(y.dtype.element_ty), mask=o_h < H)
+        collapse_streams(
+            pid - gate_programs,
+            residual,
+            partials,
+            scale,
+            base,
+            norm_weight,
+            y,
+            residual_stride,
+            num_tokens,
+            H,
+            S,
+            HEAD,
+            PAD,
+            SPLITS,
+            BLOCK_S,
+            BLOCK_H,
+            RMS_EPS,
+            PRE_EPS,
+            NORM_EPS,
+            EARLY,
+            OVERLAP,
+            False,
+        )
+
+
+def gate_sizes(streams: int, splits: int) -> dict[str, int]:
+    """Return how many streams, tokens and splits a program of gates has, as constants of the kernel."""
+    block_s = pow2(streams)
+    block_t = max(1, COMB_VALUES // (block_s * block_s))
+    return {"BLOCK_S": block_s, "BLOCK_T": block_t, "AT_ONCE": min(SPLITS_AT_ONCE, pow2(splits))}
 
 
 def launch_collapse(
@@ -203,18 +260,16 @@ def launch_collapse(
     *,
     early: bool,
     overlap: bool,
-    dependents: bool,
 ) -> None:
     """Write y `[N, H]`, and post `[N, S]` and comb `[N, S, S]` if they are given: without them it is a head.
 
     partials: `[splits, N, columns]`. numbers: the constants of Gates by their names in the kernel. `overlap`: may begin
-    while the launch before it runs, which writes partials. `early`: that launch does not write the residual.
-    `dependents`: the next launch may begin too. Arguments are validated by the caller; there is a token.
+    while the launch before it runs, which writes partials. `early`: that launch does not write the residual. Arguments
+    are validated by the caller; there is a token.
     """
     num_tokens, streams, hidden = residual.shape
-    block_s = pow2(streams)
-    block_t = max(1, COMB_VALUES // (block_s * block_s))
-    gate_programs = 0 if gates is None else cdiv(num_tokens, block_t)
+    sizes = gate_sizes(streams, partials.shape[0])
+    gate_programs = 0 if gates is None else cdiv(num_tokens, sizes["BLOCK_T"])
     post, comb = (partials, partials) if gates is None else gates
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     _collapse[(gate_programs + num_tokens * cdiv(hidden, plan.block_h),)](
@@ -234,15 +289,12 @@ def launch_collapse(
         HEAD=gates is None,
         PAD=partials.shape[2],
         SPLITS=partials.shape[0],
-        BLOCK_S=block_s,
         BLOCK_H=plan.block_h,
-        BLOCK_T=block_t,
-        AT_ONCE=min(SPLITS_AT_ONCE, pow2(partials.shape[0])),
         EARLY=early,
         OVERLAP=overlap,
-        DEPENDENTS=dependents,
         num_warps=plan.collapse_warps,
         num_stages=1,
+        **sizes,
         **numbers,
         **options,
     )

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from deltaline_kernels.mhc.chunk import BUFFERS, launch_chunk
 from deltaline_kernels.mhc.collapse import launch_collapse
 from deltaline_kernels.mhc.fused import launch_post_product
 from deltaline_kernels.mhc.gates import Gates
-from deltaline_kernels.mhc.plan import LEAST_COLUMNS, plan_fused, plan_pre, pow2
+from deltaline_kernels.mhc.plan import LEAST_COLUMNS, Plan, plan_fused, plan_pre, pow2
 from deltaline_kernels.mhc.post import launch_post
 from deltaline_kernels.mhc.product import launch_product
 
@@ -76,7 +77,6 @@ def mhc_post_pre_triton(
         _numbers(gates, norm_eps),
         early=False,
         overlap=overlap,
-        dependents=False,
     )
 
 
@@ -99,32 +99,25 @@ def _pre(
     numbers: dict[str, float],
     before: Callable[[slice], None] | None = None,
 ) -> None:
-    """Multiply and collapse, a chunk of tokens at a time. `before`: writes the residual of a chunk of tokens."""
+    """Multiply and collapse: at once, or in chunks of tokens. `before`: writes the residual of a chunk."""
     num_tokens, streams, hidden = residual.shape
     plan = plan_pre(num_tokens, streams, hidden, residual.dtype, norm=norm_weight is not None)
     overlap = _can_overlap(residual)
-    chunks = range(0, num_tokens, plan.chunk)
-    # Two, in turns: the next chunk's products are written while this one's are read.
-    buffers = [_empty_partials(plan.splits, min(plan.chunk, num_tokens), weight) for _ in chunks[:2]]
-    for i, begin in enumerate(chunks):
+    if before is None and num_tokens > plan.chunk:
+        _pre_in_chunks(residual, weight, scale, base, norm_weight, y, gates, numbers, plan, overlap=overlap)
+        return
+    partials = _empty_partials(plan.splits, min(plan.chunk, num_tokens), weight)
+    for begin in range(0, num_tokens, plan.chunk):
         own = slice(begin, begin + plan.chunk)
         if before is not None:
             before(own)
         part = residual[own]
-        count = part.shape[0]
-        partials = buffers[i % 2].view(-1)[: plan.splits * count * buffers[0].shape[2]].view(plan.splits, count, -1)
-        launch_product(
-            part,
-            weight,
-            partials,
-            0 if gates is None else streams * streams,
-            plan,
-            dependent=overlap and before is None and i > 0,
-            dependents=overlap,
-        )
+        own_partials = _take(partials, part.shape[0])
+        rows = 0 if gates is None else streams * streams
+        launch_product(part, weight, own_partials, rows, plan, dependents=overlap)
         launch_collapse(
             part,
-            partials,
+            own_partials,
             scale,
             base,
             norm_weight,
@@ -132,10 +125,52 @@ def _pre(
             None if gates is None else (gates[0][own], gates[1][own]),
             plan,
             numbers,
-            early=num_tokens <= plan.chunk,
+            early=True,
             overlap=overlap,
-            dependents=overlap and before is None and i + 1 < len(chunks),
         )
+
+
+def _pre_in_chunks(
+    residual: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor | None,
+    y: Tensor,
+    gates: tuple[Tensor, Tensor] | None,
+    numbers: dict[str, float],
+    plan: Plan,
+    *,
+    overlap: bool,
+) -> None:
+    """Multiply each chunk of tokens beside the collapse of the one before it."""
+    num_tokens = residual.shape[0]
+    buffers = [_empty_partials(plan.splits, plan.chunk, weight) for _ in range(BUFFERS)]
+    chunks = [slice(begin, begin + plan.chunk) for begin in range(0, num_tokens, plan.chunk)]
+    nothing = slice(num_tokens, num_tokens)
+    for i, (following, own) in enumerate(zip([*chunks, nothing], [nothing, *chunks], strict=True)):
+        launch_chunk(
+            residual[following],
+            residual[own],
+            weight,
+            _take(buffers[i % BUFFERS], residual[following].shape[0]),
+            _take(buffers[(i - 1) % BUFFERS], residual[own].shape[0]),
+            scale,
+            base,
+            norm_weight,
+            y[own],
+            None if gates is None else (gates[0][own], gates[1][own]),
+            plan,
+            numbers,
+            overlap=overlap,
+            first=i == 0,
+        )
+
+
+def _take(partials: Tensor, num_tokens: int) -> Tensor:
+    """Return the memory of partials `[splits, N, columns]` for fewer tokens."""
+    splits, _, columns = partials.shape
+    return partials.view(-1)[: splits * num_tokens * columns].view(splits, num_tokens, columns)
 
 
 def _empty_partials(splits: int, num_tokens: int, weight: Tensor) -> Tensor:

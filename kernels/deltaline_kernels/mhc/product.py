@@ -7,12 +7,10 @@ who reads the partials adds them up in one order. bf16 streams meet weights as s
 they are used: that is less to read than terms prepared.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.mhc.plan import Plan, cdiv
 
@@ -49,8 +47,9 @@ def store_sums(partials, split, o_m, num_tokens, acc, squares, OUTS: tl.constexp
     tl.store(partials + row[:, None] * PAD + o_n[None, :], sums, mask=(o_m < num_tokens)[:, None] & (o_n <= OUTS))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _multiply(
+@triton.jit
+def multiply_streams(
+    pid,
     residual,
     weight,
     partials,
@@ -65,15 +64,11 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
     TERMS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    DEPENDENTS: tl.constexpr,
 ):
-    if DEPENDENTS:
-        # The collapse may start, load streams and wait.
-        gdc_launch_dependents()
+    """Store the sums of some tokens and inputs: the work of one program."""
     EVEN: tl.constexpr = SPLITS * STEPS * BLOCK_K == K
-    i_split = tl.program_id(0) % SPLITS
-    o_m = tl.program_id(0) // SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_split = pid % SPLITS
+    o_m = pid // SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, PAD)
     in_m = (o_m < num_tokens)[:, None]
     in_n = (o_n < OUTS)[None, :]
@@ -94,21 +89,57 @@ def _multiply(
         squares += tl.sum(exact * exact, 1)
         acc = multiply(x, w, acc, TERMS)
     store_sums(partials, i_split, o_m, num_tokens, acc, squares, OUTS, PAD)
-    if DEPENDENT:
-        # Late: nothing here reads what the launch before this one writes, but who waits for this one waits for both.
-        gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _multiply(
+    residual,
+    weight,
+    partials,
+    residual_stride,
+    num_tokens,
+    K: tl.constexpr,
+    OUTS: tl.constexpr,
+    COMB: tl.constexpr,
+    PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    TERMS: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
+):
+    if DEPENDENTS:
+        # The collapse may start, load streams and wait.
+        gdc_launch_dependents()
+    multiply_streams(
+        tl.program_id(0),
+        residual,
+        weight,
+        partials,
+        residual_stride,
+        num_tokens,
+        K,
+        OUTS,
+        COMB,
+        PAD,
+        SPLITS,
+        BLOCK_M,
+        BLOCK_K,
+        STEPS,
+        TERMS,
+    )
 
 
 def launch_product(
-    residual: Tensor, weight: Tensor, partials: Tensor, comb: int, plan: Plan, *, dependent: bool, dependents: bool
+    residual: Tensor, weight: Tensor, partials: Tensor, comb: int, plan: Plan, *, dependents: bool
 ) -> None:
     """Write partials `[splits, N, columns]`. `comb`: how many of the weight's rows, the last ones, come first.
 
-    `dependent`: may begin while the launch before it runs. `dependents`: so may the next one, which waits by itself.
-    Arguments are validated by the caller; there is a token.
+    `dependents`: the next launch may begin while this one runs, and waits by itself. Arguments are validated by the
+    caller; there is a token.
     """
     num_tokens = residual.shape[0]
-    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     _multiply[(cdiv(num_tokens, plan.block_m) * plan.splits,)](
         residual,
         weight,
@@ -124,9 +155,7 @@ def launch_product(
         BLOCK_K=plan.block_k,
         STEPS=plan.steps,
         TERMS=plan.terms,
-        DEPENDENT=dependent,
         DEPENDENTS=dependents,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        **options,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -46,10 +45,9 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "FUSED_BUCKETS", fused)
 
 
-def in_chunks(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
-    """Let every batch be one of many tokens, in chunks of 32."""
-    values = {"tokens": plan.ANY, "product": (16, 32, 4, 2, 6), "collapse": (32, 32), "chunk_bytes": 20_000} | sizes
-    monkeypatch.setattr(plan, "BUCKETS", (plan.Bucket(**values),))
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every batch be one of many tokens, in chunks of 20 kB."""
+    monkeypatch.setattr(plan, "BUCKETS", (plan.Bucket(plan.ANY, (16, 32, 4, 2, 6), (32, 32), 20_000),))
     monkeypatch.setattr(plan, "FUSED_BUCKETS", ())
 
 
