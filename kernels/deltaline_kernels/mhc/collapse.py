@@ -12,8 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltaline_kernels.mhc.plan import Plan, cdiv, pow2
 
-# Splits that are added up at once, and values of comb that a program of gates has at once.
-SPLITS_AT_ONCE, COMB_VALUES = 16, 128
+# Splits that a program of gates adds up at once, so that it waits for all of them together; values of comb that it
+# computes at most, and such values of all these splits.
+SPLITS_AT_ONCE, COMB_VALUES, SPLIT_VALUES = 128, 128, 4096
 
 
 @triton.jit
@@ -86,17 +87,17 @@ def write_gates(
     t = o_t[:, None, None]
     in_t, in_i, in_j = t < num_tokens, o_i < S, o_j < S
     inside = in_t & in_i & in_j
-    first = o_i == 0
-    squares = load_sums(partials, t, o_i + OUTS, in_t & first & (o_j == 0), num_tokens, SPLITS, PAD, AT_ONCE)
-    rms = tl.rsqrt(tl.sum(tl.sum(squares, 2), 1) / K + RMS_EPS)[:, None, None]
+    behind = tl.full((1, 1, 1), OUTS, tl.int32)
+    squares = load_sums(partials, t, behind, in_t, num_tokens, SPLITS, PAD, AT_ONCE)
+    rms = tl.rsqrt(squares / K + RMS_EPS)
     mixes = load_sums(partials, t, o_j * S + o_i, inside, num_tokens, SPLITS, PAD, AT_ONCE)
     logits = mixes * rms * tl.load(scale + 2) + tl.load(base + 2 * S + o_j * S + o_i, mask=in_i & in_j, other=0.0)
     b_comb = normalize(logits, in_i, in_j, SINKHORN_EPS, REPEAT, S, BLOCK_S)
     tl.store(comb + t.to(tl.int64) * (S * S) + o_j * S + o_i, b_comb, mask=inside)
-    in_post = in_t & in_i & (o_j == 0)
-    mixes = load_sums(partials, t, S * S + S + o_i + o_j, in_post, num_tokens, SPLITS, PAD, AT_ONCE)
+    in_post = in_t & in_i
+    mixes = load_sums(partials, t, S * S + S + o_i, in_post, num_tokens, SPLITS, PAD, AT_ONCE)
     b_post = sigmoid(mixes * rms * tl.load(scale + 1) + tl.load(base + S + o_i, mask=in_i, other=0.0)) * MULTIPLIER
-    tl.store(post + t.to(tl.int64) * S + o_i + o_j, b_post, mask=in_post)
+    tl.store(post + t.to(tl.int64) * S + o_i, b_post, mask=in_post)
 
 
 @triton.jit
@@ -242,9 +243,9 @@ def _collapse(
 
 def gate_sizes(streams: int, splits: int) -> dict[str, int]:
     """Return how many streams, tokens and splits a program of gates has, as constants of the kernel."""
-    block_s = pow2(streams)
-    block_t = max(1, COMB_VALUES // (block_s * block_s))
-    return {"BLOCK_S": block_s, "BLOCK_T": block_t, "AT_ONCE": min(SPLITS_AT_ONCE, pow2(splits))}
+    block_s, at_once = pow2(streams), min(SPLITS_AT_ONCE, pow2(splits))
+    block_t = max(1, min(COMB_VALUES, SPLIT_VALUES // at_once) // (block_s * block_s))
+    return {"BLOCK_S": block_s, "BLOCK_T": block_t, "AT_ONCE": at_once}
 
 
 def launch_collapse(
