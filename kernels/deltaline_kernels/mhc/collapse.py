@@ -54,10 +54,14 @@ def normalize(comb, in_i, in_j, EPS: tl.constexpr, REPEAT: tl.constexpr, S: tl.c
 
 @triton.jit
 def divide_one(total, inside, S: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Return 1 / total; 1 behind the streams, where with an eps of 0 it would be infinite."""
+    """Return 1 / total; 1 behind the streams, where with an eps of 0 it would be infinite.
+
+    As the square of the reciprocal root: 2 instructions where a division is 8, and normalisations follow each other.
+    """
     if S != BLOCK_S:
         total = tl.where(inside, total, 1.0)
-    return 1.0 / total
+    root = tl.rsqrt(total)
+    return root * root
 
 
 @triton.jit
