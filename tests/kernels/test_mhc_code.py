@@ -26,7 +26,7 @@ def test_products_of_a_chunk_take_no_operand_from_registers(hidden: int) -> None
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from deltaline_kernels.mhc.collapse import gate_sizes
+    from deltaline_kernels.mhc.sinkhorn import gate_sizes
 
     made = plan.plan_pre(4096, 4, hidden, torch.bfloat16, norm=False)
     constants = {

@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltaline_kernels.mhc.collapse import collapse_streams, gate_sizes, write_gates
+from deltaline_kernels.mhc.collapse import collapse_streams
 from deltaline_kernels.mhc.plan import Plan, cdiv
 from deltaline_kernels.mhc.product import multiply_streams
+from deltaline_kernels.mhc.sinkhorn import gate_sizes, write_gates
 
 BUFFERS = 3
 # A collapse that needs more takes fewer: a tile of products has no use for them.
