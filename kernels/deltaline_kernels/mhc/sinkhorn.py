@@ -1,4 +1,4 @@
-"""Gates behind a sublayer from sums of products, in Triton: post, and comb with its normalisations of rows and columns."""
+"""Gates behind a sublayer from sums of products, in Triton: post, and comb with its many normalisations."""
 
 import triton
 import triton.language as tl
