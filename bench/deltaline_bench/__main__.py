@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deltaline_bench.case import Suite
 
 # Each is a package or module of deltaline_bench with a SUITE.
-SUITES = ("attention", "conv1d", "gated_delta", "lora", "mamba2")
+SUITES = ("attention", "conv1d", "gated_delta", "lora", "mamba2", "mhc")
 NAME = "deltaline_bench"
 
 

@@ -26,6 +26,19 @@ from deltaline_kernels.lora import (
     spread_slots_reference,
 )
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
+from deltaline_kernels.mhc import (
+    MAX_STREAMS,
+    Gates,
+    mhc_head,
+    mhc_head_reference,
+    mhc_post,
+    mhc_post_pre,
+    mhc_post_pre_reference,
+    mhc_post_reference,
+    mhc_pre,
+    mhc_pre_reference,
+    prepare_gates,
+)
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import Rows
@@ -35,10 +48,12 @@ __all__ = [
     "MAX_CONV_WIDTH",
     "MAX_HEAD_DIM",
     "MAX_RANK",
+    "MAX_STREAMS",
     "MIN_CONV_WIDTH",
     "AdapterTiles",
     "BlockLists",
     "Check",
+    "Gates",
     "LoraWeights",
     "Modifiers",
     "Rows",
@@ -57,7 +72,16 @@ __all__ = [
     "group_tokens",
     "mamba2",
     "mamba2_reference",
+    "mhc_head",
+    "mhc_head_reference",
+    "mhc_post",
+    "mhc_post_pre",
+    "mhc_post_pre_reference",
+    "mhc_post_reference",
+    "mhc_pre",
+    "mhc_pre_reference",
     "or_masks",
+    "prepare_gates",
     "rotate_and_store",
     "rotate_and_store_reference",
     "run_selftest",

@@ -16,17 +16,11 @@ from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.gated_delta.plan import choose_plan
-from deltaline_kernels.lora import (
-    LoraWeights,
-    add_lora,
-    add_lora_reference,
-    group_tokens,
-    spread_slots,
-    spread_slots_reference,
-)
+from deltaline_kernels.lora_selftest import compare_lora
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.mamba2.chunk_plan import choose_plan as choose_mamba_plan
 from deltaline_kernels.mamba2.heads import Heads as MambaHeads
+from deltaline_kernels.mhc_selftest import compare_mhc
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest_batches import batches, short_batches
@@ -69,6 +63,8 @@ def run_selftest(
     has_conv_bias: bool = False,
     rotary_dim: int = 16,
     page_size: int = 64,
+    streams: int = 0,
+    hidden: int = 64,
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
@@ -82,6 +78,7 @@ def run_selftest(
         dt_limit: least and greatest time step of a Mamba2 layer.
         has_conv_bias: whether the convolution of a Mamba2 layer has a bias.
         rotary_dim, page_size: of attention alone.
+        streams: residual streams of `hidden` channels; 0: the model mixes none.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
@@ -121,8 +118,10 @@ def run_selftest(
     adapted = ADAPTED_GPU if on_gpu else ADAPTED
     for kind, fill in fills.items():
         for num_tokens in adapted if kind == "random" else adapted[-2:]:
-            got, want = _adapt(fill, num_tokens, heads, device, dtype)
+            got, want = compare_lora(fill, num_tokens, heads, device, dtype)
             checks.append(Check(f"lora, {num_tokens} tokens, {kind}", _error(got, want), limit))
+    for name, got, want in compare_mhc(fills, streams, hidden, dtype) if streams else ():
+        checks.append(Check(name, _error(got, want), limit))
     for batch, rows in () if is_attention else short_batches(max_draft, device).items():
         got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype, has_bias=has_conv_bias)
         checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
@@ -184,25 +183,6 @@ def _convolve(
     want_lines = lines.clone()
     y = causal_conv1d(x, weight, bias, lines, rows)
     return [y, lines], [causal_conv1d_reference(x, weight, bias, want_lines, rows), want_lines]
-
-
-def _adapt(
-    fill: Callable[..., Tensor], num_tokens: int, heads: Heads, device: torch.device | str, dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what adapters of several ranks added to a projection of two slices, and what their reference added."""
-    sizes, inputs, rank = (heads.values, heads.num_value_heads), heads.keys, 64
-    ranks = torch.tensor([[16, 0], [1, 64], [64, 5]], dtype=torch.int32, device=device)
-    a, b = fill(3, 2, rank, inputs).to(dtype), fill(3, rank, sum(sizes)).to(dtype)
-    weights = LoraWeights(a, b, ranks, torch.full((3, 2), 0.5, device=device), sizes)
-    # Rows of 1, 3, 5 .. tokens; most have the last adapter, some have none.
-    order = torch.arange(math.isqrt(num_tokens - 1) + 2, device=device)
-    starts = (order**2).clamp(max=num_tokens).to(torch.int32)
-    row_slots = torch.tensor([2, 1, 0, 2, -1, 2, 2, 2], dtype=torch.int32, device=device)[order[:-1] % 8]
-    x, out = fill(num_tokens, inputs).to(dtype), fill(num_tokens, sum(sizes)).to(dtype)
-    want = out.clone()
-    add_lora(x, out, weights, group_tokens(spread_slots(row_slots, starts, num_tokens), 3, rank))
-    add_lora_reference(x, want, weights, spread_slots_reference(row_slots, starts, num_tokens))
-    return [out], [want]
 
 
 def _projected(fill: Callable[..., Tensor], num_tokens: int, heads: Heads) -> Tensor:

@@ -16,6 +16,8 @@ from deltaline_kernels import (
     gated_delta,
     gated_rms_norm,
     mamba2,
+    mhc_post_pre,
+    mhc_selftest,
     run_selftest,
     selftest,
 )
@@ -89,6 +91,22 @@ def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed == {"mamba2"}
     with pytest.raises(KeyError):
         run_selftest("cpu", recurrence="mamba")
+
+
+def test_selftest_takes_a_model_of_several_streams(path: Path) -> None:
+    checks = run_selftest(path.device, path.dtype, recurrence="attention", streams=4, hidden=200)
+    assert [check for check in checks if not check.ok] == []
+    assert {check.name.split(",")[0] for check in checks} == {"rotary", "attention", "lora", "mhc"}
+
+
+def test_selftest_names_wrong_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def transposed(*args: Any, **kw: Any) -> Any:
+        *others, comb = mhc_post_pre(*args, **kw)
+        return *others, comb.transpose(1, 2)
+
+    monkeypatch.setattr(mhc_selftest, "mhc_post_pre", transposed)
+    failed = {check.name.rsplit(",", 2)[0] for check in run_selftest("cpu", streams=3) if not check.ok}
+    assert failed == {"mhc, post and pre"}
 
 
 def norm_wrong_of_one_group(o: Any, *args: Any, **kw: Any) -> Any:

@@ -13,6 +13,7 @@ from deltaline_kernels.compat.gated_delta import (
 )
 from deltaline_kernels.compat.lora import lora_expand, lora_shrink
 from deltaline_kernels.compat.mamba2 import selective_state_update
+from deltaline_kernels.compat.mhc import mhc_post, mhc_pre
 
 __all__ = [
     "causal_conv1d_fn",
@@ -24,5 +25,7 @@ __all__ = [
     "lora_expand",
     "lora_shrink",
     "mamba_chunk_scan_combined_varlen",
+    "mhc_post",
+    "mhc_pre",
     "selective_state_update",
 ]

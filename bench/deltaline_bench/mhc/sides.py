@@ -1,0 +1,78 @@
+"""Our sides of a case of hyper-connections. Knows no figures and no bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from deltaline_bench.case import NotApplicable, Side, SideMaker
+from deltaline_bench.mhc.batch import EPS, FUSED, HEAD, MULTIPLIER, POST, PRE, REPEAT, Batch
+from deltaline_kernels import Gates, compat, mhc_head, mhc_post, mhc_post_pre, mhc_pre
+
+NAMES = {
+    POST: ("residual",),
+    PRE: ("y", "post", "comb"),
+    FUSED: ("residual", "y", "post", "comb"),
+    HEAD: ("y",),
+}
+Function = Callable[..., Any]
+
+
+def ours(batch: Batch) -> dict[str, SideMaker]:
+    """Our sides: the operation, and where the field has one the same with its signature."""
+    sides: dict[str, SideMaker] = {"deltaline": lambda: native(batch)}
+    if batch.shape.work in (POST, PRE):
+        sides["deltaline compat"] = lambda: field_side(batch, compat.mhc_post, compat.mhc_pre)
+    if batch.shape.work == FUSED:
+        sides["deltaline, two operations"] = lambda: native(batch, fused=False)
+    return sides
+
+
+def native(batch: Batch, *, fused: bool = True) -> Side:
+    """Make our side; `fused`: in one operation what has one."""
+    work = batch.shape.work
+    x, residual, post, comb = batch.x, batch.residual, batch.post, batch.comb
+
+    def call() -> Any:
+        if work == POST:
+            return (mhc_post(x, residual, post, comb),)
+        if work == HEAD:
+            return (mhc_head(residual, batch.weight, batch.scale, batch.base, EPS, EPS),)
+        gates = Gates(batch.weight, batch.scale, batch.base, EPS, EPS, EPS, MULTIPLIER, REPEAT)
+        if work == PRE:
+            return mhc_pre(residual, gates)
+        if fused:
+            return mhc_post_pre(x, residual, post, comb, gates, norm_weight=batch.norm, norm_eps=EPS)
+        mixed = mhc_post(x, residual, post, comb)
+        return mixed, *mhc_pre(mixed, gates, norm_weight=batch.norm, norm_eps=EPS)
+
+    return Side(call, lambda done: _named(NAMES[work], done), lambda: None)
+
+
+def field_side(batch: Batch, post: Function, pre: Function) -> Side:
+    """Make a side of functions with FlagGems' signatures.
+
+    Raises:
+        NotApplicable: there is none for this work.
+    """
+    work = batch.shape.work
+    if work == POST:
+        mix = batch.post[:, :, None]
+        return Side(
+            lambda: post(batch.x, batch.residual, mix, batch.comb), lambda done: {"residual": done}, lambda: None
+        )
+    if work != PRE:
+        raise NotApplicable("has no such function")
+    weights = batch.weight, batch.scale, batch.base
+
+    def outputs(done: Any) -> Mapping[str, Tensor]:
+        post_mix, comb, y = done
+        return {"y": y, "post": post_mix.reshape(batch.post.shape), "comb": comb.reshape(batch.comb.shape)}
+
+    return Side(lambda: pre(batch.residual, *weights, EPS, EPS, EPS, MULTIPLIER, REPEAT), outputs, lambda: None)
+
+
+def _named(names: tuple[str, ...], done: Any) -> Mapping[str, Tensor]:
+    return dict(zip(names, done, strict=True))

@@ -1,0 +1,36 @@
+"""What the self-test computes for adapters: several of them in one batch, of mixed ranks."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.lora import (
+    LoraWeights,
+    add_lora,
+    add_lora_reference,
+    group_tokens,
+    spread_slots,
+    spread_slots_reference,
+)
+
+
+def compare_lora(
+    fill: Callable[..., Tensor], num_tokens: int, heads: Heads, device: torch.device | str, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what adapters of several ranks added to a projection of two slices, and what their reference added."""
+    sizes, inputs, rank = (heads.values, heads.num_value_heads), heads.keys, 64
+    ranks = torch.tensor([[16, 0], [1, 64], [64, 5]], dtype=torch.int32, device=device)
+    a, b = fill(3, 2, rank, inputs).to(dtype), fill(3, rank, sum(sizes)).to(dtype)
+    weights = LoraWeights(a, b, ranks, torch.full((3, 2), 0.5, device=device), sizes)
+    # Rows of 1, 3, 5 .. tokens; most have the last adapter, some have none.
+    order = torch.arange(math.isqrt(num_tokens - 1) + 2, device=device)
+    starts = (order**2).clamp(max=num_tokens).to(torch.int32)
+    row_slots = torch.tensor([2, 1, 0, 2, -1, 2, 2, 2], dtype=torch.int32, device=device)[order[:-1] % 8]
+    x, out = fill(num_tokens, inputs).to(dtype), fill(num_tokens, sum(sizes)).to(dtype)
+    want = out.clone()
+    add_lora(x, out, weights, group_tokens(spread_slots(row_slots, starts, num_tokens), 3, rank))
+    add_lora_reference(x, want, weights, spread_slots_reference(row_slots, starts, num_tokens))
+    return [out], [want]

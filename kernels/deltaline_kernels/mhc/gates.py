@@ -1,0 +1,126 @@
+"""What mixes the streams of a hyper-connected layer before and after a sublayer. Knows shapes; computes nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.checks import ACTIVATIONS, check_positive, check_tensor
+
+MAX_STREAMS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Gates:
+    """The parameters of one hyper-connection of S streams of H channels: see `mhc_pre`.
+
+    Args:
+        weight: `[S*(2+S), S*H]` fp32, contiguous; rows: pre `[S]`, post `[S]`, comb `[S, S]` row-major; columns:
+            streams one behind the other.
+        scale: `[3]` fp32, of pre, post and comb.
+        base: `[S*(2+S)]` fp32, in the order of the weight's rows.
+        rms_eps: added to the mean square of a token's streams. pre_eps: added to pre. sinkhorn_eps: added to the
+            softmax and to every sum that divides.
+        post_multiplier: what post's sigmoid is multiplied by.
+        sinkhorn_repeat: normalisations of columns, at least 1; before each but the first one of rows.
+
+    Contents are read on the device by each launch.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    base: Tensor
+    rms_eps: float = 1e-6
+    pre_eps: float = 1e-6
+    sinkhorn_eps: float = 1e-6
+    post_multiplier: float = 2.0
+    sinkhorn_repeat: int = 20
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weight, Tensor):
+            raise TypeError(f"weight: expected a tensor, got {type(self.weight).__name__}")
+        device, fp32 = self.weight.device, (torch.float32,)
+        check_tensor("weight", self.weight, (None, None), fp32, device)
+        rows, columns = self.weight.shape
+        streams = count_streams(rows)
+        if columns < streams or columns % streams:
+            raise ValueError(f"weight: expected columns for {streams} streams, got shape {list(self.weight.shape)}")
+        check_tensor("scale", self.scale, (3,), fp32, device)
+        check_tensor("base", self.base, (rows,), fp32, device)
+        for name in ("rms_eps", "pre_eps", "sinkhorn_eps"):
+            check_eps(name, getattr(self, name))
+        check_number("post_multiplier", self.post_multiplier)
+        check_positive("sinkhorn_repeat", self.sinkhorn_repeat)
+
+    @property
+    def num_streams(self) -> int:
+        return count_streams(self.weight.shape[0])
+
+    @property
+    def hidden(self) -> int:
+        return self.weight.shape[1] // self.num_streams
+
+
+def prepare_gates(
+    weight: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    *,
+    rms_eps: float = 1e-6,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    post_multiplier: float = 2.0,
+    sinkhorn_repeat: int = 20,
+) -> Gates:
+    """Return the Gates of a checkpoint's parameters, which may be fp32, bf16 or fp16: they are cast to fp32 here.
+
+    Arguments and errors are those of Gates.
+    """
+    parameters = {"weight": weight, "scale": scale, "base": base}
+    for name, tensor in parameters.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in ACTIVATIONS:
+            raise TypeError(f"{name}: expected torch.float32 or torch.bfloat16 or torch.float16, got {tensor.dtype}")
+        parameters[name] = tensor.detach().float().contiguous()
+    return Gates(
+        **parameters,
+        rms_eps=rms_eps,
+        pre_eps=pre_eps,
+        sinkhorn_eps=sinkhorn_eps,
+        post_multiplier=post_multiplier,
+        sinkhorn_repeat=sinkhorn_repeat,
+    )
+
+
+def count_streams(rows: int) -> int:
+    """Return S of a weight of S * (2 + S) rows.
+
+    Raises:
+        ValueError: there is none of 1..8.
+    """
+    streams = math.isqrt(rows + 1) - 1
+    if not 1 <= streams <= MAX_STREAMS or streams * (streams + 2) != rows:
+        raise ValueError(f"weight: expected S * (2 + S) rows for S = 1..{MAX_STREAMS} streams, got {rows}")
+    return streams
+
+
+def check_number(name: str, value: float) -> None:
+    """Raise TypeError or ValueError unless `value` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+
+
+def check_eps(name: str, value: float) -> None:
+    """Raise TypeError or ValueError unless `value` is a finite number of at least 0."""
+    check_number(name, value)
+    if value < 0:
+        raise ValueError(f"{name}: expected at least 0, got {value}")

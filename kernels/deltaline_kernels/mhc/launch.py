@@ -1,0 +1,195 @@
+"""Order of the kernels of hyper-connections on a GPU: products of the streams, then gates and weighted sums.
+
+Of many tokens some are multiplied and collapsed at a time: so the second reading of their streams is one of the L2.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.mhc.chunk import BUFFERS, launch_chunk
+from deltaline_kernels.mhc.collapse import launch_collapse
+from deltaline_kernels.mhc.fused import launch_post_product
+from deltaline_kernels.mhc.gates import Gates
+from deltaline_kernels.mhc.plan import LEAST_COLUMNS, Plan, plan_fused, plan_pre, pow2
+from deltaline_kernels.mhc.post import launch_post
+from deltaline_kernels.mhc.product import launch_product
+
+# From here on a launch may start while the one before it still runs.
+HOPPER = (9, 0)
+
+
+def mhc_post_triton(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, y: Tensor) -> None:
+    """Write y `[N, S, H]`. Arguments are validated by `mhc_post`; there is a token."""
+    launch_post(x, residual, post, comb, y)
+
+
+def mhc_pre_triton(
+    residual: Tensor, gates: Gates, norm_weight: Tensor | None, norm_eps: float, y: Tensor, post: Tensor, comb: Tensor
+) -> None:
+    """Write y `[N, H]`, post `[N, S]` and comb `[N, S, S]`. Arguments are validated by `mhc_pre`; there is a token."""
+    _pre(residual, gates.weight, gates.scale, gates.base, norm_weight, y, (post, comb), _numbers(gates, norm_eps))
+
+
+def mhc_post_pre_triton(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    gates: Gates,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    mixed: Tensor,
+    y: Tensor,
+    new_post: Tensor,
+    new_comb: Tensor,
+) -> None:
+    """Write mixed `[N, S, H]`, y `[N, H]`, new_post and new_comb. Arguments are validated; there is a token."""
+    num_tokens, streams, hidden = residual.shape
+    fused = plan_fused(num_tokens, hidden)
+    if fused is None:
+        _pre(
+            mixed,
+            gates.weight,
+            gates.scale,
+            gates.base,
+            norm_weight,
+            y,
+            (new_post, new_comb),
+            _numbers(gates, norm_eps),
+            before=lambda own: launch_post(x[own], residual[own], post[own], comb[own], mixed[own]),
+        )
+        return
+    overlap = _can_overlap(residual)
+    plan = plan_pre(num_tokens, streams, hidden, residual.dtype, norm=norm_weight is not None)
+    partials = _empty_partials(fused.splits, num_tokens, gates.weight)
+    launch_post_product(x, residual, post, comb, gates.weight, mixed, partials, fused, dependents=overlap)
+    launch_collapse(
+        mixed,
+        partials,
+        gates.scale,
+        gates.base,
+        norm_weight,
+        y,
+        (new_post, new_comb),
+        plan,
+        _numbers(gates, norm_eps),
+        early=False,
+        overlap=overlap,
+    )
+
+
+def mhc_head_triton(
+    residual: Tensor, weight: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float, y: Tensor
+) -> None:
+    """Write y `[N, H]`. Arguments are validated by `mhc_head`; there is a token."""
+    numbers = {"RMS_EPS": rms_eps, "PRE_EPS": pre_eps, "SINKHORN_EPS": 0.0, "MULTIPLIER": 0.0, "REPEAT": 1}
+    _pre(residual, weight, scale, base, None, y, None, {**numbers, "NORM_EPS": 0.0})
+
+
+def _pre(
+    residual: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor | None,
+    y: Tensor,
+    gates: tuple[Tensor, Tensor] | None,
+    numbers: dict[str, float],
+    before: Callable[[slice], None] | None = None,
+) -> None:
+    """Multiply and collapse: at once, or in chunks of tokens. `before`: writes the residual of a chunk."""
+    num_tokens, streams, hidden = residual.shape
+    plan = plan_pre(num_tokens, streams, hidden, residual.dtype, norm=norm_weight is not None)
+    overlap = _can_overlap(residual)
+    if before is None and num_tokens > plan.chunk:
+        _pre_in_chunks(residual, weight, scale, base, norm_weight, y, gates, numbers, plan, overlap=overlap)
+        return
+    partials = _empty_partials(plan.splits, min(plan.chunk, num_tokens), weight)
+    for begin in range(0, num_tokens, plan.chunk):
+        own = slice(begin, begin + plan.chunk)
+        if before is not None:
+            before(own)
+        part = residual[own]
+        own_partials = _take(partials, part.shape[0])
+        rows = 0 if gates is None else streams * streams
+        launch_product(part, weight, own_partials, rows, plan, dependents=overlap)
+        launch_collapse(
+            part,
+            own_partials,
+            scale,
+            base,
+            norm_weight,
+            y[own],
+            None if gates is None else (gates[0][own], gates[1][own]),
+            plan,
+            numbers,
+            early=True,
+            overlap=overlap,
+        )
+
+
+def _pre_in_chunks(
+    residual: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor | None,
+    y: Tensor,
+    gates: tuple[Tensor, Tensor] | None,
+    numbers: dict[str, float],
+    plan: Plan,
+    *,
+    overlap: bool,
+) -> None:
+    """Multiply each chunk of tokens beside the collapse of the one before it."""
+    num_tokens = residual.shape[0]
+    buffers = [_empty_partials(plan.splits, plan.chunk, weight) for _ in range(BUFFERS)]
+    chunks = [slice(begin, begin + plan.chunk) for begin in range(0, num_tokens, plan.chunk)]
+    nothing = slice(num_tokens, num_tokens)
+    for i, (following, own) in enumerate(zip([*chunks, nothing], [nothing, *chunks], strict=True)):
+        launch_chunk(
+            residual[following],
+            residual[own],
+            weight,
+            _take(buffers[i % BUFFERS], residual[following].shape[0]),
+            _take(buffers[(i - 1) % BUFFERS], residual[own].shape[0]),
+            scale,
+            base,
+            norm_weight,
+            y[own],
+            None if gates is None else (gates[0][own], gates[1][own]),
+            plan,
+            numbers,
+            overlap=overlap,
+            first=i == 0,
+        )
+
+
+def _take(partials: Tensor, num_tokens: int) -> Tensor:
+    """Return the memory of partials `[splits, N, columns]` for fewer tokens."""
+    splits, _, columns = partials.shape
+    return partials.view(-1)[: splits * num_tokens * columns].view(splits, num_tokens, columns)
+
+
+def _empty_partials(splits: int, num_tokens: int, weight: Tensor) -> Tensor:
+    """Return memory `[splits, N, columns]` for sums of products, with a column for the sum of squares."""
+    columns = max(LEAST_COLUMNS, pow2(weight.shape[0] + 1))
+    return torch.empty(splits, num_tokens, columns, dtype=torch.float32, device=weight.device)
+
+
+def _numbers(gates: Gates, norm_eps: float) -> dict[str, float]:
+    """Return the constants of the gates by their names in the kernel."""
+    return {
+        "RMS_EPS": gates.rms_eps,
+        "PRE_EPS": gates.pre_eps,
+        "SINKHORN_EPS": gates.sinkhorn_eps,
+        "MULTIPLIER": gates.post_multiplier,
+        "REPEAT": gates.sinkhorn_repeat,
+        "NORM_EPS": norm_eps,
+    }
+
+
+def _can_overlap(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and torch.cuda.get_device_capability(tensor.device) >= HOPPER

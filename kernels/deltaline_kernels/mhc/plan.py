@@ -1,0 +1,148 @@
+"""How the kernels of hyper-connections are cut into programs. Knows sizes and figures of an H200, no tensors.
+
+A plan follows from the bucket of the number of tokens, the streams, the channels and the dtype, never from contents:
+the order of every sum is the same for all numbers of tokens in a bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ANY = 1 << 62
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A row of the table: batches of at most `tokens` tokens.
+
+    Args:
+        product: tokens and inputs of a program's tile, warps, tiles on their way, about how many programs at once.
+        terms: bf16 numbers whose sum is a weight; three are all of an fp32's bits.
+        collapse: channels of a program at most where no norm needs all of them, and channels x streams of a thread.
+        chunk_bytes: streams that are multiplied before they are collapsed: what stays in the L2 between the two.
+    """
+
+    tokens: int
+    product: tuple[int, int, int, int, int]
+    collapse: tuple[int, int]
+    chunk_bytes: int = ANY
+    terms: int = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`splits` programs per `block_m` tokens, each with `steps` blocks of `block_k` inputs; `chunk` tokens at once."""
+
+    block_m: int
+    block_k: int
+    splits: int
+    steps: int
+    warps: int
+    stages: int
+    terms: int
+    chunk: int
+    block_h: int
+    collapse_warps: int
+
+
+@dataclass(frozen=True)
+class FusedPlan:
+    """As Plan, for streams that are mixed by the program that multiplies them: blocks of `block_h` channels of each."""
+
+    block_m: int
+    block_h: int
+    splits: int
+    steps: int
+    warps: int
+    terms: int
+
+
+# Products of 64 or more tokens are asynchronous ones, whose operands come from shared memory.
+BUCKETS = (
+    Bucket(16, (16, 128, 4, 2, 128), (1024, 32)),
+    Bucket(64, (16, 256, 4, 2, 256), (1024, 32)),
+    Bucket(512, (32, 128, 4, 3, 264), (8192, 64)),
+    Bucket(ANY, (128, 64, 8, 4, 132), (8192, 64), 16 << 20),
+)
+# Up to so many tokens: channels of a block, warps, about how many programs at once.
+FUSED_TOKENS = 256
+FUSED_BUCKETS = ((16, (32, 4, 128)), (64, (32, 4, 512)), (FUSED_TOKENS, (32, 4, 512)))
+FUSED_ROWS = 16
+# Of fp32 and fp16, whose products are not those of bf16: tokens, inputs, warps, tiles on their way.
+EXACT = (16, 32, 4, 1)
+# Columns of a sum: the least that a product takes.
+LEAST_COLUMNS = 16
+MAX_WARPS = 16
+# Channels of a program of `mhc_post`, and warps.
+POST_BUCKETS = ((64, (512, 2)), (ANY, (1024, 4)))
+
+
+def pow2(size: int) -> int:
+    """Return the least power of two that is not below `size`, which is at least 1."""
+    return 1 << (size - 1).bit_length()
+
+
+def cdiv(size: int, part: int) -> int:
+    """Return how many parts `size` has, the last one perhaps cut."""
+    return -(-size // part)
+
+
+def find_bucket(num_tokens: int) -> Bucket:
+    """Return the row of the table for a batch."""
+    return next(bucket for bucket in BUCKETS if num_tokens <= bucket.tokens)
+
+
+def plan_pre(num_tokens: int, streams: int, hidden: int, dtype: torch.dtype, *, norm: bool) -> Plan:
+    """Return how a batch's gates are computed and its streams collapsed."""
+    bucket = find_bucket(num_tokens)
+    block_m, most, warps, stages, programs = bucket.product
+    if dtype != torch.bfloat16:
+        block_m, most, warps, stages = EXACT
+    inputs = streams * hidden
+    rows = max(1, bucket.chunk_bytes // (inputs * dtype.itemsize * block_m)) * block_m
+    blocks = cdiv(min(rows, bucket.tokens), block_m)
+    splits, steps, block_k = _cut(inputs, most, max(1, programs // blocks))
+    limit, values = bucket.collapse
+    block_h = pow2(hidden) if norm else min(pow2(hidden), limit)
+    return Plan(
+        block_m=block_m,
+        block_k=block_k,
+        splits=splits,
+        steps=steps,
+        warps=warps,
+        stages=1 if stages == 1 else min(steps + 1, stages),
+        terms=bucket.terms,
+        chunk=rows,
+        block_h=block_h,
+        collapse_warps=_warps(block_h * pow2(streams), values),
+    )
+
+
+def plan_fused(num_tokens: int, hidden: int) -> FusedPlan | None:
+    """Return how streams are mixed and multiplied in one launch, or None where two are faster."""
+    found = next((sizes for tokens, sizes in FUSED_BUCKETS if num_tokens <= tokens), None)
+    if found is None:
+        return None
+    most, warps, programs = found
+    bucket = next(tokens for tokens, _ in FUSED_BUCKETS if num_tokens <= tokens)
+    splits, steps, block_h = _cut(hidden, most, max(1, programs // cdiv(bucket, FUSED_ROWS)))
+    return FusedPlan(FUSED_ROWS, block_h, splits, steps, warps, find_bucket(num_tokens).terms)
+
+
+def plan_post(num_tokens: int, hidden: int) -> tuple[int, int]:
+    """Return the channels of a program of `mhc_post`, and its warps."""
+    block_h, warps = next(sizes for tokens, sizes in POST_BUCKETS if num_tokens <= tokens)
+    return min(block_h, max(16, pow2(hidden))), warps
+
+
+def _cut(size: int, most: int, wanted: int) -> tuple[int, int, int]:
+    """Return splits, steps of each and the size of a step: about as many splits as are wanted, none of them empty."""
+    block = max(16, min(most, pow2(cdiv(size, wanted))))
+    steps = cdiv(size, wanted * block)
+    return cdiv(size, steps * block), steps, block
+
+
+def _warps(values: int, of_thread: int) -> int:
+    return max(1, min(MAX_WARPS, values // (32 * of_thread)))

@@ -1,0 +1,161 @@
+"""The products of streams with the weights of their gates in Triton, the inputs split among programs.
+
+    partials[split, token, column] = sum of x[token, k] weight[row of the column, k] over the inputs k of the split
+
+Columns: comb, so that its rows are aligned, then pre and post, then the sum of the squares of x. fp32, without atomics:
+who reads the partials adds them up in one order. bf16 streams meet weights as sums of bf16 terms, split from fp32 where
+they are used: that is less to read than terms prepared.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from deltaline_kernels.mhc.plan import Plan, cdiv
+
+
+@triton.jit
+def multiply(x, w, acc, TERMS: tl.constexpr):
+    """Return acc + x w; x `[M, K]` of any dtype, w `[K, N]` fp32."""
+    if x.dtype == tl.bfloat16:
+        for i in tl.static_range(TERMS):
+            term = w.to(tl.bfloat16)
+            acc = tl.dot(x, term, acc)
+            if i + 1 < TERMS:
+                w -= term.to(tl.float32)
+    elif x.dtype == tl.float16:
+        # Its bits fit in one TF32, a weight's in two of three.
+        acc = tl.dot(x.to(tl.float32), w, acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def find_row(column, OUTS: tl.constexpr, COMB: tl.constexpr):
+    """Return the weight's row of each column; comb's COMB rows are the last ones there."""
+    return tl.where(column < COMB, column + (OUTS - COMB), column - COMB)
+
+
+@triton.jit
+def store_sums(partials, split, o_m, num_tokens, acc, squares, OUTS: tl.constexpr, PAD: tl.constexpr):
+    """Store the sums of a split, the squares behind the others."""
+    o_n = tl.arange(0, PAD)
+    sums = tl.where((o_n == OUTS)[None, :], squares[:, None], acc)
+    row = split.to(tl.int64) * num_tokens + o_m
+    tl.store(partials + row[:, None] * PAD + o_n[None, :], sums, mask=(o_m < num_tokens)[:, None] & (o_n <= OUTS))
+
+
+@triton.jit
+def multiply_streams(
+    pid,
+    residual,
+    weight,
+    partials,
+    residual_stride,
+    num_tokens,
+    K: tl.constexpr,
+    OUTS: tl.constexpr,
+    COMB: tl.constexpr,
+    PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    TERMS: tl.constexpr,
+):
+    """Store the sums of some tokens and inputs: the work of one program."""
+    EVEN: tl.constexpr = SPLITS * STEPS * BLOCK_K == K
+    i_split = pid % SPLITS
+    o_m = pid // SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, PAD)
+    in_m = (o_m < num_tokens)[:, None]
+    in_n = (o_n < OUTS)[None, :]
+    o_k = i_split * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    p_x = residual + o_m.to(tl.int64)[:, None] * residual_stride + o_k[None, :]
+    p_w = weight + find_row(o_n, OUTS, COMB)[None, :] * K + o_k[:, None]
+    acc = tl.zeros((BLOCK_M, PAD), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for step in range(STEPS):
+        if EVEN:
+            x = tl.load(p_x + step * BLOCK_K, mask=in_m, other=0.0)
+            w = tl.load(p_w + step * BLOCK_K, mask=in_n, other=0.0)
+        else:
+            in_k = step * BLOCK_K + o_k < K
+            x = tl.load(p_x + step * BLOCK_K, mask=in_m & in_k[None, :], other=0.0)
+            w = tl.load(p_w + step * BLOCK_K, mask=in_n & in_k[:, None], other=0.0)
+        exact = x.to(tl.float32)
+        squares += tl.sum(exact * exact, 1)
+        acc = multiply(x, w, acc, TERMS)
+    store_sums(partials, i_split, o_m, num_tokens, acc, squares, OUTS, PAD)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _multiply(
+    residual,
+    weight,
+    partials,
+    residual_stride,
+    num_tokens,
+    K: tl.constexpr,
+    OUTS: tl.constexpr,
+    COMB: tl.constexpr,
+    PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    TERMS: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
+):
+    if DEPENDENTS:
+        # The collapse may start, load streams and wait.
+        gdc_launch_dependents()
+    multiply_streams(
+        tl.program_id(0),
+        residual,
+        weight,
+        partials,
+        residual_stride,
+        num_tokens,
+        K,
+        OUTS,
+        COMB,
+        PAD,
+        SPLITS,
+        BLOCK_M,
+        BLOCK_K,
+        STEPS,
+        TERMS,
+    )
+
+
+def launch_product(
+    residual: Tensor, weight: Tensor, partials: Tensor, comb: int, plan: Plan, *, dependents: bool
+) -> None:
+    """Write partials `[splits, N, columns]`. `comb`: how many of the weight's rows, the last ones, come first.
+
+    `dependents`: the next launch may begin while this one runs, and waits by itself. Arguments are validated by the
+    caller; there is a token.
+    """
+    num_tokens = residual.shape[0]
+    _multiply[(cdiv(num_tokens, plan.block_m) * plan.splits,)](
+        residual,
+        weight,
+        partials,
+        residual.stride(0),
+        num_tokens,
+        K=weight.shape[1],
+        OUTS=weight.shape[0],
+        COMB=comb,
+        PAD=partials.shape[2],
+        SPLITS=plan.splits,
+        BLOCK_M=plan.block_m,
+        BLOCK_K=plan.block_k,
+        STEPS=plan.steps,
+        TERMS=plan.terms,
+        DEPENDENTS=dependents,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+    )

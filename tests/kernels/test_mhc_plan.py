@@ -1,0 +1,54 @@
+"""How hyper-connections are cut into programs: nothing is left out, and nothing depends on what it must not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from deltaline_kernels.mhc import plan
+
+TOKENS = (1, 7, 16, 17, 64, 65, 512, 513, 4096, 1_000_000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_every_input_is_in_one_program(num_tokens: int, dtype: torch.dtype) -> None:
+    for streams, hidden, norm in itertools.product((1, 3, 4, 8), (1, 200, 1280, 4096, 7168), (False, True)):
+        made = plan.plan_pre(num_tokens, streams, hidden, dtype, norm=norm)
+        inputs, part = streams * hidden, made.steps * made.block_k
+        assert made.splits * part >= inputs > (made.splits - 1) * part
+        assert made.chunk % made.block_m == 0 and made.chunk > 0
+        assert made.block_h >= hidden or not norm
+        for size in (made.block_m, made.block_k):
+            assert size >= 16 and size & (size - 1) == 0
+        # Only bf16 has products of 64 tokens: others have operands in registers, which an assembler overwrites.
+        assert made.block_m < 64 or (dtype == torch.bfloat16 and made.warps % 4 == 0)
+        assert made.collapse_warps in (1, 2, 4, 8, 16)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_every_channel_is_in_one_program(num_tokens: int) -> None:
+    for hidden in (1, 200, 1280, 4096, 7168):
+        made = plan.plan_fused(num_tokens, hidden)
+        assert (made is None) == (num_tokens > plan.FUSED_TOKENS)
+        if made is not None:
+            part = made.steps * made.block_h
+            assert made.splits * part >= hidden > (made.splits - 1) * part
+            assert made.block_m < 64 and made.block_h >= 16
+        block_h, warps = plan.plan_post(num_tokens, hidden)
+        assert block_h & (block_h - 1) == 0 and warps & (warps - 1) == 0
+
+
+def test_the_order_of_sums_is_that_of_the_bucket() -> None:
+    """Whatever the number of tokens in it."""
+    bounds = [0, *(bucket.tokens for bucket in plan.BUCKETS)]
+    assert bounds == sorted(set(bounds)) and bounds[-1] == plan.ANY
+    for first, last in itertools.pairwise(bounds):
+        ends = (first + 1, min(last, first + 5000))
+        assert len({plan.plan_pre(n, 4, 4096, torch.bfloat16, norm=True) for n in ends}) == 1
+    fused = [0, *(tokens for tokens, _ in plan.FUSED_BUCKETS)]
+    assert fused == sorted(set(fused)) and fused[-1] == plan.FUSED_TOKENS
+    for first, last in itertools.pairwise(fused):
+        assert plan.plan_fused(first + 1, 4096) == plan.plan_fused(last, 4096)
