@@ -13,46 +13,39 @@ from deltaline_kernels.mhc import plan
 
 # What a program may have on a Hopper GPU.
 SHARED_BYTES = 227 << 10
-FP32 = {"weight", "partials", "next_partials", "scale", "base", "post", "comb"}
-NUMBERS = {"RMS_EPS": 1e-6, "PRE_EPS": 1e-6, "SINKHORN_EPS": 1e-6, "MULTIPLIER": 2.0, "REPEAT": 20, "NORM_EPS": 1e-6}
+FP32 = {"weight", "partials"}
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
 @pytest.mark.parametrize("hidden", [4096, 7168])
 def test_products_of_a_chunk_take_no_operand_from_registers(hidden: int) -> None:
     """Where they do, in a loop that loads ahead, an assembler overwrites the operand before the product has read it."""
-    chunk = pytest.importorskip("deltaline_kernels.mhc.chunk", reason="needs triton")
+    product = pytest.importorskip("deltaline_kernels.mhc.product", reason="needs triton")
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from deltaline_kernels.mhc.sinkhorn import gate_sizes
-
     made = plan.plan_pre(4096, 4, hidden, torch.bfloat16, norm=False)
     constants = {
-        "norm_weight": None,
-        "H": hidden,
-        "S": 4,
-        "HEAD": False,
+        "K": 4 * hidden,
+        "OUTS": 24,
+        "COMB": 16,
         "PAD": 32,
         "SPLITS": made.splits,
         "BLOCK_M": made.block_m,
         "BLOCK_K": made.block_k,
         "STEPS": made.steps,
         "TERMS": made.terms,
-        "BLOCK_H": made.block_h,
         "OVERLAP": True,
-        **gate_sizes(4, made.splits),
-        **NUMBERS,
     }
     signature, aligned = {}, {}
-    for i, name in enumerate(chunk._chunk.arg_names):
-        is_tensor = name in FP32 or name in ("residual", "next_residual", "y")
+    for i, name in enumerate(product._multiply.arg_names):
+        is_tensor = name in FP32 or name == "residual"
         kind = "*fp32" if name in FP32 else "*bf16" if is_tensor else "i32"
         signature[name] = "constexpr" if name in constants else kind
         if is_tensor or name == "residual_stride":
             aligned[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(chunk._chunk, signature, constants, aligned)
+    source = ASTSource(product._multiply, signature, constants, aligned)
     options = {"num_warps": made.warps, "num_stages": made.stages}
     code: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert code.metadata.shared <= SHARED_BYTES

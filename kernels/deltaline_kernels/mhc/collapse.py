@@ -37,7 +37,6 @@ def collapse_streams(
     NORM_EPS: tl.constexpr,
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
-    DEPENDENTS: tl.constexpr,
 ):
     """Write some channels of the weighted sum of one token's streams: the work of one program."""
     PRE: tl.constexpr = 0 if HEAD else S * S
@@ -54,7 +53,7 @@ def collapse_streams(
     b_r = tl.load(p_r, mask=inside, other=0.0)
     if OVERLAP and EARLY:
         gdc_wait()
-    if DEPENDENTS:
+    if OVERLAP:
         # Not before: whoever starts now may write partials that the launch before the last one read.
         gdc_launch_dependents()
     POW2_SPLITS: tl.constexpr = triton.next_power_of_2(SPLITS)
@@ -108,6 +107,7 @@ def _collapse(
     if pid < gate_programs:
         if OVERLAP:
             gdc_wait()
+            gdc_launch_dependents()
         if not HEAD:
             write_gates(
                 partials,
@@ -151,7 +151,6 @@ def _collapse(
             NORM_EPS,
             EARLY,
             OVERLAP,
-            False,
         )
 
 

@@ -1,6 +1,10 @@
 """Order of the kernels of hyper-connections on a GPU: products of the streams, then gates and weighted sums.
 
 Of many tokens some are multiplied and collapsed at a time: so the second reading of their streams is one of the L2.
+Launches overlap: one may begin when every program of the one before it has begun, and waits for that one where it
+needs it. A product waits at its end for the collapse before it, whose partials are not its own; so a collapse, which
+begins by waiting for its product, knows that the collapse before that is complete, and of two buffers for partials the
+one that is written is read by no one.
 """
 
 from collections.abc import Callable
@@ -8,16 +12,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deltaline_kernels.mhc.chunk import BUFFERS, launch_chunk
 from deltaline_kernels.mhc.collapse import launch_collapse
 from deltaline_kernels.mhc.fused import launch_post_product
 from deltaline_kernels.mhc.gates import Gates
-from deltaline_kernels.mhc.plan import LEAST_COLUMNS, Plan, plan_fused, plan_pre, pow2
+from deltaline_kernels.mhc.plan import LEAST_COLUMNS, plan_fused, plan_pre, pow2
 from deltaline_kernels.mhc.post import launch_post
 from deltaline_kernels.mhc.product import launch_product
 
 # From here on a launch may start while the one before it still runs.
 HOPPER = (9, 0)
+BUFFERS = 2
 
 
 def mhc_post_triton(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, y: Tensor) -> None:
@@ -103,21 +107,19 @@ def _pre(
     num_tokens, streams, hidden = residual.shape
     plan = plan_pre(num_tokens, streams, hidden, residual.dtype, norm=norm_weight is not None)
     overlap = _can_overlap(residual)
-    if before is None and num_tokens > plan.chunk:
-        _pre_in_chunks(residual, weight, scale, base, norm_weight, y, gates, numbers, plan, overlap=overlap)
-        return
-    partials = _empty_partials(plan.splits, min(plan.chunk, num_tokens), weight)
-    for begin in range(0, num_tokens, plan.chunk):
+    begins = range(0, num_tokens, plan.chunk)
+    buffers = [_empty_partials(plan.splits, min(plan.chunk, num_tokens), weight) for _ in begins[:BUFFERS]]
+    for i, begin in enumerate(begins):
         own = slice(begin, begin + plan.chunk)
         if before is not None:
             before(own)
         part = residual[own]
-        own_partials = _take(partials, part.shape[0])
+        partials = _take(buffers[i % BUFFERS], part.shape[0])
         rows = 0 if gates is None else streams * streams
-        launch_product(part, weight, own_partials, rows, plan, dependents=overlap)
+        launch_product(part, weight, partials, rows, plan, overlap=overlap, early=overlap and before is None and i > 0)
         launch_collapse(
             part,
-            own_partials,
+            partials,
             scale,
             base,
             norm_weight,
@@ -125,45 +127,8 @@ def _pre(
             None if gates is None else (gates[0][own], gates[1][own]),
             plan,
             numbers,
-            early=True,
+            early=len(begins) == 1,
             overlap=overlap,
-        )
-
-
-def _pre_in_chunks(
-    residual: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
-    y: Tensor,
-    gates: tuple[Tensor, Tensor] | None,
-    numbers: dict[str, float],
-    plan: Plan,
-    *,
-    overlap: bool,
-) -> None:
-    """Multiply each chunk of tokens beside the collapse of the one before it."""
-    num_tokens = residual.shape[0]
-    buffers = [_empty_partials(plan.splits, plan.chunk, weight) for _ in range(BUFFERS)]
-    chunks = [slice(begin, begin + plan.chunk) for begin in range(0, num_tokens, plan.chunk)]
-    nothing = slice(num_tokens, num_tokens)
-    for i, (following, own) in enumerate(zip([*chunks, nothing], [nothing, *chunks], strict=True)):
-        launch_chunk(
-            residual[following],
-            residual[own],
-            weight,
-            _take(buffers[i % BUFFERS], residual[following].shape[0]),
-            _take(buffers[(i - 1) % BUFFERS], residual[own].shape[0]),
-            scale,
-            base,
-            norm_weight,
-            y[own],
-            None if gates is None else (gates[0][own], gates[1][own]),
-            plan,
-            numbers,
-            overlap=overlap,
-            first=i == 0,
         )
 
 

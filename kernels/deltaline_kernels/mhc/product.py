@@ -7,10 +7,12 @@ who reads the partials adds them up in one order. bf16 streams meet weights as s
 they are used: that is less to read than terms prepared.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltaline_kernels.mhc.plan import Plan, cdiv
 
@@ -107,9 +109,9 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
     TERMS: tl.constexpr,
-    DEPENDENTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    if DEPENDENTS:
+    if OVERLAP:
         # The collapse may start, load streams and wait.
         gdc_launch_dependents()
     multiply_streams(
@@ -129,17 +131,21 @@ def _multiply(
         STEPS,
         TERMS,
     )
+    if OVERLAP:
+        # Late: nothing here reads what the launch before wrote, but who waits for this one waits for both.
+        gdc_wait()
 
 
 def launch_product(
-    residual: Tensor, weight: Tensor, partials: Tensor, comb: int, plan: Plan, *, dependents: bool
+    residual: Tensor, weight: Tensor, partials: Tensor, comb: int, plan: Plan, *, overlap: bool, early: bool
 ) -> None:
     """Write partials `[splits, N, columns]`. `comb`: how many of the weight's rows, the last ones, come first.
 
-    `dependents`: the next launch may begin while this one runs, and waits by itself. Arguments are validated by the
-    caller; there is a token.
+    `overlap`: the next launch may begin while this one runs, and waits by itself. `early`: so may this one, beside a
+    launch that does not write its residual. Arguments are validated by the caller; there is a token.
     """
     num_tokens = residual.shape[0]
+    options: dict[str, Any] = {"launch_pdl": True} if early else {}
     _multiply[(cdiv(num_tokens, plan.block_m) * plan.splits,)](
         residual,
         weight,
@@ -155,7 +161,8 @@ def launch_product(
         BLOCK_K=plan.block_k,
         STEPS=plan.steps,
         TERMS=plan.terms,
-        DEPENDENTS=dependents,
+        OVERLAP=overlap,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        **options,
     )
