@@ -61,14 +61,14 @@ class FusedPlan:
 
 # Products of 64 or more tokens are asynchronous ones, whose operands come from shared memory.
 BUCKETS = (
-    Bucket(16, (16, 128, 4, 2, 128), (1024, 32)),
-    Bucket(64, (16, 256, 4, 2, 256), (1024, 32)),
+    Bucket(16, (16, 128, 4, 2, 128), (2048, 32)),
+    Bucket(64, (16, 256, 4, 2, 256), (4096, 64)),
     Bucket(512, (32, 128, 4, 3, 264), (8192, 64)),
-    Bucket(ANY, (128, 64, 8, 4, 132), (8192, 64), 16 << 20),
+    Bucket(ANY, (128, 64, 8, 4, 264), (8192, 64), 128 << 20),
 )
 # Up to so many tokens: channels of a block, warps, about how many programs at once.
 FUSED_TOKENS = 256
-FUSED_BUCKETS = ((16, (32, 4, 128)), (64, (32, 4, 512)), (FUSED_TOKENS, (32, 4, 512)))
+FUSED_BUCKETS = ((16, (32, 4, 128)), (64, (16, 4, 1024)), (FUSED_TOKENS, (16, 4, 1024)))
 FUSED_ROWS = 16
 # Of fp32 and fp16, whose products are not those of bf16: tokens, inputs, warps, tiles on their way.
 EXACT = (16, 32, 4, 1)
