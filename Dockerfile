@@ -55,7 +55,7 @@ EXPOSE 50051 9464
 STOPSIGNAL SIGTERM
 # The start period covers the loading of a checkpoint and the self-test.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
-    CMD ["sh", "-c", "exec deltaline health --address 127.0.0.1:$DELTALINE_PORT"]
+    CMD ["deltaline", "health"]
 ENTRYPOINT ["deltaline-server"]
 
 FROM runtime AS cpu
