@@ -18,6 +18,7 @@ from deltaline_client._bench_run import BenchError
 from deltaline_client._cli_adapters import add_adapters, run_adapters
 from deltaline_client._cli_bench import bench
 from deltaline_client._cli_demo import DemoError, demo
+from deltaline_client._cli_health import add_health, health
 from deltaline_client._cli_text import plural, readable_bytes, table
 from deltaline_client._client import Client
 from deltaline_client._exceptions import DeltalineError
@@ -28,6 +29,7 @@ Talks to a deltaline server: a service that holds the recurrent layers of a lang
   deltaline demo                      see it work, with a server of its own; needs no network and no checkpoint
   deltaline info                      what the server on this machine serves
   deltaline load HOST:PORT            how full that server is
+  deltaline health                    whether the server on this machine is ready; for probes
   deltaline adapters list             which adapters (LoRA) it holds
   deltaline bench --clients 4         how fast it answers
 """
@@ -85,6 +87,8 @@ def _run(options: argparse.Namespace) -> int:
             return show_info(options.server)
         case "load":
             return show_load(options.server)
+        case "health":
+            return health(options)
         case "adapters":
             return run_adapters(options)
         case "demo":
@@ -169,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("info", parents=[served], help=about, description=about)
     about = "how full a server is now"
     commands.add_parser("load", parents=[served], help=about, description=about)
+    add_health(commands)
     add_adapters(commands)
     _add_bench(commands, served)
     about = "start a server and drive it from a few clients"
