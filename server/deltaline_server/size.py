@@ -70,8 +70,8 @@ def report(sizes: Sizes, config: Config) -> str:
     if state.kv is not None:
         pages = _plural(sizes.pages_per_sequence, "page")
         lines.append(f"a sequence of {_plural(sizes.context, 'token')}: {_exact(sizes.sequence_bytes)}, {pages}")
-        count = _plural(sizes.sequences_by_pages or 0, "such sequence")
-        lines.append(f"pages are for {count}; at most {state.kv.max_context} tokens each")
+        held = _plural(sizes.sequences_by_pages or 0, "such sequence")
+        lines.append(f"pages are for {held}; at most {state.kv.max_context} tokens each")
     if config.state_bytes:
         count = sizes.sequences_in(config.state_bytes)
         each = f" of {_plural(sizes.context, 'token')} each" if state.kv is not None else ""

@@ -55,7 +55,7 @@ HYBRID = GATED_DELTA_NET | {
     "max_position_embeddings": 1000,
 }
 MODELS = {"gated_delta_net": GATED_DELTA_NET, "mamba2": MAMBA2, "hybrid": HYBRID}
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"dtype": "bfloat16", "state_dtype": "bfloat16", "max_sequences": 5, "max_draft_tokens": 3},
     {"scope": "mixer", "page_size": 16, "max_context": 100, "adapter_bytes": 1 << 20, "adapter_slots": 3},
@@ -66,7 +66,7 @@ OPTIONS = [
 def config_of(folder: Path, model: dict[str, Any], **options: Any) -> Config:
     path = folder / "config.json"
     path.write_text(json.dumps(model))
-    defaults = {"device": "cpu", "max_sequences": 8, "max_draft_tokens": 4}
+    defaults: dict[str, Any] = {"device": "cpu", "max_sequences": 8, "max_draft_tokens": 4}
     return Config(random_init=str(path), **(defaults | options))
 
 
