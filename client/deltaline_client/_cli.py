@@ -21,6 +21,7 @@ from deltaline_client._cli_demo import DemoError, demo
 from deltaline_client._cli_health import add_health, health
 from deltaline_client._cli_size import size
 from deltaline_client._cli_text import plural, readable_bytes, table
+from deltaline_client._cli_top import add_top, top
 from deltaline_client._client import Client
 from deltaline_client._exceptions import DeltalineError
 
@@ -30,6 +31,7 @@ Talks to a deltaline server: a service that holds the recurrent layers of a lang
   deltaline demo                      see it work, with a server of its own; needs no network and no checkpoint
   deltaline info                      what the server on this machine serves
   deltaline load HOST:PORT            how full that server is
+  deltaline top                       the same and more, again and again; needs deltaline[top]
   deltaline health                    whether the server on this machine is ready; for probes
   deltaline size --model DIR          what a server of that checkpoint takes; needs deltaline[server]
   deltaline adapters list             which adapters (LoRA) it holds
@@ -94,6 +96,8 @@ def _run(options: argparse.Namespace) -> int:
             return show_load(options.server)
         case "health":
             return health(options)
+        case "top":
+            return top(options)
         case "adapters":
             return run_adapters(options)
         case "demo":
@@ -178,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("info", parents=[served], help=about, description=about)
     about = "how full a server is now"
     commands.add_parser("load", parents=[served], help=about, description=about)
+    add_top(commands, served)
     add_health(commands)
     add_adapters(commands)
     _add_bench(commands, served)
