@@ -14,7 +14,8 @@ COPY constraints.txt pyproject.toml ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     python -m venv /opt/deltaline \
     && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print(*project['dependencies'], *project['optional-dependencies']['server'], sep='\n')" > /tmp/requirements.txt \
+extras = project['optional-dependencies']; \
+print(*project['dependencies'], *extras['server'], *extras['otel'], *extras['top'], sep='\n')" > /tmp/requirements.txt \
     && /opt/deltaline/bin/pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
         -r /tmp/requirements.txt \
     && python -m pip install -c constraints.txt hatchling

@@ -169,6 +169,13 @@ def open_weights(options: ModelOptions) -> Iterator[LayerLoader]:
         yield plan.loader
 
 
+@contextmanager
+def open_plan(options: ModelOptions) -> Iterator[ModelPlan]:
+    """Open what `load_model` would load, checked, on no device; no weight is read. Raises as it does."""
+    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+        yield plan
+
+
 def check_model(options: ModelOptions, state: StateOptions | None = None) -> int:
     """Check all that `load_model` checks, on no device: names and shapes of weights are read, their values are not.
 
@@ -202,7 +209,7 @@ def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> t
 
 
 @dataclass(frozen=True)
-class _Plan:
+class ModelPlan:
     """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order."""
 
     config: ModelConfig
@@ -213,7 +220,7 @@ class _Plan:
 
 
 @contextmanager
-def _plan(options: ModelOptions) -> Iterator[_Plan]:
+def _plan(options: ModelOptions) -> Iterator[ModelPlan]:
     """Plan what `options` ask for; the checkpoint is open inside the context. Raises ModelError."""
     with ExitStack() as stack:
         checkpoint: Checkpoint | None = None
@@ -237,7 +244,7 @@ def _plan(options: ModelOptions) -> Iterator[_Plan]:
         placement = Placement(_with_index(options.device), dtype, options.rank, options.world_size)
         source = checkpoint or random_init(config, layers, options.scope, options.seed)
         loader = LayerLoader(source, config, layers, options.scope, placement)
-        yield _Plan(config, spans, layers, AdapterLayout(config, options.scope, layers, placement), loader)
+        yield ModelPlan(config, spans, layers, AdapterLayout(config, options.scope, layers, placement), loader)
 
 
 def _require(flag: str, path: Path) -> None:

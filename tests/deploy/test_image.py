@@ -110,7 +110,9 @@ def test_every_package_that_the_image_installs_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {name_of(line.split("==")[0]) for line in lines if "==" in line}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed, waiting = set[str](), [*project["dependencies"], *project["optional-dependencies"]["server"], "hatchling"]
+    extras = project["optional-dependencies"]
+    waiting = [*project["dependencies"], *extras["server"], *extras["otel"], *extras["top"], "hatchling"]
+    needed = set[str]()
     while waiting:
         requirement = Requirement(waiting.pop())
         name = name_of(requirement.name)
