@@ -25,7 +25,7 @@ from deltaline_server.errors import Reason
 from deltaline_server.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])
 
 MODEL = {
     "model_type": "qwen3_next",
