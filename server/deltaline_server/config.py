@@ -170,11 +170,6 @@ class Config:
         return None if self.spans is None else tuple(_range(text, "--spans") for text in self.spans.split(","))
 
 
-def local_address(environ: Mapping[str, str]) -> str:
-    """The address at which a server with this environment listens on its own machine."""
-    return f"127.0.0.1:{environ.get(PREFIX + 'PORT', Config.port)}"
-
-
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """The variables DELTALINE_* that are no option, such as misspelt ones.
 
