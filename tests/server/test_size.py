@@ -6,21 +6,26 @@ import gc
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from deltaline_client import _cli
+from deltaline_server.checkpoint import Checkpoint
 from deltaline_server.config import Config
 from deltaline_server.engine import Engine
 from deltaline_server.keys import ModelError
 from deltaline_server.metrics import Metrics
-from deltaline_server.model import Model
-from deltaline_server.runtime import Runtime
+from deltaline_server.model import Model, open_plan
+from deltaline_server.model_config import Scope
+from deltaline_server.runtime import Runtime, model_options
 from deltaline_server.sizing import size
 from deltaline_server.state_pool import LayerState
+from deltaline_server.weights import random_init
 
 GATED_DELTA_NET = {
     "model_type": "qwen3_5_text",
@@ -136,6 +141,17 @@ def test_what_a_budget_does_not_hold_is_told(tmp_path: Path) -> None:
     sizes = size(config_of(tmp_path, HYBRID, max_sequences=100, state_bytes=1 << 19), 64)
     assert not sizes.fits and 0 < sizes.sequences_in(1 << 19) < 100
     assert sizes.sequences_in(10) == 0
+
+
+def test_a_checkpoint_is_sized_by_its_names_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, HYBRID, dtype="float32")
+    with open_plan(model_options(config)) as plan:
+        source = random_init(plan.config, plan.layers, Scope.BLOCK, 0)
+        tensors = {name: source.read(name, slice(None), slice(None)) for name in source.names}
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(Checkpoint, "read", None)
+    sized, random = size(replace(config, model=str(tmp_path), random_init=None), 64), size(config, 64)
+    assert (sized.weight_bytes, sized.sequence_bytes) == (random.weight_bytes, random.sequence_bytes)
 
 
 def test_wrong_options_are_refused_as_the_server_does(tmp_path: Path) -> None:

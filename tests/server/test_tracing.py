@@ -256,6 +256,20 @@ async def test_what_the_caller_does_not_sample_is_not_recorded(server: Server, c
     assert [span.name for span in await spans.all(batches=0)] == ["deltaline.v1.LayerService/CloseSequences"]
 
 
+async def test_a_batch_is_recorded_for_its_steps_whatever_the_sampler_makes_of_roots(
+    make_server: Callable[..., Server], processor: SpanProcessor, spans: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "begin_tracing", lambda config, clock: Tracing(processor, clock))
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    async with make_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        first, second = [await stub.OpenSequences(pb.OpenSequencesRequest(count=1)) for _ in range(2)]
+        await stub.Step(prefill(first))
+        await stub.Step(prefill(second), metadata=(("traceparent", HEADER),))
+        found = await spans.all(batches=1)
+    assert sorted(span.name for span in found) == sorted(["batch", STEP, *STAGES])
+
+
 async def test_refusals_and_bugs_are_told(
     server: Server,
     channel: Any,
