@@ -24,7 +24,10 @@ def begin_tracing(config: Config, clock: Callable[[], float]) -> Tracing | None:
         from deltaline_server.tracing import Tracing
     except ModuleNotFoundError as error:
         raise ConfigError(f"--otlp-endpoint: {error.name} is missing: pip install 'deltaline[otel]'") from error
-    return Tracing.to_collector(config.otlp_endpoint, clock)
+    try:
+        return Tracing.to_collector(config.otlp_endpoint, clock)
+    except ValueError as error:
+        raise ConfigError(f"--otlp-endpoint: OpenTelemetry refuses its settings (OTEL_*): {error}") from error
 
 
 async def end_tracing(tracing: Tracing | None) -> None:

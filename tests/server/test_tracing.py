@@ -31,6 +31,7 @@ from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_client import AsyncClient, Client
 from deltaline_server import app, service
 from deltaline_server.app import Server
+from deltaline_server.collector import begin_tracing
 from deltaline_server.config import Config
 from deltaline_server.log import JsonFormatter
 from deltaline_server.option import ConfigError
@@ -380,6 +381,19 @@ async def test_a_collector_that_is_not_there_holds_nothing_up(make_server: Calla
         begin_s = time.monotonic()
         await server.stop()
         assert time.monotonic() - begin_s < 5
+
+
+async def test_the_sdk_may_be_disabled(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    async with make_server(otlp_endpoint="http://127.0.0.1:1") as server, AsyncClient(server.address) as client:
+        sequence = await client.open()
+        await sequence.decode(np.ones(HIDDEN, np.float32))
+
+
+def test_settings_that_the_sdk_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
+    with pytest.raises(ConfigError, match=r"^--otlp-endpoint: OpenTelemetry refuses its settings \(OTEL_\*\): "):
+        begin_tracing(Config(random_init="x", otlp_endpoint="http://127.0.0.1:1"), time.monotonic)
 
 
 def test_the_endpoint_is_an_address() -> None:
