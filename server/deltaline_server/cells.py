@@ -39,13 +39,14 @@ class Cells:
         return index[before == 0] if np.count_nonzero(before) else index
 
     def given(self, slots: Slots, steps: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
-        """The engine has these steps whole. Returns the rows behind them, by job: its number, and positions in it."""
+        """The engine has these steps whole. Returns the rows behind them, by job: its number, and positions in it in
+        ascending order, whatever the order of the slots."""
         left = self.not_given.take(slots) - 1
         self.not_given[slots] = left
         if not np.count_nonzero(left):
             return []
         has_next = left > 0
-        entries = self._entries[slots[has_next], (steps[has_next] + 1) % self._max_in_flight]
+        entries = np.sort(self._entries[slots[has_next], (steps[has_next] + 1) % self._max_in_flight])
         numbers, index = entries >> _INDEX_BITS, entries & ((1 << _INDEX_BITS) - 1)
         return [(int(number), index[numbers == number]) for number in np.unique(numbers)]
 

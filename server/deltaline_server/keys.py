@@ -11,8 +11,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-# The largest fp32 number, (2 - 2^-23) * 2^127: an integer of JSON may be larger than any float.
+# The largest fp32 number, (2 - 2^-23) * 2^127: an integer of JSON may be larger than any float. The smallest positive
+# one that is not a subnormal, which devices may take for zero.
 MAX_FLOAT = (2.0 - 2.0**-23) * 2.0**127
+MIN_FLOAT = 2.0**-126
 
 
 class ModelError(ValueError):
@@ -94,7 +96,7 @@ class Keys:
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self._values.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_FLOAT:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not MIN_FLOAT <= value <= MAX_FLOAT:
             raise self.fail(key, "a positive number that fp32 holds")
         return float(value)
 

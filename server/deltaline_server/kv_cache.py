@@ -56,11 +56,10 @@ class KvPlan:
         return (self.num_pages + 1) * self.page_bytes
 
 
-def table_bytes(shapes: Sequence[AttentionShape], page_size: int) -> int:
-    """Bytes of a line in the table, at most. Raises ModelError where the kernels don't take a page's size."""
+def check_page_size(page_size: int) -> None:
+    """Raise ModelError where the kernels don't take a page's size."""
     if not 16 <= page_size <= MAX_PAGE_SIZE or page_size.bit_count() != 1:
         raise ModelError(f"--page-size: expected a power of two in 16..{MAX_PAGE_SIZE}, got {page_size}")
-    return -(-shapes[0].max_positions // page_size) * torch.int32.itemsize
 
 
 def plan_cache(
@@ -68,16 +67,22 @@ def plan_cache(
 ) -> KvPlan:
     """Say how many pages there are for these layers, 0 or fewer where the room is too small; allocate nothing.
 
-    room_bytes: what is left for them; None for no limit: then pages are for USUAL_TOKENS tokens of every line, and for
-    one sequence of the most tokens that there can be.
+    room_bytes: what is left for them and for the table; None for no limit: then pages are for USUAL_TOKENS tokens of
+    every line, and for one sequence of the most tokens that there can be.
     """
     page_bytes = sum(2 * page_size * shape.keys for shape in shapes) * dtype.itemsize
     longest = shapes[0].max_positions
+    # A page is one sequence's: what a last one has left is nobody else's.
+    usual, most = (-(-tokens // page_size) for tokens in (min(longest, USUAL_TOKENS), longest))
     if room_bytes is None:
-        tokens = max(longest, num_lines * min(longest, USUAL_TOKENS))
-        num_pages = -(-tokens // page_size)
+        num_pages = max(most, num_lines * usual)
     else:
-        num_pages = room_bytes // page_bytes - 1
+        # A column of the table for each page that a sequence may have: for fewer than `most` it is narrower.
+        room_bytes -= page_bytes  # page 0
+        column_bytes = (num_lines + 1) * torch.int32.itemsize
+        num_pages = max(
+            (room_bytes - most * column_bytes) // page_bytes, min(most, room_bytes // (page_bytes + column_bytes))
+        )
     return KvPlan(page_size, num_pages, page_bytes, min(longest, num_pages * page_size))
 
 

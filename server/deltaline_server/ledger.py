@@ -267,7 +267,7 @@ class StepLedger:
             Reason.STEP_CONFLICT: "a step of this number was taken with other content",
             Reason.TOO_MANY_IN_FLIGHT: f"{in_flight} steps are in flight, the limit is {self.max_in_flight}",
             Reason.PAGES_EXHAUSTED: "too few pages of keys and values are free for the step",
-            Reason.CONTEXT_EXCEEDED: "the step would pass max_context, the most tokens of a sequence",
+            Reason.CONTEXT_EXCEEDED: "the sequence would have more tokens than max_context",
             Reason.POSITION_MISMATCH: f"the position before this step's commit is {expected}; "
             "a step's position is counted after the commit that it carries",
             Reason.VERIFY_PENDING: f"a verify of {pending} tokens waits for its accepted count",

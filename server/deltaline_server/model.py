@@ -149,17 +149,29 @@ class Model:
 def load_model(options: ModelOptions) -> Model:
     """Load what `options` ask for.
 
-    Raises ModelError: the config, a span, a layer or a tensor is not as expected; the message names it.
+    Raises ModelError: the config, a span, a layer or a tensor is not as expected, and the message names it; or there is
+    no room for the weights, or the adapters' slots.
     """
     with _plan(options) as plan:
-        wanted = options.adapters
-        store = None if wanted is None else AdapterStore(plan.layout, wanted.num_slots, wanted.max_rank)
-        layers: dict[int, Layer] = {}
-        for number in plan.layers:
-            adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
-            load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
-            layers[number] = load(number, adapters)
-        return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shapes, plan.layout, store)
+        try:
+            return _load(plan, options)
+        except RuntimeError as error:  # that is how torch says that there is no room
+            why = str(error).partition("\n")[0]
+            raise ModelError(
+                f"--model, --random-init: the weights can't be loaded to {options.device}: {why}"
+            ) from error
+
+
+def _load(plan: _Plan, options: ModelOptions) -> Model:
+    """Load the planned layers. Raises RuntimeError where there is no room."""
+    wanted = options.adapters
+    store = None if wanted is None else AdapterStore(plan.layout, wanted.num_slots, wanted.max_rank)
+    layers: dict[int, Layer] = {}
+    for number in plan.layers:
+        adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
+        load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
+        layers[number] = load(number, adapters)
+    return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shapes, plan.layout, store)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltaline_server.keys import ModelError
-from deltaline_server.kv_cache import KvPlan, allocate_cache, plan_cache, table_bytes
+from deltaline_server.kv_cache import KvPlan, allocate_cache, check_page_size, plan_cache
 from deltaline_server.mixer_shape import AttentionShape, MixerShape, RecurrentShape
 
 
@@ -155,8 +155,8 @@ def plan_state(shapes: Sequence[MixerShape], options: StateOptions, dtype: torch
     line_bytes = sum(math.prod(size) * kind.itemsize for plan in plans for size, kind in plan)
     limit, num_lines, kv, pages = options.limit_bytes, options.num_lines + 1, None, ""
     if paged:
-        row_bytes = table_bytes(paged, options.page_size)
-        room = limit - (line_bytes + row_bytes) * num_lines if limit else None
+        check_page_size(options.page_size)
+        room = limit - line_bytes * num_lines if limit else None
         kv = plan_cache(paged, options.num_lines, options.page_size, room, dtype)
         if kv.num_pages < 1:
             kv = replace(kv, num_pages=1, max_context=min(paged[0].max_positions, options.page_size))

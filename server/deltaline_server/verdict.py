@@ -73,8 +73,11 @@ def _judge_pages(verdict: Verdict, request: StepRequest, table: SequenceTable, p
         if not is_bad.any():
             continue
         for i in np.flatnonzero(is_bad).tolist():
-            slot = int(admission.slots[i])
-            faults[int(admission.rows[i])] = table.ledger.refusal(reason, form.span, slot)
+            refusal = table.ledger.refusal(reason, form.span, int(admission.slots[i]))
+            if reason is Reason.CONTEXT_EXCEEDED:
+                told = f"the sequence would have {ends[i]} tokens, at most {pages.max_context} fit (max_context)"
+                refusal = replace(refusal, message=told)
+            faults[int(admission.rows[i])] = refusal
         kept = np.flatnonzero(~is_bad)
         admission, ends, lines = admission.only(kept), ends[kept], lines[kept]
     claim = PageClaim(pages, lines, ends)

@@ -214,6 +214,8 @@ def modifier_case(name: str, layer: Layer, num_lines: int, device: str = "cpu") 
     # Shorter than the keys: the last bias counts for the rest.
     bias = torch.randn(layer.HQ, 50, generator=generator)
     widths = torch.randint(1, 90, (layer.HQ,), generator=generator)
+    caps = 1 + 3 * torch.rand(layer.HQ, generator=generator)
+    own_documents = torch.randint(0, 3, (num_lines, 120), generator=generator)
 
     def is_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q >= kv
@@ -227,6 +229,9 @@ def modifier_case(name: str, layer: Layer, num_lines: int, device: str = "cpu") 
     def slope(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return s - (q - kv) * slopes[h]
 
+    def capped(i: Tensor) -> Tensor:
+        return torch.where(i > 119, 119, i)
+
     def biased(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return s + bias[h, torch.where(kv > 49, 49, kv)]
 
@@ -237,11 +242,21 @@ def modifier_case(name: str, layer: Layer, num_lines: int, device: str = "cpu") 
         "sliding-window": ([], sliding, Truth(None, in_window)),
         "alibi": ([find("alibi")(slopes, per="head")], causal, Truth(slope, is_causal)),
         "soft-cap": ([find("soft_cap")(2.5)], None, Truth(cap)),
+        "soft-cap-of-each-head": (
+            [find("soft_cap")(caps, per="head")],
+            causal,
+            Truth(lambda s, b, h, q, kv: caps[h] * torch.tanh(s / caps[h]), is_causal),
+        ),
         "soft-cap-in-a-window": ([find("soft_cap")(2.5)], sliding, Truth(cap, in_window)),
         "document": (
             [],
             and_masks(find("document")(documents), causal),
             Truth(None, lambda b, h, q, kv: (q >= kv) & (documents[q] == documents[kv])),
+        ),
+        "document-of-each-sequence": (
+            [],
+            find("document")(own_documents, per="sequence"),
+            Truth(None, lambda b, h, q, kv: own_documents[b, capped(q)] == own_documents[b, capped(kv)]),
         ),
         "prefix-lm": (
             [],
@@ -275,8 +290,10 @@ MODIFIER_CASES = (
     "sliding-window",
     "alibi",
     "soft-cap",
+    "soft-cap-of-each-head",
     "soft-cap-in-a-window",
     "document",
+    "document-of-each-sequence",
     "prefix-lm",
     "sinks-and-window",
     "logit-bias",

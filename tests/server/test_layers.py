@@ -275,6 +275,12 @@ def test_a_model_is_checked_without_its_device_and_its_weights(oracle: Oracle, m
         load_model(oracle.options("cpu"))
 
 
+def test_weights_for_which_there_is_no_room_are_told(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: torch.empty(1 << 50))
+    with pytest.raises(ModelError, match=r"^--model, --random-init: the weights can't be loaded to cpu: .*memory"):
+        load_model(oracle.options("cpu"))
+
+
 def test_random_weights_serve_a_config_alone(oracle: Oracle, device: str) -> None:
     options = ModelOptions(torch.device(device), random_init=oracle.directory / "config.json", seed=3)
     hidden = torch.randn(20, HIDDEN)

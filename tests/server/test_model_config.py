@@ -103,6 +103,7 @@ def test_dtype(raw: dict[str, Any], dtype: str | None) -> None:
         ({"linear_conv_kernel_dim": 7}, r"linear_conv_kernel_dim: expected an integer in 2\.\.6, got 7"),
         ({"linear_key_head_dim": 512}, r"linear_key_head_dim: expected an integer in 1\.\.256, got 512"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: expected a positive number that fp32 holds, got 0"),
+        ({"rms_norm_eps": 1e-46}, "rms_norm_eps: expected a positive number that fp32 holds, got 1e-46"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types: expected 4 of"),
         ({"layer_types": ["mamba"] * 4}, "layer_types: expected 4 of linear_attention, full_attention, got .*mamba"),
         ({"mlp_only_layers": 3}, "mlp_only_layers: expected a list of layer numbers, got 3"),

@@ -106,7 +106,8 @@ async def test_a_step_beyond_the_longest_context_is_refused() -> None:
     await rig.step((first, PREFILL, 1, 0, -1, tokens(9)))
     result = await rig.step((first, VERIFY, 2, 9, -1, [1.0, 2.0]), (second, PREFILL, 1, 0, -1, tokens(10)))
     assert reason(result, 0) is Reason.CONTEXT_EXCEEDED and result.refusals[0].retry_after_s is None
-    assert reason(result, 1) is None
+    told = "the sequence would have 11 tokens, at most 10 fit (max_context)"
+    assert reason(result, 1) is None and result.refusals[0].message == told
     assert reason(await rig.step((first, DECODE, 2, 9, -1, [1.0]))) is None
     assert reason(await rig.step((first, DECODE, 3, 10, -1, [1.0]))) is Reason.CONTEXT_EXCEEDED
     assert used(rig) == 6

@@ -143,13 +143,13 @@ def test_attention_layers_have_pages_and_share_a_table() -> None:
     line, first, second = pool.layers
     assert isinstance(first, KvState) and isinstance(second, KvState) and pool.kv is not None
     # 5 lines of 100 tokens, fewer than are usual
-    assert (pool.kv.num_pages, pool.kv.max_context, pool.kv.max_pages, pool.kv.page_bytes) == (32, 100, 7, PAGE_BYTES)
-    assert (first.k_pages.shape, first.k_pages.dtype) == ((33, 16, 2, 16), torch.bfloat16)
+    assert (pool.kv.num_pages, pool.kv.max_context, pool.kv.max_pages, pool.kv.page_bytes) == (35, 100, 7, PAGE_BYTES)
+    assert (first.k_pages.shape, first.k_pages.dtype) == ((36, 16, 2, 16), torch.bfloat16)
     assert first.k_pages.data_ptr() != second.k_pages.data_ptr() != second.v_pages.data_ptr()
     assert first.page_table is second.page_table is pool.page_table
     assert (first.page_table.shape, first.page_table.dtype) == ((6, 7), torch.int32)
     assert pool.bytes_per_sequence == LINE_BYTES + 7 * 4
-    assert pool.total_bytes == 6 * pool.bytes_per_sequence + 33 * PAGE_BYTES
+    assert pool.total_bytes == 6 * pool.bytes_per_sequence + 36 * PAGE_BYTES
     assert sum(state.nbytes for state in line.tensors) == 6 * LINE_BYTES
 
 
@@ -158,6 +158,14 @@ def test_long_contexts_have_pages_for_what_is_usual_and_for_one_whole() -> None:
         plan = plan_state([replace(ATTENTION, max_positions=longest)], replace(OPTIONS, num_lines=lines), torch.float32)
         assert plan.kv is not None
         assert (plan.kv.num_pages, plan.kv.max_context) == (-(-expected // 64), longest)
+
+
+@pytest.mark.parametrize(("longest", "page_size"), [(1, 64), (100, 4096), (40, 16), (10_000, 4096)])
+def test_each_line_has_pages_of_its_own(longest: int, page_size: int) -> None:
+    shape, options = replace(ATTENTION, max_positions=longest), replace(OPTIONS, num_lines=9, page_size=page_size)
+    plan = plan_state([shape], options, torch.float32)
+    assert plan.kv is not None
+    assert plan.kv.num_pages == 9 * -(-min(longest, USUAL_TOKENS) // page_size)
 
 
 def test_what_lines_leave_of_the_limit_is_for_pages() -> None:
@@ -179,6 +187,21 @@ def test_the_longest_context_is_what_all_pages_hold() -> None:
     message = f"--state-bytes: expected at least {least} for .* and 2 pages of {PAGE_BYTES}, got a limit of {least - 1}"
     with pytest.raises(ModelError, match=message):
         make_hybrid(limit_bytes=least - 1)
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 99, 100, 101, 500])
+def test_the_table_is_no_wider_than_there_are_pages(num_pages: int) -> None:
+    """Of 5 lines and the null line, whose rows are wider than a page where all 100 pages of a sequence can be had."""
+    shapes = [replace(ATTENTION, num_kv_heads=1, head_dim=1, max_positions=100 * 16)]
+    options = replace(OPTIONS, page_size=16)
+    page_bytes = 2 * 16 * 4
+    limit = (num_pages + 1) * page_bytes + 6 * min(num_pages, 100) * 4
+    plan = plan_state(shapes, replace(options, limit_bytes=limit), torch.float32)
+    assert plan.kv is not None and (plan.kv.num_pages, plan.total_bytes) == (num_pages, limit)
+    assert plan.kv.max_context == min(num_pages, 100) * 16
+    if num_pages > 1:
+        fewer = plan_state(shapes, replace(options, limit_bytes=limit - 1), torch.float32)
+        assert fewer.kv is not None and fewer.kv.num_pages == num_pages - 1
 
 
 @pytest.mark.parametrize("page_size", [0, 8, 48, 8192])

@@ -4,17 +4,24 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from deltaline_kernels.attention.items import find_row
 from deltaline_kernels.attention.output import finish
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_tokens"], do_not_specialize_on_alignment=["control"])
+@triton.jit(
+    do_not_specialize=["control_stride", "num_rows", "max_tokens"],
+    do_not_specialize_on_alignment=["control", "blocks"],
+)
 def _combine(
     control,
+    parameters,
+    blocks,
     sinks,
     gate,
     o,
     lse,
     partials,
+    control_stride,
     num_rows,
     max_tokens,
     HQ: tl.constexpr,
@@ -24,8 +31,13 @@ def _combine(
     HAS_SINKS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    DENSE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPEC: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -41,38 +53,37 @@ def _combine(
     row = pid // (PARTS * HQ) // max_tokens
     begin = tl.load(control + row)
     n = tl.load(control + row + 1) - begin
+    base, splits = find_row(
+        row, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, ROWS, DENSE, BLOCKS, SPEC
+    )
     if OVERLAP:
-        # The launch before this one is the attention itself, and may still run.
+        # The launch before this one is the attention itself, and may still run: nothing above reads what it writes.
         gdc_wait()
-    counts = partials.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * row
-    base = tl.load(counts)
-    splits = tl.load(counts + 1)
     # A row of one split has its outputs; one without tokens left nothing here.
     if (i_t < n) & (splits > 1):
-        tiles = (n + TOKENS - 1) // TOKENS
-        header = (2 * num_rows + 3) // 4 * 4
         column = i_t % TOKENS * GROUP + h % GROUP
-        item = base + i_t // TOKENS * HEADS + h // GROUP
-        p_item = partials + header + item.to(tl.int64) * ITEM
-        step = (tiles * HEADS).to(tl.int64) * ITEM
+        item = base + (i_t // TOKENS * HEADS + h // GROUP) * splits
+        p_item = partials + item.to(tl.int64) * ITEM
         o_s = tl.arange(0, BLOCK_S)
         o_v = i_part * BLOCK_DV + tl.arange(0, BLOCK_DV)
         m = tl.full((1,), float("-inf"), tl.float32)
-        for s in range(0, splits, BLOCK_S):
-            b_m = tl.load(p_item + (s + o_s) * step + COLUMNS * DV + column, mask=s + o_s < splits, other=float("-inf"))
-            m = tl.maximum(m, tl.max(b_m, 0))
-        safe = tl.where(m == float("-inf"), 0.0, m)
         total = tl.zeros((1,), tl.float32)
         acc = tl.zeros((BLOCK_DV, 1), tl.float32)
         for s in range(0, splits, BLOCK_S):
             in_s = s + o_s < splits
-            p_s = p_item + (s + o_s) * step
-            weight = tl.exp2(tl.load(p_s + COLUMNS * DV + column, mask=in_s, other=float("-inf")) - safe)
-            total += tl.sum(weight * tl.load(p_s + COLUMNS * (DV + 1) + column, mask=in_s, other=0.0), 0)
+            p_s = p_item + (s + o_s).to(tl.int64) * ITEM
+            b_m = tl.load(p_s + COLUMNS * DV + column, mask=in_s, other=float("-inf"))
+            b_total = tl.load(p_s + COLUMNS * (DV + 1) + column, mask=in_s, other=0.0)
             b_acc = tl.load(
                 p_s[None, :] + column * DV + o_v[:, None], mask=in_s[None, :] & (o_v < DV)[:, None], other=0.0
             )
-            acc += tl.sum(b_acc * weight[None, :], 1)[:, None]
+            new_m = tl.maximum(m, tl.max(b_m, 0))
+            safe = tl.where(new_m == float("-inf"), 0.0, new_m)
+            decay = tl.exp2(m - safe)
+            weight = tl.exp2(b_m - safe)
+            total = total * decay + tl.sum(weight * b_total, 0)
+            acc = acc * decay[None, :] + tl.sum(b_acc * weight[None, :], 1)[:, None]
+            m = new_m
         one = tl.zeros((1,), tl.int32)
         finish(
             acc,

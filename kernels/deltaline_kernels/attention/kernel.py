@@ -6,14 +6,19 @@ channels of the output:
     S = scale K Q^T, modified;  P = exp2(S - m);  O = O exp2(m' - m) + V^T P
 
 So the left operands come from shared memory as they are, and what is rounded, P, is a right one: an assembler that may
-overwrite a left operand in registers too early has none. A program takes every n-th item of work (items.py).
+overwrite a left operand in registers too early has none.
+
+Items of work are in items.py. Of items that are splits a program takes so many that follow each other, and goes
+through those of the same queries in one loop, whose loads of keys never pause; the sums of each split begin at zero all
+the same, so that they don't depend on where a program begins. Of items that are not split it takes every n-th one: the
+tiles of a long row take longer and longer.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from deltaline_kernels.attention.items import locate
+from deltaline_kernels.attention.items import count_items, count_rows, locate, pick
 from deltaline_kernels.attention.modify import find_range, load_masks, load_scores, modify, sees
 from deltaline_kernels.attention.output import finish
 from deltaline_kernels.attention.spec import num_clauses, num_scores
@@ -58,6 +63,14 @@ def _offsets(
         return pages.to(tl.int64) * (PAGE * H * D) + (start + o_n) % PAGE * KEY + i_head * D
 
 
+@triton.jit
+def _store_sums(p_item, acc, m, total, column, o_v, in_m, COLUMNS: tl.constexpr, DV: tl.constexpr):
+    """Store what the combine needs of a split: sums of each of its columns, maxima, and sums of weights."""
+    tl.store(p_item + column[None, :] * DV + o_v[:, None], acc, mask=in_m[None, :] & (o_v < DV)[:, None])
+    tl.store(p_item + COLUMNS * DV + column, m, mask=in_m)
+    tl.store(p_item + COLUMNS * DV + COLUMNS + column, total, mask=in_m)
+
+
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(
     do_not_specialize=["control_stride", "table_stride", "num_rows"],
@@ -91,7 +104,8 @@ def _attend(
     HAS_SINKS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    # Keys of a page; 0: no pages, the keys of a row lie together, and table_stride is how many have room there.
+    # No pages: the keys of a row lie together, and table_stride is how many have room there.
+    DENSE: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     SHARED: tl.constexpr,
@@ -104,14 +118,15 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     SPLIT: tl.constexpr,
+    # Rows looked at at once, and whether there may be more.
     ROWS: tl.constexpr,
+    MANY: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         # The combine may start, and wait.
         gdc_launch_dependents()
-    DENSE: tl.constexpr = PAGE == 0
     HEADS: tl.constexpr = HQ // GROUP
     TOKENS: tl.constexpr = BLOCK_M // PADDED
     COLUMNS: tl.constexpr = TOKENS * GROUP
@@ -120,26 +135,59 @@ def _attend(
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK_DV)
-    header = (2 * num_rows + 3) // 4 * 4
-    item = tl.program_id(0)
-    row, base, splits, low, high, num_items = locate(
-        item, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, ROWS, DENSE, BLOCKS, SPEC
-    )
+    pid = tl.program_id(0)
+    if MANY:
+        num_items = count_items(
+            control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, ROWS, DENSE, BLOCKS, SPEC
+        )
+    else:
+        o_r = tl.arange(0, ROWS)
+        count, row_splits, row_low, row_high = count_rows(
+            o_r, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, DENSE, BLOCKS, SPEC
+        )
+        num_items = tl.sum(count, 0)
+    item = pid
+    if SPLIT > 0:
+        share = num_items // tl.num_programs(0)
+        more = num_items % tl.num_programs(0)
+        item = pid * share + tl.minimum(pid, more)
+        num_items = item + share + tl.where(pid < more, 1, 0)
     while item < num_items:
+        if MANY:
+            row, base, splits, low, high = locate(
+                item,
+                control,
+                control_stride,
+                num_rows,
+                parameters,
+                blocks,
+                HQ,
+                HEADS,
+                TOKENS,
+                SPLIT,
+                ROWS,
+                DENSE,
+                BLOCKS,
+                SPEC,
+            )
+        else:
+            row, base, splits, low, high = pick(item, count, row_splits, row_low, row_high, ROWS)
         begin = tl.load(control + row)
         n = tl.load(control + row + 1) - begin
         b = tl.load(control + 2 * control_stride + row)
         position = tl.load(control + 6 * control_stride + row)
         num_keys = tl.where(b >= 0, tl.maximum(position + n, 0), 0)
         rest = item - base
+        i_split = 0 * rest
+        # Items of the same queries that this program takes in one go.
+        run = 0 * rest + 1
         if SPLIT > 0:
-            # The combine finds the row's partial results by this.
-            tl.store(partials.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * row, base, mask=rest == 0)
-            tl.store(partials.to(tl.pointer_type(tl.int32), bitcast=True) + 2 * row + 1, splits, mask=rest == 0)
-        tiles = (n + TOKENS - 1) // TOKENS
+            i_split = rest % splits
+            rest = rest // splits
+            if BLOCKS is None:
+                run = tl.minimum(splits - i_split, num_items - item)
         i_group = rest % HEADS
-        i_tile = rest // HEADS % tiles
-        i_split = rest // (HEADS * tiles)
+        i_tile = rest // HEADS
         i_kv = i_group * GROUP // (HQ // HKV)
 
         i_t = i_tile * TOKENS + o_m // PADDED
@@ -171,7 +219,7 @@ def _attend(
             if SPLIT > 0:
                 i_first = low // SPLIT + i_split
                 first = tl.maximum(first, i_first * SPLIT)
-                end = tl.minimum(high, i_first * SPLIT + SPLIT)
+                end = tl.minimum(high, (i_first + run) * SPLIT)
             num_tiles = tl.maximum(end - first + BLOCK_N - 1, 0) // BLOCK_N
         else:
             # (lines, values of a line, heads, blocks of queries, columns of each list, queries, keys of a block)
@@ -189,18 +237,20 @@ def _attend(
                 end = tl.minimum(entries, first + SPLIT)
             num_tiles = tl.where(b >= 0, tl.maximum(end - first, 0) * SUB, 0)
 
-        p_q = q + (begin + i_t).to(tl.int64) * q_stride + h * Q_HEAD
-        b_q = tl.load(p_q[None, :] + o_d[:, None], mask=in_m[None, :] & (o_d < D)[:, None], other=0.0)
-        score_values = load_scores(parameters, line, h_m, SPEC)
-        mask_values = load_masks(parameters, line, h_m, SPEC)
-        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
         p_table = page_table + line.to(tl.int64) * table_stride
         last_key = tl.maximum(num_keys - 1, 0)
         page_line = line * 0 if SHARED else line
         if BLOCKS is None:
             pages = _load_pages(p_table, page_line, tl.minimum(first, last_key), last_key, o_n, PAGE, DENSE, BLOCK_N)
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
+        p_q = q + (begin + i_t).to(tl.int64) * q_stride + h * Q_HEAD
+        b_q = tl.load(p_q[None, :] + o_d[:, None], mask=in_m[None, :] & (o_d < D)[:, None], other=0.0)
+        score_values = load_scores(parameters, line, h_m, SPEC)
+        mask_values = load_masks(parameters, line, h_m, SPEC)
+        p_item = partials + item.to(tl.int64) * ITEM
+        column = o_m // PADDED * GROUP + o_m % PADDED
         for i in tl.range(0, num_tiles, num_stages=STAGES):
             if BLOCKS is None:
                 start = first + i * BLOCK_N
@@ -241,13 +291,19 @@ def _attend(
             total = total * decay + tl.sum(p, 0)
             acc = tl.dot(tl.trans(b_v), p.to(b_v.dtype), acc=acc * decay[None, :], input_precision="ieee")
             m = new_m
+            if SPLIT > 0 and BLOCKS is None:
+                is_end = ((start + BLOCK_N) % SPLIT == 0) | (i == num_tiles - 1)
+                if is_end & (splits > 1):
+                    _store_sums(p_item, acc, m, total, column, o_v, in_m, COLUMNS, DV)
+                    p_item += ITEM
+                    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                    total = tl.zeros((BLOCK_M,), tl.float32)
+                    acc = tl.zeros((BLOCK_DV, BLOCK_M), tl.float32)
 
         if SPLIT > 0 and splits > 1:
-            p_item = partials + header + item.to(tl.int64) * ITEM
-            column = o_m // PADDED * GROUP + o_m % PADDED
-            tl.store(p_item + column[None, :] * DV + o_v[:, None], acc, mask=in_m[None, :] & (o_v < DV)[:, None])
-            tl.store(p_item + COLUMNS * DV + column, m, mask=in_m)
-            tl.store(p_item + COLUMNS * DV + COLUMNS + column, total, mask=in_m)
+            if BLOCKS is not None:
+                # Here, for a list that has no more entries has to be told too.
+                _store_sums(p_item, acc, m, total, column, o_v, in_m, COLUMNS, DV)
         else:
             finish(
                 acc,
@@ -270,21 +326,7 @@ def _attend(
                 HAS_GATE,
                 HAS_LSE,
             )
-        item += tl.num_programs(0)
-        if item < num_items:
-            row, base, splits, low, high, num_items = locate(
-                item,
-                control,
-                control_stride,
-                num_rows,
-                parameters,
-                blocks,
-                HQ,
-                HEADS,
-                TOKENS,
-                SPLIT,
-                ROWS,
-                DENSE,
-                BLOCKS,
-                SPEC,
-            )
+        if SPLIT > 0:
+            item += run
+        else:
+            item += tl.num_programs(0)

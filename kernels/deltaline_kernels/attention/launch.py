@@ -98,9 +98,8 @@ def _launch(
         split, num_items = 0, min(rows.num_rows * tiles, q.shape[0] // tokens + rows.num_rows) * groups
     columns = tokens * group
     item = columns * heads.value_dim + cdiv(2 * columns, 4) * 4
-    size = cdiv(2 * rows.num_rows, 4) * 4 + num_items * item
-    partials = torch.empty(size, dtype=torch.float32, device=q.device) if split else q
-    modified = {
+    partials = torch.empty(num_items * item, dtype=torch.float32, device=q.device) if split else q
+    constants = {
         "HAS_SINKS": sinks is not None,
         "HAS_GATE": gate is not None,
         "HAS_LSE": lse is not None,
@@ -109,7 +108,13 @@ def _launch(
         "HQ": heads.num_queries,
         "DV": heads.value_dim,
         "GROUP": group,
+        "DENSE": keys.page_table is None,
+        "BLOCKS": None if blocks is None else blocks.sizes,
+        "SPEC": modifiers.spec,
+        "SPLIT": split,
+        "ROWS": min(MOST_ROWS, pow2(rows.num_rows)),
     }
+    table = rows.control if blocks is None else blocks.table
     sinks, gate, lse = (q if tensor is None else tensor for tensor in (sinks, gate, lse))
     overlap = bool(split) and q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= HOPPER
     _attend[(min(num_items, tile.programs * num_processors(q.device)),)](
@@ -119,7 +124,7 @@ def _launch(
         rows.control if keys.page_table is None else keys.page_table,
         rows.control,
         modifiers.parameters,
-        rows.control if blocks is None else blocks.table,
+        table,
         sinks,
         gate,
         o,
@@ -136,19 +141,16 @@ def _launch(
         PAGE=0 if keys.page_table is None else keys.page_size,
         HEADS_FIRST=keys.heads_first,
         SHARED=keys.shared,
-        BLOCKS=None if blocks is None else blocks.sizes,
-        SPEC=modifiers.spec,
         PADDED=tile.columns // tokens,
         BLOCK_M=tile.columns,
         BLOCK_N=tile.keys,
         BLOCK_D=max(16, pow2(heads.key_dim)),
         BLOCK_DV=max(16, pow2(heads.value_dim)),
-        SPLIT=split,
-        ROWS=min(MOST_ROWS, pow2(rows.num_rows)),
+        MANY=rows.num_rows > MOST_ROWS,
         STAGES=tile.stages,
         OVERLAP=overlap,
         num_warps=tile.num_warps,
-        **modified,
+        **constants,
     )
     if split:
         channels, splits = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
@@ -156,11 +158,14 @@ def _launch(
         options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
         _combine[(rows.num_rows * max_length * heads.num_queries * parts,)](
             rows.control,
+            modifiers.parameters,
+            table,
             sinks,
             gate,
             o,
             lse,
             partials,
+            rows.control.stride(0),
             rows.num_rows,
             max_length,
             TOKENS=tokens,
@@ -168,7 +173,7 @@ def _launch(
             BLOCK_S=splits,
             OVERLAP=overlap,
             num_warps=4,
-            **modified,
+            **constants,
             **options,
         )
 

@@ -8,9 +8,10 @@ from deltaline_kernels.attention.heads import Heads
 LEAST_COLUMNS, MOST_COLUMNS, MOST_SHORT_COLUMNS = 16, 64, 64
 # Rows whose items are counted at once.
 MOST_ROWS = 256
-# Programs of a combine below which each takes a part of the channels, and splits that it loads at once, few programs
-# or many. Of one row with 128 splits, and of 128 rows with two.
-FEW_COMBINES, COMBINED_CHANNELS, COMBINED_SPLITS = 512, 32, (64, 16)
+# Programs of a combine below which each takes few of the channels, and many splits at once: of one row with 128
+# splits, and of many rows with a few.
+FEW_COMBINES = 512
+FEW, MANY = (32, 128), (64, 32)
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,11 @@ LONG: dict[int, tuple[int, int, int, int]] = {
 }
 # Of fp32, whose products are not those of matrix instructions: tiles that need few registers.
 EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
-# Keys of a split, by rows x heads of keys up to a number; more of them fill the device with longer splits. On an H200
-# 32 x 8,192 keys with 2 heads of 256 take 139 us in splits of 1,024 and 132 of 2,048; 128 x 2,048 take 146 and 129.
-SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512))
+# Keys of a split, by rows x heads of keys up to a number; more of them fill the device with longer splits. On an H200,
+# with 2 heads of 256: 1 x 32,768 keys take 26.8 us in splits of 256 and 28.1 of 512; 32 x 8,192 take 134 us in splits
+# of 1,024 and 130 of 2,048, but 32 rows of 2 to 92,681 keys 173 and 192; 128 x 2,048 take 150 us in splits of 1,024
+# and 126 of 2,048.
+SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512), (64, 1024))
 MOST_KEYS = 2048
 
 
@@ -76,6 +79,5 @@ def choose_tile(heads: Heads, group: int, num_rows: int, max_length: int, value_
 
 def choose_parts(value_dim: int, num_queries: int) -> tuple[int, int]:
     """Return the channels that a program of the combine takes, and the splits at once, for so many tokens x heads."""
-    if num_queries < FEW_COMBINES:
-        return min(pow2(value_dim), COMBINED_CHANNELS), COMBINED_SPLITS[0]
-    return pow2(value_dim), COMBINED_SPLITS[1]
+    channels, splits = FEW if num_queries < FEW_COMBINES else MANY
+    return min(pow2(value_dim), channels), splits

@@ -6,11 +6,14 @@ Of most a small one, in fp16: a tile takes the interpreter milliseconds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import kernels.test_attention as checks
 import kernels.test_attention_modifiers as own
 import pytest
 import torch
+import triton
+import triton.language as tl
 from kernels.attention_batches import MODIFIER_CASES, Layer, Row, finished, make_batch, modifier_case
 from kernels.paths import InterpretedPath
 from kernels.test_attention import (
@@ -22,6 +25,8 @@ from kernels.test_attention import (
     test_parameters_may_change_between_launches,
 )
 from kernels.tolerance import assert_close
+
+from deltaline_kernels.attention.items import find_row
 
 __all__ = [
     "small_splits",
@@ -54,7 +59,7 @@ def test_attention_matches_flex_attention(path: InterpretedPath, case: str, smal
 def test_attention_of_fp32_matches_the_reference(small_splits: None) -> None:
     path = InterpretedPath("cpu", torch.float32)
     batch = make_batch(MIXED, path, Layer(3, 1, 96, 64, 64), max_short=3)
-    checks.check(batch, path, modifier_case("alibi", batch.layer, 7)[0])
+    checks.check(batch, path, *modifier_case("alibi", batch.layer, 7))
 
 
 @pytest.mark.parametrize(
@@ -64,12 +69,12 @@ def test_attention_of_fp32_matches_the_reference(small_splits: None) -> None:
 )
 def test_attention_has_any_sizes(path: InterpretedPath, layer: Layer, small_splits: None) -> None:
     batch = make_batch([Row(1, 100), Row(4, 60), Row(9, 5)], path, layer, max_short=4)
-    checks.check(batch, path, modifier_case("causal", layer, 5)[0])
+    checks.check(batch, path, *modifier_case("causal", layer, 5))
 
 
 def test_attention_has_any_number_of_short_tokens(path: InterpretedPath, small_splits: None) -> None:
     batch = make_batch([Row(n, 7 * n) for n in (1, 2, 5, 11, 16)], path, Layer(3, 1))
-    checks.check(batch, path, modifier_case("sliding-window", batch.layer, 7)[0])
+    checks.check(batch, path, *modifier_case("sliding-window", batch.layer, 7))
 
 
 def test_attention_of_queries_that_see_nothing_is_zero(path: InterpretedPath, small_splits: None) -> None:
@@ -103,7 +108,7 @@ def test_more_rows_than_are_counted_at_once(
 
     monkeypatch.setattr(launch, "MOST_ROWS", 2)
     batch = make_batch(MIXED, path, max_short=3)
-    checks.check(batch, path, modifier_case("causal", batch.layer, 7)[0])
+    checks.check(batch, path, *modifier_case("causal", batch.layer, 7))
 
 
 def test_a_registered_modifier_is_inlined(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,25 +116,64 @@ def test_a_registered_modifier_is_inlined(path: InterpretedPath, monkeypatch: py
     own.test_a_registered_modifier_is_inlined(path, None)
 
 
-def test_only_live_splits_are_items(path: InterpretedPath, small_splits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@triton.jit
+def _find_rows(
+    found,
+    control,
+    parameters,
+    blocks,
+    control_stride,
+    num_rows,
+    HQ: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    DENSE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPEC: tl.constexpr,
+):
+    row = tl.program_id(0)
+    base, splits = find_row(
+        row, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, ROWS, DENSE, BLOCKS, SPEC
+    )
+    tl.store(found + 2 * row, base)
+    tl.store(found + 2 * row + 1, splits)
+
+
+@pytest.mark.parametrize("at_once", [2, 256])
+def test_only_live_splits_are_items(
+    path: InterpretedPath, small_splits: None, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
     """PyTorch's kernel cuts all keys: a window leaves most of its programs idle."""
     from deltaline_kernels.attention import launch
 
-    seen = []
+    found = torch.zeros(5, 2, dtype=torch.int32)
+
+    class Nothing:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **__: None
 
     class Spy:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **_: seen.append(args[5].view(torch.int32)[: 2 * args[6]].tolist())
+            return self.call
 
+        def call(
+            self, control: torch.Tensor, parameters: torch.Tensor, blocks: torch.Tensor, *rest: Any, **constants: Any
+        ) -> None:
+            names = ("HQ", "TOKENS", "SPLIT", "ROWS", "DENSE", "BLOCKS", "SPEC")
+            own = {name: constants[name] for name in names} | {"HEADS": constants["HQ"] // constants["GROUP"]}
+            _find_rows[(5,)](found, control, parameters, blocks, control.stride(0), 5, **own)
+
+    monkeypatch.setattr(launch, "MOST_ROWS", at_once)
+    monkeypatch.setattr(launch, "_attend", Nothing())
     monkeypatch.setattr(launch, "_combine", Spy())
     # Splits of 64 keys, a window of 37. A row without live keys is an item too: it writes zeros.
     batch = make_batch([Row(1, 650), Row(2, 100), Row(1, 0), Row(2, 300, skipped=True), Row(3, 630)], path)
     modifiers, _ = modifier_case("sliding-window", batch.layer, 7)
     batch.attend(path, modifiers)
-    groups = batch.layer.HKV
-    assert seen.pop()[1::2] == [2, 1, 1, 1, 1]
+    assert found[:, 1].tolist() == [2, 1, 1, 1, 1]
     batch.attend(path)
     counts = [11, 2, 1, 1, 10]
-    found = seen.pop()
-    assert found[1::2] == counts
-    assert found[::2] == [sum(counts[:i]) * groups for i in range(5)]
+    assert found[:, 1].tolist() == counts
+    assert found[:, 0].tolist() == [sum(counts[:i]) * batch.layer.HKV for i in range(5)]
