@@ -162,7 +162,7 @@ def load_model(options: ModelOptions) -> Model:
             ) from error
 
 
-def _load(plan: _Plan, options: ModelOptions) -> Model:
+def _load(plan: ModelPlan, options: ModelOptions) -> Model:
     """Load the planned layers. Raises RuntimeError where there is no room."""
     wanted = options.adapters
     store = None if wanted is None else AdapterStore(plan.layout, wanted.num_slots, wanted.max_rank)
