@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PYTHONSAFEPATH = 1
 
-.PHONY: help install demo test test-gpu check proto fmt bench-cpu bench-gpu wheel clean
+.PHONY: help install demo test test-gpu check check-deploy proto fmt bench-cpu bench-gpu wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -30,13 +30,27 @@ test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Tri
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
-check: $(INSTALLED)  ## format, lint, types, imports, contract; changes nothing
+check: $(INSTALLED) check-deploy  ## format, lint, types, imports, contract, deployment; changes nothing
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(call generate,$$out) && $(call lint_proto,$$out) && \
 	diff -rq -x '*.proto' -x '__init__.py' -x __pycache__ "$$out/deltaline/v1" proto/deltaline/v1 && \
 	echo "generated code is current"
+
+check-deploy: $(INSTALLED)  ## Dockerfile, compose, manifests, rules; part of check
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/yamllint --strict -c deploy/.yamllint deploy
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose/compose.yaml
+	@$(call present,kubectl,the manifests are not checked) || for overlay in deploy/kubernetes/overlays/*; do \
+	    manifests=$$(kubectl kustomize $$overlay) || exit 1; \
+	    echo "$$manifests" | $(BIN)/kubernetes-validate --strict --quiet - || exit 1; \
+	    echo "$$overlay is valid"; \
+	done
+	@$(call present,promtool,the rules are not checked) || { \
+	    promtool check config deploy/prometheus/prometheus.yml && \
+	    promtool check config deploy/prometheus/local.yml && \
+	    promtool test rules deploy/prometheus/rules.test.yml; }
 
 proto: $(INSTALLED)  ## regenerate the code beside the .proto files
 	$(call generate,proto)
@@ -58,6 +72,8 @@ wheel: $(INSTALLED)  ## build dist/deltaline-*.whl
 clean:  ## remove what these targets made
 	rm -rf .venv dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
+# Succeeds, and says what is left out, where a program is not installed.
+present = { ! command -v $(1) >/dev/null && echo "$(1) is not installed: $(2)"; }
 protoc = PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --fatal_warnings -I proto \
 	-I "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 generate = $(protoc) --python_out=$(1) --mypy_out=quiet:$(1) proto/deltaline/v1/*.proto && \

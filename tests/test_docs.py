@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -23,9 +23,10 @@ from deltaline_server.app import Server
 from deltaline_server.config import Config
 from deltaline_server.errors import Reason
 from deltaline_server.model_config import ModelConfig
+from deltaline_server.option import flag, kind_of, shown
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])
 
 MODEL = {
     "model_type": "qwen3_next",
@@ -105,14 +106,40 @@ def test_readme_opens_with_the_two_commands() -> None:
     assert commands[:2] == ["make demo", "make test"]
 
 
-def test_every_flag_of_the_server_is_in_its_group() -> None:
-    documented = {row[0]: re.findall(r"`--([a-z-]+)`", row[1]) for row in table("docs/operations.md", "group")}
-    flags: dict[str, list[str]] = {}
-    for option in fields(Config):
-        flags.setdefault(option.metadata["group"], []).append(option.name.replace("_", "-"))
-    assert {group: sorted(names) for group, names in documented.items()} == {
-        group: sorted(names) for group, names in flags.items()
-    }
+def takes(option: Field[Any]) -> str:
+    """The values of an option as the page tells them."""
+    choices, low, high = (option.metadata[key] for key in ("choices", "low", "high"))
+    if kind_of(option) is bool:
+        return "switch"
+    if choices:
+        return ", ".join(f"`{choice}`" for choice in choices)
+    if low is not None:
+        return f"at least {low}" if high is None else f"{low:,} .. {high:,}"
+    return {"TEXT": "text", "DIR": "folder"}.get(option.metadata["metavar"], option.metadata["metavar"].lower())
+
+
+def default(option: Field[Any]) -> str:
+    """The default of an option as the page tells it; the help's, which has it in brackets, is the same."""
+    if kind_of(option) is bool:
+        return "off"
+    return f"`{shown(option)[2:-1]}`" if shown(option) else "none"
+
+
+def test_every_option_is_in_the_table_with_its_default_and_limits() -> None:
+    documented = [row[:4] for row in table("docs/options.md", "option")]
+    options = [[f"`{flag(o.name)}`", o.metadata["group"], default(o), takes(o)] for o in fields(Config)]
+    assert documented == options
+    assert all(len(row[4]) > 10 for row in table("docs/options.md", "option"))
+
+
+def test_every_alert_is_in_the_table_of_what_can_happen() -> None:
+    rules = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("deploy/prometheus/*.yml"))
+    alerts = set(re.findall(r"- alert: (\w+)", rules))
+    documented = [
+        name for row in table("docs/operations.md", "what happened") for name in re.findall(r"`(Deltaline\w+)`", row[1])
+    ]
+    assert len(alerts) > 10 and set(documented) == alerts
+    assert all(len(row[2]) > 20 for row in table("docs/operations.md", "what happened"))
 
 
 async def test_examples_of_the_readme_run_and_every_metric_is_documented(tmp_path: Path) -> None:
@@ -146,5 +173,5 @@ async def test_examples_of_the_readme_run_and_every_metric_is_documented(tmp_pat
     assert drafts.shape == (4, MODEL["hidden_size"]) and french.shape == base.shape == (100, MODEL["hidden_size"])
     assert all(np.isfinite(array).all() for array in (drafts, french, base))
     assert not np.allclose(french, base, atol=0.1)
-    documented = {name for row in table("docs/operations.md", "metric") for name in re.findall(r"`(\w+)`", row[0])}
+    documented = {name for row in table("docs/monitoring.md", "metric") for name in re.findall(r"`(\w+)`", row[0])}
     assert documented == set(re.findall(r"^# TYPE (\w+)", metrics, re.M))

@@ -7,164 +7,29 @@
 
 Every call is sent again by itself when that is safe and may help (see Retry). It is always safe: a step is applied once
 or not at all. Knows the protocol; not models, not tokens, not torch (tensors are taken when the caller brings them).
+
+What is exported is imported when it is first asked for: `deltaline health`, which probes call again and again, needs a
+third of the time without it.
 """
 
-from deltaline_client._adapter_exceptions import (
-    AdapterBytesExhausted,
-    AdapterExists,
-    AdapterInUse,
-    AdaptersOff,
-    AdapterUnknown,
-    InvalidAdapter,
-    UploadTimeout,
-)
-from deltaline_client._adapter_types import Adapter, AdapterList, AdapterState, LoadedAdapter
-from deltaline_client._async_client import AsyncAdapters, AsyncClient, AsyncSequence
-from deltaline_client._capacity_exceptions import (
-    NoFreeLines,
-    PagesExhausted,
-    QueueFull,
-    ReplyBytesExhausted,
-    TooManyInFlight,
-)
-from deltaline_client._client import Adapters, Client, Sequence
-from deltaline_client._exceptions import (
-    AcceptedOutOfRange,
-    Bug,
-    Cancelled,
-    CapacityError,
-    CommitConflict,
-    ConflictError,
-    ContextExceeded,
-    DeadlineExceeded,
-    DeltalineError,
-    Draining,
-    DuplicateSequence,
-    InvalidBatch,
-    InvalidRequest,
-    InvalidTensor,
-    MessageTooLarge,
-    NonFiniteInput,
-    NothingToCommit,
-    PositionMismatch,
-    PredecessorRefused,
-    ProtocolError,
-    QueueDeadline,
-    RequestError,
-    SequenceClosed,
-    SequenceExpired,
-    SequenceUnknown,
-    ServerError,
-    SpanTooFarAhead,
-    StateError,
-    StateLost,
-    StatePoisoned,
-    StepConflict,
-    StepGap,
-    StepStale,
-    Stopping,
-    TransportError,
-    Unavailable,
-    UnknownSpan,
-    VerifyPending,
-)
-from deltaline_client._own_exceptions import Disconnected, SequenceBusy, StepUnfinished
-from deltaline_client._retry import Retry
-from deltaline_client._rows import Row, RowResult, StepError, StepResult
-from deltaline_client._shared_exceptions import InvalidSharedMemory, SharedMemoryExhausted, SharedMemoryOff
-from deltaline_client._types import (
-    LayerSpan,
-    Output,
-    RowOutcome,
-    SequenceDescription,
-    SequenceState,
-    ServerInfo,
-    ServerLoad,
-    SpanProgress,
-    StepOptions,
-    StepTiming,
-)
+from __future__ import annotations
 
-__all__ = [
-    "AcceptedOutOfRange",
-    "Adapter",
-    "AdapterBytesExhausted",
-    "AdapterExists",
-    "AdapterInUse",
-    "AdapterList",
-    "AdapterState",
-    "AdapterUnknown",
-    "Adapters",
-    "AdaptersOff",
-    "AsyncAdapters",
-    "AsyncClient",
-    "AsyncSequence",
-    "Bug",
-    "Cancelled",
-    "CapacityError",
-    "Client",
-    "CommitConflict",
-    "ConflictError",
-    "ContextExceeded",
-    "DeadlineExceeded",
-    "DeltalineError",
-    "Disconnected",
-    "Draining",
-    "DuplicateSequence",
-    "InvalidAdapter",
-    "InvalidBatch",
-    "InvalidRequest",
-    "InvalidSharedMemory",
-    "InvalidTensor",
-    "LayerSpan",
-    "LoadedAdapter",
-    "MessageTooLarge",
-    "NoFreeLines",
-    "NonFiniteInput",
-    "NothingToCommit",
-    "Output",
-    "PagesExhausted",
-    "PositionMismatch",
-    "PredecessorRefused",
-    "ProtocolError",
-    "QueueDeadline",
-    "QueueFull",
-    "ReplyBytesExhausted",
-    "RequestError",
-    "Retry",
-    "Row",
-    "RowOutcome",
-    "RowResult",
-    "Sequence",
-    "SequenceBusy",
-    "SequenceClosed",
-    "SequenceDescription",
-    "SequenceExpired",
-    "SequenceState",
-    "SequenceUnknown",
-    "ServerError",
-    "ServerInfo",
-    "ServerLoad",
-    "SharedMemoryExhausted",
-    "SharedMemoryOff",
-    "SpanProgress",
-    "SpanTooFarAhead",
-    "StateError",
-    "StateLost",
-    "StatePoisoned",
-    "StepConflict",
-    "StepError",
-    "StepGap",
-    "StepOptions",
-    "StepResult",
-    "StepStale",
-    "StepTiming",
-    "StepUnfinished",
-    "Stopping",
-    "TooManyInFlight",
-    "TransportError",
-    "Unavailable",
-    "UnknownSpan",
-    "UploadTimeout",
-    "VerifyPending",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltaline_client._public import *  # noqa: F403 - its own list is what counts
+
+
+def __getattr__(name: str) -> Any:
+    """Import what the package exports. Raises AttributeError for any other name."""
+    if not name.startswith("_") or name == "__all__":
+        public = import_module("deltaline_client._public")
+        globals().update({exported: getattr(public, exported) for exported in ("__all__", *public.__all__)})
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

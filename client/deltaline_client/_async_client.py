@@ -20,6 +20,7 @@ from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
 from deltaline_client._state import ClientState, empty, info
+from deltaline_client._tracing import metadata
 
 T = TypeVar("T")
 
@@ -96,8 +97,8 @@ class AsyncClient(ClientState):
         """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
         method = self._methods[command.method.path]
         if isinstance(command.request, Message):
-            return await method(command.request, timeout=command.timeout_s)
-        call = method(timeout=command.timeout_s)
+            return await method(command.request, timeout=command.timeout_s, metadata=metadata())
+        call = method(timeout=command.timeout_s, metadata=metadata())
         try:
             # In a thread: the next request may have to be read from a disk first.
             while (request := await asyncio.to_thread(next, command.request, None)) is not None:

@@ -17,6 +17,7 @@ from deltaline_client._flow import Answer
 from deltaline_client._messages import read_stream_response, stream_request
 from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._pending import Pending, broken
+from deltaline_client._tracing import traceparent
 
 Mailbox = asyncio.Queue[Answer]
 
@@ -62,7 +63,8 @@ class _Live:
         self.is_over = False
 
     def send(self, number: int, request: Sequence[Piece], mailbox: Mailbox) -> None:
-        self._outbox.append(stream_request(self._pending.add(number, mailbox.put_nowait), request))
+        correlation_id = self._pending.add(number, mailbox.put_nowait)
+        self._outbox.append(stream_request(correlation_id, request, traceparent()))
         if self._writer is None:
             self._writer = asyncio.create_task(self._write())
 

@@ -18,7 +18,10 @@ from deltaline_client._bench_run import BenchError
 from deltaline_client._cli_adapters import add_adapters, run_adapters
 from deltaline_client._cli_bench import bench
 from deltaline_client._cli_demo import DemoError, demo
+from deltaline_client._cli_health import add_health, health
+from deltaline_client._cli_size import size
 from deltaline_client._cli_text import plural, readable_bytes, table
+from deltaline_client._cli_top import add_top, top
 from deltaline_client._client import Client
 from deltaline_client._exceptions import DeltalineError
 
@@ -28,6 +31,9 @@ Talks to a deltaline server: a service that holds the recurrent layers of a lang
   deltaline demo                      see it work, with a server of its own; needs no network and no checkpoint
   deltaline info                      what the server on this machine serves
   deltaline load HOST:PORT            how full that server is
+  deltaline top                       the same and more, again and again; needs deltaline[top]
+  deltaline health                    whether the server on this machine is ready; for probes
+  deltaline size --model DIR          what a server of that checkpoint takes; needs deltaline[server]
   deltaline adapters list             which adapters (LoRA) it holds
   deltaline bench --clients 4         how fast it answers
 """
@@ -57,10 +63,13 @@ installed. Takes about 20 seconds. Needs deltaline[server].
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after an error, which is printed, or 130 after SIGINT or SIGTERM."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "size":  # the options of size are the server's: it knows them
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         with _terminable():
-            return _run(options)
+            return size(rest) if options.command == "size" else _run(options)
     except (BenchError, DeltalineError, DemoError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
         return 1
@@ -85,6 +94,10 @@ def _run(options: argparse.Namespace) -> int:
             return show_info(options.server)
         case "load":
             return show_load(options.server)
+        case "health":
+            return health(options)
+        case "top":
+            return top(options)
         case "adapters":
             return run_adapters(options)
         case "demo":
@@ -169,8 +182,11 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("info", parents=[served], help=about, description=about)
     about = "how full a server is now"
     commands.add_parser("load", parents=[served], help=about, description=about)
+    add_top(commands, served)
+    add_health(commands)
     add_adapters(commands)
     _add_bench(commands, served)
+    commands.add_parser("size", help="what a server of a model takes, and what a budget holds", add_help=False)
     about = "start a server and drive it from a few clients"
     shows = commands.add_parser("demo", help=about, description=_DEMO, formatter_class=raw)
     shows.add_argument("--keep", action="store_true", help="leave the server running afterwards, until Ctrl-C")

@@ -56,7 +56,7 @@ class DemoError(RuntimeError):
 
 def demo(*, keep: bool) -> int:
     """Run the demo; 0 if all went well and the tokens are those of transformers, else 1."""
-    missing = [name for name in _SERVER_NEEDS if importlib.util.find_spec(name) is None]
+    missing = missing_packages()
     if missing:
         raise DemoError(f"the server needs {', '.join(missing)}: pip install 'deltaline[server]'")
     with tempfile.TemporaryDirectory(prefix="deltaline-demo-") as folder:
@@ -78,6 +78,11 @@ def demo(*, keep: bool) -> int:
                 _say(f"the server stays on {address} until Ctrl-C; try: deltaline bench {address}")
                 _wait_for_interrupt()
     return code
+
+
+def missing_packages() -> list[str]:
+    """Return the packages that a server needs and that are not installed."""
+    return [name for name in _SERVER_NEEDS if importlib.util.find_spec(name) is None]
 
 
 def _write_checkpoint(directory: Path) -> Path | None:

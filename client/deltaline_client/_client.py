@@ -19,6 +19,7 @@ from deltaline_client._retry import Retry
 from deltaline_client._sequence import SequenceRecord
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._stream import Mailbox, StepStream
+from deltaline_client._tracing import metadata
 
 T = TypeVar("T")
 
@@ -71,7 +72,8 @@ class Client(ClientState):
                     command = flow.send(None)
                     continue
                 try:
-                    response = self._methods[command.method.path](command.request, timeout=command.timeout_s)
+                    method = self._methods[command.method.path]
+                    response = method(command.request, timeout=command.timeout_s, metadata=metadata())
                 except grpc.RpcError as failure:
                     command = flow.throw(error_of(failure))
                 except ValueError:  # what grpc raises on a channel that is closed

@@ -54,9 +54,9 @@ def shared_step_request(fields: layers.StepRequest, tensor: bytes) -> list[wire.
     return [fields.SerializeToString(), *wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, [tensor])]
 
 
-def stream_request(correlation_id: int, step: Sequence[wire.Piece]) -> bytes:
+def stream_request(correlation_id: int, step: Sequence[wire.Piece], traceparent: bytes = b"") -> bytes:
     """Return a serialised StepStreamRequest around the pieces of a StepRequest: the one copy of the tensor."""
-    head = layers.StepStreamRequest(correlation_id=correlation_id).SerializeToString()
+    head = layers.StepStreamRequest(correlation_id=correlation_id, traceparent=traceparent).SerializeToString()
     return b"".join([head, *wire.field_pieces(layers.StepStreamRequest.STEP_FIELD_NUMBER, step)])
 
 

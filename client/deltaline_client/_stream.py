@@ -20,6 +20,7 @@ from deltaline_client._flow import Answer
 from deltaline_client._messages import read_stream_response, stream_request
 from deltaline_client._own_exceptions import Disconnected
 from deltaline_client._pending import Pending, broken
+from deltaline_client._tracing import traceparent
 
 Mailbox = queue.SimpleQueue[Answer]
 
@@ -48,7 +49,7 @@ class StepStream:
                 return
             if self._outbox is None:
                 self._outbox, self._pending = self._open()
-            message = stream_request(self._pending.add(number, mailbox.put), request)
+            message = stream_request(self._pending.add(number, mailbox.put), request, traceparent())
             self._outbox.put(message)
 
     def _open(self) -> tuple[queue.SimpleQueue[bytes | None], Pending]:

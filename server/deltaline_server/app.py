@@ -23,6 +23,7 @@ from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_p
 from deltaline_server import adapter_service, admin, health, service
 from deltaline_server.adapter_service import AdapterService
 from deltaline_server.admin import AdminService
+from deltaline_server.collector import begin_tracing, end_tracing
 from deltaline_server.config import Config
 from deltaline_server.gauges import add_gauges
 from deltaline_server.grpc_options import grpc_options
@@ -86,11 +87,13 @@ class Server:
     async def start(self) -> None:
         """Listen, load, serve. Returns once the server is ready.
 
-        Raises: StartError, ModelError; then nothing is left behind.
+        Raises: StartError, ConfigError, ModelError; then nothing is left behind.
         """
         if api_implementation.Type() != "upb":
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
-        self._server = grpc.aio.server(interceptors=[Interceptor(self.metrics)], options=grpc_options(self.config))
+        self._tracing = begin_tracing(self.config, self._clock)
+        interceptor = Interceptor(self.metrics, self._tracing)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=grpc_options(self.config))
         runtime: Runtime | None = None
         try:
             self._listen()
@@ -104,6 +107,7 @@ class Server:
             if runtime is not None:
                 await runtime.close()
             self.metrics.close()
+            await end_tracing(self._tracing)
             raise
         # What is there now stays: the garbage collector need not look at it again while steps wait.
         gc.collect()
@@ -157,6 +161,7 @@ class Server:
         self._layer_service.close()
         await self.runtime.close()
         await asyncio.to_thread(self.metrics.close)
+        await end_tracing(self._tracing)
         gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
 
@@ -191,7 +196,8 @@ class Server:
             _log, "loading", model=config.model or config.random_init, layers=config.layers or "all", scope=config.scope
         )
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
-        loading = asyncio.create_task(asyncio.to_thread(Runtime.build, config, self.metrics, self._clock, call_soon))
+        observer = self.metrics if self._tracing is None else self._tracing.observer(self.metrics)
+        loading = asyncio.create_task(asyncio.to_thread(Runtime.build, config, observer, self._clock, call_soon))
         while not (await asyncio.wait([loading], timeout=5.0))[0]:
             event(_log, "still loading", seconds=round(self._clock() - begin_s))
         runtime = loading.result()
@@ -238,6 +244,7 @@ class Server:
             limits=runtime.request_limits(),
             observer=self.metrics,
             clock=self._clock,
+            tracing=self._tracing,
         )
         admin_service = AdminService(
             info=runtime.info(), table=table, scheduler=scheduler, regions=runtime.regions, drain=self.drain

@@ -88,6 +88,7 @@ class Run:
         timing = BatchTiming(
             num_of_kind, self.batch.num_tokens, queued, result.copy_in_s, result.compute_s, result.copy_out_s, busy_s
         )
+        timing.began_s, timing.pieces = self.began_s, self.pieces
         if self.batch.adapter_slots is not None:
             slots = self.batch.adapter_slots[self.batch.adapter_slots != NO_SLOT]
             timing.num_adapter_rows, timing.num_adapters = len(slots), len(np.unique(slots))

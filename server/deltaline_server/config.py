@@ -106,6 +106,12 @@ class Config:
         30.0, "process", "how long open sequences are served after SIGTERM, seconds", low=0
     )
     threads: int = setting(0, "process", "CPU threads of the computation; 0 leaves it to PyTorch", low=0, high=4096)
+    otlp_endpoint: str | None = setting(
+        None,
+        "process",
+        "collector that traces are sent to, OTLP over gRPC, such as http://127.0.0.1:4317; default none: no traces",
+        metavar="URL",
+    )
     log_level: str = setting("info", "process", "least level that is logged", choices=LEVELS)
     log_format: str = setting("text", "process", "one event a line, for people or for collectors", choices=FORMATS)
     check: bool = setting(False, "process", "check the options and the model's files, then exit with 0 or 1")
@@ -129,6 +135,8 @@ class Config:
             raise ConfigError(f"--adapter-root: expected a folder that exists, got {self.adapter_root!r}")
         if self.uds is not None:
             _check_uds(self.uds)
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp-endpoint: expected http://HOST:PORT or https://..., got {self.otlp_endpoint!r}")
         if self.layers is not None:
             _range(self.layers, "--layers")
         for text in () if self.spans is None else self.spans.split(","):
@@ -160,11 +168,6 @@ class Config:
     def span_ranges(self) -> tuple[range, ...] | None:
         """The declared spans, None for the default ones."""
         return None if self.spans is None else tuple(_range(text, "--spans") for text in self.spans.split(","))
-
-
-def local_address(environ: Mapping[str, str]) -> str:
-    """The address at which a server with this environment listens on its own machine."""
-    return f"127.0.0.1:{environ.get(PREFIX + 'PORT', Config.port)}"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from traceback import clear_frames
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
 from grpc.aio import ServicerContext
@@ -23,8 +23,12 @@ from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.metrics import Metrics, RpcMetrics
 from deltaline_server.request import parse
 
+if TYPE_CHECKING:
+    from deltaline_server.tracing import Tracing  # OpenTelemetry may not be installed
+
 _log = logging.getLogger(__name__)
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+TRACED = "/deltaline.v1."
 
 # Subscripted in the type stubs only.
 Context: TypeAlias = "ServicerContext[Any, Any]"
@@ -61,8 +65,8 @@ def empty_frames(error: BaseException | None) -> None:
 class Interceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all services of a server, the library's (reflection) included."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self._metrics, self._tracing = metrics, tracing
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -84,9 +88,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
         rpc = self._metrics.rpcs[method]
         deserialize = handler.request_deserializer or bytes
         serialize = handler.response_serializer or bytes
+        # Probes are not worth a trace, and of a stream each step has its own (service.py).
+        traced = method if method.startswith(TRACED) else None
 
         async def unary(body: bytes, context: Context) -> bytes:
-            async with self._call(rpc, context):
+            async with self._call(rpc, context, traced):
                 rpc.received.inc()
                 answer = handler.unary_unary(parse(deserialize, body), context)
                 del body  # see abort
@@ -111,7 +117,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 del body
 
         async def stream_unary(_: AsyncIterator[bytes], context: Context) -> bytes:
-            async with self._call(rpc, context):
+            async with self._call(rpc, context, traced):
                 response = serialize(await handler.stream_unary(requests(context), context))
                 rpc.sent.inc()
                 return response
@@ -135,15 +141,19 @@ class Interceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(unary)
 
     @asynccontextmanager
-    async def _call(self, rpc: RpcMetrics, context: Context) -> AsyncIterator[None]:
-        """Count a call; turn what it raises into its status."""
-        begin_s = time.perf_counter()
+    async def _call(self, rpc: RpcMetrics, context: Context, traced: str | None = None) -> AsyncIterator[None]:
+        """Count a call, and trace it if its path is given; turn what it raises into its status."""
+        begin_s, span = time.perf_counter(), None
+        if self._tracing is not None and traced is not None:
+            span = self._tracing.begin_call(traced, context.invocation_metadata())
         rpc.started.inc()
         code = grpc.StatusCode.OK
         try:
             yield
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)
+            if span is not None:
+                span.refused(error.refusal)
             code = _CODES[error.refusal.reason.code]
             empty_frames(error)
             await abort(context, error.refusal)
@@ -162,3 +172,5 @@ class Interceptor(grpc.aio.ServerInterceptor):
         finally:
             rpc.handled[code].inc()
             rpc.seconds.observe(time.perf_counter() - begin_s)
+            if span is not None:
+                span.end_call(code)

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -31,13 +32,14 @@ class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z INFO message  name=value ...`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = "".join(f" {name}={_text(value)}" for name, value in getattr(record, _FIELDS, {}).items())
+        values = {**getattr(record, _FIELDS, {}), **_trace_ids()}
+        fields = "".join(f" {name}={_text(value)}" for name, value in values.items())
         line = f"{_time(record)} {record.levelname} {record.getMessage()}{fields and ' ' + fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, the event's values, and the traceback of an error."""
+    """One JSON object a line: time, level, logger, message, the event's values, its trace, and an error's traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -46,10 +48,20 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
             **getattr(record, _FIELDS, {}),
+            **_trace_ids(),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+def _trace_ids() -> dict[str, str]:
+    """The span that is current where a line is logged; nothing where there is none, or nobody makes traces."""
+    api: Any = sys.modules.get("opentelemetry.trace")
+    context = None if api is None else api.get_current_span().get_span_context()
+    if context is None or not context.is_valid:
+        return {}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
 
 def _time(record: logging.LogRecord) -> str:

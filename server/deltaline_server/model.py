@@ -162,7 +162,7 @@ def load_model(options: ModelOptions) -> Model:
             ) from error
 
 
-def _load(plan: _Plan, options: ModelOptions) -> Model:
+def _load(plan: ModelPlan, options: ModelOptions) -> Model:
     """Load the planned layers. Raises RuntimeError where there is no room."""
     wanted = options.adapters
     store = None if wanted is None else AdapterStore(plan.layout, wanted.num_slots, wanted.max_rank)
@@ -179,6 +179,13 @@ def open_weights(options: ModelOptions) -> Iterator[LayerLoader]:
     """Open once more what `load_model` loads from, to read rows of weights, on no device. Raises as it does."""
     with _plan(replace(options, device=torch.device("cpu"))) as plan:
         yield plan.loader
+
+
+@contextmanager
+def open_plan(options: ModelOptions) -> Iterator[ModelPlan]:
+    """Open what `load_model` would load, checked, on no device; no weight is read. Raises as it does."""
+    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+        yield plan
 
 
 def check_model(options: ModelOptions, state: StateOptions | None = None) -> int:
@@ -214,7 +221,7 @@ def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> t
 
 
 @dataclass(frozen=True)
-class _Plan:
+class ModelPlan:
     """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order."""
 
     config: ModelConfig
@@ -225,7 +232,7 @@ class _Plan:
 
 
 @contextmanager
-def _plan(options: ModelOptions) -> Iterator[_Plan]:
+def _plan(options: ModelOptions) -> Iterator[ModelPlan]:
     """Plan what `options` ask for; the checkpoint is open inside the context. Raises ModelError."""
     with ExitStack() as stack:
         checkpoint: Checkpoint | None = None
@@ -249,7 +256,7 @@ def _plan(options: ModelOptions) -> Iterator[_Plan]:
         placement = Placement(_with_index(options.device), dtype, options.rank, options.world_size)
         source = checkpoint or random_init(config, layers, options.scope, options.seed)
         loader = LayerLoader(source, config, layers, options.scope, placement)
-        yield _Plan(config, spans, layers, AdapterLayout(config, options.scope, layers, placement), loader)
+        yield ModelPlan(config, spans, layers, AdapterLayout(config, options.scope, layers, placement), loader)
 
 
 def _require(flag: str, path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from deltaline_server.errors import Reason
+from deltaline_server.piece import Piece
 from deltaline_server.step import RowKind
 
 
@@ -14,7 +15,8 @@ from deltaline_server.step import RowKind
 class BatchTiming:
     """A batch that is done. num_of_kind: its rows by kind. queued: (kind, rows, seconds from arrival to the device) of
     rows that began with it. busy_s: seconds, not counted with other batches, in which the engine had this one.
-    num_adapter_rows: rows with an adapter, of num_adapters different ones.
+    num_adapter_rows: rows with an adapter, of num_adapters different ones. began_s: when the device came to it, as far
+    as is known, on the scheduler's clock. pieces: what it was made of.
     """
 
     num_of_kind: Mapping[RowKind, int]
@@ -26,6 +28,8 @@ class BatchTiming:
     busy_s: float
     num_adapter_rows: int = 0
     num_adapters: int = 0
+    began_s: float = 0.0
+    pieces: Sequence[Piece] = ()
 
 
 class Observer(Protocol):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc
 
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import reply, request
-from deltaline_server.errors import RequestError
+from deltaline_server.errors import Refusal, RequestError
 from deltaline_server.examiner import LARGE_BYTES, Examiner
 from deltaline_server.interceptor import Context, bug, empty_frames
 from deltaline_server.observer import Observer
@@ -26,7 +27,11 @@ from deltaline_server.step_message import StepMessage, StreamStep
 from deltaline_server.step_parser import StepParser
 from deltaline_server.stream_room import AllStreams, StreamRoom
 
+if TYPE_CHECKING:
+    from deltaline_server.tracing import Tracing  # OpenTelemetry may not be installed
+
 NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
+STEP_STREAM = f"/{NAME}/StepStream"
 # Steps of a stream that are taken and whose replies are not written, and bytes of their tensors: they bound what a fast
 # writer or a slow reader makes the server hold. Eight steps of the largest inline tensor by default.
 STREAM_STEPS = 64
@@ -46,8 +51,10 @@ class LayerService:
         limits: RequestLimits,
         observer: Observer,
         clock: Callable[[], float],
+        tracing: Tracing | None = None,
     ) -> None:
         """`observer` counts what streams refuse; `clock` is the scheduler's: monotonic seconds."""
+        self._tracing = tracing
         self._table, self._scheduler, self._limits = table, scheduler, limits
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
@@ -112,9 +119,14 @@ class LayerService:
         done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
         step = self._read(message, context.peer(), until_s)
         await self._examine(step)
+        if self._tracing is not None:
+            self._tracing.take(step)
         self._scheduler.submit(step, partial(_complete, done))
         del message, step  # it may lie in memory to be unmapped
-        return reply.step_response(await done)
+        result = await done
+        if self._tracing is not None:
+            self._tracing.tell(result)
+        return reply.step_response(result)
 
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""
@@ -131,27 +143,35 @@ class LayerService:
         ALL_STREAMS_BYTES; beyond that the stream is not read, and gRPC's flow control holds the client. A message that
         can't be parsed ends the stream once the steps before it are answered; so does `end_streams`.
         """
-        answers: asyncio.Queue[tuple[int, int, StepResult | Exception] | None] = asyncio.Queue()
+        answers: asyncio.Queue[tuple[int, int, StepResult | Refusal] | None] = asyncio.Queue()
         room = StreamRoom(STREAM_STEPS, STREAM_BYTES, self._all_streams)
         client, remaining_s = context.peer(), context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
-        num_taken = 0
+        num_taken, begin_span = 0, None
+        if self._tracing is not None:
+            begin_span = self._tracing.begin_stream(STEP_STREAM, context.invocation_metadata())
 
-        def answer(correlation_id: int, num_bytes: int, result: StepResult | Exception) -> None:
+        def answer(correlation_id: int, num_bytes: int, result: StepResult | Refusal) -> None:
             answers.put_nowait((correlation_id, num_bytes, result))
 
         async def take() -> None:
             nonlocal num_taken
             try:
                 async for message in messages:
+                    span = None if begin_span is None else begin_span(message.traceparent)
                     step = self._read_safely(message.step, client, until_s)
-                    # A refusal's traceback holds the message until its answer is written.
+                    # What is refused holds the message until then.
                     num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(message.step.inline or b"")
                     await room.take(num_bytes)
                     if isinstance(step, StepRequest):
                         await self._examine(step)
                     num_taken += 1
-                    self._submit_safely(step, partial(answer, message.correlation_id, num_bytes))
+                    told: Callable[[StepResult | Refusal], None] = partial(answer, message.correlation_id, num_bytes)
+                    if span is None:
+                        self._submit_safely(step, told)
+                    else:
+                        with span:
+                            self._submit_safely(step, span.ending(step, told))
                     # Nothing of a step is held while the stream waits: it may lie in memory to be unmapped.
                     del message, step
             finally:
@@ -207,25 +227,24 @@ class LayerService:
             if step.is_kept_as_checksum:
                 step.checksum = self._examiner.begin_checksum(step.hidden)
 
-    def _submit_safely(self, step: StepRequest | Exception, answer: Callable[[StepResult | Exception], None]) -> None:
-        """Hand a step to the scheduler; what that raises, or what is given in place of a step, is the answer."""
+    def _submit_safely(self, step: StepRequest | Exception, answer: Callable[[StepResult | Refusal], None]) -> None:
+        """Hand a step to the scheduler; what that raises, or what is given in place of a step, is refused."""
         try:
             if isinstance(step, Exception):
                 raise step
             self._scheduler.submit(step, answer)
         except Exception as error:
-            if isinstance(error, RequestError):  # whoever keeps it keeps its traceback, and by that this frame
-                empty_frames(error)
-                error.__traceback__ = None
-            answer(error)
+            refusal = error.refusal if isinstance(error, RequestError) else bug(error)
+            empty_frames(error)
+            error.__traceback__ = None  # by it this frame would keep itself, with the message
+            answer(refusal)
 
-    def _stream_response(self, correlation_id: int, answer: StepResult | Exception) -> bytes:
+    def _stream_response(self, correlation_id: int, answer: StepResult | Refusal) -> bytes:
         """The message that answers one step of a stream."""
         if isinstance(answer, StepResult):
             return reply.stream_response(correlation_id, answer)
-        refusal = answer.refusal if isinstance(answer, RequestError) else bug(answer)
-        self._observer.refused(refusal.reason, 1)
-        return reply.stream_status(correlation_id, refusal)
+        self._observer.refused(answer.reason, 1)
+        return reply.stream_status(correlation_id, answer)
 
 
 def _complete(done: asyncio.Future[StepResult], result: StepResult) -> None:

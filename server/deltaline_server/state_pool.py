@@ -171,6 +171,13 @@ def plan_state(shapes: Sequence[MixerShape], options: StateOptions, dtype: torch
     return StatePlan(line_bytes, kv, total_bytes)
 
 
+def line_parts(shape: RecurrentShape, options: StateOptions, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of one line of a recurrent layer by the tensor of its LayerState, in Python integers."""
+    names = (field.name for field in fields(LayerState))
+    sizes = _line_shapes(shape, options, dtype)
+    return {name: math.prod(size) * kind.itemsize for name, (size, kind) in zip(names, sizes, strict=True)}
+
+
 def _allocate_lines(
     shape: RecurrentShape, options: StateOptions, dtype: torch.dtype, device: torch.device
 ) -> LayerState:

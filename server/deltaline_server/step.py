@@ -144,6 +144,8 @@ class StepRequest:
     """Whether all values of `hidden` are finite, None when nobody has looked."""
     checksum: Future[bytes] | None = None
     """Of the one row's `hidden`, when somebody has begun to compute it."""
+    trace: object | None = None
+    """The span of the call that asks, where it is recorded (tracing.py)."""
 
     @property
     def message_bytes(self) -> int:

@@ -74,6 +74,7 @@ class StreamStep(NamedTuple):
 
     correlation_id: int
     step: StepMessage
+    traceparent: bytes = b""
 
 
 def from_protobuf(message: pb.StepRequest) -> StepMessage:
@@ -191,10 +192,14 @@ def walk_step(body: bytes, begin: int, end: int) -> tuple[StepMessage, Runs] | N
     return message, Runs(get("step"), get("position"), inline, shared, place)
 
 
-def walk_stream_step(body: bytes) -> tuple[int, Run] | None:
-    """The correlation id and the run of the StepRequest of a StepStreamRequest of the usual form, else None."""
+def walk_stream_step(body: bytes) -> tuple[int, Run, bytes] | None:
+    """The correlation id, the run of the StepRequest and the traceparent of a StepStreamRequest of the usual form, else
+    None."""
     found = _STREAM_STEP.walk(body, 0, len(body))
-    return None if found is None or "step" not in found else (found.get("correlation_id", 0), found["step"])
+    if found is None or "step" not in found:
+        return None
+    begin, end = found.get("traceparent", _EMPTY)
+    return found.get("correlation_id", 0), found["step"], body[begin:end]
 
 
 _EMPTY: Run = (0, 0)
@@ -207,7 +212,7 @@ _STEP = Walk(
 _TENSOR = Walk(tensor_pb2.Tensor.DESCRIPTOR, *_TENSOR_FIELDS)
 _SHARED_SLICE = Walk(tensor_pb2.SharedSlice.DESCRIPTOR, "region", "offset")
 _OUTPUT_SLICE = Walk(pb.OutputSlice.DESCRIPTOR, "region", "offset", "size_bytes")
-_STREAM_STEP = Walk(pb.StepStreamRequest.DESCRIPTOR, "correlation_id", "step")
+_STREAM_STEP = Walk(pb.StepStreamRequest.DESCRIPTOR, "correlation_id", "step", "traceparent")
 
 
 def _read_slice(walk: Walk, body: bytes, begin: int, run: Run) -> Slice | None:

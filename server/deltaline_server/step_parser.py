@@ -39,12 +39,12 @@ class StepParser:
         """Parse a StepStreamRequest. Raises: DecodeError for bytes that are not one."""
         found = walk_stream_step(body)
         if found is not None:
-            correlation_id, (begin, end) = found
+            correlation_id, (begin, end), traceparent = found
             step = self._find(body, begin, end)
             if step is not None:
-                return StreamStep(correlation_id, step)
+                return StreamStep(correlation_id, step, traceparent)
         message = pb.StepStreamRequest.FromString(body)
-        return StreamStep(message.correlation_id, from_protobuf(message.step))
+        return StreamStep(message.correlation_id, from_protobuf(message.step), message.traceparent)
 
     def _find(self, body: bytes, begin: int, end: int) -> StepMessage | None:
         """The StepRequest in body[begin:end] if it has the usual form, else None."""

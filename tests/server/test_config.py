@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltaline_server.config import Config, local_address, unknown_variables
+from deltaline_server.config import Config, unknown_variables
 from deltaline_server.option import ConfigError
 
 BASE = ["--model", "somewhere"]
@@ -157,8 +157,3 @@ def test_file_that_is_absent_is_named_once() -> None:
 def test_message_says_what_kind_of_value_is_expected(argv: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=f"^{argv[0]}: expected {expected}$"):
         parse(*argv)
-
-
-def test_local_address_follows_the_environment() -> None:
-    assert local_address({}) == "127.0.0.1:50051"
-    assert local_address({"DELTALINE_PORT": "7"}) == "127.0.0.1:7"

@@ -118,12 +118,16 @@ def check_pattern(pattern: Pattern, body: bytes, runs: Runs) -> None:
 def check_in_stream(parser: StepParser, body: bytes, expected: dict[str, Any] | None) -> None:
     """The same step as a stream carries it."""
     pieces = [b"\x08\xff\xff\xff\xff\x0f", *wire.field_pieces(pb.StepStreamRequest.STEP_FIELD_NUMBER, [body])]
-    if expected is None:
-        with pytest.raises(DecodeError):
-            parser.parse_stream_step(b"".join(pieces))
-    else:
-        in_stream = parser.parse_stream_step(b"".join(pieces))
-        assert (in_stream.correlation_id, plain(in_stream.step)) == (2**32 - 1, expected)
+    trace = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    traced = [*pieces[:1], *wire.field_pieces(pb.StepStreamRequest.TRACEPARENT_FIELD_NUMBER, [trace]), *pieces[1:]]
+    for message, traceparent in ((b"".join(pieces), b""), (b"".join(traced), trace)):
+        if expected is None:
+            with pytest.raises(DecodeError):
+                parser.parse_stream_step(message)
+        else:
+            in_stream = parser.parse_stream_step(message)
+            assert (in_stream.correlation_id, plain(in_stream.step)) == (2**32 - 1, expected)
+            assert in_stream.traceparent == traceparent
 
 
 def slices() -> st.SearchStrategy[dict[str, int]]:

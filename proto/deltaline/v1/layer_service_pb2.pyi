@@ -848,8 +848,13 @@ class StepStreamRequest(_message.Message):
 
     CORRELATION_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     correlation_id: _builtins.int
     """Chosen by the client; comes back with the reply."""
+    traceparent: _builtins.bytes
+    """The trace that the step belongs to, as W3C's header traceparent spells it, since a stream carries the steps of many;
+    empty for that of the call's metadata, if any. One that is malformed counts as empty.
+    """
     @_builtins.property
     def step(self) -> Global___StepRequest:
         """The step, with the meaning that it has in LayerService.Step."""
@@ -859,10 +864,11 @@ class StepStreamRequest(_message.Message):
         *,
         correlation_id: _builtins.int = ...,
         step: Global___StepRequest | None = ...,
+        traceparent: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["correlation_id", b"correlation_id", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

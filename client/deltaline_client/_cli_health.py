@@ -1,0 +1,77 @@
+"""`deltaline health`: asks whether a server is ready, or alive. For probes of containers: imports as little as it can.
+
+Knows grpc.health.v1 alone, and its two messages as bytes: the package that has them comes with the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+SERVICE = "deltaline.v1.LayerService"
+_METHOD = "/grpc.health.v1.Health/Check"
+_PORT_VARIABLE, _PORT = "DELTALINE_PORT", "50051"
+# HealthCheckRequest.service, and HealthCheckResponse.status with the names of its values.
+_SERVICE_TAG, _STATUS_TAG = b"\x0a", b"\x08"
+_STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
+_ABOUT = """\
+Asks a server once whether it is ready for new sequences, prints the answer in one line, and exits with 0 if it is, with
+1 if it is not or can't be reached. With --liveness: whether it is alive, which it is through a drain as well.
+"""
+
+
+def add_health(commands: Any) -> None:
+    """Add `health` to the commands of the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    _add_options(
+        commands.add_parser("health", help="whether a server is ready", description=_ABOUT, formatter_class=raw)
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command alone, with the arguments behind its name; return 0 or 1, or 2 for wrong ones."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="deltaline health", description=_ABOUT, formatter_class=raw)
+    _add_options(parser)
+    return health(parser.parse_args(arguments))
+
+
+def health(options: argparse.Namespace) -> int:
+    """Ask once and print the answer: 0 if the server serves, else 1."""
+    answer = ask(options.address, "" if options.liveness else SERVICE, options.timeout)
+    print(f"{options.address}: {answer}")
+    return int(answer != "SERVING")
+
+
+def ask(address: str, service: str, timeout_s: float) -> str:
+    """Return the status of a service by its name in grpc.health.v1, or why there is none. A server that can't be
+    reached is one line too."""
+    request = _SERVICE_TAG + bytes([len(service)]) + service.encode() if service else b""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            call: Any = channel.unary_unary(_METHOD)
+            answer: bytes = call(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {(error.details() or 'no reason given').splitlines()[0]}"
+    if not answer:
+        return _STATUSES[0]
+    known = len(answer) == 2 and answer[:1] == _STATUS_TAG and answer[1] < len(_STATUSES)
+    return _STATUSES[answer[1]] if known else "an answer that is none of grpc.health.v1"
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    text = "host:port, or unix:/path [this machine's port DELTALINE_PORT, else 50051: %(default)s]"
+    parser.add_argument("--address", default=_local_address(), help=text)
+    parser.add_argument("--liveness", action="store_true", help="ask whether it is alive, not whether it is ready")
+    text = "seconds to wait for the answer [%(default)s]"
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help=text)
+
+
+def _local_address() -> str:
+    """Where a server with this environment listens. Kubernetes may have set the variable to something else."""
+    port = os.environ.get(_PORT_VARIABLE, _PORT)
+    return f"127.0.0.1:{port if port.isdecimal() else _PORT}"

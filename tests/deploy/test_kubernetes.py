@@ -1,0 +1,189 @@
+"""The Kubernetes manifests as kustomize renders them: that their parts fit each other, the image and the server.
+
+Their schema is checked by `make check`; no cluster has run them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from dashboards import metrics_of
+from image import ROOT, stages
+
+from deltaline_server import app, service
+from deltaline_server.config import Config
+from deltaline_server.runtime import check
+
+FOLDER = ROOT / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
+IMAGE = stages()
+Manifests = dict[tuple[str, str], dict[str, Any]]
+
+
+def render(folder: Path) -> Manifests:
+    """What `kubectl kustomize` makes of a folder, by kind and name."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed: nothing renders the overlays")
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(done.stdout)}
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def rendered(request: pytest.FixtureRequest) -> Manifests:
+    return render(FOLDER / "overlays" / request.param)
+
+
+@pytest.fixture
+def pod(rendered: Manifests) -> dict[str, Any]:
+    template: dict[str, Any] = rendered["StatefulSet", "deltaline"]["spec"]["template"]
+    return template
+
+
+@pytest.fixture
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    [only] = pod["spec"]["containers"]
+    return dict(only)
+
+
+def test_there_is_an_overlay_for_each_target_of_the_image(rendered: Manifests, container: dict[str, Any]) -> None:
+    assert OVERLAYS == ["cpu", "gpu"]
+    assert container["image"].removeprefix("deltaline:") in IMAGE
+    wants_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
+    assert wants_gpu == (container["image"] == "deltaline:gpu")
+
+
+def test_every_selector_finds_the_pods(rendered: Manifests, pod: dict[str, Any]) -> None:
+    labels = pod["metadata"]["labels"].items()
+    selectors = [
+        rendered["StatefulSet", "deltaline"]["spec"]["selector"]["matchLabels"],
+        rendered["PodDisruptionBudget", "deltaline"]["spec"]["selector"]["matchLabels"],
+        rendered["NetworkPolicy", "deltaline"]["spec"]["podSelector"]["matchLabels"],
+        *(one["spec"]["selector"] for (kind, _), one in rendered.items() if kind == "Service"),
+    ]
+    assert len(selectors) == 5
+    assert all(selector and selector.items() <= labels for selector in selectors)
+
+
+def test_clients_and_prometheus_are_let_in_and_nobody_else(rendered: Manifests) -> None:
+    spec = rendered["NetworkPolicy", "deltaline"]["spec"]
+    steps, metrics = spec["ingress"]
+    assert steps["from"] == [{"podSelector": {"matchLabels": {"deltaline-client": "true"}}}]
+    assert metrics["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    assert [rule["ports"][0]["port"] for rule in (steps, metrics)] == ["grpc", "metrics"]
+    assert (spec["egress"], spec["policyTypes"]) == ([], ["Ingress", "Egress"])
+
+
+def test_a_pod_that_drains_is_found_by_its_name_and_not_offered(rendered: Manifests) -> None:
+    offered, named = rendered["Service", "deltaline"]["spec"], rendered["Service", "deltaline-pods"]["spec"]
+    assert offered["clusterIP"] == named["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in offered and named["publishNotReadyAddresses"] is True
+    assert rendered["StatefulSet", "deltaline"]["spec"]["serviceName"] == "deltaline-pods"
+
+
+def test_ports_are_those_of_the_image(container: dict[str, Any], rendered: Manifests) -> None:
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert list(map(str, ports.values())) == IMAGE["gpu"].last["EXPOSE"].split()
+    for (kind, _), one in rendered.items():
+        if kind == "Service":
+            assert all(ports[port["targetPort"]] == port["port"] for port in one["spec"]["ports"])
+    probes = [container[f"{kind}Probe"]["grpc"]["port"] for kind in ("startup", "liveness", "readiness")]
+    assert probes == [ports["grpc"]] * 3
+
+
+def test_liveness_does_not_follow_a_drain(container: dict[str, Any], pod: dict[str, Any]) -> None:
+    # "" lives through a drain, and readiness does not: tests/server/test_app.py.
+    assert container["livenessProbe"]["grpc"].get("service", "") == ""
+    assert container["startupProbe"]["grpc"].get("service", "") == ""
+    assert container["readinessProbe"]["grpc"]["service"] == service.NAME
+    drain = re.fullmatch(r".*\.drain\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert drain is not None
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= int(drain[1]) + app.STOP_GRACE_S + 20
+    assert pod["spec"]["enableServiceLinks"] is False
+
+
+def test_the_pod_runs_as_the_image_does_and_without_rights(container: dict[str, Any], pod: dict[str, Any]) -> None:
+    context = pod["spec"]["securityContext"]
+    user = IMAGE["gpu"].last["USER"]
+    assert f"{context['runAsUser']}:{context['runAsGroup']}" == user and context["fsGroup"] == context["runAsGroup"]
+    assert context["runAsNonRoot"] is True and context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_what_the_server_writes_and_reads_is_mounted(
+    container: dict[str, Any], pod: dict[str, Any], rendered: Manifests
+) -> None:
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert {mount["name"] for mount in mounts.values()} == volumes.keys()
+    writable = {path for path, mount in mounts.items() if not mount.get("readOnly")}
+    assert writable == {IMAGE["gpu"].environment["HOME"], "/tmp", "/dev/shm"}
+    assert all("emptyDir" in volumes[mounts[path]["name"]] for path in writable)
+    assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
+    flag, path = container["args"]
+    files = rendered["ConfigMap", volumes[mounts[str(Path(path).parent)]["name"]]["configMap"]["name"]]["data"]
+    assert flag == "--config" and Path(path).name in files
+
+
+def test_the_autoscaler_scales_on_what_the_adapter_offers(rendered: Manifests) -> None:
+    spec = rendered["HorizontalPodAutoscaler", "deltaline"]["spec"]
+    adapter = yaml.safe_load((ROOT / "deploy" / "prometheus" / "adapter-rules.yml").read_text(encoding="utf-8"))
+    assert [metric["pods"]["metric"]["name"] for metric in spec["metrics"]] == [
+        rule["name"]["as"] for rule in adapter["rules"]
+    ]
+    filled = [
+        rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'pod=~"a|b"')
+        for rule in adapter["rules"]
+    ]
+    assert [metrics_of(query) for query in filled] == [{"deltaline_lines_used", "deltaline_lines_total"}]
+    target = rendered["StatefulSet", spec["scaleTargetRef"]["name"]]
+    assert spec["scaleTargetRef"]["kind"] == target["kind"] and spec["minReplicas"] <= target["spec"]["replicas"]
+    assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] >= Config.default_lease_ms / 1000
+
+
+def test_the_service_monitor_is_an_option_and_finds_the_metrics(tmp_path: Path) -> None:
+    plain = render(FOLDER / "overlays" / "cpu")
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(FOLDER / "overlays" / "cpu", tmp_path)],
+        "components": [os.path.relpath(FOLDER / "components" / "servicemonitor", tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    monitored = render(tmp_path)
+    assert monitored.keys() - plain.keys() == {("ServiceMonitor", "deltaline")}
+    spec = monitored["ServiceMonitor", "deltaline"]["spec"]
+    [endpoint] = spec["endpoints"]
+    scraped = [
+        one
+        for (kind, _), one in monitored.items()
+        if kind == "Service"
+        and spec["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
+        and endpoint["port"] in {port["name"] for port in one["spec"]["ports"]}
+    ]
+    assert [one["metadata"]["name"] for one in scraped] == ["deltaline-pods"], "each pod is scraped once"
+    assert scraped[0]["metadata"]["labels"][spec["jobLabel"]] == "deltaline", "the alerts' job"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_configuration_is_one_that_the_server_takes(overlay: str) -> None:
+    folder = FOLDER / "overlays" / overlay
+    config = Config.parse(["--config", str(folder / "deltaline.toml")], {})
+    if config.random_init is not None:
+        local = folder / Path(config.random_init).name
+        check(Config.parse(["--config", str(folder / "deltaline.toml"), "--random-init", str(local)], {}))
+    else:
+        assert config.model == "/model"
+    assert config.drain_timeout_s == 60  # as preStop says: a signal without it drains for as long
