@@ -9,7 +9,7 @@ stream needs next becomes a row, all rows go in one step, and a stream that ends
 --drafts K a step verifies up to K tokens, looked up in the stream itself: the right ones cost no step of their own.
 
 DIR is a checkpoint as transformers writes it, of a Mamba2 model or a Qwen model without experts (make_checkpoint.py
-writes one of either kind).
+writes one of either kind), also with residual streams: then whichever of the ends no server has is computed here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import numpy as np
@@ -81,17 +82,28 @@ class Ends:
         self.head = tensors.get("lm_head.weight", self.embedding)  # [vocabulary, hidden]; absent when tied
         self.epsilon: float = config[stored.epsilon]
         self.num_layers: int = config["num_hidden_layers"]
+        self.streams: int = config.get("hc_mult") or 0  # residual streams, 0 for one plain residual
+        if self.streams:
+            fn, scale, base = (find(tensors, (f"hc_head.hc_{name}",), directory) for name in ("fn", "scale", "base"))
+            self.join = fn, scale, base
+            self.join_epsilon: float = config["hc_eps"]
         eos = config.get("eos_token_id")
         self.end_tokens = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
-    def embed(self, tokens: Sequence[int]) -> NDArray[Any]:
-        """Return the hidden states [n, hidden] of n tokens."""
+    def embed(self, tokens: Sequence[int], streams: int = 0) -> NDArray[Any]:
+        """Return the hidden states of n tokens: [n, hidden], or of each of the streams [n, streams, hidden]."""
         hidden: NDArray[Any] = self.embedding[np.asarray(tokens)]
-        return hidden
+        return np.repeat(hidden[:, np.newaxis], streams, axis=1) if streams else hidden
 
     def greedy(self, hidden: NDArray[Any]) -> list[int]:
-        """Return the likeliest next token after each of the hidden states [n, hidden]."""
+        """Return the likeliest next token after each of the hidden states [n, hidden] or [n, streams, hidden]."""
         hidden = hidden.astype(np.float32)
+        if hidden.ndim == 3:  # the head of hyper-connections: a weighted sum of the streams
+            fn, scale, base = self.join
+            flat = hidden.reshape(len(hidden), -1)
+            mixes = flat / np.sqrt(np.mean(flat**2, axis=-1, keepdims=True) + self.epsilon) @ fn.T
+            weights = 1 / (1 + np.exp(-(mixes * scale + base))) + self.join_epsilon
+            hidden = np.einsum("ns,nsh->nh", weights, hidden)
         normed = hidden / np.sqrt(np.mean(hidden**2, axis=-1, keepdims=True) + self.epsilon) * self.norm
         return [int(token) for token in np.argmax(normed @ self.head.T, axis=-1)]
 
@@ -116,13 +128,13 @@ class Stream:
     new_tokens: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
 
-    def next_hidden(self, ends: Ends, num_drafts: int) -> NDArray[Any]:
-        """Return the hidden states of the tokens that this stream needs computed next, [n, hidden]."""
+    def next_tokens(self, num_drafts: int) -> list[int]:
+        """Return the tokens that this stream needs computed next."""
         if not self.new_tokens:
-            return ends.embed(self.prompt.tokens)
+            return self.prompt.tokens
         left = self.prompt.max_new_tokens - len(self.new_tokens)
         self.drafts = look_up(self.prompt.tokens + self.new_tokens, min(num_drafts, left - 1))
-        return ends.embed([self.new_tokens[-1], *self.drafts])
+        return [self.new_tokens[-1], *self.drafts]
 
     def row(self, server: int, hidden: NDArray[Any]) -> Row:
         """Make the row of these tokens for one of the servers."""
@@ -189,6 +201,7 @@ def generate(
     clients: of the servers, in the order of their layers.
     """
     num_drafts = min(num_drafts, *(client.info().max_draft_tokens - 1 for client in clients))
+    residuals = clients[0].info().spans[0].input_streams  # those that the first server wants to be given
     report = Report(tokens=[[] for _ in prompts], ended_at=[0] * len(prompts))
     waiting, streams = deque(enumerate(prompts)), dict[int, Stream]()
     begin_s = time.perf_counter()
@@ -197,7 +210,7 @@ def generate(
         if waiting and len(streams) < concurrency:
             index, prompt = waiting.popleft()
             streams[index] = Stream(prompt, [client.open() for client in clients])
-        hidden = [stream.next_hidden(ends, num_drafts) for stream in streams.values()]
+        hidden = [ends.embed(stream.next_tokens(num_drafts), residuals) for stream in streams.values()]
         for server, client in enumerate(clients):  # what leaves one server's layers enters the next one's
             rows = [stream.row(server, own) for stream, own in zip(streams.values(), hidden, strict=True)]
             result = client.step(rows)
@@ -232,7 +245,9 @@ def expected_tokens(directory: Path, prompts: Sequence[Prompt], end_tokens: set[
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    run_path(str(Path(__file__).with_name("streams.py")))["load_streams"](model, directory)
+    model.eval()
     expected: dict[int, list[int]] = {}
     for length in sorted({len(prompt.tokens) for prompt in prompts}):
         group = [index for index, prompt in enumerate(prompts) if len(prompt.tokens) == length]

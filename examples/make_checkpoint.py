@@ -1,8 +1,8 @@
 """Writes a small checkpoint with random weights, as transformers writes it: python examples/make_checkpoint.py DIR
 
 A Qwen3.5 whose layers are Gated DeltaNet and attention in turn; with --gated-delta-net all are Gated DeltaNet, with
---mamba2 all are Mamba2. A deltaline server can serve the whole stack of each, and two servers half of it each. Needs
-torch and transformers.
+--mamba2 all are Mamba2. With --streams N its layers are joined by hyper-connections of N residual streams. A deltaline
+server can serve the whole stack of each, and two servers half of it each. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
 
 import torch
 from transformers import (
@@ -26,16 +27,24 @@ from transformers.utils import logging
 
 
 def make_checkpoint(
-    directory: Path, kind: str = "hybrid", *, seed: int = 0, num_layers: int = 4, vocab_size: int = 256
+    directory: Path,
+    kind: str = "hybrid",
+    *,
+    seed: int = 0,
+    num_layers: int = 4,
+    vocab_size: int = 256,
+    streams: int = 0,
 ) -> None:
     """Write config.json and model.safetensors (fp32) to `directory`; the same seed writes the same weights.
 
-    kind: of the layers, one of KINDS.
+    kind: of the layers, one of KINDS. streams: residual streams, 0 for one plain residual.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = KINDS[kind](num_layers, vocab_size)
+    if streams:
+        run_path(str(Path(__file__).with_name("streams.py")))["add_streams"](model, streams)
     model.save_pretrained(directory)
     # It writes weights that only their owner may read, and the config as the umask says.
     for path in directory.glob("*.safetensors"):
@@ -122,8 +131,11 @@ if __name__ == "__main__":
     for kind, name in (("gated_delta_net", "Gated DeltaNet"), ("mamba2", "Mamba2")):
         flag, text = f"--{kind.replace('_', '-')}", f"all layers are {name}"
         kinds.add_argument(flag, dest="kind", action="store_const", const=kind, default="hybrid", help=text)
+    parser.add_argument("--streams", type=int, default=0, metavar="N", help="residual streams, 1 to 8; 0 for none [0]")
     options = parser.parse_args()
-    make_checkpoint(options.directory, options.kind, seed=options.seed)
+    if not 0 <= options.streams <= 8:
+        parser.error(f"--streams: expected 0 .. 8, got {options.streams}")
+    make_checkpoint(options.directory, options.kind, seed=options.seed, streams=options.streams)
     for path in sorted(options.directory.iterdir()):
         print(f"wrote {path}, {path.stat().st_size} bytes")
     print(f"now serve it: deltaline-server --model {options.directory}")

@@ -28,6 +28,7 @@ from deltaline_server.pages import PagePool
 from deltaline_server.replies import KeptReplies
 from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequences import SequenceTable
+from deltaline_server.span_ends import SpanEnds
 from deltaline_server.step import (
     BatchResult,
     OutputRows,
@@ -281,7 +282,7 @@ class Rig:
             "query_start_loc": np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
             "output": OutputRows.ALL,
             "priority": 0,
-            "token_bytes": 8,
+            "ends": SpanEnds(2, 4),
         }
         step: dict[str, Any] = {
             "step": np.array([row[2] for row in rows], dtype=np.int64),

@@ -115,7 +115,8 @@ def takes(option: Field[Any]) -> str:
         return ", ".join(f"`{choice}`" for choice in choices)
     if low is not None:
         return f"at least {low}" if high is None else f"{low:,} .. {high:,}"
-    return {"TEXT": "text", "DIR": "folder"}.get(option.metadata["metavar"], option.metadata["metavar"].lower())
+    metavar: str = option.metadata["metavar"]
+    return {"TEXT": "text", "DIR": "folder"}.get(metavar, metavar.lower())
 
 
 def default(option: Field[Any]) -> str:

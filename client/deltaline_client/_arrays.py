@@ -14,23 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
+Shape: TypeAlias = tuple[int, ...]
 
 
-def as_hidden(hidden: object, name: str, hidden_size: int, dtype: np.dtype[Any]) -> Array:
-    """Return hidden states as a C-contiguous numpy array [..., hidden_size] of the server's type.
+def as_hidden(hidden: object, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """Return hidden states as a C-contiguous numpy array [..., *shape] of the server's type; shape: of one token.
 
     The result may share memory with `hidden`; nothing is mutated. A value that the server's type can't hold becomes
     infinite, and the server refuses the row.
 
-    Raises: TypeError for what is no array of numbers; ValueError for another width. Both name `name`.
+    Raises: TypeError for what is no array of numbers; ValueError for tokens of another shape. Both name `name`.
     """
     array = hidden if type(hidden) is np.ndarray else as_numpy(hidden)
-    if array.dtype == dtype and array.ndim and array.shape[-1] == hidden_size and array.flags.c_contiguous:
+    is_shaped = array.shape[-len(shape) :] == shape
+    if is_shaped and array.dtype == dtype and array.flags.c_contiguous:
         return array  # what a fast caller brings
     if array.dtype.kind not in "fiu" and array.dtype != ml_dtypes.bfloat16:
         raise TypeError(f"{name}: expected an array of numbers, got elements of type {array.dtype}")
-    if array.ndim == 0 or array.shape[-1] != hidden_size:
-        raise ValueError(f"{name}: expected hidden states of width {hidden_size}, got shape {array.shape}")
+    if not is_shaped:
+        expected = f"width {shape[0]}" if len(shape) == 1 else f"{shape[0]} streams of width {shape[1]}"
+        raise ValueError(f"{name}: expected hidden states of {expected}, got shape {array.shape}")
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, dtype=dtype)
 

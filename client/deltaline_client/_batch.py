@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client._arrays import Array
+from deltaline_client._arrays import Array, Shape
 from deltaline_client._rows import Row
 from deltaline_client._sequence import Job, Progress, SequenceRecord
 from deltaline_client._types import Output, ServerInfo
@@ -20,7 +20,8 @@ class Batch:
     """One row for each of N sequences, T tokens in all.
 
     kinds: N of RowKind. start: N + 1 numbers, row i has the tokens start[i] up to start[i + 1]. hidden: the tokens, in
-    the server's type: one array [T, hidden_size], or N arrays, one per row. output: the wanted rows.
+    the server's type: one array [T, *input_shape], or N arrays, one per row. output: the wanted rows. output_shape: of
+    one token.
     """
 
     sequences: Sequence[SequenceRecord]
@@ -28,22 +29,30 @@ class Batch:
     start: Sequence[int]
     hidden: Sequence[Array]
     output: Output
+    output_shape: Shape
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row], info: ServerInfo, output: Output) -> Batch:
-        """Check rows and put them together. Raises ValueError or TypeError naming the first that is wrong."""
+    def of_rows(cls, rows: Sequence[Row], info: ServerInfo, output: Output, span: int) -> Batch:
+        """Check a span's rows and put them together. Raises ValueError or TypeError naming the first that is wrong."""
         if output not in _OUTPUTS:
             raise ValueError(f"output: expected one of {', '.join(_OUTPUTS)}, got {output!r}")
-        hidden = [row.tokens(f"rows[{index}]", info) for index, row in enumerate(rows)]
+        hidden = [row.tokens(f"rows[{index}]", info, span) for index, row in enumerate(rows)]
         start = list(accumulate(map(len, hidden), initial=0))
-        return cls([row.sequence for row in rows], [row.kind for row in rows], start, hidden, output)
+        shape = info.output_shape(span)
+        return cls([row.sequence for row in rows], [row.kind for row in rows], start, hidden, output, shape)
 
     @classmethod
     def uniform(
-        cls, sequences: Sequence[SequenceRecord], kind: layers.RowKind.ValueType, hidden: Array, tokens: int
+        cls,
+        sequences: Sequence[SequenceRecord],
+        kind: layers.RowKind.ValueType,
+        hidden: Array,
+        tokens: int,
+        output_shape: Shape,
     ) -> Batch:
-        """The same kind and number of tokens for each: hidden [N * tokens, hidden_size] in the server's type."""
-        return cls(sequences, [kind] * len(sequences), range(0, len(hidden) + 1, tokens), [hidden], "all")
+        """The same kind and number of tokens for each: hidden [N * tokens, *input_shape] in the server's type."""
+        kinds = [kind] * len(sequences)
+        return cls(sequences, kinds, range(0, len(hidden) + 1, tokens), [hidden], "all", output_shape)
 
     @property
     def output_start(self) -> Sequence[int]:
@@ -58,6 +67,6 @@ class Batch:
         if len(hidden) != len(self.sequences):
             hidden = [hidden[0][begin:end] for begin, end in pairwise(self.start)]
         return [
-            Job(sequence, one, kind, row, self.output)
+            Job(sequence, one, kind, row, self.output, self.output_shape)
             for sequence, one, kind, row in zip(self.sequences, progress, self.kinds, hidden, strict=True)
         ]

@@ -41,7 +41,8 @@ class BenchClient:
         """
         info = await self._client.info()
         self._options.check(info)
-        block = self._rng.standard_normal((_BLOCK_TOKENS + self._options.rows, info.hidden_size), dtype=np.float32)
+        tokens = _BLOCK_TOKENS + self._options.rows
+        block = self._rng.standard_normal((tokens, *info.input_shape()), dtype=np.float32)
         self._block = await self._placed(block.astype(info.dtype))
         self._sequences = list(await self._client.open_many(self._options.sequences))
         for kind in self._kinds:
@@ -79,13 +80,13 @@ class BenchClient:
             return [Row.prefill(self._sequences[-1], self._hidden(length))], length
         live = self._sequences[: self._options.rows]
         tokens = 1 if kind == "decode" else self._options.drafts
-        hidden = self._hidden(tokens * len(live)).reshape(len(live), tokens, -1)
+        hidden = self._hidden(tokens * len(live)).reshape(len(live), tokens, *self._block.shape[1:])
         make = Row.decode if kind == "decode" else Row.verify
         return [make(sequence, part) for sequence, part in zip(live, hidden, strict=True)], tokens * len(live)
 
     def _hidden(self, tokens: int) -> Any:
         if tokens >= len(self._block):
-            return np.resize(self._block, (tokens, self._block.shape[1]))
+            return np.resize(self._block, (tokens, *self._block.shape[1:]))
         first = int(self._rng.integers(0, len(self._block) - tokens))
         return self._block[first : first + tokens]
 

@@ -45,13 +45,14 @@ def decode(
 ) -> Flow[Array]:
     """Add one token to each sequence: hidden [N, hidden_size]. Returns the outputs [N, hidden_size]."""
     limits = yield from info(client)
-    array = as_numpy(hidden)
+    span = options.get("span", 0)
+    shape, array = limits.input_shape(span), as_numpy(hidden)
     _check_count(sequences, array)
-    if array.ndim == 2:
-        array = as_hidden(array, "hidden", limits.hidden_size, limits.dtype)
-        batch = Batch.uniform(sequences, layers.ROW_KIND_DECODE, array, 1)
+    if array.ndim == 1 + len(shape):
+        array = as_hidden(array, "hidden", shape, limits.dtype)
+        batch = Batch.uniform(sequences, layers.ROW_KIND_DECODE, array, 1, limits.output_shape(span))
     else:
-        batch = Batch.of_rows(_rows(Row.decode, sequences, array), limits, "all")
+        batch = Batch.of_rows(_rows(Row.decode, sequences, array), limits, "all", span)
     done = yield from stepped(client, limits, batch, options)
     return done.outputs if isinstance(done, Applied) else np.concatenate(done.outputs)
 
@@ -65,16 +66,18 @@ def verify(
     number of tokens for each.
     """
     limits = yield from info(client)
-    array = hidden if isinstance(hidden, list | tuple) else as_numpy(hidden)
+    span = options.get("span", 0)
+    shape, array = limits.input_shape(span), hidden if isinstance(hidden, list | tuple) else as_numpy(hidden)
     _check_count(sequences, array)
-    if isinstance(array, np.ndarray) and array.ndim == 3:
-        array = as_hidden(array, "hidden", limits.hidden_size, limits.dtype)
+    if isinstance(array, np.ndarray) and array.ndim == 2 + len(shape):
+        array = as_hidden(array, "hidden", shape, limits.dtype)
         tokens = array.shape[1]
         if not 1 <= tokens <= limits.max_draft_tokens:
             raise ValueError(f"hidden: expected 1 .. {limits.max_draft_tokens} tokens to verify, got {tokens}")
-        batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, array.reshape(-1, array.shape[2]), tokens)
+        array = array.reshape(-1, *shape)
+        batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, array, tokens, limits.output_shape(span))
     else:
-        batch = Batch.of_rows(_rows(Row.verify, sequences, array), limits, "all")
+        batch = Batch.of_rows(_rows(Row.verify, sequences, array), limits, "all", span)
     done = yield from stepped(client, limits, batch, options)
     return done.outputs_of_rows if isinstance(done, Applied) else done.outputs
 
@@ -108,8 +111,9 @@ def prefill_one(
 
 def decode_one(sequence: SequenceRecord, hidden: Any, **options: Unpack[StepOptions]) -> Flow[Array]:
     """Add one token: hidden [hidden_size] or [1, hidden_size]. Returns the output, of the same rank."""
+    limits = yield from info(sequence._client)
     output = yield from _only(step(sequence._client, [Row.decode(sequence, hidden)], **options))
-    return output[0] if np.ndim(hidden) == 1 else output
+    return output[0] if np.ndim(hidden) == len(limits.input_shape(options.get("span", 0))) else output
 
 
 def verify_one(sequence: SequenceRecord, hidden: Any, **options: Unpack[StepOptions]) -> Flow[Array]:

@@ -24,6 +24,7 @@ from deltaline_client._cli_text import plural, readable_bytes, table
 from deltaline_client._cli_top import add_top, top
 from deltaline_client._client import Client
 from deltaline_client._exceptions import DeltalineError
+from deltaline_client._types import LayerSpan
 
 _ABOUT = """\
 Talks to a deltaline server: a service that holds the recurrent layers of a language model and their state.
@@ -120,7 +121,8 @@ def show_info(address: str) -> int:
     with Client(address, timeout=5.0) as client:
         info = client.info()
     spans = ", ".join(
-        f"{index}: layers {span.first}-{span.first + span.count - 1}" for index, span in enumerate(info.spans)
+        f"{index}: layers {span.first}-{span.first + span.count - 1}{_streams(span)}"
+        for index, span in enumerate(info.spans)
     )
     adapters = "none"
     if info.adapter_bytes:
@@ -145,6 +147,13 @@ def show_info(address: str) -> int:
     ]
     print(table(rows, align="<<"))
     return 0
+
+
+def _streams(span: LayerSpan) -> str:
+    """What comes in and goes out of a span where either has residual streams."""
+    if not (span.input_streams or span.output_streams):
+        return ""
+    return f" ({span.input_streams or 'no'} streams in, {span.output_streams or 'none'} out)"
 
 
 def show_load(address: str) -> int:

@@ -194,14 +194,14 @@ class Exchange:
         return answer.shared is None or self._options.get("copy", True)
 
     def _outputs(self, answer: StepAnswer, placement: Placement | None) -> Array:
-        """The reply's output rows [rows, hidden_size]. Raises ProtocolError."""
-        dtype, width = self._limits.dtype, self._limits.hidden_size
+        """The reply's output rows [rows, *output_shape]. Raises ProtocolError."""
+        dtype, shape = self._limits.dtype, self._limits.output_shape(self._options.get("span", 0))
         start = answer.fields.output_start_loc
         if not start or start[-1] == 0:
-            return np.empty((0, width), dtype)
+            return np.empty((0, *shape), dtype)
         hidden = answered(answer, placement)
-        if hidden is None or hidden.dtype != dtype or hidden.shape[1] != width:
-            raise ProtocolError(f"the reply's tensor is not {dtype} [rows, {width}]")
+        if hidden is None or hidden.dtype != dtype or hidden.shape[1:] != shape:
+            raise ProtocolError(f"the reply's tensor is not {dtype} [rows, {', '.join(map(str, shape))}]")
         return hidden
 
     def _may_retry(self, error: DeltalineError) -> bool:

@@ -5,6 +5,7 @@ Knows the fields that carry tensors, and leaves the others to protobuf. Knows ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ _FIXED_BYTES = {1: 8, 5: 4}
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """A StepResponse: its small fields as protobuf, its outputs as a read-only view [rows, hidden], None for none.
+    """A StepResponse: its small fields as protobuf, its outputs as a read-only view [rows, *shape], None for none.
 
     shared: in place of `hidden`, a Tensor without elements that tells where in shared memory the outputs are.
     """
@@ -36,12 +37,12 @@ class StepAnswer:
 
 
 def step_request(fields: layers.StepRequest, hidden: Sequence[Array]) -> list[wire.Piece]:
-    """Return a serialised StepRequest as pieces: `fields`, and the packed rows of `hidden`, each [n, hidden_size].
+    """Return a serialised StepRequest as pieces: `fields`, and the packed rows of `hidden`, each [n, *token shape].
 
     The pieces are views of contiguous rows: nothing is copied before they are joined.
     """
     header = tensor_pb2.Tensor(
-        dtype=wire.data_type(hidden[0].dtype), shape=(sum(map(len, hidden)), hidden[0].shape[1])
+        dtype=wire.data_type(hidden[0].dtype), shape=(sum(map(len, hidden)), *hidden[0].shape[1:])
     ).SerializeToString()
     rows = [np.ascontiguousarray(row).reshape(-1).view(np.uint8).data for row in hidden]
     elements = wire.field_pieces(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, rows)
@@ -92,8 +93,11 @@ def _read_step(body: memoryview) -> StepAnswer:
         return StepAnswer(fields, None, header)
     dtype, shape = wire.numpy_dtype(header.dtype), tuple(header.shape)
     view = np.frombuffer(b"" if elements is None else elements, np.uint8)
-    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] * dtype.itemsize != len(view):
-        raise wire.WireError("hidden", "elements [rows, hidden_size]", f"{len(view)} bytes for the shape {shape}")
+    # Of no rows too, a row's size must be one that numpy takes.
+    is_shaped = len(shape) in (2, 3) and min(shape[1:]) > 0 and math.prod(shape[1:]) <= wire.MAX_DIM
+    if not is_shaped or shape[0] < 0 or math.prod(shape) * dtype.itemsize != len(view):
+        expected = "elements [rows, hidden_size] or [rows, streams, hidden_size]"
+        raise wire.WireError("hidden", expected, f"{len(view)} bytes for the shape {shape}")
     return StepAnswer(fields, view.view(dtype).reshape(shape))
 
 

@@ -6,9 +6,12 @@ lost) goes on as jobs, by the rules of `_exchange`; this only makes the ordinary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
+
+import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array
@@ -29,7 +32,7 @@ _DONE = frozenset((layers.ROW_OUTCOME_EXECUTED, layers.ROW_OUTCOME_REPLAYED, lay
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A batch whose rows were all applied: outputs, packed [rows, hidden_size], and what else the reply tells."""
+    """A batch whose rows were all applied: outputs, packed [rows, *output_shape], and what else the reply tells."""
 
     batch: Batch
     outputs: Array
@@ -64,10 +67,11 @@ class PlainStep:
 
     def is_ordinary(self, limits: ServerInfo) -> bool:
         """Whether one request may carry all rows, and nothing stands against any of them."""
-        sequences, hidden = self._batch.sequences, self._batch.hidden
+        batch, sequences = self._batch, self._batch.sequences
+        output_bytes = batch.output_start[-1] * math.prod(batch.output_shape) * limits.dtype.itemsize
         return (
             0 < len(sequences) <= limits.max_sequences
-            and sum(array.nbytes for array in hidden) <= limits.inline_limit_bytes
+            and max(output_bytes, sum(array.nbytes for array in batch.hidden)) <= limits.inline_limit_bytes
             and not [one for one in self._progress if one.unfinished is not None]
             and len({sequence.server_epoch for sequence in sequences}) == 1
         )
@@ -75,7 +79,7 @@ class PlainStep:
     def run(self, exchange: Exchange) -> Flow[Applied | list[Job]]:
         """Apply the step. Returns what came of it; or jobs, over and left, when not all was ordinary."""
         batch = self._batch
-        placement = exchange.shared.place((self,), batch.hidden, batch.output_start[-1])
+        placement = exchange.shared.place((self,), batch.hidden, (batch.output_start[-1], *batch.output_shape))
         jobs: list[Job] | None = None
         is_done = False
         try:
@@ -125,9 +129,10 @@ class PlainStep:
         if isinstance(answer, DeltalineError):
             return None
         batch, fields, progress = self._batch, answer.fields, self._progress
-        like, start = batch.hidden[0], list(batch.output_start)
+        dtype, start = batch.hidden[0].dtype, list(batch.output_start)
+        shape = (start[-1], *batch.output_shape)
         try:
-            hidden = answered(answer, placement) if start[-1] else like[:0]
+            hidden = answered(answer, placement) if start[-1] else np.empty(shape, dtype)
         except ProtocolError:
             return None
         is_plain = (
@@ -136,7 +141,7 @@ class PlainStep:
             and _DONE.issuperset(fields.outcome)
             and fields.output_start_loc == start
             and hidden is not None
-            and (hidden.shape, hidden.dtype) == ((start[-1], like.shape[1]), like.dtype)
+            and (hidden.shape, hidden.dtype) == (shape, dtype)
         )
         if not is_plain or hidden is None:
             return None

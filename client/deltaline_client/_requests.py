@@ -6,6 +6,7 @@ in shared memory; without room for that it is cut into steps, which travel in me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -62,7 +63,7 @@ def request_fields(server_epoch: int, options: StepOptions, **columns: Any) -> l
 def message(
     fields: layers.StepRequest, hidden: Sequence[Array], placement: Placement | None
 ) -> list[bytes | memoryview]:
-    """A serialised StepRequest in pieces: its fields, and packed rows, each [n, hidden_size], or where they lie."""
+    """A serialised StepRequest in pieces: its fields, and packed rows, each [n, *token shape], or where they lie."""
     if placement is None:
         return step_request(fields, hidden if len(hidden) == 1 else [np.concatenate(hidden)])
     fields.output_slice.CopyFrom(placement.output_slice())
@@ -76,7 +77,9 @@ class Requests:
         self._limits, self._options, self._shared = limits, options, shared
         # Long rows that the server has refused as one step.
         self._too_long: set[Job] = set()
-        row_bytes = limits.hidden_size * limits.dtype.itemsize
+        # A message carries so many tokens, the request their hidden states and the reply their outputs.
+        span = options.get("span", 0)
+        row_bytes = max(map(math.prod, (limits.input_shape(span), limits.output_shape(span)))) * limits.dtype.itemsize
         self._limit = max(1, limits.inline_limit_bytes // row_bytes)
         self._chunk = max(1, min(CHUNK_BYTES, limits.inline_limit_bytes) // row_bytes)
 
@@ -169,7 +172,8 @@ class Requests:
         if part.count < len(job.hidden):
             return None
         num_outputs = {"all": sum(part.count for _, part in wave), "last": len(wave), "none": 0}[job.output]
-        return self._shared.place(tuple(part for _, part in wave), [job.hidden for job, _ in wave], num_outputs)
+        rows, hidden = tuple(part for _, part in wave), [job.hidden for job, _ in wave]
+        return self._shared.place(rows, hidden, (num_outputs, *job.output_shape))
 
     def message(self, sent: Sent) -> list[bytes | memoryview]:
         """The serialised StepRequest of a wave, in pieces."""

@@ -37,13 +37,18 @@ class Row(NamedTuple):
         """Tokens that stay pending until a commit: hidden [n, hidden_size], 1 <= n <= ServerInfo.max_draft_tokens."""
         return cls(sequence, layer_service_pb2.ROW_KIND_VERIFY, hidden)
 
-    def tokens(self, name: str, info: ServerInfo) -> Array:
-        """Check the row and return its tokens [n, hidden_size]. Raises ValueError or TypeError naming `name`."""
-        hidden = as_hidden(self.hidden, name, info.hidden_size, info.dtype)
-        if hidden.ndim == 1:
+    def tokens(self, name: str, info: ServerInfo, span: int) -> Array:
+        """Check the row for a span and return its tokens [n, *input_shape].
+
+        Raises ValueError or TypeError naming `name`.
+        """
+        shape = info.input_shape(span)
+        hidden = as_hidden(self.hidden, name, shape, info.dtype)
+        if hidden.ndim == len(shape):
             hidden = hidden[np.newaxis]
-        if hidden.ndim != 2 or len(hidden) == 0:
-            raise ValueError(f"{name}: expected shape [tokens, {info.hidden_size}] with a token, got {hidden.shape}")
+        if hidden.ndim != len(shape) + 1 or len(hidden) == 0:
+            expected = ", ".join(["tokens", *map(str, shape)])
+            raise ValueError(f"{name}: expected shape [{expected}] with a token, got {hidden.shape}")
         if len(hidden) > 1:
             if self.kind == layer_service_pb2.ROW_KIND_DECODE:
                 raise ValueError(f"{name}: expected one token in a decode row, got {len(hidden)}")
@@ -57,7 +62,7 @@ class Row(NamedTuple):
 class RowResult(NamedTuple):
     """What became of one row.
 
-    output: [rows, hidden_size] in the server's type, of the tokens that were applied. tokens: how many of the row's
+    output: [rows, *output_shape] in the server's type, of the tokens that were applied. tokens: how many of the row's
     tokens were applied, fewer than it had when `error` ended it between two pieces of a long prefill. position:
     committed tokens now. outcome: that of its last step.
     """
@@ -74,7 +79,7 @@ class RowResult(NamedTuple):
         """Read what a job that is over has gathered."""
         output = job.result
         if output is None:
-            output = np.empty((0, job.hidden.shape[1]), job.hidden.dtype)
+            output = np.empty((0, *job.output_shape), job.hidden.dtype)
         elif job.output == "all":
             output = output[: job.tokens_done]
         return cls(job.sequence, job.outcome, output, job.tokens_done, job.progress.position, job.error)

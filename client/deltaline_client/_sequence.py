@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deltaline.v1 import layer_service_pb2
-from deltaline_client._arrays import Array
+from deltaline_client._arrays import Array, Shape
 from deltaline_client._exceptions import (
     AcceptedOutOfRange,
     CommitConflict,
@@ -139,8 +139,9 @@ class Part:
 class Job:
     """One row of a call on its way: what to send, what came back.
 
-    progress: what the job advances. hidden [n, hidden_size] in the server's type. parts: steps that were cut from it
-    and are not known to be applied, in order; more than one only when the row is larger than a request may be.
+    progress: what the job advances. hidden [n, *input_shape] in the server's type. output_shape: of one token.
+    parts: steps that were cut from it and are not known to be applied, in order; more than one only when the row is
+    larger than a request may be.
     tokens_cut, tokens_done: how many of its tokens are cut, and applied. lost: set when steps were applied whose
     outputs can't be had any more; nothing more is cut then.
     """
@@ -150,6 +151,7 @@ class Job:
     kind: layer_service_pb2.RowKind.ValueType
     hidden: Array
     output: Output
+    output_shape: Shape
     parts: deque[Part] = field(default_factory=deque)
     tokens_cut: int = 0
     tokens_done: int = 0
@@ -229,7 +231,7 @@ class Job:
             self.result = output
         else:
             if self.result is None:
-                self.result = np.empty_like(self.hidden)
+                self.result = np.empty((len(self.hidden), *self.output_shape), self.hidden.dtype)
             self.result[part.start : part.start + part.count] = output
 
     def _end(self, part: Part) -> int:

@@ -7,6 +7,7 @@ server is on this host is not asked: a region can be opened here and begins with
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import re
@@ -22,7 +23,7 @@ from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
 from deltaline_client._arena import Arena
-from deltaline_client._arrays import Array
+from deltaline_client._arrays import Array, Shape
 from deltaline_client._exceptions import DeltalineError, ProtocolError
 from deltaline_client._flow import Flow, Method, Sleep, call
 from deltaline_client._messages import StepAnswer
@@ -51,7 +52,7 @@ Request: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tensors of one request are: hidden [T, hidden_size], and room for its outputs [rows, hidden_size].
+    """Where the tensors of one request are: hidden [T, *input_shape], and room for its outputs [rows, *output_shape].
 
     Whoever holds it holds the memory: SharedMemory does from an attempt without an answer on.
     """
@@ -80,7 +81,7 @@ class Placement:
 
 
 def answered(answer: StepAnswer, placement: Placement | None) -> Array | None:
-    """The outputs of a reply, a view [rows, hidden_size] of its message or of shared memory; None where it has none.
+    """The outputs of a reply, a view [rows, *output_shape] of its message or of shared memory; None where it has none.
 
     Raises: ProtocolError for outputs elsewhere than in the placement of the request.
     """
@@ -142,8 +143,10 @@ class SharedMemory:
         finally:
             self._making.release()
 
-    def place(self, request: Request, hidden: Sequence[Array], num_outputs: int) -> Placement | None:
-        """Put the rows of a request, each [n, hidden_size], beside each other in the region, with room for its outputs.
+    def place(self, request: Request, hidden: Sequence[Array], output_shape: Shape) -> Placement | None:
+        """Put the rows of a request, each [n, *input_shape], beside each other in the region, with room for outputs.
+
+        output_shape: of all of these.
 
         A single array that lies there already is used as it is; so is the place of the same request's last attempt,
         if that had no answer. None when there is no region or no room: then the request goes inline.
@@ -155,17 +158,16 @@ class SharedMemory:
         former = self._unsettled.get(request)
         if former is not None and former.region == number:
             return former
-        width, dtype = hidden[0].shape[1], hidden[0].dtype
-        num_rows = sum(map(len, hidden))
+        shape, dtype = (sum(map(len, hidden)), *hidden[0].shape[1:]), hidden[0].dtype
         is_there = len(hidden) == 1 and arena.offset(hidden[0]) is not None
-        if (num_rows * (not is_there) + num_outputs) * width * dtype.itemsize > arena.size:
+        if (math.prod(shape) * (not is_there) + math.prod(output_shape)) * dtype.itemsize > arena.size:
             return None  # it would not fit in an empty one
         packed: Array | None = hidden[0] if is_there else None
         if packed is None:
-            packed = arena.empty((num_rows, width), dtype)
+            packed = arena.empty(shape, dtype)
             if packed is not None:
                 np.concatenate(hidden, out=packed)
-        room = arena.empty((num_outputs, width), dtype)
+        room = arena.empty(output_shape, dtype)
         if packed is None or room is None:
             if any(placement.region == number for placement in list(self._unsettled.values())):
                 self._replace(number)

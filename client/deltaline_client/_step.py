@@ -31,7 +31,7 @@ def step(
     ran because of it.
     """
     limits = yield from info(client)
-    done = yield from stepped(client, limits, Batch.of_rows(rows, limits, output), options)
+    done = yield from stepped(client, limits, Batch.of_rows(rows, limits, output, options.get("span", 0)), options)
     return done if isinstance(done, StepResult) else done.result()
 
 

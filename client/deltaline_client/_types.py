@@ -56,10 +56,15 @@ class SequenceState(IntEnum):
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """Contiguous layers that one step addresses: the first, and how many."""
+    """Contiguous layers that one step addresses: the first, and how many.
+
+    input_streams, output_streams: residual streams of the hidden states that go in and come out, 0 for none.
+    """
 
     first: int
     count: int
+    input_streams: int = 0
+    output_streams: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,18 @@ class ServerInfo:
     kv_page_bytes: int
     max_context: int
 
+    def input_shape(self, span: int = 0) -> tuple[int, ...]:
+        """What one token is where it enters a span: (hidden_size,), or (streams, hidden_size)."""
+        # What a span is that the server has not, it says itself.
+        return self._shape(self.spans[span].input_streams if span < len(self.spans) else 0)
+
+    def output_shape(self, span: int = 0) -> tuple[int, ...]:
+        """What one token is where it leaves a span."""
+        return self._shape(self.spans[span].output_streams if span < len(self.spans) else 0)
+
+    def _shape(self, streams: int) -> tuple[int, ...]:
+        return (streams, self.hidden_size) if streams else (self.hidden_size,)
+
     @classmethod
     def from_proto(cls, message: admin_service_pb2.GetServerInfoResponse) -> ServerInfo:
         """Read the server's answer. Raises ProtocolError for a type or scope that this version does not know."""
@@ -109,7 +126,9 @@ class ServerInfo:
             server_epoch=message.server_epoch,
             version=message.version,
             model_type=message.model_type,
-            spans=tuple(LayerSpan(span.first, span.count) for span in message.spans),
+            spans=tuple(
+                LayerSpan(span.first, span.count, span.input_streams, span.output_streams) for span in message.spans
+            ),
             scope=scopes[message.scope],
             hidden_size=message.hidden_size,
             dtype=dtype,

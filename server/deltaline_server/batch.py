@@ -130,7 +130,7 @@ def lay_out(
         array.nbytes for piece, array in zip(pieces, hidden, strict=True) if not piece.job.request.is_input_shared
     )
     if not into:
-        copied_bytes += (token if wanted is None else len(wanted)) * hidden[0].shape[1] * hidden[0].itemsize
+        copied_bytes += (token if wanted is None else len(wanted)) * pieces[0].job.form.ends.output_bytes
     return StepBatch(span, control, num_short, hidden, wanted, into, copied_bytes, adapter_slots, new_pages)
 
 

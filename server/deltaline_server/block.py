@@ -32,12 +32,17 @@ class Residual:
     def __init__(self, inner: Layer, norm: Tensor, eps: float, dtype: torch.dtype, *, in_fp32: bool = False) -> None:
         """norm: `[hidden]` fp32, what a normalised row is multiplied by."""
         self.inner = inner
-        self._norm, self._eps, self._dtype, self._in_fp32 = norm, eps, dtype, in_fp32
+        self.norm, self.eps, self.dtype, self.in_fp32 = norm, eps, dtype, in_fp32
+
+    @property
+    def branches(self) -> tuple[Residual, ...]:
+        """Itself, as what a layer of one branch is made of."""
+        return (self,)
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        normed = rms_norm(hidden.to(self._dtype), self._norm, self._eps)
-        residual = hidden.float() if self._in_fp32 else hidden
+        normed = rms_norm(hidden.to(self.dtype), self.norm, self.eps)
+        residual = hidden.float() if self.in_fp32 else hidden
         return residual + self.inner.forward(normed, rows, state, tiles)
 
 
@@ -60,6 +65,11 @@ class Block:
 
     def __init__(self, mixer: Residual, mlp: Residual) -> None:
         self.mixer, self._mlp = mixer, mlp
+
+    @property
+    def branches(self) -> tuple[Residual, ...]:
+        """What it is made of, in their order."""
+        return self.mixer, self._mlp
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
@@ -85,6 +95,7 @@ class MlpBlocks:
     intermediate_size: int
     eps: float
 
+    num_branches = 2
     names = ("input_layernorm.", "post_attention_layernorm.", MLP)
     """The beginnings of all names of a block beside its mixer, whatever its MLP."""
 
@@ -124,6 +135,7 @@ class PlainBlocks:
     eps: float
     residual_in_fp32: bool
 
+    num_branches = 1
     names = ("norm.",)
     """The beginnings of all names of a block beside its mixer."""
 

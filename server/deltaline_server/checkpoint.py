@@ -151,7 +151,7 @@ class RandomTensors:
             step = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
             tensor = step.expm1().log_()
         elif len(shape) == 1:
-            centre = 1.0 if name.endswith((".norm.weight", ".D")) else 0.0
+            centre = 1.0 if name.endswith((".norm.weight", ".D", "_hc.scale", ".hc_scale")) else 0.0
             tensor = torch.empty(shape).normal_(centre, 0.1, generator=generator)
         else:
             tensor = torch.empty(shape).normal_(0, math.prod(shape[1:]) ** -0.5, generator=generator)

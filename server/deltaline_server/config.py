@@ -59,6 +59,13 @@ class Config:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
 
+    stream_ends: str = setting(
+        "none",
+        "model",
+        "with residual streams, what is served beside layers: expand, before the first; head, behind the last",
+        choices=("none", "expand", "head", "both"),
+    )
+
     max_sequences: int = setting(256, "state", "sequences held at a time, and rows of a request", low=1, high=2**20)
     max_draft_tokens: int = setting(8, "state", "tokens of a VERIFY row, at most", low=1, high=32)
     state_dtype: str = setting("float32", "state", "recurrent state", choices=("float32", "bfloat16"))

@@ -47,7 +47,7 @@ class CudaExecutor:
         """Allocate the slots and capture the graphs, which compiles the kernels and takes the memory they need."""
         model = self._model
         layouts = [bucket.layout for bucket in self._buckets]
-        sizes = model.hidden_size, model.dtype, model.numpy_dtype
+        sizes = model.ends, model.dtype, model.numpy_dtype
         # Whoever launches writes to them, and need not be in inference mode, which takes time to enter.
         with torch.inference_mode(False):
             slots = [Slot(layouts, *sizes, self._copier) for _ in range(NUM_SLOTS)]
@@ -70,7 +70,7 @@ class CudaExecutor:
             self._compute.wait_event(slot.events[1])
             slot.events[2].record(self._compute)
             self._graphs.replay(slot, batch.span, bucket)
-            slot.select(bucket.layout, wanted)
+            slot.select(batch, bucket.layout, wanted)
             slot.events[3].record(self._compute)
             torch.cuda.set_stream(self._out)
             self._out.wait_event(slot.events[3])

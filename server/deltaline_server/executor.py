@@ -148,13 +148,13 @@ def trial_batch(model: Model, pool: StatePool, span: int, lengths: Sequence[int]
     control[0, 1:] = np.cumsum(lengths)
     control[2] = -1
     control[3, :-1] = lengths
-    hidden = np.full((sum(lengths), model.hidden_size), 0.5, model.numpy_dtype)
+    hidden = np.full((sum(lengths), model.ends[span].input_width), 0.5, model.numpy_dtype)
     num_short = next((i for i, n in enumerate(lengths) if n > pool.max_draft), len(lengths))
     return StepBatch(span, control, num_short, (hidden,), None)
 
 
 def token_sizes(output: Tensor) -> Tensor:
-    """Return the largest absolute value of each token of `[T, hidden]`, fp32 `[T]`: NaN or inf if any value is."""
+    """Return the largest absolute value of each token of `[T, width]`, fp32 `[T]`: NaN or inf if any value is."""
     # Of the functions that tell, the fastest on the CPU, by six times; both propagate NaN.
     return output.abs().amax(dim=-1).float()
 

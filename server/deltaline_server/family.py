@@ -9,6 +9,7 @@ from deltaline_kernels import LoraWeights
 from deltaline_server.attention import AttentionFamily
 from deltaline_server.block import MlpBlocks, PlainBlocks
 from deltaline_server.gated_delta_net import GatedDeltaNetFamily
+from deltaline_server.hyper_connection import HyperBlock, HyperBlocks, HyperHeads
 from deltaline_server.layer import Layer
 from deltaline_server.layer_reader import LayerReader
 from deltaline_server.mamba2 import Mamba2Family
@@ -47,7 +48,7 @@ class BlockFamily(Protocol):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the other tensors beside the mixer's, as they are stored."""
 
-    def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Layer:
+    def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
         """Load a block around its mixer, with these adapters' slots."""
 
 
@@ -65,9 +66,16 @@ def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
 def block_family(config: ModelConfig) -> BlockFamily:
     """Return the family of the blocks around them."""
     hidden, eps = config.hidden_size, config.rms_norm_eps
+    blocks: MlpBlocks | PlainBlocks = PlainBlocks(hidden, eps, config.residual_in_fp32)
     if config.has_mlp_blocks:
-        return MlpBlocks(hidden, config.intermediate_size, eps)
-    return PlainBlocks(hidden, eps, config.residual_in_fp32)
+        blocks = MlpBlocks(hidden, config.intermediate_size, eps)
+    return blocks if config.streams is None else HyperBlocks(blocks, config.streams)
+
+
+def head_family(config: ModelConfig) -> HyperHeads:
+    """Return the family of the head of a model with streams."""
+    assert config.streams is not None
+    return HyperHeads(config.hidden_size, config.rms_norm_eps, config.streams)
 
 
 def served_modules(config: ModelConfig, kind: MixerKind, scope: Scope) -> tuple[Module, ...]:

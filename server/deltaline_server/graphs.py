@@ -107,7 +107,7 @@ class Graphs:
         total = len(slots) * len(spans) * len(self._buckets)
         for bucket in reversed(self._buckets):
             for number, slot in enumerate(slots):
-                inputs = slot.inputs(bucket.layout)
+                inputs = slot.inputs(bucket.layout, 0)  # the same of every span but for the hidden states
                 inputs.control.zero_()
                 inputs.control[1:3] = -1  # every row is skipped: what runs meanwhile touches no line
                 if inputs.adapter_slots is not None:
@@ -153,11 +153,11 @@ class Graphs:
 
     def _compute(self, slot: Slot, span: int, bucket: Bucket) -> None:
         layout = bucket.layout
-        control, hidden, adapter_slots, new_pages = slot.inputs(layout)
+        control, hidden, adapter_slots, new_pages = slot.inputs(layout, span)
         rows = Rows(control, layout.short_rows, bucket.longest_short, bucket.longest)
         if span not in self._model.paged_spans:
             new_pages = None
         output = self._model.forward(span, hidden, rows, self._pool, adapter_slots, new_pages)
-        sizes, outputs = slot.outputs(layout)
+        sizes, outputs = slot.outputs(layout, span)
         outputs.copy_(output)
         sizes.copy_(token_sizes(output))

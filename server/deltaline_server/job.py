@@ -119,9 +119,9 @@ class Job:
 
     @property
     def outputs(self) -> NDArray[Any]:
-        """Outputs [rows, hidden] of the reply, in row order; rows that are not done are undefined."""
+        """Outputs [rows, width] of the reply, in row order; rows that are not done are undefined."""
         if self._outputs is None:
-            shape = (int(self.output_start[-1]), self.request.hidden.shape[1])
+            shape = (int(self.output_start[-1]), self.form.ends.output_width)
             given, dtype = self.request.output_memory, self.request.hidden.dtype
             self._outputs = np.empty(shape, dtype) if given is None else given.memory.view(dtype).reshape(shape)
         return self._outputs
@@ -189,5 +189,7 @@ class Job:
             if counts[refused].any():  # rows that were refused after they had been given a place
                 outputs = outputs[np.repeat(~refused, counts)]
                 start = np.concatenate(([0], np.cumsum(np.where(refused, 0, counts))))
+        if self.form.ends.output_streams:
+            outputs = outputs.reshape(len(outputs), *self.form.ends.output_shape)
         timing, refusals = self.timing if self.timing.batch_rows else None, dict(sorted(self.refusals.items()))
         return StepResult(self.outcome, self.position, start, outputs, refusals, timing, memory)

@@ -21,13 +21,17 @@ from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
 from deltaline_server.adapter_layout import AdapterLayout
 from deltaline_server.adapter_store import AdapterStore, store_bytes
 from deltaline_server.checkpoint import Checkpoint
+from deltaline_server.hyper_connection import HyperBlock
 from deltaline_server.keys import ModelError
 from deltaline_server.layer import Layer
-from deltaline_server.mixer_shape import AttentionShape, MixerShape
+from deltaline_server.mixer_shape import AttentionShape
 from deltaline_server.model_config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.modules import Packed
 from deltaline_server.placement import Placement
+from deltaline_server.span_ends import SpanEnds
+from deltaline_server.stack import Stack, make_stack
 from deltaline_server.state_pool import StateOptions, StatePool, plan_state
+from deltaline_server.streams import StreamEnds, span_ends
 from deltaline_server.weights import LayerLoader, random_init
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -55,6 +59,7 @@ class ModelOptions:
         Layers of no span are not loaded.
     dtype: None for the checkpoint's, float32 where it names none.
     adapters: None for none. max_context: most tokens of a sequence of a model with attention, 0 for the checkpoint's.
+    stream_ends: of a model with residual streams, which of its ends the spans have.
     """
 
     device: torch.device
@@ -69,48 +74,42 @@ class ModelOptions:
     world_size: int = 1
     adapters: AdapterOptions | None = None
     max_context: int = 0
+    stream_ends: StreamEnds = StreamEnds.NONE
 
 
 class Model:
     """Layers in spans.
 
-    Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); hidden_size; dtype and numpy_dtype
-    of hidden states; device; shapes (of the layers' mixers on this rank); layout (of what adapters may change);
+    Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
+    is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank);
+    stream_sizes (what the kernels' self-test is told of residual streams); layout (of what adapters may change);
     adapters (their slots, None where there are none); paged_spans (those with attention layers, which keep pages).
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        scope: Scope,
-        spans: Sequence[range],
-        layers: dict[int, Layer],
-        shapes: Mapping[int, MixerShape],
-        layout: AdapterLayout,
-        adapters: AdapterStore | None,
-    ) -> None:
-        placement = layout.placement
-        self.config = config
-        self.scope = scope
-        self.spans = tuple(spans)
+    def __init__(self, plan: ModelPlan, scope: Scope, stacks: Sequence[Stack], adapters: AdapterStore | None) -> None:
+        """stacks: of the plan's spans."""
+        config, shapes, placement = plan.config, plan.loader.shapes, plan.layout.placement
+        self.config, self.scope = config, scope
+        self.spans, self.ends = plan.spans, plan.ends
         self.hidden_size = config.hidden_size
         self.dtype = placement.dtype
         self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
         self.device = placement.device
-        self.shapes = tuple(shapes[layer] for layer in layers)
-        self.layout = layout
+        self.shapes = tuple(shapes[layer] for layer in plan.layers)
+        self.stream_sizes = {"streams": plan.streams, "hidden": config.hidden_size} if plan.streams else {}
+        self.layout = plan.layout
         self.adapters = adapters
-        self._layers = layers
+        self._stacks = tuple(stacks)
         self.paged_spans = frozenset(
-            i for i, span in enumerate(spans) if any(isinstance(shapes[layer], AttentionShape) for layer in span)
+            i for i, span in enumerate(plan.spans) if any(isinstance(shapes[layer], AttentionShape) for layer in span)
         )
         # The place of each layer in a StatePool of this model.
-        self._places = {layer: place for place, layer in enumerate(layers)}
+        self._places = {layer: place for place, layer in enumerate(plan.layers)}
 
     @property
     def num_layers(self) -> int:
         """Layers that are loaded: those of the spans."""
-        return len(self._layers)
+        return len(self._places)
 
     def make_pool(self, options: StateOptions) -> StatePool:
         """Allocate the state of this model's layers. Raises ModelError as StatePool does."""
@@ -125,7 +124,9 @@ class Model:
         adapter_slots: Tensor | None = None,
         new_pages: Tensor | None = None,
     ) -> Tensor:
-        """Run the layers of a span over hidden `[T, hidden]`, not mutated; mutates the write lines of `pool`.
+        """Run the layers of a span over hidden `[T, input width]`, not mutated, to `[T, output width]`.
+
+        Mutates the write lines of `pool`.
 
         new_pages: as StatePool.put_pages takes them, those that begin among the rows' tokens; None for none, and where
         the span has no attention layers.
@@ -141,9 +142,8 @@ class Model:
                 raise ValueError("adapter_slots: expected None, as this model has no adapter slots")
             token_slots = spread_slots(adapter_slots, rows.query_start_loc, hidden.shape[0])
             tiles = group_tokens(token_slots, self.adapters.num_slots, self.adapters.max_rank)
-        for layer in self.spans[span]:
-            hidden = self._layers[layer].forward(hidden, rows, pool.layers[self._places[layer]], tiles)
-        return hidden.to(self.dtype)
+        states = [pool.layers[self._places[layer]] for layer in self.spans[span]]
+        return self._stacks[span].forward(hidden, rows, states, tiles).to(self.dtype)
 
 
 def load_model(options: ModelOptions) -> Model:
@@ -166,12 +166,16 @@ def _load(plan: ModelPlan, options: ModelOptions) -> Model:
     """Load the planned layers. Raises RuntimeError where there is no room."""
     wanted = options.adapters
     store = None if wanted is None else AdapterStore(plan.layout, wanted.num_slots, wanted.max_rank)
-    layers: dict[int, Layer] = {}
+    layers: dict[int, Layer | HyperBlock] = {}
     for number in plan.layers:
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
         load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
         layers[number] = load(number, adapters)
-    return Model(plan.config, options.scope, plan.spans, layers, plan.loader.shapes, plan.layout, store)
+    stacks = [
+        make_stack([layers[number] for number in span], ends, plan.streams, plan.loader.head)
+        for span, ends in zip(plan.spans, plan.ends, strict=True)
+    ]
+    return Model(plan, options.scope, stacks, store)
 
 
 @contextmanager
@@ -222,10 +226,15 @@ def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> t
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order."""
+    """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order.
+
+    streams: residual streams within the spans, 0 where layers pass on `[T, hidden]`.
+    """
 
     config: ModelConfig
     spans: tuple[range, ...]
+    ends: tuple[SpanEnds, ...]
+    streams: int
     layers: list[int]
     layout: AdapterLayout
     loader: LayerLoader
@@ -256,7 +265,13 @@ def _plan(options: ModelOptions) -> Iterator[ModelPlan]:
         placement = Placement(_with_index(options.device), dtype, options.rank, options.world_size)
         source = checkpoint or random_init(config, layers, options.scope, options.seed)
         loader = LayerLoader(source, config, layers, options.scope, placement)
-        yield ModelPlan(config, spans, layers, AdapterLayout(config, options.scope, layers, placement), loader)
+        streams = config.streams if options.scope is Scope.BLOCK else None
+        token = SpanEnds(config.hidden_size, dtype.itemsize)
+        ends = span_ends(spans, count, token, streams, options.stream_ends)
+        if options.stream_ends.has_head:
+            loader.check_head()
+        layout = AdapterLayout(config, options.scope, layers, placement)
+        yield ModelPlan(config, spans, ends, 0 if streams is None else streams.count, layers, layout, loader)
 
 
 def _require(flag: str, path: Path) -> None:

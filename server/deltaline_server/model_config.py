@@ -16,6 +16,7 @@ from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
 from deltaline_server.keys import Keys, ModelError, read_json_object, shown
 from deltaline_server.mixer_shape import AttentionShape, Mamba2Shape, MixerShape
 from deltaline_server.shape_reader import attention_shape, gated_delta_net_shape, time_step_limits, value_groups
+from deltaline_server.streams import StreamConfig, stream_config
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -64,7 +65,8 @@ class ModelConfig:
 
     intermediate_size: of dense MLPs. dtype: the one that the checkpoint was written for, None where it names none.
     shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
-    residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer.
+    residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer. streams: its hyper-connections,
+    None where it has one plain residual.
     """
 
     model_type: str
@@ -76,6 +78,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     residual_in_fp32: bool = False
     unserved: Mapping[MixerKind, str] = field(default_factory=dict)
+    streams: StreamConfig | None = None
 
     @property
     def interleaves_projections(self) -> bool:
@@ -122,7 +125,7 @@ class ModelConfig:
             raise ModelError("quantization_config: expected none (quantised weights are not served)")
         nested, read = _READERS[model_type]
         keys = Keys(raw.get(nested), f"{nested}.") if nested else Keys(raw, "")
-        return read(model_type, keys, _dtype(keys, raw))
+        return replace(read(model_type, keys, _dtype(keys, raw)), streams=stream_config(keys))
 
 
 def _qwen(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:

@@ -61,7 +61,7 @@ class Piece:
         return Piece(self.job, self.index[kept], self.lengths[kept], self.cursor, self.ends)
 
     def hidden(self) -> NDArray[Any]:
-        """The tokens' hidden states [tokens, hidden], packed in row order: a view when they lie side by side."""
+        """The tokens' hidden states [tokens, width], packed in row order: a view when they lie side by side."""
         request = self.job.request
         if self.is_whole:
             return request.hidden

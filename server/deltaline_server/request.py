@@ -6,7 +6,7 @@ what is wrong with one row is the scheduler's to say. No Python loop over rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.regions import OutputMemory, Regions
+from deltaline_server.span_ends import SpanEnds
 from deltaline_server.step import OutputRows, RowKind, StepForm, StepRequest
 from deltaline_server.step_message import Column, Slice, StepMessage
 
@@ -34,10 +35,12 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request may ask of this server; constant while the process lives. regions: where shared tensors are."""
+    """What a request may ask of this server; constant while the process lives.
 
-    num_spans: int
-    hidden_size: int
+    spans: what a token is at their ends. regions: where shared tensors are.
+    """
+
+    spans: Sequence[SpanEnds]
     dtype: np.dtype[Any]
     max_sequences: int
     max_draft_tokens: int
@@ -138,7 +141,7 @@ def read_step(
         form = _read_form(message, limits)
         if pattern is not None:
             pattern.form = form
-    hidden = _read_hidden(message, limits)
+    hidden = _read_hidden(message, form.ends, limits)
     request = StepRequest(
         form,
         _read_counters("step", message.step, form.num_rows),
@@ -150,6 +153,10 @@ def read_step(
     )
     if message.output_slice is not None:
         request.output_memory = _read_output_memory(message.output_slice, request, limits.regions)
+    elif not request.is_input_shared and form.output_bytes > limits.inline_limit_bytes:
+        # Only of a span that makes tokens wider: others give no more than they were sent.
+        what = f"outputs of {form.output_bytes} bytes, expected at most {limits.inline_limit_bytes} in a message"
+        raise RequestError(Reason.MESSAGE_TOO_LARGE, f"hidden: has {what}", field="hidden")
     return request
 
 
@@ -162,17 +169,18 @@ def _read_form(message: StepMessage, limits: RequestLimits) -> StepForm:
     accepted = limits.no_commits[: len(handle)]
     if len(message.accepted):
         accepted = _read_column("accepted", message.accepted, len(handle), np.int32)
-    query_start_loc = _read_offsets(message.query_start_loc, kind, len(_read_hidden(message, limits)), limits)
+    ends = limits.spans[span]
+    query_start_loc = _read_offsets(message.query_start_loc, kind, len(_read_hidden(message, ends, limits)), limits)
     if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
-    output, token_bytes = _read_output(message.output), limits.hidden_size * limits.dtype.itemsize
-    return StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, token_bytes)
+    output = _read_output(message.output)
+    return StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, ends)
 
 
 def _read_span(span: int, limits: RequestLimits) -> int:
     """The index of a declared span."""
-    if span >= limits.num_spans:
-        message = f"must be below {limits.num_spans}, the number of spans, got {span}"
+    if span >= len(limits.spans):
+        message = f"must be below {len(limits.spans)}, the number of spans, got {span}"
         raise RequestError(Reason.UNKNOWN_SPAN, f"span: {message}", field="span")
     return span
 
@@ -207,8 +215,8 @@ def _read_kinds(values: Column, length: int) -> NDArray[np.uint8]:
     return kind.astype(np.uint8)
 
 
-def _read_hidden(message: StepMessage, limits: RequestLimits) -> NDArray[Any]:
-    """The packed hidden states [T, hidden] in the server's dtype."""
+def _read_hidden(message: StepMessage, ends: SpanEnds, limits: RequestLimits) -> NDArray[Any]:
+    """The packed hidden states [T, width] in the server's dtype."""
     try:
         if message.shared is None:
             hidden = wire.view(
@@ -223,14 +231,15 @@ def _read_hidden(message: StepMessage, limits: RequestLimits) -> NDArray[Any]:
         raise RequestError(Reason.INVALID_TENSOR, str(error), field=error.field) from error
     if hidden.dtype != limits.dtype:
         raise _tensor("hidden.dtype", f"must be {limits.dtype.name}, got {hidden.dtype.name}")
-    if hidden.ndim != 2 or hidden.shape[1] != limits.hidden_size:
-        raise _tensor("hidden.shape", f"must be [tokens, {limits.hidden_size}], got {list(hidden.shape)}")
-    return hidden
+    if hidden.shape[1:] != ends.input_shape:
+        expected = ", ".join(["tokens", *map(str, ends.input_shape)])
+        raise _tensor("hidden.shape", f"must be [{expected}], got {list(hidden.shape)}")
+    return hidden if hidden.ndim == 2 else hidden.reshape(len(hidden), -1)
 
 
 def _read_output_memory(place: Slice, request: StepRequest, regions: Regions) -> OutputMemory:
     """Where the outputs of a request go."""
-    needed = int(request.form.output_start[-1]) * request.form.token_bytes
+    needed = request.form.output_bytes
     return regions.output("output_slice", place.region, place.offset, place.size_bytes, needed, request.hidden)
 
 

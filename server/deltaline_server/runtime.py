@@ -11,14 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
-from deltaline_kernels.selftest import run_selftest
 from deltaline_server import __version__
 from deltaline_server.adapter_copier import CallSoon
 from deltaline_server.adapters import Adapters
@@ -27,10 +25,10 @@ from deltaline_server.config import Config
 from deltaline_server.engine import Engine
 from deltaline_server.executor import BatchLimits, Executor, Report, make_executor
 from deltaline_server.job_queue import Limits
+from deltaline_server.kernel_check import check_kernels
 from deltaline_server.keys import ModelError
 from deltaline_server.ledger import StepLedger
 from deltaline_server.lines import LinePool
-from deltaline_server.mixer_shape import AttentionShape, MixerShape
 from deltaline_server.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.model_config import Scope
 from deltaline_server.observer import Observer
@@ -42,6 +40,7 @@ from deltaline_server.request import RequestLimits
 from deltaline_server.scheduler import Scheduler
 from deltaline_server.sequences import SequenceTable
 from deltaline_server.state_pool import StateOptions, StatePool
+from deltaline_server.streams import StreamEnds
 
 MAX_STEPS_IN_FLIGHT = 8
 # Long rows of a batch. Each has to be large for its kernels to be fast.
@@ -78,7 +77,7 @@ class Runtime:
         options = state_options(config)
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
             for shape in dict.fromkeys(model.shapes):
-                check_kernels(model.device, model.dtype, shape, options)
+                check_kernels(model.device, model.dtype, shape, options, model.stream_sizes)
         pool = model.make_pool(options)
         bounds = batch_limits(config)
         executor = make_executor(model, pool, bounds)
@@ -147,8 +146,7 @@ class Runtime:
     def request_limits(self) -> RequestLimits:
         """What a request may ask of this model."""
         return RequestLimits(
-            num_spans=len(self.model.spans),
-            hidden_size=self.model.hidden_size,
+            spans=self.model.ends,
             dtype=self.model.numpy_dtype,
             max_sequences=self.config.max_sequences,
             max_draft_tokens=self.config.max_draft_tokens,
@@ -164,7 +162,10 @@ class Runtime:
             server_epoch=self.table.server_epoch,
             version=__version__,
             model_type=model.config.model_type,
-            spans=[pb.LayerSpan(first=span.start, count=len(span)) for span in model.spans],
+            spans=[
+                pb.LayerSpan(first=span.start, count=len(span), **ends.streams)
+                for span, ends in zip(model.spans, model.ends, strict=True)
+            ],
             scope=pb.SCOPE_BLOCK if model.scope is Scope.BLOCK else pb.SCOPE_MIXER,
             hidden_size=model.hidden_size,
             dtype=wire.data_type(model.numpy_dtype),
@@ -203,30 +204,6 @@ def page_pool(model: Model, pool: StatePool) -> PagePool | None:
     )
 
 
-def check_kernels(device: torch.device, dtype: torch.dtype, shape: MixerShape, options: StateOptions) -> None:
-    """Compare every kernel, as it serves such a model, with its reference on the device.
-
-    Raises: ModelError naming those that differ, and on a GPU what compiled them.
-    """
-    sizes: dict[str, Any] = shape.test_sizes()
-    if isinstance(shape, AttentionShape):
-        sizes["page_size"] = options.page_size
-    checks = run_selftest(device, dtype, **sizes, max_draft=options.max_draft, state_dtype=options.state_dtype)
-    wrong = [check for check in checks if not check.ok]
-    if wrong:
-        text = "; ".join(f"{check.name}: error {check.error:.2g}, limit {check.limit:.2g}" for check in wrong)
-        raise ModelError(f"self-test: the kernels compute wrong values on this device{_compiler(device)}: {text}")
-
-
-def _compiler(device: torch.device) -> str:
-    """What compiles kernels for a device, in parentheses; nothing for the CPU."""
-    if device.type != "cuda":
-        return ""
-    from triton import knobs  # installed on Linux alone
-
-    return f" (Triton {version('triton')}, ptxas {knobs.nvidia.ptxas.version})"
-
-
 def check_adapter_memory(options: ModelOptions) -> None:
     """Raise ModelError unless a GPU has room for the adapter slots; allocate nothing."""
     if options.adapters is not None and options.device.type == "cuda":
@@ -262,6 +239,7 @@ def model_options(config: Config) -> ModelOptions:
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         adapters=AdapterOptions(config.adapter_slots, config.max_adapter_rank) if config.adapter_bytes else None,
         max_context=config.max_context,
+        stream_ends=StreamEnds(config.stream_ends),
     )
 
 

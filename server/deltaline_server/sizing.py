@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deltaline_server.config import Config
+from deltaline_server.hyper_connection import CONNECTIONS
 from deltaline_server.keys import ModelError
 from deltaline_server.mixer_shape import AttentionShape, MixerShape
 from deltaline_server.model import ModelPlan, check_model, open_plan
@@ -144,6 +145,7 @@ def _layer_size(
 
 
 def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.dtype:
-    """What a tensor is kept in: vectors that multiply or gate in fp32, matrices and what is added to products in the
-    model's dtype (layer_reader.py)."""
-    return dtype if len(size) > 1 or name.endswith(".bias") else torch.float32
+    """What a tensor is kept in: vectors that multiply or gate, and the gates of streams, in fp32; matrices and what is
+    added to products in the model's dtype (layer_reader.py, hyper_connection.py)."""
+    is_gate = any(connection in name for connection in CONNECTIONS)
+    return torch.float32 if is_gate or (len(size) == 1 and not name.endswith(".bias")) else dtype

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deltaline_kernels.rows import NUM_FIELDS
 from deltaline_server.slot_layout import NUM_PAGE_FIELDS, Layout, fill_adapters, fill_control, fill_pages
+from deltaline_server.span_ends import SpanEnds
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
 # Smaller arrays are sooner copied than asked where they lie.
@@ -51,7 +52,7 @@ class Copier:
 class Inputs(NamedTuple):
     """What a batch gives the layers, on the device.
 
-    control int32 `[7, rows + 1]`, hidden `[T, hidden]`; where the layout has them adapter_slots int32 `[rows]` and
+    control int32 `[7, rows + 1]`, hidden `[T, width]`; where the layout has them adapter_slots int32 `[rows]` and
     new_pages int32 `[3, pages]`, else None.
     """
 
@@ -65,46 +66,47 @@ class Slot:
     """Memory of one batch in flight, allocated once, and the events that time its stages.
 
     Inbound: control int32 `[7, rows + 1]`, with the slots of adapters `[8, rows + 1]`, pages int32 `[3, pages]` where
-    the layout has some, then hidden `[T, hidden]`; outbound: sizes fp32 `[T]`, then outputs `[T, hidden]`. Events: 0
-    and 1 around the copy in, 2 and 3 around the computation, 4 after the copy out.
+    the layout has some, then hidden `[T, width]`; outbound: sizes fp32 `[T]`, then outputs `[T, width]`, each as
+    wide as the span has it. Events: 0 and 1 around the copy in, 2 and 3 around the computation, 4 after the copy out.
     """
 
     def __init__(
         self,
         layouts: Sequence[Layout],
-        hidden_size: int,
+        ends: Sequence[SpanEnds],
         dtype: torch.dtype,
         numpy_dtype: np.dtype[Any],
         copier: Copier,
     ) -> None:
-        """Allocate what batches of these layouts need on the current CUDA device."""
+        """Allocate what batches of these layouts need on the current CUDA device. ends: of each span."""
         self._copier = copier
-        self._hidden_size, self._dtype, self._numpy_dtype = hidden_size, dtype, numpy_dtype
-        self._token_bytes = hidden_size * dtype.itemsize
+        self._ends, self._dtype, self._numpy_dtype = ends, dtype, numpy_dtype
         tokens = max(layout.tokens for layout in layouts)
-        hidden_bytes = tokens * self._token_bytes
-        self._inbound = _Crossing(max(layout.control_bytes for layout in layouts) + hidden_bytes)
-        self._outbound = _Crossing(max(layout.size_bytes for layout in layouts) + hidden_bytes)
+        input_bytes = tokens * max(span.input_bytes for span in ends)
+        output_bytes = tokens * max(span.output_bytes for span in ends)
+        self._inbound = _Crossing(max(layout.control_bytes for layout in layouts) + input_bytes)
+        self._outbound = _Crossing(max(layout.size_bytes for layout in layouts) + output_bytes)
         self._wanted = _Crossing(tokens * 8)
-        self._selected = torch.empty(tokens, hidden_size, dtype=dtype, device="cuda")
+        self._selected = torch.empty(output_bytes, dtype=torch.uint8, device="cuda")
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
         self._is_placed = False
 
-    def inputs(self, layout: Layout) -> Inputs:
-        """What a batch of this layout is computed from."""
+    def inputs(self, layout: Layout, span: int) -> Inputs:
+        """What a batch of this layout and span is computed from."""
         begin, device = layout.control_bytes, self._inbound.device
         fields = device[: layout.field_bytes].view(torch.int32).view(layout.fields)
-        hidden = device[begin : begin + layout.tokens * self._token_bytes].view(self._dtype)
+        ends = self._ends[span]
+        hidden = device[begin : begin + layout.tokens * ends.input_bytes].view(self._dtype)
         adapter_slots = fields[NUM_FIELDS, :-1] if layout.has_adapters else None
         pages = device[_page_bytes(layout)].view(torch.int32).view(NUM_PAGE_FIELDS, -1) if layout.num_pages else None
-        return Inputs(fields[:NUM_FIELDS], hidden.view(-1, self._hidden_size), adapter_slots, pages)
+        return Inputs(fields[:NUM_FIELDS], hidden.view(-1, ends.input_width), adapter_slots, pages)
 
-    def outputs(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Sizes and outputs on the device."""
-        begin = layout.size_bytes
+    def outputs(self, layout: Layout, span: int) -> tuple[Tensor, Tensor]:
+        """Sizes and outputs of a batch of this layout and span on the device."""
+        begin, ends = layout.size_bytes, self._ends[span]
         sizes = self._outbound.device[: layout.tokens * 4].view(torch.float32)
-        output = self._outbound.device[begin : begin + layout.tokens * self._token_bytes].view(self._dtype)
-        return sizes, output.view(-1, self._hidden_size)
+        output = self._outbound.device[begin : begin + layout.tokens * ends.output_bytes].view(self._dtype)
+        return sizes, output.view(-1, ends.output_width)
 
     def copy_in(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> Tensor | None:
         """Copy a batch to `inputs` on a stream, the current one; return its wanted tokens, int64.
@@ -143,34 +145,37 @@ class Slot:
         self.events[1].record(stream)
         return sent
 
-    def select(self, layout: Layout, wanted: Tensor | None) -> None:
+    def select(self, batch: StepBatch, layout: Layout, wanted: Tensor | None) -> None:
         """Gather the wanted outputs on the current stream, behind the computation."""
         if wanted is not None and len(wanted):
-            torch.index_select(self.outputs(layout)[1], 0, wanted, out=self._selected[: len(wanted)])
+            outputs = self.outputs(layout, batch.span)[1]
+            selected = self._selected[: len(wanted) * self._ends[batch.span].output_bytes].view(self._dtype)
+            torch.index_select(outputs, 0, wanted, out=selected.view(len(wanted), -1))
 
     def copy_out(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> None:
         """Begin to copy sizes and the wanted outputs to the host on a stream, the current one.
 
         Outputs go to this slot's memory, or straight to batch.into if all of that is pinned.
         """
-        outbound, begin = self._outbound, layout.size_bytes
+        outbound, begin, token_bytes = self._outbound, layout.size_bytes, self._ends[batch.span].output_bytes
         places = [_as_pinned(into) for into in batch.into]
         self._is_placed = bool(places) and all(place is not None for place in places)
         if self._is_placed:
             outbound.receive(0, batch.num_tokens * 4)
-            outputs = (self.outputs(layout)[1] if batch.wanted is None else self._selected).view(-1).view(torch.uint8)
-            first = 0
+            outputs, first = self._selected, 0
+            if batch.wanted is None:
+                outputs = self.outputs(layout, batch.span)[1].view(-1).view(torch.uint8)
             for place in places:
                 assert place is not None
                 place.copy_(outputs[first : first + len(place)], non_blocking=True)
                 first += len(place)
         elif batch.wanted is None:
-            outbound.receive(0, begin + batch.num_tokens * self._token_bytes)
+            outbound.receive(0, begin + batch.num_tokens * token_bytes)
         else:
             outbound.receive(0, batch.num_tokens * 4)
-            end = begin + len(batch.wanted) * self._token_bytes
+            end = begin + len(batch.wanted) * token_bytes
             if begin < end:
-                outbound.tensor[begin:end].copy_(self._selected[: len(batch.wanted)].view(-1).view(torch.uint8), True)
+                outbound.tensor[begin:end].copy_(self._selected[: end - begin], True)
         self.events[4].record(stream)
 
     def is_done(self) -> bool:
@@ -183,7 +188,8 @@ class Slot:
         begin, num_tokens = layout.size_bytes, batch.num_tokens
         sizes = self._outbound.array[: num_tokens * 4].view(np.float32)
         num_returned = num_tokens if batch.wanted is None else len(batch.wanted)
-        hidden = np.empty((0 if self._is_placed else num_returned, self._hidden_size), self._numpy_dtype)
+        width = self._ends[batch.span].output_width
+        hidden = np.empty((0 if self._is_placed else num_returned, width), self._numpy_dtype)
         returned = self._outbound.array[begin : begin + hidden.nbytes]
         self._copier.copy(hidden.view(np.uint8).reshape(-1), returned)
         events = self.events

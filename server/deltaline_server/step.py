@@ -19,6 +19,7 @@ from deltaline_server.errors import Refusal
 from deltaline_server.examiner import CHECKSUM_BYTES
 from deltaline_server.finite import all_finite, finite_rows
 from deltaline_server.regions import OutputMemory
+from deltaline_server.span_ends import SpanEnds
 
 # A row's request is kept whole up to this size, as a checksum beyond it.
 WHOLE_REQUEST_BYTES = 16384
@@ -56,7 +57,7 @@ class StepForm:
     A decode loop sends one form again and again: what follows from it is found once. No array of it is ever written.
 
     handle uint64 [N], none twice; kind uint8 [N]; accepted int32 [N], -1 for no commit; query_start_loc int64 [N + 1],
-    sound. token_bytes: of one token's hidden state.
+    sound. ends: what a token of the span is.
     """
 
     server_epoch: int
@@ -67,7 +68,7 @@ class StepForm:
     query_start_loc: NDArray[np.int64]
     output: OutputRows
     priority: int
-    token_bytes: int
+    ends: SpanEnds
 
     @property
     def num_rows(self) -> int:
@@ -108,11 +109,16 @@ class StepForm:
         return np.concatenate(([0], np.cumsum(self.output_counts)))
 
     @cached_property
+    def output_bytes(self) -> int:
+        """Bytes of the outputs in a reply that has those of all rows."""
+        return int(self.output_start[-1]) * self.ends.output_bytes
+
+    @cached_property
     def kept_bytes(self) -> NDArray[np.int64]:
         """Bytes that each row and its reply take while they are kept, int64 [N]."""
-        row_bytes = self.lengths * self.token_bytes
+        row_bytes = self.lengths * self.ends.input_bytes
         requests = np.where(row_bytes <= WHOLE_REQUEST_BYTES, row_bytes, CHECKSUM_BYTES)
-        kept: NDArray[np.int64] = requests + self.output_counts * self.token_bytes
+        kept: NDArray[np.int64] = requests + self.output_counts * self.ends.output_bytes
         return kept
 
     @cached_property
@@ -123,7 +129,7 @@ class StepForm:
 
 @dataclass(slots=True, eq=False)
 class StepRequest:
-    """One step of the rows of a form. step int64 [N]; position int64 [N]; hidden [T, hidden] in the server's dtype.
+    """One step of the rows of a form. step int64 [N]; position int64 [N]; hidden [T, width] in the server's dtype.
 
     Nothing of it changes; it is not frozen because every step makes one.
     """
@@ -151,7 +157,7 @@ class StepRequest:
     def message_bytes(self) -> int:
         """Most bytes of a tensor that the request or its reply carries itself."""
         is_shared = self.is_input_shared and self.output_memory is not None
-        return 0 if is_shared else self.hidden.nbytes
+        return 0 if is_shared else max(self.hidden.nbytes, self.form.output_bytes)
 
     @property
     def is_kept_as_checksum(self) -> bool:
@@ -183,7 +189,7 @@ class StepResult:
     """What became of each row of a StepRequest.
 
     outcome uint8 [N] (RowOutcome); position int64 [N] after the step; output_start_loc int64 [N + 1] into
-    hidden [rows, hidden]; refusals by row index; timing None when nothing was computed for it.
+    hidden [rows, *ends.output_shape]; refusals by row index; timing None when nothing was computed for it.
     """
 
     outcome: NDArray[np.uint8]
@@ -201,9 +207,9 @@ class StepBatch:
     """What the engine computes at once: rows of one span, short rows first.
 
     control int32 [7, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half, position
-    (the layout of deltaline_kernels.Rows). hidden: pieces [tokens, hidden] of one dtype, at least one, that follow one
+    (the layout of deltaline_kernels.Rows). hidden: pieces [tokens, width] of one dtype, at least one, that follow one
     another in row order; they stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go
-    back, None for all. into: memory of clients where the outputs of each piece are to be in the end [rows, hidden],
+    back, None for all. into: memory of clients where the outputs of each piece are to be in the end [rows, width],
     empty unless all have such a place; an engine that can write there saves a copy. copied_bytes: of what crosses
     between host and device, what is not in shared memory. adapter_slots int32 [N]: the slot of each row's adapter, -1
     for none; None when no row has one. new_pages int32 [3, n]: line, place and page of those that begin
@@ -230,7 +236,7 @@ class StepBatch:
 class BatchResult:
     """What the engine made of a StepBatch.
 
-    hidden [wanted, hidden] in the batch's dtype; is_placed: it is empty, all outputs lie in the batch's `into`. finite
+    hidden [wanted, width] in the batch's dtype; is_placed: it is empty, all outputs lie in the batch's `into`. finite
     bool [N]: False where an output of the row (wanted or not) is not finite, so that its state can't be trusted.
     failed: the computation raised; nothing of the batch's state can be trusted and hidden is empty.
     """

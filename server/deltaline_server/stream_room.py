@@ -36,9 +36,9 @@ class AllStreams:
 class StreamRoom:
     """Bounds the steps of a stream from when they are taken until their replies are written.
 
-    A reply has at most as many bytes as its request's tensor, so this bounds both directions: what waits for the
-    device, and what a slow reader leaves lying. A stream that has no step may take one, however large it is and
-    whatever others hold: readers that stand still slow the others down, and don't stop them.
+    A step's bytes are those of its request's tensor or of its reply's, whichever has more, so this bounds both
+    directions: what waits for the device, and what a slow reader leaves lying. A stream that has no step may take one,
+    however large it is and whatever others hold: readers that stand still slow the others down, and don't stop them.
     """
 
     def __init__(self, max_steps: int, max_bytes: int, all_streams: AllStreams) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from deltaline_kernels import LoraWeights
 from deltaline_server.checkpoint import DTYPES, RandomTensors, TensorSource
-from deltaline_server.family import block_family, mixer_family, served_modules
+from deltaline_server.family import block_family, head_family, mixer_family, served_modules
+from deltaline_server.hyper_connection import HyperBlock, HyperHead
 from deltaline_server.keys import ModelError
 from deltaline_server.layer import Layer
 from deltaline_server.layer_reader import LayerReader
@@ -43,9 +44,10 @@ def random_init(config: ModelConfig, layers: Sequence[int], scope: Scope, seed: 
     """Return weights drawn from `seed` for these layers, to be loaded as a checkpoint is. Raises as mixer_kinds."""
     kinds = mixer_kinds(config, layers, scope)
     names = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
-    return RandomTensors(
-        {f"{PREFIXES[0]}{i}.{name}": size for i, kind in kinds.items() for name, size in names[kind].items()}, seed
-    )
+    shapes = {f"{PREFIXES[0]}{i}.{name}": size for i, kind in kinds.items() for name, size in names[kind].items()}
+    if config.streams is not None:
+        shapes |= {_beside(PREFIXES[0], name): size for name, size in head_family(config).tensors.items()}
+    return RandomTensors(shapes, seed)
 
 
 class LayerLoader:
@@ -58,7 +60,7 @@ class LayerLoader:
     def __init__(
         self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
     ) -> None:
-        self._source = source
+        self._source, self._config = source, config
         self._placement = placement
         self._kinds = kinds = mixer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
@@ -75,9 +77,22 @@ class LayerLoader:
         """Load the mixer of a layer, with these adapters' slots."""
         return self._mixers[self._kinds[layer]].mixer(self.reader(layer), adapters)
 
-    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
+    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
         return self._blocks.block(self.reader(layer), self.mixer(layer, adapters), adapters)
+
+    def check_head(self) -> None:
+        """Raise ModelError unless the source has the head of a model with streams."""
+        for name, shape in head_family(self._config).tensors.items():
+            name = _beside(self._prefix, name)
+            if name not in self._source.names:
+                raise ModelError(f"{name}: expected shape {list(shape)}, found nothing")
+            _check_tensor(self._source, name, shape)
+
+    def head(self) -> HyperHead:
+        """Load the head of a model with streams."""
+        reader = LayerReader(self._source, _beside(self._prefix, ""), (), self._placement)
+        return head_family(self._config).head(reader)
 
     def reader(self, layer: int) -> LayerReader:
         """What reads the tensors of a layer."""
@@ -126,9 +141,19 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
         if extra:
             raise ModelError(f"{prefix}{i}.{extra[0]}: expected no such tensor in a served layer, found one")
         for name, shape in expected.items():
-            info = source.info(f"{prefix}{i}.{name}")
-            if info.shape != shape:
-                raise ModelError(f"{prefix}{i}.{name}: expected shape {list(shape)}, got {list(info.shape)}")
-            if info.dtype not in DTYPES:
-                raise ModelError(f"{prefix}{i}.{name}: expected dtype {' or '.join(DTYPES)}, got {info.dtype}")
+            _check_tensor(source, f"{prefix}{i}.{name}", shape)
     return prefix
+
+
+def _check_tensor(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ModelError unless a tensor has this shape and a dtype that is read."""
+    info = source.info(name)
+    if info.shape != shape:
+        raise ModelError(f"{name}: expected shape {list(shape)}, got {list(info.shape)}")
+    if info.dtype not in DTYPES:
+        raise ModelError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {info.dtype}")
+
+
+def _beside(prefix: str, name: str) -> str:
+    """A name in the module that has the layers; prefix: what stands before their numbers."""
+    return prefix.removesuffix("layers.") + name

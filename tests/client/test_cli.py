@@ -52,6 +52,13 @@ def test_info_tells_how_many_adapters_there_may_be(server: Any, capsys: pytest.C
     assert "2.0 GiB of host memory, 1 slot on the device, rank" in capsys.readouterr().out
 
 
+def test_info_tells_what_streams_there_are(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.info.spans[0].output_streams = server.info.spans[1].input_streams = 4
+    assert main(["info", server.address]) == 0
+    line = "spans           0: layers 0-1 (no streams in, 4 out), 1: layers 2-3 (4 streams in, none out) (block scope)"
+    assert line in capsys.readouterr().out.splitlines()
+
+
 def test_info_tells_what_pages_there_are(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     server.info.kv_pages, server.info.kv_page_tokens, server.info.kv_page_bytes = 1000, 64, 2 << 20
     server.info.max_context = 32768

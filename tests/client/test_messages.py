@@ -41,6 +41,16 @@ def test_a_request_is_what_protobuf_reads(dtype: Any) -> None:
     assert message.step == fields
 
 
+def test_streams_have_a_dimension_of_their_own() -> None:
+    hidden = np.arange(48, dtype=np.float32).reshape(4, 3, 4)
+    body = stream_request(1, step_request(layers.StepRequest(), [hidden[:1], hidden[1:]]))
+    message = layers.StepStreamRequest.FromString(body)
+    np.testing.assert_array_equal(wire.decode(message.step.hidden, limit_bytes=1000), hidden)
+    _, answer = read_stream_response(response(4, hidden=wire.encode(hidden)).SerializeToString())
+    assert isinstance(answer, StepAnswer) and answer.hidden is not None
+    np.testing.assert_array_equal(answer.hidden, hidden)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_a_response_is_read_as_a_view(rows: int) -> None:
     message = response(rows)
@@ -71,10 +81,12 @@ def test_a_refusal_is_an_error() -> None:
         tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[3, 5], inline=bytes(48)),
         tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[-3, -4], inline=bytes(48)),
         tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[12], inline=bytes(48)),
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[1, 1, 3, 4], inline=bytes(48)),
+        tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[0, 1 << 62, 1 << 62]),
         tensor_pb2.Tensor(shape=[3, 4], inline=bytes(48)),
         tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[3, 4]),
     ],
-    ids=["bytes", "negative", "rank", "dtype", "no payload"],
+    ids=["bytes", "negative", "low rank", "high rank", "large", "dtype", "no payload"],
 )
 def test_a_malformed_tensor_is_an_error_of_its_step(hidden: tensor_pb2.Tensor) -> None:
     correlation_id, error = read_stream_response(response(hidden=hidden).SerializeToString())

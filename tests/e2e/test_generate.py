@@ -35,11 +35,13 @@ def example() -> Iterator[Any]:
     del sys.modules["example_generate"]
 
 
-@pytest.fixture(scope="module", params=["hybrid", "gated_delta_net", "mamba2"])
+@pytest.fixture(scope="module", params=["hybrid", "gated_delta_net", "mamba2", "hybrid-4", "mamba2-2"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a kind, with so many residual streams where a number follows."""
     pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp(request.param)
-    load_example("make_checkpoint").make_checkpoint(directory, request.param)
+    kind, _, streams = request.param.partition("-")
+    load_example("make_checkpoint").make_checkpoint(directory, kind, streams=int(streams or 0))
     assert len({path.stat().st_mode for path in directory.iterdir()}) == 1, "all files as the umask says"
     return directory
 
@@ -66,8 +68,12 @@ async def run(
     checkpoint: Path,
     generate: Callable[[list[Client]], Any],
     layers: Sequence[str] = ("0:4",),
+    ends: Sequence[str] = ("none",),
 ) -> Any:
-    """Run the example's loop in a thread against servers of the checkpoint, each with a range of its layers."""
+    """Run the example's loop in a thread against servers of the checkpoint, each with a range of its layers.
+
+    ends: of the streams, which of them each server has.
+    """
 
     def with_clients(addresses: list[str]) -> Any:
         with ExitStack() as stack:
@@ -76,21 +82,25 @@ async def run(
 
     async with AsyncExitStack() as stack:
         options = {"random_init": None, "model": str(checkpoint), "max_draft_tokens": 1 + NUM_DRAFTS}
-        servers = [await stack.enter_async_context(make_server(**options, layers=own)) for own in layers]
+        servers = [
+            await stack.enter_async_context(make_server(**options, layers=own, stream_ends=end))
+            for own, end in zip(layers, ends, strict=True)
+        ]
         return await asyncio.to_thread(with_clients, [server.address for server in servers])
 
 
 async def test_generation_is_that_of_transformers(
     make_server: Callable[..., Server], example: Any, checkpoint: Path, prompts: Any, expected: Any
 ) -> None:
-    await check(make_server, example, checkpoint, prompts, expected, ["0:4"])
+    await check(make_server, example, checkpoint, prompts, expected, ["0:4"], ["none"])
 
 
-@pytest.mark.parametrize("checkpoint", ["hybrid"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["hybrid", "hybrid-4"], indirect=True)
 async def test_two_servers_with_half_of_the_layers_each_generate_the_same(
     make_server: Callable[..., Server], example: Any, checkpoint: Path, prompts: Any, expected: Any
 ) -> None:
-    await check(make_server, example, checkpoint, prompts, expected, ["0:2", "2:4"])
+    ends = ["expand", "head"] if example.Ends(checkpoint).streams else ["none", "none"]
+    await check(make_server, example, checkpoint, prompts, expected, ["0:2", "2:4"], ends)
 
 
 async def check(
@@ -100,6 +110,7 @@ async def check(
     prompts: Any,
     expected: Any,
     layers: Sequence[str],
+    stream_ends: Sequence[str],
 ) -> None:
     """Generate plain and speculatively on servers with these layers; compare the tokens with what is expected."""
     ends = example.Ends(checkpoint)
@@ -108,18 +119,20 @@ async def check(
         checkpoint,
         lambda clients: [example.generate(clients, ends, prompts, drafts, 6) for drafts in (0, NUM_DRAFTS)],
         layers,
+        stream_ends,
     )
     for report in (plain, speculative):
         assert [len(tokens) for tokens in report.tokens] == [MAX_NEW_TOKENS] * NUM_PROMPTS
         assert len(set(report.ended_at)) >= NUM_PROMPTS - 2, report.ended_at  # measured: 8 different steps in both
         assert [tokens[: len(ours)] for tokens, ours in zip(report.tokens, expected, strict=True)] == expected
-    assert sum(map(len, expected)) > 0.9 * NUM_PROMPTS * MAX_NEW_TOKENS  # measured: 93%, 96%; near ties cut the rest
+    assert sum(map(len, expected)) > 0.7 * NUM_PROMPTS * MAX_NEW_TOKENS  # measured: 73% to 97%; near ties cut the rest
     assert plain.drafted == 0
-    assert 0.2 < speculative.acceptance < 0.9
+    assert 0.15 < speculative.acceptance < 0.9  # measured: 0.18 to 0.43
     assert speculative.steps < plain.steps
     assert [(load.sequences_open, load.kv_pages_used) for load in loads] == [(0, 0)] * len(layers)
 
 
+@pytest.mark.parametrize("checkpoint", ["hybrid", "gated_delta_net", "mamba2"], indirect=True)
 async def test_a_stream_ends_at_an_end_token(
     make_server: Callable[..., Server], example: Any, checkpoint: Path, prompts: Any
 ) -> None:

@@ -358,8 +358,8 @@ def test_the_base_of_a_served_model_is_read_again_from_where_it_was_loaded(model
         rows = [
             base.rows(1, module) for module in served_modules(model.config, MixerKind.GATED_DELTA_NET, Scope.BLOCK)[:4]
         ]
-    layers: Any = model._layers
-    served = layers[1].mixer.inner._in_proj(torch.eye(model.hidden_size))
+    stack: Any = model._stacks[0]
+    served = stack._layers[1].mixer.inner._in_proj(torch.eye(model.hidden_size))
     torch.testing.assert_close(served.t(), torch.cat(rows))
 
 

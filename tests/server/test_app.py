@@ -28,7 +28,7 @@ from deltaline.v1 import admin_service_pb2_grpc, layer_service_pb2_grpc
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_kernels.selftest import Check
 from deltaline_kernels.selftest import run_selftest as kernels_selftest
-from deltaline_server import __main__, app, runtime
+from deltaline_server import __main__, app, kernel_check
 from deltaline_server.app import Server, StartError
 from deltaline_server.keys import ModelError
 from deltaline_server.mixer_shape import AttentionShape, GatedDeltaNetShape, Mamba2Shape
@@ -276,9 +276,11 @@ async def test_first_batch_that_fails_ends_the_start(
 
 def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [Check("norm, decode", 1e-6, 1e-5), Check("conv1d, decode", 0.5, 1e-5)]
-    monkeypatch.setattr(runtime, "run_selftest", lambda *_, **__: checks)
+    monkeypatch.setattr(kernel_check, "run_selftest", lambda *_, **__: checks)
     with pytest.raises(ModelError, match=r"device: conv1d, decode: error 0\.5, limit 1e-05$"):
-        runtime.check_kernels(torch.device("cpu"), torch.float32, GatedDeltaNetShape(1, 1, 8, 8, 4), StateOptions(1, 1))
+        kernel_check.check_kernels(
+            torch.device("cpu"), torch.float32, GatedDeltaNetShape(1, 1, 8, 8, 4), StateOptions(1, 1), {}
+        )
 
 
 def test_kernels_are_checked_in_the_sizes_that_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,9 +290,10 @@ def test_kernels_are_checked_in_the_sizes_that_are_served(monkeypatch: pytest.Mo
         checked.update(sizes, dtype=dtype)
         return []
 
-    monkeypatch.setattr(runtime, "run_selftest", run_selftest)
+    monkeypatch.setattr(kernel_check, "run_selftest", run_selftest)
     options = StateOptions(1, 5, state_dtype=torch.bfloat16)
-    runtime.check_kernels(torch.device("cpu"), torch.float16, GatedDeltaNetShape(2, 6, 16, 8, 3), options)
+    streams = {"streams": 4, "hidden": 128}
+    kernel_check.check_kernels(torch.device("cpu"), torch.float16, GatedDeltaNetShape(2, 6, 16, 8, 3), options, streams)
     assert checked == {
         "num_key_heads": 2,
         "num_value_heads": 6,
@@ -300,6 +303,8 @@ def test_kernels_are_checked_in_the_sizes_that_are_served(monkeypatch: pytest.Mo
         "max_draft": 5,
         "state_dtype": torch.bfloat16,
         "dtype": torch.float16,
+        "streams": 4,
+        "hidden": 128,
     }
 
 
@@ -314,9 +319,9 @@ def test_the_kernels_of_a_mamba2_model_are_checked_in_its_sizes(monkeypatch: pyt
         families.update(check.name.split(",")[0] for check in checks)
         return checks
 
-    monkeypatch.setattr(runtime, "run_selftest", run_selftest)
+    monkeypatch.setattr(kernel_check, "run_selftest", run_selftest)
     shape = Mamba2Shape(2, 4, 8, 16, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False)
-    runtime.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5))
+    kernel_check.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5), {})
     assert families == {"conv1d", "mamba2", "lora", "norm"}
 
 
@@ -327,9 +332,9 @@ def test_the_kernels_of_attention_are_checked_in_its_sizes(monkeypatch: pytest.M
         checked.update(sizes)
         return kernels_selftest(*inputs, **sizes)
 
-    monkeypatch.setattr(runtime, "run_selftest", run_selftest)
+    monkeypatch.setattr(kernel_check, "run_selftest", run_selftest)
     shape = AttentionShape(6, 2, 32, 8, 1e4, 512)
-    runtime.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5, page_size=32))
+    kernel_check.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5, page_size=32), {})
     assert checked == {
         "recurrence": "attention",
         "num_key_heads": 2,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deltaline_server.admission import Admission
 from deltaline_server.ledger import StepLedger
+from deltaline_server.span_ends import SpanEnds
 from deltaline_server.step import OutputRows, RowKind, StepForm, StepRequest
 
 NUM_SLOTS, MAX_IN_FLIGHT = 6, 2
@@ -28,7 +29,7 @@ def make_request(kinds: list[int], steps: list[int], positions: list[int], accep
         query_start_loc=np.cumsum([0, *lengths]),
         output=OutputRows.ALL,
         priority=0,
-        token_bytes=16,
+        ends=SpanEnds(4, 4),
     )
     hidden = np.zeros((sum(lengths), 4), np.float32)
     return StepRequest(form, np.array(steps, np.int64), np.array(positions, np.int64), hidden)

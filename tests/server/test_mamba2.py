@@ -76,7 +76,8 @@ def test_residuals_have_the_dtype_that_the_config_asks_for(
 ) -> None:
     oracle = make_oracle("mamba2", layers=1, dtype="bfloat16", residual_in_fp32=in_fp32)
     served, hidden = serve(oracle.options(device)), 64 * torch.randn(40, HIDDEN).bfloat16()
-    block: Any = served.model._layers[0]
+    stack: Any = served.model._stacks[0]
+    block = stack._layers[0]
     dtypes: list[torch.dtype] = []
     forward = block.forward
 

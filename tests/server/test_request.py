@@ -16,13 +16,13 @@ from deltaline_server import request
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.regions import Regions
 from deltaline_server.request import MAX_COUNTER, RequestLimits
+from deltaline_server.span_ends import SpanEnds
 from deltaline_server.step import OutputRows
 from deltaline_server.step_message import from_protobuf
 
 HIDDEN = 8
 LIMITS = RequestLimits(
-    num_spans=2,
-    hidden_size=HIDDEN,
+    spans=[SpanEnds(HIDDEN, 4)] * 2,
     dtype=np.dtype(np.float32),
     max_sequences=4,
     max_draft_tokens=3,

@@ -59,7 +59,14 @@ HYBRID = GATED_DELTA_NET | {
     "head_dim": 16,
     "max_position_embeddings": 1000,
 }
-MODELS = {"gated_delta_net": GATED_DELTA_NET, "mamba2": MAMBA2, "hybrid": HYBRID}
+MODELS = {
+    "gated_delta_net": GATED_DELTA_NET,
+    "mamba2": MAMBA2,
+    "hybrid": HYBRID,
+    "streams": HYBRID | {"hc_mult": 4},
+}
+# Modules whose objects hold weights.
+OWN = ("deltaline_server", "deltaline_kernels.mhc")
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"dtype": "bfloat16", "state_dtype": "bfloat16", "max_sequences": 5, "max_draft_tokens": 3},
@@ -77,9 +84,9 @@ def config_of(folder: Path, model: dict[str, Any], **options: Any) -> Config:
 
 def tensors_of(model: Model) -> Iterator[torch.Tensor]:
     """Every tensor of a model's layers, once; not the slots of adapters."""
-    seen, left = set(), list(model._layers.values())
+    seen, left = set(), list[Any](model._stacks)
     slots = {
-        id(weights) for layer in model._layers if model.adapters for weights in model.adapters.layer(layer).values()
+        id(weights) for layer in model._places if model.adapters for weights in model.adapters.layer(layer).values()
     }
     while left:
         thing: Any = left.pop()
@@ -88,7 +95,9 @@ def tensors_of(model: Model) -> Iterator[torch.Tensor]:
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
             yield thing
-        elif isinstance(thing, dict | tuple | list) or type(thing).__module__.startswith("deltaline_server"):
+        elif isinstance(thing, dict | tuple | list) or type(thing).__module__.startswith(
+            ("deltaline_server", "deltaline_kernels.mhc")
+        ):
             left += gc.get_referents(thing)
 
 

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from deltaline_server.slot_layout import Layout
+from deltaline_server.span_ends import SpanEnds
 from deltaline_server.staging import Copier, Slot
 from deltaline_server.step import StepBatch
 
 HIDDEN, TOKENS = 8, 150
 DTYPE = np.dtype(ml_dtypes.bfloat16)
+# One as wide at its end as where it begins, one that begins streams, one that ends them.
+SPANS = [SpanEnds(HIDDEN, 2), SpanEnds(HIDDEN, 2, 0, 4), SpanEnds(HIDDEN, 2, 4, 0)]
 LAYOUTS = [Layout(4, 6, TOKENS, has_adapters, page_size) for has_adapters in (False, True) for page_size in (0, 16)]
 
 
@@ -25,22 +28,23 @@ def slot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slot]:
     empty, zeros = torch.empty, torch.zeros
     monkeypatch.setattr(torch, "empty", lambda *size, dtype, **_: empty(*size, dtype=dtype))
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, **_: zeros(*size, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda stream: None))
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 0.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
     copier = Copier()
-    yield Slot(LAYOUTS, HIDDEN, torch.bfloat16, DTYPE, copier)
+    yield Slot(LAYOUTS, SPANS, torch.bfloat16, DTYPE, copier)
     copier.close()
 
 
-def make_batch(rng: np.random.Generator, layout: Layout) -> StepBatch:
+def make_batch(rng: np.random.Generator, layout: Layout, span: int = 0) -> StepBatch:
     """Three short rows and a long one, with what the layout has room for."""
     control = np.zeros((7, 5), dtype=np.int32)
     control[0, 1:] = np.cumsum([1, 3, 2, 100])
     control[1:, :-1] = rng.integers(0, 50, (6, 4))
-    hidden = rng.standard_normal((106, HIDDEN)).astype(DTYPE)
+    hidden = rng.standard_normal((106, SPANS[span].input_width)).astype(DTYPE)
     slots = np.array([1, -1, 0, 2], dtype=np.int32) if layout.has_adapters else None
     pages = rng.integers(1, 99, (3, 7)).astype(np.int32) if layout.page_size else None
-    return StepBatch(0, control, 3, (hidden[:50], hidden[50:]), None, adapter_slots=slots, new_pages=pages)
+    return StepBatch(span, control, 3, (hidden[:50], hidden[50:]), None, adapter_slots=slots, new_pages=pages)
 
 
 def test_a_batch_comes_as_its_layout_says(slot: Slot) -> None:
@@ -48,7 +52,7 @@ def test_a_batch_comes_as_its_layout_says(slot: Slot) -> None:
     for layout in LAYOUTS * 2:  # each also over what others left
         batch = make_batch(rng, layout)
         slot.copy_in(batch, layout, stream)  # type: ignore[arg-type]
-        control, hidden, adapter_slots, new_pages = slot.inputs(layout)
+        control, hidden, adapter_slots, new_pages = slot.inputs(layout, 0)
         assert control[:, :3].tolist() == batch.control[:, :3].tolist()
         assert control[1:, 4].tolist() == batch.control[1:, 3].tolist()
         assert control[1:3, [3, 5]].tolist() == [[-1, -1], [-1, -1]], "rows that the batch has not are skipped"
@@ -66,4 +70,26 @@ def test_a_span_without_pages_leaves_their_region_alone(slot: Slot) -> None:
     batch = make_batch(rng, layout)
     batch.new_pages = None
     slot.copy_in(batch, layout, Any)  # type: ignore[arg-type]
-    assert slot.inputs(layout).control[:, :3].tolist() == batch.control[:, :3].tolist()
+    assert slot.inputs(layout, 0).control[:, :3].tolist() == batch.control[:, :3].tolist()
+
+
+@pytest.mark.parametrize("wanted", [None, [0, 3, 105], []], ids=["all", "some", "none"])
+@pytest.mark.parametrize("span", range(len(SPANS)))
+def test_what_a_span_makes_comes_back_in_its_own_width(slot: Slot, span: int, wanted: list[int] | None) -> None:
+    rng, layout, ends = np.random.default_rng(2), LAYOUTS[0], SPANS[span]
+    batch = make_batch(rng, layout, span)
+    batch.wanted = None if wanted is None else np.array(wanted, dtype=np.int64)
+    sent = slot.copy_in(batch, layout, Any)  # type: ignore[arg-type]
+    hidden = slot.inputs(layout, span).hidden
+    assert hidden.shape == (TOKENS, ends.input_width)
+    assert torch.equal(hidden[:106].view(torch.int16), torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)))
+    sizes, outputs = slot.outputs(layout, span)
+    assert (sizes.shape, outputs.shape) == ((TOKENS,), (TOKENS, ends.output_width))
+    sizes[:], made = 1.0, torch.randn(TOKENS, ends.output_width).bfloat16()
+    outputs.copy_(made)
+    slot.select(batch, layout, sent)
+    slot.copy_out(batch, layout, Any)  # type: ignore[arg-type]
+    result = slot.wait(batch, layout)
+    expected = made[:106] if wanted is None else made[torch.tensor(wanted, dtype=torch.int64)]
+    assert result.hidden.shape == expected.shape and result.finite.all()
+    assert np.array_equal(result.hidden.view(np.int16), expected.view(torch.int16).numpy())

@@ -1,4 +1,4 @@
-"""Step requests as arrays: which rows have a value that is not finite."""
+"""Step requests as arrays: which rows have a value that is not finite, and what their bytes are."""
 
 from __future__ import annotations
 
@@ -7,8 +7,48 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from deltaline_server.span_ends import SpanEnds
 from deltaline_server.step import OutputRows, StepForm, StepRequest
+
+
+def make_request(
+    starts: NDArray[np.int64], hidden: NDArray[Any], ends: SpanEnds, output: OutputRows = OutputRows.ALL
+) -> StepRequest:
+    column = np.zeros(len(starts) - 1, dtype=np.int64)
+    form = StepForm(
+        server_epoch=1,
+        span=0,
+        handle=column.astype(np.uint64),
+        kind=column.astype(np.uint8),
+        accepted=column.astype(np.int32),
+        query_start_loc=starts,
+        output=output,
+        priority=0,
+        ends=ends,
+    )
+    return StepRequest(form, column, column, hidden)
+
+
+@pytest.mark.parametrize(
+    ("ends", "output", "message_bytes", "kept_bytes"),
+    [
+        (SpanEnds(8, 4), OutputRows.ALL, 6 * 32, [64, 128, 192]),
+        (SpanEnds(8, 4, 0, 3), OutputRows.ALL, 6 * 96, [128, 256, 384]),
+        (SpanEnds(8, 4, 3, 0), OutputRows.ALL, 6 * 96, [128, 256, 384]),
+        (SpanEnds(8, 4, 3, 3), OutputRows.ALL, 6 * 96, [192, 384, 576]),
+        (SpanEnds(8, 4, 0, 3), OutputRows.LAST, 3 * 96, [32 + 96, 64 + 96, 96 + 96]),
+        (SpanEnds(8, 4, 3, 0), OutputRows.NONE, 6 * 96, [96, 192, 288]),
+    ],
+)
+def test_bytes_count_the_streams_of_either_end(
+    ends: SpanEnds, output: OutputRows, message_bytes: int, kept_bytes: list[int]
+) -> None:
+    hidden = np.zeros((6, ends.input_width), np.float32)
+    request = make_request(np.array([0, 1, 3, 6]), hidden, ends, output)
+    assert request.message_bytes == message_bytes
+    assert request.form.kept_bytes.tolist() == kept_bytes
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -19,19 +59,7 @@ def test_rows_with_a_value_that_is_not_finite_are_found(dtype: type, value: floa
     hidden[::2] = -info.max
     hidden[1, 2] = info.smallest_subnormal
     starts = np.array([0, 1, 4, 6])
-    column = np.zeros(3, dtype=np.int64)
-    form = StepForm(
-        server_epoch=1,
-        span=0,
-        handle=column.astype(np.uint64),
-        kind=column.astype(np.uint8),
-        accepted=column.astype(np.int32),
-        query_start_loc=starts,
-        output=OutputRows.ALL,
-        priority=0,
-        token_bytes=5 * hidden.dtype.itemsize,
-    )
-    request = StepRequest(form, column, column, hidden)
+    request = make_request(starts, hidden, SpanEnds(5, hidden.dtype.itemsize))
     assert request.finite_rows() is None
     hidden[3, 4] = value
     finite = request.finite_rows()

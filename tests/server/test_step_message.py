@@ -18,6 +18,7 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import RequestError
 from deltaline_server.regions import Region, Regions
 from deltaline_server.request import RequestLimits, read_step
+from deltaline_server.span_ends import SpanEnds
 from deltaline_server.step import StepRequest
 from deltaline_server.step_message import Pattern, Runs, StepMessage, from_protobuf, walk_step
 from deltaline_server.step_parser import MOST_BYTES, MOST_PATTERNS, StepParser
@@ -26,8 +27,7 @@ from deltaline_server.walk import Walk
 HIDDEN = 4
 REGION = 2**64 - 3
 LIMITS = RequestLimits(
-    num_spans=2,
-    hidden_size=HIDDEN,
+    spans=[SpanEnds(HIDDEN, 2)] * 2,
     dtype=np.dtype(ml_dtypes.bfloat16),
     max_sequences=8,
     max_draft_tokens=3,

@@ -52,19 +52,31 @@ class LayerSpan(_message.Message):
 
     FIRST_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    INPUT_STREAMS_FIELD_NUMBER: _builtins.int
+    OUTPUT_STREAMS_FIELD_NUMBER: _builtins.int
     first: _builtins.int
     """First layer, numbered as in the checkpoint."""
     count: _builtins.int
     """Number of layers, 1 or more."""
+    input_streams: _builtins.int
+    """Residual streams of the hidden states that enter the span, which are `[tokens, streams, hidden]`; 0 for
+    `[tokens, hidden]`: of a model without streams, and of a first layer that makes them.
+    """
+    output_streams: _builtins.int
+    """Residual streams of its outputs; 0 for `[tokens, hidden]`: of a model without streams, and of a last layer that ends
+    them.
+    """
     def __init__(
         self,
         *,
         first: _builtins.int = ...,
         count: _builtins.int = ...,
+        input_streams: _builtins.int = ...,
+        output_streams: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "input_streams", b"input_streams", "output_streams", b"output_streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,7 +159,7 @@ class GetServerInfoResponse(_message.Message):
     scope: Global___Scope.ValueType
     """What each layer computes."""
     hidden_size: _builtins.int
-    """Width of a hidden state, elements."""
+    """Width of a hidden state, elements; where there are residual streams, of each."""
     dtype: _tensor_pb2.DataType.ValueType
     """Element type of hidden states in requests and replies."""
     state_dtype: _tensor_pb2.DataType.ValueType

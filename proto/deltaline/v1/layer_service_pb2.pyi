@@ -625,13 +625,16 @@ class StepRequest(_message.Message):
 
     @_builtins.property
     def hidden(self) -> _tensor_pb2.Tensor:
-        """Packed hidden states `[T, hidden]` in the server's dtype. A row with a value that is not finite: row status
-        INVALID_ARGUMENT, reason NON_FINITE_INPUT.
+        """Packed hidden states `[T, hidden]` in the server's dtype; `[T, streams, hidden]` on a span with LayerSpan.input_streams.
+        Another shape: INVALID_ARGUMENT, reason INVALID_TENSOR. A row with a value that is not finite: row status
+        INVALID_ARGUMENT, reason NON_FINITE_INPUT. On a span whose outputs are wider than its inputs, outputs of the request
+        that go inline have at most GetServerInfoResponse.inline_limit_bytes too, else RESOURCE_EXHAUSTED, reason
+        MESSAGE_TOO_LARGE.
         """
 
     @_builtins.property
     def output_slice(self) -> Global___OutputSlice:
-        """Where the outputs go, packed `[rows, hidden]`; absent for inline in the reply. Here every row of the request has its
+        """Where the outputs go, packed as in StepResponse.hidden; absent for inline in the reply. Here every row of the request has its
         place, refused ones too, so that the same step sent again has each output in the same place.
         """
 
@@ -732,7 +735,9 @@ class StepResponse(_message.Message):
 
     @_builtins.property
     def hidden(self) -> _tensor_pb2.Tensor:
-        """Packed outputs `[rows, hidden]` in the server's dtype: inline, or in the output slice of the request."""
+        """Packed outputs `[rows, hidden]` in the server's dtype, `[rows, streams, hidden]` on a span with LayerSpan.output_streams:
+        inline, or in the output slice of the request.
+        """
 
     @_builtins.property
     def row_status(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowStatus]:

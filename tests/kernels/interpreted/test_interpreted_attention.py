@@ -116,8 +116,8 @@ def test_a_registered_modifier_is_inlined(path: InterpretedPath, monkeypatch: py
     own.test_a_registered_modifier_is_inlined(path, None)
 
 
-@triton.jit
-def _find_rows(
+@triton.jit  # type: ignore[untyped-decorator]
+def _find_rows(  # type: ignore[no-untyped-def]
     found,
     control,
     parameters,
