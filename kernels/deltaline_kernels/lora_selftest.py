@@ -24,7 +24,8 @@ def compare_lora(
     sizes, inputs, rank = (heads.values, heads.num_value_heads), heads.keys, 64
     ranks = torch.tensor([[16, 0], [1, 64], [64, 5]], dtype=torch.int32, device=device)
     a, b = fill(3, 2, rank, inputs).to(dtype), fill(3, rank, sum(sizes)).to(dtype)
-    weights = LoraWeights(a, b, ranks, torch.full((3, 2), 0.5, device=device), sizes)
+    # Of ones, inputs x rank are summed: fp16 holds that with this factor up to inputs of 65,504.
+    weights = LoraWeights(a, b, ranks, torch.full((3, 2), 1 / rank, device=device), sizes)
     # Rows of 1, 3, 5 .. tokens; most have the last adapter, some have none.
     order = torch.arange(math.isqrt(num_tokens - 1) + 2, device=device)
     starts = (order**2).clamp(max=num_tokens).to(torch.int32)
