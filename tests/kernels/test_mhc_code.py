@@ -13,12 +13,12 @@ from deltaline_kernels.mhc import plan
 
 # What a program may have on a Hopper GPU.
 SHARED_BYTES = 227 << 10
-FP32 = {"weight", "partials"}
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
+@pytest.mark.parametrize("weight_type", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("hidden", [4096, 7168])
-def test_products_of_a_chunk_take_no_operand_from_registers(hidden: int) -> None:
+def test_products_of_a_chunk_take_no_operand_from_registers(hidden: int, weight_type: str) -> None:
     """Where they do, in a loop that loads ahead, an assembler overwrites the operand before the product has read it."""
     product = pytest.importorskip("deltaline_kernels.mhc.product", reason="needs triton")
     import triton
@@ -37,11 +37,12 @@ def test_products_of_a_chunk_take_no_operand_from_registers(hidden: int) -> None
         "STEPS": made.steps,
         "TERMS": made.terms,
         "OVERLAP": True,
+        "WAITS": False,
     }
     signature, aligned = {}, {}
     for i, name in enumerate(product._multiply.arg_names):
-        is_tensor = name in FP32 or name == "residual"
-        kind = "*fp32" if name in FP32 else "*bf16" if is_tensor else "i32"
+        is_tensor = name in ("residual", "weight", "partials")
+        kind = ("*fp32" if name == "partials" else weight_type if name == "weight" else "*bf16") if is_tensor else "i32"
         signature[name] = "constexpr" if name in constants else kind
         if is_tensor or name == "residual_stride":
             aligned[(i,)] = [["tt.divisibility", 16]]

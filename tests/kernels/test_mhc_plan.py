@@ -31,12 +31,6 @@ def test_every_input_is_in_one_program(num_tokens: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("num_tokens", TOKENS)
 def test_every_channel_is_in_one_program(num_tokens: int) -> None:
     for hidden in (1, 200, 1280, 4096, 7168):
-        made = plan.plan_fused(num_tokens, hidden)
-        assert (made is None) == (num_tokens > plan.FUSED_TOKENS)
-        if made is not None:
-            part = made.steps * made.block_h
-            assert made.splits * part >= hidden > (made.splits - 1) * part
-            assert made.block_m < 64 and made.block_h >= 16
         block_h, warps = plan.plan_post(num_tokens, hidden)
         assert block_h & (block_h - 1) == 0 and warps & (warps - 1) == 0
 
@@ -48,7 +42,3 @@ def test_the_order_of_sums_is_that_of_the_bucket() -> None:
     for first, last in itertools.pairwise(bounds):
         ends = (first + 1, min(last, first + 5000))
         assert len({plan.plan_pre(n, 4, 4096, torch.bfloat16, norm=True) for n in ends}) == 1
-    fused = [0, *(tokens for tokens, _ in plan.FUSED_BUCKETS)]
-    assert fused == sorted(set(fused)) and fused[-1] == plan.FUSED_TOKENS
-    for first, last in itertools.pairwise(fused):
-        assert plan.plan_fused(first + 1, 4096) == plan.plan_fused(last, 4096)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltaline_bench.case import NotApplicable, Side, SideMaker
 from deltaline_bench.mhc.batch import EPS, FUSED, HEAD, MULTIPLIER, POST, PRE, REPEAT, Batch
-from deltaline_kernels import Gates, compat, mhc_head, mhc_post, mhc_post_pre, mhc_pre
+from deltaline_kernels import prepare_gates, compat, mhc_head, mhc_post, mhc_post_pre, mhc_pre
 
 NAMES = {
     POST: ("residual",),
@@ -34,13 +34,22 @@ def native(batch: Batch, *, fused: bool = True) -> Side:
     """Make our side; `fused`: in one operation what has one."""
     work = batch.shape.work
     x, residual, post, comb = batch.x, batch.residual, batch.post, batch.comb
+    gates = prepare_gates(
+        batch.weight,
+        batch.scale,
+        batch.base,
+        rms_eps=EPS,
+        pre_eps=EPS,
+        sinkhorn_eps=EPS,
+        post_multiplier=MULTIPLIER,
+        sinkhorn_repeat=REPEAT,
+    )
 
     def call() -> Any:
         if work == POST:
             return (mhc_post(x, residual, post, comb),)
         if work == HEAD:
             return (mhc_head(residual, batch.weight, batch.scale, batch.base, EPS, EPS),)
-        gates = Gates(batch.weight, batch.scale, batch.base, EPS, EPS, EPS, MULTIPLIER, REPEAT)
         if work == PRE:
             return mhc_pre(residual, gates)
         if fused:

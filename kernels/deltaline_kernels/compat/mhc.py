@@ -71,10 +71,11 @@ def mhc_pre(
     ):
         _check(name, tensor, [shape], None, residual.device)
     check_positive("n_splits", n_splits)
-    gates = prepare_gates(
-        fn,
-        hc_scale,
-        hc_base,
+    # Not prepared: that would cost each call more than it saves it.
+    gates = Gates(
+        fn.contiguous(),
+        hc_scale.contiguous(),
+        hc_base.contiguous(),
         rms_eps=rms_eps,
         pre_eps=hc_pre_eps,
         sinkhorn_eps=hc_sinkhorn_eps,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,10 @@ from torch import Tensor
 from deltaline_kernels.checks import ACTIVATIONS, check_positive, check_tensor
 
 MAX_STREAMS = 8
+# Numbers of bf16 that have all bits of one of fp32.
+NUM_TERMS = 3
+# Columns of a product: the least that a matrix instruction takes.
+LEAST_COLUMNS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +30,8 @@ class Gates:
             softmax and to every sum that divides.
         post_multiplier: what post's sigmoid is multiplied by.
         sinkhorn_repeat: normalisations of columns, at least 1; before each but the first one of rows.
+        terms: None, or `[3, columns, S*H]` bf16 as `prepare_gates` makes it, whose sum over the first axis is the
+            weight, its rows in the order of a product's columns. What the products of bf16 streams read instead.
 
     Contents are read on the device by each launch.
 
@@ -41,6 +47,7 @@ class Gates:
     sinkhorn_eps: float = 1e-6
     post_multiplier: float = 2.0
     sinkhorn_repeat: int = 20
+    terms: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight, Tensor):
@@ -53,6 +60,8 @@ class Gates:
             raise ValueError(f"weight: expected columns for {streams} streams, got shape {list(self.weight.shape)}")
         check_tensor("scale", self.scale, (3,), fp32, device)
         check_tensor("base", self.base, (rows,), fp32, device)
+        if self.terms is not None:
+            check_tensor("terms", self.terms, (NUM_TERMS, count_columns(rows), columns), (torch.bfloat16,), device)
         for name in ("rms_eps", "pre_eps", "sinkhorn_eps"):
             check_eps(name, getattr(self, name))
         check_number("post_multiplier", self.post_multiplier)
@@ -80,7 +89,8 @@ def prepare_gates(
 ) -> Gates:
     """Return the Gates of a checkpoint's parameters, which may be fp32, bf16 or fp16: they are cast to fp32 here.
 
-    Arguments and errors are those of Gates.
+    The weight is split into terms, too: do this once, and again when it changes. Arguments and errors are those of
+    Gates.
     """
     parameters = {"weight": weight, "scale": scale, "base": base}
     for name, tensor in parameters.items():
@@ -89,7 +99,7 @@ def prepare_gates(
         if tensor.dtype not in ACTIVATIONS:
             raise TypeError(f"{name}: expected torch.float32 or torch.bfloat16 or torch.float16, got {tensor.dtype}")
         parameters[name] = tensor.detach().float().contiguous()
-    return Gates(
+    gates = Gates(
         **parameters,
         rms_eps=rms_eps,
         pre_eps=pre_eps,
@@ -97,6 +107,23 @@ def prepare_gates(
         post_multiplier=post_multiplier,
         sinkhorn_repeat=sinkhorn_repeat,
     )
+    return replace(gates, terms=split_weight(gates.weight, gates.num_streams**2))
+
+
+def split_weight(weight: Tensor, num_comb: int) -> Tensor:
+    """Return `[3, columns, K]` bf16 whose sum is weight `[rows, K]`, the last `num_comb` rows first, zeros behind."""
+    rest = weight.new_zeros(count_columns(len(weight)), weight.shape[1])
+    rest[: len(weight)] = weight.roll(num_comb, 0)
+    terms = []
+    for _ in range(NUM_TERMS):
+        terms.append(rest.bfloat16())
+        rest = rest - terms[-1].float()
+    return torch.stack(terms)
+
+
+def count_columns(rows: int) -> int:
+    """Return the columns of the products with a weight of so many rows: one for the squares, and a power of two."""
+    return max(LEAST_COLUMNS, 1 << rows.bit_length())
 
 
 def count_streams(rows: int) -> int:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.mhc.collapse import launch_collapse
-from deltaline_kernels.mhc.fused import launch_post_product
-from deltaline_kernels.mhc.gates import Gates
-from deltaline_kernels.mhc.plan import LEAST_COLUMNS, plan_fused, plan_pre, pow2
+from deltaline_kernels.mhc.gates import Gates, count_columns
+from deltaline_kernels.mhc.plan import plan_pre
 from deltaline_kernels.mhc.post import launch_post
 from deltaline_kernels.mhc.product import launch_product
 
@@ -26,14 +25,24 @@ BUFFERS = 2
 
 def mhc_post_triton(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, y: Tensor) -> None:
     """Write y `[N, S, H]`. Arguments are validated by `mhc_post`; there is a token."""
-    launch_post(x, residual, post, comb, y)
+    launch_post(x, residual, post, comb, y, overlap=False)
 
 
 def mhc_pre_triton(
     residual: Tensor, gates: Gates, norm_weight: Tensor | None, norm_eps: float, y: Tensor, post: Tensor, comb: Tensor
 ) -> None:
     """Write y `[N, H]`, post `[N, S]` and comb `[N, S, S]`. Arguments are validated by `mhc_pre`; there is a token."""
-    _pre(residual, gates.weight, gates.scale, gates.base, norm_weight, y, (post, comb), _numbers(gates, norm_eps))
+    _pre(
+        residual,
+        gates.weight,
+        gates.terms,
+        gates.scale,
+        gates.base,
+        norm_weight,
+        y,
+        (post, comb),
+        _numbers(gates, norm_eps),
+    )
 
 
 def mhc_post_pre_triton(
@@ -50,37 +59,18 @@ def mhc_post_pre_triton(
     new_comb: Tensor,
 ) -> None:
     """Write mixed `[N, S, H]`, y `[N, H]`, new_post and new_comb. Arguments are validated; there is a token."""
-    num_tokens, streams, hidden = residual.shape
-    fused = plan_fused(num_tokens, hidden)
-    if fused is None:
-        _pre(
-            mixed,
-            gates.weight,
-            gates.scale,
-            gates.base,
-            norm_weight,
-            y,
-            (new_post, new_comb),
-            _numbers(gates, norm_eps),
-            before=lambda own: launch_post(x[own], residual[own], post[own], comb[own], mixed[own]),
-        )
-        return
     overlap = _can_overlap(residual)
-    plan = plan_pre(num_tokens, streams, hidden, residual.dtype, norm=norm_weight is not None)
-    partials = _empty_partials(fused.splits, num_tokens, gates.weight)
-    launch_post_product(x, residual, post, comb, gates.weight, mixed, partials, fused, dependents=overlap)
-    launch_collapse(
+    _pre(
         mixed,
-        partials,
+        gates.weight,
+        gates.terms,
         gates.scale,
         gates.base,
         norm_weight,
         y,
         (new_post, new_comb),
-        plan,
         _numbers(gates, norm_eps),
-        early=False,
-        overlap=overlap,
+        before=lambda own: launch_post(x[own], residual[own], post[own], comb[own], mixed[own], overlap=overlap),
     )
 
 
@@ -89,12 +79,13 @@ def mhc_head_triton(
 ) -> None:
     """Write y `[N, H]`. Arguments are validated by `mhc_head`; there is a token."""
     numbers = {"RMS_EPS": rms_eps, "PRE_EPS": pre_eps, "SINKHORN_EPS": 0.0, "MULTIPLIER": 0.0, "REPEAT": 1}
-    _pre(residual, weight, scale, base, None, y, None, {**numbers, "NORM_EPS": 0.0})
+    _pre(residual, weight, None, scale, base, None, y, None, {**numbers, "NORM_EPS": 0.0})
 
 
 def _pre(
     residual: Tensor,
     weight: Tensor,
+    terms: Tensor | None,
     scale: Tensor,
     base: Tensor,
     norm_weight: Tensor | None,
@@ -115,8 +106,9 @@ def _pre(
             before(own)
         part = residual[own]
         partials = _take(buffers[i % BUFFERS], part.shape[0])
-        rows = 0 if gates is None else streams * streams
-        launch_product(part, weight, partials, rows, plan, overlap=overlap, early=overlap and before is None and i > 0)
+        waits = before is not None
+        early = overlap and (waits or i > 0)
+        launch_product(part, weight, terms, partials, plan, overlap=overlap, early=early, waits=waits)
         launch_collapse(
             part,
             partials,
@@ -140,8 +132,8 @@ def _take(partials: Tensor, num_tokens: int) -> Tensor:
 
 def _empty_partials(splits: int, num_tokens: int, weight: Tensor) -> Tensor:
     """Return memory `[splits, N, columns]` for sums of products, with a column for the sum of squares."""
-    columns = max(LEAST_COLUMNS, pow2(weight.shape[0] + 1))
-    return torch.empty(splits, num_tokens, columns, dtype=torch.float32, device=weight.device)
+    shape = splits, num_tokens, count_columns(weight.shape[0])
+    return torch.empty(shape, dtype=torch.float32, device=weight.device)
 
 
 def _numbers(gates: Gates, norm_eps: float) -> dict[str, float]:

@@ -47,18 +47,6 @@ class Plan:
     collapse_warps: int
 
 
-@dataclass(frozen=True)
-class FusedPlan:
-    """As Plan, for streams that are mixed by the program that multiplies them: blocks of `block_h` channels of each."""
-
-    block_m: int
-    block_h: int
-    splits: int
-    steps: int
-    warps: int
-    terms: int
-
-
 # Products of 64 or more tokens are asynchronous ones, whose operands come from shared memory.
 BUCKETS = (
     Bucket(16, (16, 128, 4, 2, 128), (2048, 32)),
@@ -66,14 +54,8 @@ BUCKETS = (
     Bucket(512, (32, 128, 4, 3, 264), (8192, 64)),
     Bucket(ANY, (128, 64, 8, 4, 264), (8192, 64), 128 << 20),
 )
-# Up to so many tokens: channels of a block, warps, about how many programs at once.
-FUSED_TOKENS = 256
-FUSED_BUCKETS = ((16, (32, 4, 128)), (64, (16, 4, 1024)), (FUSED_TOKENS, (16, 4, 1024)))
-FUSED_ROWS = 16
 # Of fp32 and fp16, whose products are not those of bf16: tokens, inputs, warps, tiles on their way.
 EXACT = (16, 32, 4, 1)
-# Columns of a sum: the least that a product takes.
-LEAST_COLUMNS = 16
 MAX_WARPS = 16
 # Channels of a program of `mhc_post`, and warps.
 POST_BUCKETS = ((64, (512, 2)), (ANY, (1024, 4)))
@@ -118,17 +100,6 @@ def plan_pre(num_tokens: int, streams: int, hidden: int, dtype: torch.dtype, *, 
         block_h=block_h,
         collapse_warps=_warps(block_h * pow2(streams), values),
     )
-
-
-def plan_fused(num_tokens: int, hidden: int) -> FusedPlan | None:
-    """Return how streams are mixed and multiplied in one launch, or None where two are faster."""
-    found = next((sizes for tokens, sizes in FUSED_BUCKETS if num_tokens <= tokens), None)
-    if found is None:
-        return None
-    most, warps, programs = found
-    bucket = next(tokens for tokens, _ in FUSED_BUCKETS if num_tokens <= tokens)
-    splits, steps, block_h = _cut(hidden, most, max(1, programs // cdiv(bucket, FUSED_ROWS)))
-    return FusedPlan(FUSED_ROWS, block_h, splits, steps, warps, find_bucket(num_tokens).terms)
 
 
 def plan_post(num_tokens: int, hidden: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.mhc.plan import cdiv, plan_post
 
@@ -20,7 +21,11 @@ def _post(
     H: tl.constexpr,
     S: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        # The product of what is written here may start, and wait.
+        gdc_launch_dependents()
     BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     o_h = tl.program_id(0) % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -39,8 +44,11 @@ def _post(
         tl.store(p_y + i * H, b_y.to(y.dtype.element_ty), mask=inside)
 
 
-def launch_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, y: Tensor) -> None:
-    """Write y `[N, S, H]`. Arguments are validated by the caller; there is a token."""
+def launch_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, y: Tensor, *, overlap: bool) -> None:
+    """Write y `[N, S, H]`. `overlap`: the next launch may begin while this one runs, and waits by itself.
+
+    Arguments are validated by the caller; there is a token.
+    """
     num_tokens, streams, hidden = residual.shape
     block_h, warps = plan_post(num_tokens, hidden)
     _post[(num_tokens * cdiv(hidden, block_h),)](
@@ -54,5 +62,6 @@ def launch_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, y: Tens
         H=hidden,
         S=streams,
         BLOCK_H=block_h,
+        OVERLAP=overlap,
         num_warps=warps,
     )

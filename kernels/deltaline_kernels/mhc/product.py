@@ -3,12 +3,13 @@
     partials[split, token, column] = sum of x[token, k] weight[row of the column, k] over the inputs k of the split
 
 Columns: comb, so that its rows are aligned, then pre and post, then the sum of the squares of x. fp32, without atomics:
-who reads the partials adds them up in one order. bf16 streams meet weights as sums of bf16 terms, split from fp32 where
-they are used: that is less to read than terms prepared.
+who reads the partials adds them up in one order. bf16 streams meet weights as sums of bf16 terms, prepared ones, or
+split from fp32 where they are used.
 """
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -68,6 +69,7 @@ def multiply_streams(
     TERMS: tl.constexpr,
 ):
     """Store the sums of some tokens and inputs: the work of one program."""
+    PREPARED: tl.constexpr = weight.dtype.element_ty == tl.bfloat16
     EVEN: tl.constexpr = SPLITS * STEPS * BLOCK_K == K
     i_split = pid % SPLITS
     o_m = pid // SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -76,20 +78,35 @@ def multiply_streams(
     in_n = (o_n < OUTS)[None, :]
     o_k = i_split * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
     p_x = residual + o_m.to(tl.int64)[:, None] * residual_stride + o_k[None, :]
-    p_w = weight + find_row(o_n, OUTS, COMB)[None, :] * K + o_k[:, None]
+    if PREPARED:
+        p_w = weight + o_n[None, :] * K + o_k[:, None]
+    else:
+        p_w = weight + find_row(o_n, OUTS, COMB)[None, :] * K + o_k[:, None]
     acc = tl.zeros((BLOCK_M, PAD), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for step in range(STEPS):
-        if EVEN:
-            x = tl.load(p_x + step * BLOCK_K, mask=in_m, other=0.0)
-            w = tl.load(p_w + step * BLOCK_K, mask=in_n, other=0.0)
+        in_k = step * BLOCK_K + o_k < K
+        in_x = in_m
+        if not EVEN:
+            in_x = in_m & in_k[None, :]
+        x = tl.load(p_x + step * BLOCK_K, mask=in_x, other=0.0)
+        if PREPARED:
+            for i in tl.static_range(TERMS):
+                p_term = p_w + i * PAD * K + step * BLOCK_K
+                if EVEN:
+                    w = tl.load(p_term)
+                else:
+                    w = tl.load(p_term, mask=in_k[:, None], other=0.0)
+                acc = tl.dot(x, w, acc)
         else:
-            in_k = step * BLOCK_K + o_k < K
-            x = tl.load(p_x + step * BLOCK_K, mask=in_m & in_k[None, :], other=0.0)
-            w = tl.load(p_w + step * BLOCK_K, mask=in_n & in_k[:, None], other=0.0)
+            in_w = in_n
+            if not EVEN:
+                in_w = in_n & in_k[:, None]
+            w = tl.load(p_w + step * BLOCK_K, mask=in_w, other=0.0)
+            acc = multiply(x, w, acc, TERMS)
         exact = x.to(tl.float32)
-        squares += tl.sum(exact * exact, 1)
-        acc = multiply(x, w, acc, TERMS)
+        squares += exact * exact
+    squares = tl.sum(squares, 1)
     store_sums(partials, i_split, o_m, num_tokens, acc, squares, OUTS, PAD)
 
 
@@ -110,7 +127,10 @@ def _multiply(
     STEPS: tl.constexpr,
     TERMS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
+    if WAITS:
+        gdc_wait()
     if OVERLAP:
         # The collapse may start, load streams and wait.
         gdc_launch_dependents()
@@ -137,24 +157,35 @@ def _multiply(
 
 
 def launch_product(
-    residual: Tensor, weight: Tensor, partials: Tensor, comb: int, plan: Plan, *, overlap: bool, early: bool
+    residual: Tensor,
+    gates_weight: Tensor,
+    terms: Tensor | None,
+    partials: Tensor,
+    plan: Plan,
+    *,
+    overlap: bool,
+    early: bool,
+    waits: bool,
 ) -> None:
-    """Write partials `[splits, N, columns]`. `comb`: how many of the weight's rows, the last ones, come first.
+    """Write partials `[splits, N, columns]`.
 
-    `overlap`: the next launch may begin while this one runs, and waits by itself. `early`: so may this one, beside a
-    launch that does not write its residual. Arguments are validated by the caller; there is a token.
+    gates_weight: `[rows, K]`, those of comb last unless it is a head's. `overlap`: the next launch may begin while this
+    one runs, and waits by itself. `early`: so may this one, and `waits` if the launch before it writes its residual.
+    Arguments are validated by the caller; there is a token.
     """
-    num_tokens = residual.shape[0]
+    num_tokens, streams, _ = residual.shape
+    rows, inputs = gates_weight.shape
+    is_prepared = terms is not None and residual.dtype == torch.bfloat16
     options: dict[str, Any] = {"launch_pdl": True} if early else {}
     _multiply[(cdiv(num_tokens, plan.block_m) * plan.splits,)](
         residual,
-        weight,
+        terms if is_prepared else gates_weight,
         partials,
         residual.stride(0),
         num_tokens,
-        K=weight.shape[1],
-        OUTS=weight.shape[0],
-        COMB=comb,
+        K=inputs,
+        OUTS=rows,
+        COMB=streams * streams if rows > streams else 0,
         PAD=partials.shape[2],
         SPLITS=plan.splits,
         BLOCK_M=plan.block_m,
@@ -162,6 +193,7 @@ def launch_product(
         STEPS=plan.steps,
         TERMS=plan.terms,
         OVERLAP=overlap,
+        WAITS=early and waits,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **options,

@@ -47,8 +47,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         for bucket in plan.BUCKETS
     )
     monkeypatch.setattr(plan, "BUCKETS", few)
-    fused = tuple((tokens, (*sizes[:2], sizes[2] // 32)) for tokens, sizes in plan.FUSED_BUCKETS)
-    monkeypatch.setattr(plan, "FUSED_BUCKETS", fused)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,6 @@ def test_mhc_matches_the_reference(path: InterpretedPath, shape: tuple[int, int,
 def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every batch be one of many tokens, in chunks of 12 kB."""
     monkeypatch.setattr(plan, "BUCKETS", (plan.Bucket(plan.ANY, (16, 32, 4, 2, 6), (32, 32), 12_000),))
-    monkeypatch.setattr(plan, "FUSED_BUCKETS", ())
 
 
 def test_many_tokens_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch, path: InterpretedPath) -> None:
