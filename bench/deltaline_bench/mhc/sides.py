@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltaline_bench.case import NotApplicable, Side, SideMaker
 from deltaline_bench.mhc.batch import EPS, FUSED, HEAD, MULTIPLIER, POST, PRE, REPEAT, Batch
-from deltaline_kernels import prepare_gates, compat, mhc_head, mhc_post, mhc_post_pre, mhc_pre
+from deltaline_kernels import Gates, compat, mhc_head, mhc_post, mhc_post_pre, mhc_pre, prepare_gates
 
 NAMES = {
     POST: ("residual",),
@@ -33,8 +33,27 @@ def ours(batch: Batch) -> dict[str, SideMaker]:
 def native(batch: Batch, *, fused: bool = True) -> Side:
     """Make our side; `fused`: in one operation what has one."""
     work = batch.shape.work
+    gates = _gates(batch) if work in (PRE, FUSED) else None
     x, residual, post, comb = batch.x, batch.residual, batch.post, batch.comb
-    gates = prepare_gates(
+
+    def call() -> Any:
+        if work == POST:
+            return (mhc_post(x, residual, post, comb),)
+        if work == HEAD:
+            return (mhc_head(residual, batch.weight, batch.scale, batch.base, EPS, EPS),)
+        assert gates is not None
+        if work == PRE:
+            return mhc_pre(residual, gates)
+        if fused:
+            return mhc_post_pre(x, residual, post, comb, gates, norm_weight=batch.norm, norm_eps=EPS)
+        mixed = mhc_post(x, residual, post, comb)
+        return mixed, *mhc_pre(mixed, gates, norm_weight=batch.norm, norm_eps=EPS)
+
+    return Side(call, lambda done: _named(NAMES[work], done), lambda: None)
+
+
+def _gates(batch: Batch) -> Gates:
+    return prepare_gates(
         batch.weight,
         batch.scale,
         batch.base,
@@ -44,20 +63,6 @@ def native(batch: Batch, *, fused: bool = True) -> Side:
         post_multiplier=MULTIPLIER,
         sinkhorn_repeat=REPEAT,
     )
-
-    def call() -> Any:
-        if work == POST:
-            return (mhc_post(x, residual, post, comb),)
-        if work == HEAD:
-            return (mhc_head(residual, batch.weight, batch.scale, batch.base, EPS, EPS),)
-        if work == PRE:
-            return mhc_pre(residual, gates)
-        if fused:
-            return mhc_post_pre(x, residual, post, comb, gates, norm_weight=batch.norm, norm_eps=EPS)
-        mixed = mhc_post(x, residual, post, comb)
-        return mixed, *mhc_pre(mixed, gates, norm_weight=batch.norm, norm_eps=EPS)
-
-    return Side(call, lambda done: _named(NAMES[work], done), lambda: None)
 
 
 def field_side(batch: Batch, post: Function, pre: Function) -> Side:

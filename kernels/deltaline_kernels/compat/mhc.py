@@ -71,16 +71,16 @@ def mhc_pre(
     ):
         _check(name, tensor, [shape], None, residual.device)
     check_positive("n_splits", n_splits)
-    # Not prepared: that would cost each call more than it saves it.
-    gates = Gates(
-        fn.contiguous(),
-        hc_scale.contiguous(),
-        hc_base.contiguous(),
+    gates = prepare_gates(
+        fn,
+        hc_scale,
+        hc_base,
         rms_eps=rms_eps,
         pre_eps=hc_pre_eps,
         sinkhorn_eps=hc_sinkhorn_eps,
         post_multiplier=hc_post_mult_value,
         sinkhorn_repeat=sinkhorn_repeat,
+        has_terms=False,
     )
     y, post, comb = mhc.mhc_pre(residual.reshape(-1, streams, hidden).contiguous(), gates)
     return post.view(*leading, streams, 1), comb.view(*leading, streams, streams), y.view(*leading, hidden)

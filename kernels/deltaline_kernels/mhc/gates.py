@@ -86,11 +86,12 @@ def prepare_gates(
     sinkhorn_eps: float = 1e-6,
     post_multiplier: float = 2.0,
     sinkhorn_repeat: int = 20,
+    has_terms: bool = True,
 ) -> Gates:
     """Return the Gates of a checkpoint's parameters, which may be fp32, bf16 or fp16: they are cast to fp32 here.
 
-    The weight is split into terms, too: do this once, and again when it changes. Arguments and errors are those of
-    Gates.
+    has_terms: whether the weight is split into terms, too, which takes longer than they save in one call; they don't
+    follow when the weight changes. Other arguments and errors are those of Gates.
     """
     parameters = {"weight": weight, "scale": scale, "base": base}
     for name, tensor in parameters.items():
@@ -107,7 +108,7 @@ def prepare_gates(
         post_multiplier=post_multiplier,
         sinkhorn_repeat=sinkhorn_repeat,
     )
-    return replace(gates, terms=split_weight(gates.weight, gates.num_streams**2))
+    return replace(gates, terms=split_weight(gates.weight, gates.num_streams**2)) if has_terms else gates
 
 
 def split_weight(weight: Tensor, num_comb: int) -> Tensor:

@@ -91,13 +91,17 @@ def multiply_streams(
             in_x = in_m & in_k[None, :]
         x = tl.load(p_x + step * BLOCK_K, mask=in_x, other=0.0)
         if PREPARED:
+            # Sums of their own: products into `acc` would still run when the next step begins, and Triton 3.6 does not
+            # see that they read x when it has x's memory overwritten, as x is also read for its squares.
+            own = tl.zeros((BLOCK_M, PAD), tl.float32)
             for i in tl.static_range(TERMS):
                 p_term = p_w + i * PAD * K + step * BLOCK_K
                 if EVEN:
                     w = tl.load(p_term)
                 else:
                     w = tl.load(p_term, mask=in_k[:, None], other=0.0)
-                acc = tl.dot(x, w, acc)
+                own = tl.dot(x, w, own)
+            acc += own
         else:
             in_w = in_n
             if not EVEN:

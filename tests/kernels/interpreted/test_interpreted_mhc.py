@@ -62,15 +62,15 @@ def test_mhc_matches_the_reference(path: InterpretedPath, shape: tuple[int, int,
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every batch be one of many tokens, in chunks of 12 kB."""
-    monkeypatch.setattr(plan, "BUCKETS", (plan.Bucket(plan.ANY, (16, 32, 4, 2, 6), (32, 32), 12_000),))
+    """Let every batch be one of many tokens, in chunks of 32."""
+    monkeypatch.setattr(plan, "BUCKETS", (plan.Bucket(plan.ANY, (16, 32, 4, 2, 6), (32, 32), chunk=32),))
 
 
 def test_many_tokens_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch, path: InterpretedPath) -> None:
     in_chunks(monkeypatch)
     given = make_streams(75, 4, 40, path)
     made = plan.plan_pre(75, 4, 40, path.dtype, norm=False)
-    assert 16 <= made.chunk <= 32 and made.splits > 1 and made.block_h == 32
+    assert made.chunk == 32 and made.splits > 1 and made.block_h == 32
     got = run_pre(path, given)
     check_pre(got, given)
     check_post_pre(run_post_pre(path, given, given.norm), given, given.norm)
