@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ class Gates:
             softmax and to every sum that divides.
         post_multiplier: what post's sigmoid is multiplied by.
         sinkhorn_repeat: normalisations of columns, at least 1; before each but the first one of rows.
-        terms: None, or `[3, columns, S*H]` bf16 as `prepare_gates` makes it, whose sum over the first axis is the
-            weight, its rows in the order of a product's columns. What the products of bf16 streams read instead.
+        terms: no argument: None, or what `prepare_gates` makes of the weight, `[3, columns, S*H]` bf16, whose sum over
+            the first axis is the weight, its rows in the order of a product's columns. Products of bf16 streams read it.
 
     Contents are read on the device by each launch.
 
@@ -47,7 +47,7 @@ class Gates:
     sinkhorn_eps: float = 1e-6
     post_multiplier: float = 2.0
     sinkhorn_repeat: int = 20
-    terms: Tensor | None = None
+    terms: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.weight, Tensor):
@@ -60,8 +60,6 @@ class Gates:
             raise ValueError(f"weight: expected columns for {streams} streams, got shape {list(self.weight.shape)}")
         check_tensor("scale", self.scale, (3,), fp32, device)
         check_tensor("base", self.base, (rows,), fp32, device)
-        if self.terms is not None:
-            check_tensor("terms", self.terms, (NUM_TERMS, count_columns(rows), columns), (torch.bfloat16,), device)
         for name in ("rms_eps", "pre_eps", "sinkhorn_eps"):
             check_eps(name, getattr(self, name))
         check_number("post_multiplier", self.post_multiplier)
@@ -108,7 +106,10 @@ def prepare_gates(
         post_multiplier=post_multiplier,
         sinkhorn_repeat=sinkhorn_repeat,
     )
-    return replace(gates, terms=split_weight(gates.weight, gates.num_streams**2)) if has_terms else gates
+    if has_terms:
+        # Not in the constructor, nor kept by `replace`: they belong to this weight.
+        object.__setattr__(gates, "terms", split_weight(gates.weight, gates.num_streams**2))
+    return gates
 
 
 def split_weight(weight: Tensor, num_comb: int) -> Tensor:
