@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 from deltaline_server.config import Config
 from deltaline_server.hyper_connection import CONNECTIONS
 from deltaline_server.keys import ModelError
@@ -136,7 +137,7 @@ def _layer_size(
     """The sizes of the layers of one kind, which are alike."""
     shape, dtype = plan.loader.shapes[layers[0]], plan.layout.placement.dtype
     weight_bytes = sum(
-        math.prod(size) * _weight_dtype(name, size, dtype).itemsize
+        math.prod(size) * _weight_dtype(name, size, dtype).itemsize + _term_bytes(name, size)
         for name, size in expected_tensors(plan.config, kind, scope).items()
     )
     if isinstance(shape, AttentionShape):
@@ -149,3 +150,9 @@ def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.d
     added to products in the model's dtype (layer_reader.py, hyper_connection.py)."""
     is_gate = any(connection in name for connection in CONNECTIONS)
     return torch.float32 if is_gate or (len(size) == 1 and not name.endswith(".bias")) else dtype
+
+
+def _term_bytes(name: str, size: Sequence[int]) -> int:
+    """What is kept of a tensor beside it: of the products of streams the weight's bf16 terms."""
+    is_product = any(f"{connection}fn" in name for connection in CONNECTIONS)
+    return NUM_TERMS * count_columns(size[0]) * size[1] * torch.bfloat16.itemsize if is_product else 0

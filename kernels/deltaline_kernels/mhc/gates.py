@@ -31,7 +31,7 @@ class Gates:
         post_multiplier: what post's sigmoid is multiplied by.
         sinkhorn_repeat: normalisations of columns, at least 1; before each but the first one of rows.
         terms: no argument: None, or what `prepare_gates` makes of the weight, `[3, columns, S*H]` bf16, whose sum over
-            the first axis is the weight, its rows in the order of a product's columns. Products of bf16 streams read it.
+            the first axis is the weight, its rows in the order of a product's columns. bf16 streams meet it.
 
     Contents are read on the device by each launch.
 
