@@ -284,8 +284,9 @@ def print_table(reports: dict[str, Report]) -> None:
         print("".join(f"{mean_s * 1e3:13.3f}" for mean_s in means_s))
 
 
-def check_servers(addresses: Sequence[str], num_layers: int) -> None:
-    """Raise SystemExit, with what to do, when no server answers; ValueError unless they hold all layers, in order."""
+def check_servers(addresses: Sequence[str], num_layers: int, streams: int) -> None:
+    """Raise SystemExit, with what to do, when no server answers; ValueError unless they hold all layers, in order, of a
+    model with as many residual streams."""
     layers: list[int] = []
     for address in addresses:
         try:
@@ -296,7 +297,12 @@ def check_servers(addresses: Sequence[str], num_layers: int) -> None:
             raise SystemExit(why) from error
         if len(info.spans) != 1 or info.scope != "block":
             raise ValueError(f"{address}: expected a server of one span of whole layers, got {len(info.spans)} spans")
-        layers += range(info.spans[0].first, info.spans[0].first + info.spans[0].count)
+        span = info.spans[0]
+        if served := {span.input_streams, span.output_streams} - {0, streams}:
+            raise ValueError(
+                f"{address}: serves {max(served)} residual streams, the checkpoint has {streams or 'none'}"
+            )
+        layers += range(span.first, span.first + span.count)
     if layers != list(range(num_layers)):
         raise ValueError(f"the servers hold layers {layers}, in this order; expected 0 to {num_layers - 1}")
 
@@ -335,7 +341,7 @@ def run() -> int:
     prompts = [Prompt(tokens, options.max_new_tokens) for tokens in given]
     prompts = prompts or random_prompts(len(ends.embedding), options.prompts, options.max_new_tokens, options.seed)
     addresses = options.server or ["127.0.0.1:50051"]
-    check_servers(addresses, ends.num_layers)
+    check_servers(addresses, ends.num_layers, ends.streams)
     runs = {"plain": 0} | ({"speculative": options.drafts} if options.drafts else {})
     with ExitStack() as stack:
         clients = [stack.enter_context(Client(address)) for address in addresses]

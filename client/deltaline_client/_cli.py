@@ -169,7 +169,9 @@ def show_load(address: str) -> int:
         ("kept replies", readable_bytes(load.reply_bytes), readable_bytes(load.reply_bytes_limit)),
     ]
     print(table(rows, align="<>>"))
-    print(f"{load.sequences_open} sequences open{', draining' if load.draining else ''}")
+    print(
+        f"{load.sequences_open} {plural(load.sequences_open, 'sequence')} open{', draining' if load.draining else ''}"
+    )
     return 0
 
 

@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def health(options: argparse.Namespace) -> int:
     """Ask once and print the answer: 0 if the server serves, else 1."""
-    answer = ask(options.address, "" if options.liveness else SERVICE, options.timeout)
-    print(f"{options.address}: {answer}")
+    answer = ask(options.server, "" if options.liveness else SERVICE, options.timeout)
+    print(f"{options.server}: {answer}")
     return int(answer != "SERVING")
 
 
@@ -65,7 +65,7 @@ def ask(address: str, service: str, timeout_s: float) -> str:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     text = "host:port, or unix:/path [this machine's port DELTALINE_PORT, else 50051: %(default)s]"
-    parser.add_argument("--address", default=_local_address(), help=text)
+    parser.add_argument("server", nargs="?", default=_local_address(), help=text)
     parser.add_argument("--liveness", action="store_true", help="ask whether it is alive, not whether it is ready")
     text = "seconds to wait for the answer [%(default)s]"
     parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help=text)

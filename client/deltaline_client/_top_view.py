@@ -110,10 +110,10 @@ def _work(rates: Rates) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     batches = rates.grown("deltaline_batch_rows_count")
-    mean_rows = rates.grown("deltaline_batch_rows_sum") / batches if batches else 0.0
+    of_rows = f" of {rates.grown('deltaline_batch_rows_sum') / batches:.1f} rows" if batches else ""
     drafts = rates.grown("deltaline_drafts_total")
     table.add_row("device busy", f"{min(1.0, rates.rate('deltaline_device_busy_seconds_total')):.0%}")
-    table.add_row("batches", f"{batches / rates.seconds:,.0f}/s of {mean_rows:.1f} rows")
+    table.add_row("batches", f"{batches / rates.seconds:,.0f}/s{of_rows}")
     table.add_row("tokens", f"{rates.rate('deltaline_batch_tokens_sum'):,.0f}/s")
     for outcome in ("executed", "replayed", "joined"):
         table.add_row(f"rows {outcome}", f"{rates.rate('deltaline_steps_total', outcome=outcome):,.0f}/s")

@@ -116,7 +116,9 @@ def size(config: Config, context: int | None) -> Sizes:
             kinds.setdefault(kind, []).append(layer)
         most = 0 if planned.kv is None else planned.kv.max_context
         if context is not None and not 1 <= context <= (most or context):
-            raise ValueError(f"--context: expected 1 .. {most} tokens, got {context}")
+            raise ValueError(
+                f"--context: expected 1 .. {most} tokens, most of a sequence (--max-context), got {context}"
+            )
         sizes = [_layer_size(plan, options.scope, kind, layers, state) for kind, layers in kinds.items()]
         return Sizes(plan, state, sizes, planned, adapter_bytes, most if context is None else context, fits)
 

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deltaline_client import StepTiming
+from deltaline_client import LayerSpan, StepTiming
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "generate.py"
@@ -110,19 +110,20 @@ def test_a_comparison_is_announced_before_it_begins(
 
 
 @pytest.mark.parametrize(
-    ("spans", "message"),
+    ("spans", "streams", "message"),
     [
-        ([[(0, 2)]], r"the servers hold layers \[0, 1\], in this order; expected 0 to 3"),
-        ([[(2, 2)], [(0, 2)]], r"the servers hold layers \[2, 3, 0, 1\], in this order; expected 0 to 3"),
-        ([[(0, 2), (2, 2)]], "a: expected a server of one span of whole layers, got 2 spans"),
+        ([[(0, 2)]], 0, r"the servers hold layers \[0, 1\], in this order; expected 0 to 3"),
+        ([[(2, 2)], [(0, 2)]], 0, r"the servers hold layers \[2, 3, 0, 1\], in this order; expected 0 to 3"),
+        ([[(0, 2), (2, 2)]], 0, "a: expected a server of one span of whole layers, got 2 spans"),
+        ([[(0, 4)]], 4, "a: serves 4 residual streams, the checkpoint has none"),
     ],
-    ids=["missing", "order", "spans"],
+    ids=["missing", "order", "spans", "streams"],
 )
-def test_servers_that_do_not_hold_all_layers_in_order_are_told(
-    example: Any, monkeypatch: pytest.MonkeyPatch, spans: list[list[tuple[int, int]]], message: str
+def test_servers_that_do_not_hold_the_model_are_told(
+    example: Any, monkeypatch: pytest.MonkeyPatch, spans: list[list[tuple[int, int]]], streams: int, message: str
 ) -> None:
     infos = iter(
-        SimpleNamespace(scope="block", spans=[SimpleNamespace(first=first, count=count) for first, count in own])
+        SimpleNamespace(scope="block", spans=[LayerSpan(first, count, streams, streams) for first, count in own])
         for own in spans
     )
 
@@ -136,7 +137,7 @@ def test_servers_that_do_not_hold_all_layers_in_order_are_told(
 
     monkeypatch.setattr(example, "Client", FakeClient)
     with pytest.raises(ValueError, match=message):
-        example.check_servers(["a", "b"][: len(spans)], 4)
+        example.check_servers(["a", "b"][: len(spans)], 4, 0)
 
 
 @pytest.mark.parametrize("flags", [[], ["--mamba2"]], ids=["hybrid", "mamba2"])

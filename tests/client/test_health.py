@@ -48,17 +48,17 @@ def test_status_is_one_line_and_an_exit_code(
     servicer.set(service, Status.ServingStatus.Value(status))
     flags = [] if service else ["--liveness"]
     for run in (_cli_health.main, lambda arguments: _cli.main(["health", *arguments])):
-        assert run(["--address", address, *flags]) == int(status != "SERVING")
+        assert run([address, *flags]) == int(status != "SERVING")
         assert capsys.readouterr().out == f"{address}: {status}\n"
 
 
 def test_a_service_that_the_server_has_not_is_an_error(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli_health.main(["--address", address]) == 1
+    assert _cli_health.main([address]) == 1
     assert capsys.readouterr().out.startswith(f"{address}: NOT_FOUND")
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli_health.main(["--address", "127.0.0.1:1", "--timeout", "2"]) == 1
+    assert _cli_health.main(["127.0.0.1:1", "--timeout", "2"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 and lines[0].startswith("127.0.0.1:1: UNAVAILABLE: ")
 
@@ -72,7 +72,7 @@ def test_a_server_that_does_not_answer_is_given_up(
     health_pb2_grpc.add_HealthServicer_to_server(servicer, again)
     port = again.add_insecure_port("127.0.0.1:0")
     again.start()
-    assert _cli_health.main(["--address", f"127.0.0.1:{port}", "--timeout", "0.3"]) == 1
+    assert _cli_health.main([f"127.0.0.1:{port}", "--timeout", "0.3"]) == 1
     assert f":{port}: DEADLINE_EXCEEDED" in capsys.readouterr().out
     released.set()
     again.stop(None).wait()
@@ -97,7 +97,7 @@ def test_the_command_imports_grpc_and_little_else(address: str, servicer: health
     program = "\n".join(
         [
             "import sys",
-            f"sys.argv = ['deltaline', 'health', '--address', {address!r}]",
+            f"sys.argv = ['deltaline', 'health', {address!r}]",
             "from deltaline_client.__main__ import main",
             "assert main() == 0",
             "heavy = {'numpy', 'ml_dtypes', 'google', 'deltaline', 'torch'} & set(sys.modules)",

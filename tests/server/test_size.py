@@ -166,7 +166,7 @@ def test_a_checkpoint_is_sized_by_its_names_alone(tmp_path: Path, monkeypatch: p
 def test_wrong_options_are_refused_as_the_server_does(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="--layers"):
         size(config_of(tmp_path, HYBRID, layers="0:9"), None)
-    with pytest.raises(ValueError, match=r"--context: expected 1 \.\. 1000 tokens, got 1001"):
+    with pytest.raises(ValueError, match=r"--context: expected 1 \.\. 1000 tokens, .*\(--max-context\), got 1001"):
         size(config_of(tmp_path, HYBRID), 1001)
 
 
