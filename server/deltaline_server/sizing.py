@@ -55,8 +55,7 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the served layers' weights, of the table of rotations that attention layers share, and of the head of
-        streams where a span has it."""
+        """Bytes of the served layers' weights, of the head of streams, and of attention layers' table of rotations."""
         rotations = (
             shape.max_positions * shape.rotary_dim * torch.float32.itemsize
             for shape in self.plan.loader.shapes.values()
