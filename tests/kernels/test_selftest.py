@@ -43,6 +43,8 @@ def test_selftest_passes(path: Path) -> None:
     ids=["odd", "large", "bf16-state"],
 )
 def test_selftest_takes_the_sizes_of_a_model(path: Path, sizes: dict[str, Any]) -> None:
+    if path.device == "cpu" and sizes.get("max_draft") == 8:
+        pytest.skip("large sizes are for compiled kernels: on a CPU they take a minute and are no other code")
     assert [check for check in run_selftest(path.device, path.dtype, **sizes) if not check.ok] == []
 
 

@@ -51,7 +51,7 @@ def test_flex_matches_flex_attention(path: InterpretedPath, sizes: dict[str, int
     checks.test_flex_matches_flex_attention(path, sizes)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut keys in splits of 64, so that those of tests, and lists of blocks, have several."""
     from deltaline_kernels.attention import plan
@@ -64,7 +64,9 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("block", "mask"), [((64, 32), checks.in_window), ((32, 64), checks.by_head)], ids=["window", "heads"]
 )
-def test_flex_takes_a_block_mask(path: InterpretedPath, block: Any, mask: Callable[..., Tensor]) -> None:
+def test_flex_takes_a_block_mask(
+    path: InterpretedPath, small_splits: None, block: Any, mask: Callable[..., Tensor]
+) -> None:
     checks.test_flex_takes_a_block_mask(path, block, mask)
 
 
