@@ -86,7 +86,7 @@ class Ends:
         if self.streams:
             fn, scale, base = (find(tensors, (f"hc_head.hc_{name}",), directory) for name in ("fn", "scale", "base"))
             self.join = fn, scale, base
-            self.join_epsilon: float = config["hc_eps"]
+            self.join_epsilon: float = config.get("hc_eps", 1e-6)
         eos = config.get("eos_token_id")
         self.end_tokens = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
 

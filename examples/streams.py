@@ -46,7 +46,8 @@ def load_streams(model: Any, directory: Path) -> None:
     count = getattr(config, "hc_mult", None)
     if count is None:
         return
-    add_streams(model, count, sinkhorn_iters=config.hc_sinkhorn_iters, eps=config.hc_eps)
+    named = {"sinkhorn_iters": "hc_sinkhorn_iters", "eps": "hc_eps"}
+    add_streams(model, count, **{name: getattr(config, key) for name, key in named.items() if hasattr(config, key)})
     held: dict[str, Tensor] = {}
     for path in directory.glob("*.safetensors"):
         held |= {name: tensor for name, tensor in load_file(path).items() if any(mark in name for mark in MARKS)}

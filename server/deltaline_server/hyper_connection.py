@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from deltaline_kernels import Gates, LoraWeights, mhc_head, prepare_gates
@@ -70,9 +71,9 @@ class HyperBlocks:
         """Load a block around its mixer."""
         branches = self.blocks.block(reader, mixer, adapters).branches
         pairs = zip(branches, CONNECTIONS[: len(branches)], strict=True)
-        return HyperBlock(tuple(Connection(branch, self._gates(reader, prefix)) for branch, prefix in pairs))
+        return HyperBlock(tuple(Connection(branch, self._gates(reader, prefix, branch)) for branch, prefix in pairs))
 
-    def _gates(self, reader: LayerReader, prefix: str) -> Gates:
+    def _gates(self, reader: LayerReader, prefix: str, branch: Residual) -> Gates:
         streams = self.streams
         return prepare_gates(
             reader.vector(prefix + "fn"),
@@ -83,6 +84,8 @@ class HyperBlocks:
             sinkhorn_eps=streams.eps,
             post_multiplier=POST_MULTIPLIER,
             sinkhorn_repeat=streams.sinkhorn_iters,
+            # They are twice as large as the weight, and no other streams meet them.
+            has_terms=branch.dtype == torch.bfloat16 and not branch.in_fp32,
         )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 from deltaline_server.config import Config
+from deltaline_server.family import head_family
 from deltaline_server.hyper_connection import CONNECTIONS
 from deltaline_server.keys import ModelError
 from deltaline_server.mixer_shape import AttentionShape, MixerShape
@@ -54,13 +55,14 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the served layers' weights, and of the table of rotations that attention layers share."""
+        """Bytes of the served layers' weights, of the head of streams, and of attention layers' table of rotations."""
         rotations = (
             shape.max_positions * shape.rotary_dim * torch.float32.itemsize
             for shape in self.plan.loader.shapes.values()
             if isinstance(shape, AttentionShape)
         )
-        return sum(len(size.layers) * size.weight_bytes for size in self.layers) + next(rotations, 0)
+        layers = sum(len(size.layers) * size.weight_bytes for size in self.layers)
+        return layers + next(rotations, 0) + _head_bytes(self.plan)
 
     @property
     def pages_per_sequence(self) -> int:
@@ -138,8 +140,9 @@ def _layer_size(
 ) -> LayerSize:
     """The sizes of the layers of one kind, which are alike."""
     shape, dtype = plan.loader.shapes[layers[0]], plan.layout.placement.dtype
+    has_terms = dtype == torch.bfloat16 and not plan.config.residual_in_fp32
     weight_bytes = sum(
-        math.prod(size) * _weight_dtype(name, size, dtype).itemsize + _term_bytes(name, size)
+        math.prod(size) * _weight_dtype(name, size, dtype).itemsize + (_term_bytes(name, size) if has_terms else 0)
         for name, size in expected_tensors(plan.config, kind, scope).items()
     )
     if isinstance(shape, AttentionShape):
@@ -154,7 +157,14 @@ def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.d
     return torch.float32 if is_gate or (len(size) == 1 and not name.endswith(".bias")) else dtype
 
 
+def _head_bytes(plan: ModelPlan) -> int:
+    """What is kept of the head that joins the streams: each span with no streams behind it has one."""
+    count = sum(plan.streams > 0 and not ends.output_streams for ends in plan.ends)
+    sizes = head_family(plan.config).tensors.values() if count else ()
+    return count * sum(map(math.prod, sizes)) * torch.float32.itemsize
+
+
 def _term_bytes(name: str, size: Sequence[int]) -> int:
-    """What is kept of a tensor beside it: of the products of streams the weight's bf16 terms."""
+    """What is kept of a tensor beside it: of the products of bf16 streams the weight's bf16 terms."""
     is_product = any(f"{connection}fn" in name for connection in CONNECTIONS)
     return NUM_TERMS * count_columns(size[0]) * size[1] * torch.bfloat16.itemsize if is_product else 0

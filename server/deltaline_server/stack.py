@@ -1,7 +1,7 @@
 """Stacks: what a span computes, its layers one after the other.
 
 Without streams a layer adds to what it is given. With streams the end of a branch and the beginning of the next one,
-in the same layer or in the next, are one kernel, so that the streams are read and written once in between.
+in the same layer or in the next, are one call of the kernels, norm included, whose launches overlap.
 """
 
 from __future__ import annotations

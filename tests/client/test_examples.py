@@ -80,6 +80,26 @@ def test_the_ends_of_a_mamba2_checkpoint_have_either_name(
     assert (ends.epsilon, ends.end_tokens) == (0.5, {2})
 
 
+def test_the_join_of_streams_needs_no_key_that_the_server_does_not_need(example: Any, tmp_path: Path) -> None:
+    """A config may leave out `hc_eps`; a weight of 0 and a base of 0 join two streams by halves."""
+    from safetensors.numpy import save_file
+
+    config = {"model_type": "qwen3_5_text", "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "hc_mult": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        "model.embed_tokens.weight": np.eye(4, dtype=np.float32),
+        "model.norm.weight": np.zeros(4, np.float32),
+        "model.hc_head.hc_fn": np.zeros((2, 8), np.float32),
+        "model.hc_head.hc_scale": np.ones(1, np.float32),
+        "model.hc_head.hc_base": np.zeros(2, np.float32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    ends = example.Ends(tmp_path)
+    assert ends.join_epsilon == 1e-6
+    assert ends.embed([3], 2).shape == (1, 2, 4)
+    assert ends.greedy(np.array([[[0, 3, 0, 0], [0, 0, 4, 0]]], np.float32)) == [2]
+
+
 def test_heads_of_the_table_stand_apart(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     report = example.Report(tokens=[[1, 2]], ended_at=[1], steps=1, total_s=1.0, timings=[StepTiming()])
     example.print_table({"plain": report})

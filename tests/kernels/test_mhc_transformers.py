@@ -32,9 +32,19 @@ def modules(streams: int, hidden: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_mhc_is_that_of_transformers(device: str, streams: int, hidden: int) -> None:
     connection, head = modules(streams, hidden)
+    for num_tokens in (0, 1, 7, 64, 4096):
+        # transformers' modules run on the CPU: of many tokens only what is few bytes.
+        if num_tokens <= 64 or hidden == 200:
+            check(device, connection, head, num_tokens)
+
+
+def check(device: str, connection: Any, head: Any, num_tokens: int) -> None:
+    """Compare all operations for so many tokens."""
+    streams = connection.hc_mult
+    hidden = connection.fn.shape[1] // streams
     generator = torch.Generator().manual_seed(3)
-    residual = torch.randn(1, 5, streams, hidden, generator=generator)
-    x = torch.randn(5, hidden, generator=generator)
+    residual = torch.randn(1, num_tokens, streams, hidden, generator=generator)
+    x = torch.randn(num_tokens, hidden, generator=generator)
     with torch.no_grad():
         post, comb, y = connection(residual)
         last = head(residual)

@@ -20,7 +20,7 @@ from deltaline_server.config import Config
 from deltaline_server.engine import Engine
 from deltaline_server.keys import ModelError
 from deltaline_server.metrics import Metrics
-from deltaline_server.model import Model, open_plan
+from deltaline_server.model import Model, load_model, open_plan
 from deltaline_server.model_config import Scope
 from deltaline_server.runtime import Runtime, model_options
 from deltaline_server.sizing import size
@@ -66,7 +66,7 @@ MODELS = {
     "streams": HYBRID | {"hc_mult": 4},
 }
 # Modules whose objects hold weights.
-OWN = ("deltaline_server", "deltaline_kernels.mhc")
+OWN = "deltaline_server", "deltaline_kernels.mhc"
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"dtype": "bfloat16", "state_dtype": "bfloat16", "max_sequences": 5, "max_draft_tokens": 3},
@@ -95,9 +95,7 @@ def tensors_of(model: Model) -> Iterator[torch.Tensor]:
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
             yield thing
-        elif isinstance(thing, dict | tuple | list) or type(thing).__module__.startswith(
-            ("deltaline_server", "deltaline_kernels.mhc")
-        ):
+        elif isinstance(thing, dict | tuple | list) or type(thing).__module__.startswith(OWN):
             left += gc.get_referents(thing)
 
 
@@ -129,6 +127,19 @@ def test_calculated_is_what_the_server_allocates(name: str, options: dict[str, A
     assert pages == (info.kv_pages, info.kv_page_tokens, info.kv_page_bytes, info.max_context)
     assert sizes.adapter_bytes == (0 if model.adapters is None else model.adapters.total_bytes)
     assert sizes.weight_bytes == sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors_of(model))
+
+
+@pytest.mark.parametrize("name", ["streams", "mamba2-streams"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("ends", ["expand", "head", "both"])
+def test_weights_of_streams_are_what_the_server_loads(name: str, dtype: str, ends: str, tmp_path: Path) -> None:
+    """A head where a span has it, and terms where streams are bf16, as those of this Mamba2 model never are."""
+    given = MAMBA2 | {"hc_mult": 2} if name == "mamba2-streams" else MODELS[name]
+    spans = f"0:1,1:{given['num_hidden_layers']}"
+    config = config_of(tmp_path, given, dtype=dtype, stream_ends=ends, spans=spans)
+    held = list(tensors_of(load_model(model_options(config))))
+    assert size(config, None).weight_bytes == sum(tensor.nbytes for tensor in held)
+    assert any(t.ndim == 3 and t.dtype == torch.bfloat16 for t in held) == (name == "streams" and dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -247,7 +247,7 @@ def test_streams_have_the_dtype_that_the_config_asks_for_residuals(
     assert_close(ours, oracle.run(range(3), hidden, 0, oracle.cache()), tolerance=2e-2)
 
 
-def test_between_two_branches_there_is_one_kernel(
+def test_between_two_branches_there_is_one_call(
     make_oracle: MakeOracle, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also from a layer to the next: three layers of two branches have five places between them."""

@@ -52,7 +52,7 @@ def mhc_pre(
         gates: for S streams of H channels.
         norm_weight: `[H]` fp32: the input is RMS-normalised and multiplied by it (1 + w where a checkpoint's norm says
             so). None: it is not. norm_eps: added to its mean square.
-        out: `[N, H]` in residual.dtype, contiguous, for the input. Mutated. None: a new tensor.
+        out: `[N, H]` in residual.dtype, contiguous, for the input, apart from `residual`. Mutated. None: a new tensor.
 
     Returns:
         The input `[N, H]` in residual.dtype, rounded once; post `[N, S]` and comb `[N, S, S]` fp32. A token's bits

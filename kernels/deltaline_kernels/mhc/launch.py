@@ -1,6 +1,6 @@
 """Order of the kernels of hyper-connections on a GPU: products of the streams, then gates and weighted sums.
 
-Of many tokens some are multiplied and collapsed at a time: so the second reading of their streams is one of the L2.
+Of many tokens some are multiplied and collapsed at a time, which bounds the memory of the sums.
 Launches overlap: one may begin when every program of the one before it has begun, and waits for that one where it
 needs it. A product waits at its end for the collapse before it, whose partials are not its own; so a collapse, which
 begins by waiting for its product, knows that the collapse before that is complete, and of two buffers for partials the

@@ -627,8 +627,8 @@ class StepRequest(_message.Message):
     def hidden(self) -> _tensor_pb2.Tensor:
         """Packed hidden states `[T, hidden]` in the server's dtype; `[T, streams, hidden]` on a span with LayerSpan.input_streams.
         Another shape: INVALID_ARGUMENT, reason INVALID_TENSOR. A row with a value that is not finite: row status
-        INVALID_ARGUMENT, reason NON_FINITE_INPUT. On a span whose outputs are wider than its inputs, outputs of the request
-        that go inline have at most GetServerInfoResponse.inline_limit_bytes too, else RESOURCE_EXHAUSTED, reason
+        INVALID_ARGUMENT, reason NON_FINITE_INPUT. On a span whose outputs are wider than its inputs, where both go inline,
+        the outputs have at most GetServerInfoResponse.inline_limit_bytes too, else RESOURCE_EXHAUSTED, reason
         MESSAGE_TOO_LARGE.
         """
 
