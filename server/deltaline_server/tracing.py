@@ -152,7 +152,7 @@ class Tracing:
         link = [Link(batch.get_span_context())]
         for key, piece in steps.items():
             parent = trace.set_span_in_context(_span_of(piece), Context())
-            if not piece.cursor:
+            if timing.began_s - piece.job.arrival_s == piece.job.timing.queue_s:  # its first batch (batch.py)
                 arrival_ns = offset_ns + round(piece.job.arrival_s * 1e9)
                 self._calls.start_span("queue", parent, start_time=arrival_ns).end(times_ns[0])
             tokens = sum(int(other.lengths.sum()) for other in traced if id(other.job) == key)

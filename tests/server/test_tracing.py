@@ -173,6 +173,20 @@ async def test_a_step_of_several_batches_links_to_each(server: Server, channel: 
     assert [links(stage) for stage in computes] == [{id_of(batch)} for batch in named(found, "batch")]
 
 
+async def test_a_step_waits_once_though_its_rows_begin_in_several_batches(
+    server: Server, channel: Any, spans: Spans
+) -> None:
+    stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=3))
+    response = await stub.Step(prefill(opened, tokens=48))
+    found = await spans.all(batches=3)
+    [step] = named(found, STEP)
+    stages = children(found, step)
+    assert [stage.name for stage in stages] == [*STAGES, *STAGES[1:], *STAGES[1:]]
+    computed = sum((stage.end_time or 0) - (stage.start_time or 0) for stage in named(stages, "compute")) * 1e-9
+    assert response.timing.compute_ns * 1e-9 == pytest.approx(computed, abs=1e-5), "once a batch, not once a row"
+
+
 def root(name: str) -> Any:
     """A span of the caller's own, as the current one within a block."""
     return TracerProvider(shutdown_on_exit=False).get_tracer("test").start_as_current_span(name)
