@@ -151,8 +151,11 @@ def test_the_autoscaler_scales_on_what_the_adapter_offers(rendered: Manifests) -
         for rule in adapter["rules"]
     ]
     assert [metrics_of(query) for query in filled] == [{"deltaline_lines_used", "deltaline_lines_total"}]
+    assert all(query.count('{pod=~"a|b"}') == len(metrics_of(query)) for query in filled), "of the pods asked for alone"
     target = rendered["StatefulSet", spec["scaleTargetRef"]["name"]]
     assert spec["scaleTargetRef"]["kind"] == target["kind"] and spec["minReplicas"] > 1
+    budget = rendered["PodDisruptionBudget", "deltaline"]["spec"]
+    assert budget["maxUnavailable"] == 1, "a node that is emptied takes one pod's sequences at a time"
     assert "replicas" not in target["spec"], "applying the manifests again would end the pods that the autoscaler added"
     assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] >= Config.default_lease_ms / 1000
 
