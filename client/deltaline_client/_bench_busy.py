@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from http.client import HTTPException
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -14,14 +15,27 @@ BUSY = "deltaline_device_busy_seconds_total"
 
 _COMPUTE = re.compile(r'deltaline_stage_seconds_sum\{(?=.*stage="compute").*kind="(\w+)".*\}')
 _TIMEOUT_S = 5.0
+# A server's page is some 100 KiB; what has no end is not one.
+_MOST_BYTES = 16 << 20
 
 
 def read_metrics(url: str) -> dict[str, float]:
-    """Return the samples of a Prometheus page by name with labels. Raises OSError, ValueError."""
+    """Return the samples of a Prometheus page by name with labels. Raises OSError, also where the other side does not
+    speak HTTP, as a gRPC port; ValueError."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--metrics-url: expected http://HOST:PORT/metrics, got {url!r}")
-    with urlopen(url, timeout=_TIMEOUT_S) as answer:
-        text = str(answer.read(), encoding="utf-8")
+    try:
+        with urlopen(url, timeout=_TIMEOUT_S) as answer:
+            page, end_s = bytearray(), time.monotonic() + _TIMEOUT_S
+            while piece := answer.read1(_MOST_BYTES):
+                page += piece
+                if len(page) > _MOST_BYTES or time.monotonic() > end_s:
+                    raise ValueError(f"expected a page of metrics, got {len(page)} bytes and no end of them")
+            if answer.length:
+                raise OSError(f"the page ended {answer.length} bytes too early")
+    except HTTPException as error:
+        raise OSError(f"no answer in HTTP: {error!r}") from error
+    text = str(page, encoding="utf-8")
     pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
 

@@ -43,13 +43,15 @@ def main(arguments: Sequence[str]) -> int:
 def health(options: argparse.Namespace) -> int:
     """Ask once and print the answer: 0 if the server serves, else 1."""
     answer = ask(options.server, "" if options.liveness else SERVICE, options.timeout)
-    print(f"{options.server}: {answer}")
+    print(f"{options.server if options.server.isprintable() else ascii(options.server)}: {answer}")
     return int(answer != "SERVING")
 
 
 def ask(address: str, service: str, timeout_s: float) -> str:
     """Return the status of a service by its name in grpc.health.v1, or why there is none. A server that can't be
     reached is one line too."""
+    if not address.isprintable() or not address:  # grpc would raise, or say so on many lines
+        return "no address: expected host:port, or unix:/path"
     request = _SERVICE_TAG + bytes([len(service)]) + service.encode() if service else b""
     with grpc.insecure_channel(address) as channel:
         try:
@@ -68,10 +70,21 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("server", nargs="?", default=_local_address(), help=text)
     parser.add_argument("--liveness", action="store_true", help="ask whether it is alive, not whether it is ready")
     text = "seconds to wait for the answer [%(default)s]"
-    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help=text)
+    parser.add_argument("--timeout", type=_seconds, default=3.0, metavar="SECONDS", help=text)
+
+
+def _seconds(text: str) -> float:
+    """A time to wait, up to an hour. Raises ArgumentTypeError: with less than nothing each server would seem dead."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, an hour at most, got {text!r}")
+    return seconds
 
 
 def _local_address() -> str:
     """Where a server with this environment listens. Kubernetes may have set the variable to something else."""
     port = os.environ.get(_PORT_VARIABLE, _PORT)
-    return f"127.0.0.1:{port if port.isdecimal() else _PORT}"
+    return f"127.0.0.1:{port if port.isascii() and port.isdecimal() else _PORT}"

@@ -30,6 +30,7 @@ each frame is printed after the other.
   deltaline top --once                                           one frame, for scripts
 """
 _TIMEOUT_S = 5.0
+_MOST_S = 86_400.0
 
 
 def add_top(commands: Any, served: argparse.ArgumentParser) -> None:
@@ -47,8 +48,8 @@ def add_top(commands: Any, served: argparse.ArgumentParser) -> None:
 
 def top(options: argparse.Namespace) -> int:
     """Show frames until interrupted, or one; 0. Raises ValueError, and DeltalineError where the first one fails."""
-    if not options.interval > 0:
-        raise ValueError(f"--interval: expected a positive number of seconds, got {options.interval:g}")
+    if not 0 < options.interval <= _MOST_S:
+        raise ValueError(f"--interval: expected a positive number of seconds, a day at most, got {options.interval:g}")
     if importlib.util.find_spec("rich") is None:
         raise ValueError("top needs rich: pip install 'deltaline[top]'")
     from rich.console import Console  # an extra of its own: programs that use the client have no need for it

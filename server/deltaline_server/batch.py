@@ -41,17 +41,19 @@ class Run:
         return int(control[0, -1] - control[0, num_short])
 
     def take_outputs(self, result: BatchResult) -> None:
-        """Give each job its outputs and its share of the stages' times."""
+        """Give each job its outputs and, once however many pieces of it are here, the stages' times."""
         taken, num_rows, num_tokens = 0, len(result.finite), self.batch.num_tokens
         hidden, into = result.hidden, self.batch.into
-        for number, piece in enumerate(self.pieces):
-            job, timing = piece.job, piece.job.timing
+        for job in dict.fromkeys(piece.job for piece in self.pieces):
+            timing = job.timing
             if not timing.batch_rows:
                 timing.queue_s = self.began_s - job.arrival_s
             timing.copy_in_s += result.copy_in_s
             timing.compute_s += result.compute_s
             timing.copy_out_s += result.copy_out_s
             timing.batch_rows, timing.batch_tokens = num_rows, num_tokens
+        for number, piece in enumerate(self.pieces):
+            job = piece.job
             if result.failed:
                 continue
             places = piece.output_places()

@@ -22,11 +22,11 @@ def begin_tracing(config: Config, clock: Callable[[], float]) -> Tracing | None:
         return None
     try:
         from deltaline_server.tracing import Tracing
+
+        return Tracing.to_collector(config.otlp_endpoint, clock)
     except ModuleNotFoundError as error:
         raise ConfigError(f"--otlp-endpoint: {error.name} is missing: pip install 'deltaline[otel]'") from error
-    try:
-        return Tracing.to_collector(config.otlp_endpoint, clock)
-    except ValueError as error:
+    except Exception as error:  # ValueError when it is imported or begins, OSError of a certificate, kinds of its own
         raise ConfigError(f"--otlp-endpoint: OpenTelemetry refuses its settings (OTEL_*): {error}") from error
 
 

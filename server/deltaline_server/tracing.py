@@ -12,6 +12,7 @@ them, and what finds the queue full is dropped. Knows pieces of jobs and the sch
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +41,14 @@ from deltaline_server.step import RowOutcome, StepRequest, StepResult
 _log = logging.getLogger(__name__)
 
 _W3C = TraceContextTextMapPropagator()
-_HEADERS = ("traceparent", "tracestate")
+# The most that is looked at, and what W3C has a member of a tracestate be: the SDK logs what else it finds, and a
+# client's words are not for the log.
+_MOST_CHARACTERS = {"traceparent": 512, "tracestate": 8192}
+_MOST_MEMBERS = 32
+_MEMBER = re.compile(
+    r"(?P<key>[a-z][_0-9a-z\-*/]{0,255}|[a-z0-9][_0-9a-z\-*/]{0,240}@[a-z][_0-9a-z\-*/]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
 # Spans that are sent at once. The thread that sends them holds the interpreter while it writes them.
 SENT_AT_ONCE = 64
 # How long the end of the server waits for what is not sent yet.
@@ -152,7 +160,7 @@ class Tracing:
         link = [Link(batch.get_span_context())]
         for key, piece in steps.items():
             parent = trace.set_span_in_context(_span_of(piece), Context())
-            if not piece.cursor:
+            if timing.began_s - piece.job.arrival_s == piece.job.timing.queue_s:  # its first batch (batch.py)
                 arrival_ns = offset_ns + round(piece.job.arrival_s * 1e9)
                 self._calls.start_span("queue", parent, start_time=arrival_ns).end(times_ns[0])
             tokens = sum(int(other.lengths.sum()) for other in traced if id(other.job) == key)
@@ -249,9 +257,23 @@ def _harmless() -> Iterator[None]:
 
 
 def parent_of(metadata: Metadata) -> Context:
-    """The context that a call's metadata name, an empty one where they name none or are malformed."""
-    headers = {key: value for key, value in metadata or () if key in _HEADERS and isinstance(value, str)}
+    """The context that a call's metadata name, an empty one where they name none or are malformed. A tracestate that is
+    malformed counts as absent."""
+    headers = {
+        key: value
+        for key, value in metadata or ()
+        if isinstance(value, str) and len(value) <= _MOST_CHARACTERS.get(key, -1)
+    }
+    if not _is_state(headers.get("tracestate", "")):
+        del headers["tracestate"]
     return _W3C.extract(headers, Context())
+
+
+def _is_state(text: str) -> bool:
+    """Whether a tracestate is as W3C has it, so that the SDK takes it without a word."""
+    members = [_MEMBER.fullmatch(member) for part in text.split(",") if (member := part.strip(" \t"))]
+    keys = {member["key"] for member in members if member is not None}
+    return len(keys) == len(members) <= _MOST_MEMBERS
 
 
 def describe_request(span: Span, step: StepRequest) -> None:

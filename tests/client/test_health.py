@@ -79,7 +79,13 @@ def test_a_server_that_does_not_answer_is_given_up(
 
 
 @pytest.mark.parametrize(
-    ("port", "address"), [(None, "127.0.0.1:50051"), ("7", "127.0.0.1:7"), ("tcp://10.0.0.1:50051", "127.0.0.1:50051")]
+    ("port", "address"),
+    [
+        (None, "127.0.0.1:50051"),
+        ("7", "127.0.0.1:7"),
+        ("tcp://10.0.0.1:50051", "127.0.0.1:50051"),
+        ("\u0663", "127.0.0.1:50051"),
+    ],
 )
 def test_the_address_is_this_machines(
     port: str | None, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -90,6 +96,22 @@ def test_the_address_is_this_machines(
     monkeypatch.setattr(_cli_health, "ask", lambda *_: "SERVING")
     assert _cli_health.main([]) == 0
     assert capsys.readouterr().out == f"{address}: SERVING\n"
+
+
+@pytest.mark.parametrize("address", ["", "\udcff:1", "a\nb:1"])
+def test_an_address_that_is_none_is_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli_health.main([address]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.endswith(": no address: expected host:port, or unix:/path")
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "0", "1e300", "x"])
+def test_a_timeout_is_a_time_to_wait(address: str, timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        _cli_health.main([address, "--timeout", timeout])
+    assert f"--timeout: expected a number of seconds above 0, an hour at most, got {timeout!r}" in (
+        capsys.readouterr().err
+    )
 
 
 def test_the_command_imports_grpc_and_little_else(address: str, servicer: health.HealthServicer) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
+import socket
 import subprocess
 import sys
 import threading
@@ -180,6 +182,36 @@ def test_a_server_that_goes_away_is_told_and_the_rest_stays(server: Any) -> None
             watch.frame()
 
 
+ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"100000\r\n%s\r\n" % (b"#" * (1 << 20)) * 20
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        pytest.param(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00", "no answer in HTTP", id="grpc"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\na 1\n", "ended 95 bytes too early", id="cut"),
+        pytest.param(ENDLESS, "no end of them", id="endless"),
+    ],
+)
+def test_a_page_that_is_none_of_metrics_is_told(server: Any, answer: bytes, told: str) -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, Client(server.address) as client:
+        threading.Thread(target=serve, daemon=True).start()
+        frame = Watch(client, server.address, f"http://127.0.0.1:{listener.getsockname()[1]}/metrics").frame()
+    assert isinstance(frame.rates, str) and told in frame.rates
+
+
+def test_a_metrics_url_that_is_none_is_told(server: Any) -> None:
+    with Client(server.address) as client:
+        rates = Watch(client, server.address, "http://127.0.0.1:x/metrics").frame().rates
+    assert isinstance(rates, str) and "nonnumeric port" in rates
+
+
 def test_without_a_terminal_frames_follow_one_another(server: Any) -> None:
     command = [sys.executable, "-m", "deltaline_client", "top", server.address, "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -195,7 +227,8 @@ def test_without_a_terminal_frames_follow_one_another(server: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--interval", "0"], "--interval: expected a positive number of seconds, got 0"),
+        (["--interval", "0"], "--interval: expected a positive number of seconds, a day at most, got 0"),
+        (["--interval", "inf"], "--interval: expected a positive number of seconds, a day at most, got inf"),
         (["--metrics-url", "ftp://x"], "--metrics-url: expected http://HOST:PORT/metrics, got 'ftp://x'"),
     ],
 )

@@ -103,9 +103,12 @@ def test_liveness_does_not_follow_a_drain(container: dict[str, Any], pod: dict[s
     assert container["livenessProbe"]["grpc"].get("service", "") == ""
     assert container["startupProbe"]["grpc"].get("service", "") == ""
     assert container["readinessProbe"]["grpc"]["service"] == service.NAME
-    drain = re.fullmatch(r".*\.drain\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    # The signal, which drains as well, comes when this command ends: a server that does not answer must not keep it.
+    drain = re.fullmatch(r".*, timeout=(\d+)\)\.drain\((\d+)\)", command)
     assert drain is not None
-    assert pod["spec"]["terminationGracePeriodSeconds"] >= int(drain[1]) + app.STOP_GRACE_S + 20
+    taken_s = int(drain[1]) + int(drain[2]) + app.STOP_GRACE_S
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= taken_s + 20
     assert pod["spec"]["enableServiceLinks"] is False
 
 
@@ -148,8 +151,12 @@ def test_the_autoscaler_scales_on_what_the_adapter_offers(rendered: Manifests) -
         for rule in adapter["rules"]
     ]
     assert [metrics_of(query) for query in filled] == [{"deltaline_lines_used", "deltaline_lines_total"}]
+    assert all(query.count('{pod=~"a|b"}') == len(metrics_of(query)) for query in filled), "of the pods asked for alone"
     target = rendered["StatefulSet", spec["scaleTargetRef"]["name"]]
-    assert spec["scaleTargetRef"]["kind"] == target["kind"] and spec["minReplicas"] <= target["spec"]["replicas"]
+    assert spec["scaleTargetRef"]["kind"] == target["kind"] and spec["minReplicas"] > 1
+    budget = rendered["PodDisruptionBudget", "deltaline"]["spec"]
+    assert budget["maxUnavailable"] == 1, "a node that is emptied takes one pod's sequences at a time"
+    assert "replicas" not in target["spec"], "applying the manifests again would end the pods that the autoscaler added"
     assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] >= Config.default_lease_ms / 1000
 
 

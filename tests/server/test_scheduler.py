@@ -254,6 +254,18 @@ async def test_prefills_are_cut_and_decodes_run_between_the_chunks() -> None:
     assert rig.engine.batches[2].num_short == 1
 
 
+async def test_a_batch_s_times_count_once_for_a_request_with_several_rows_in_it() -> None:
+    rig = Rig(chunk_tokens=64)
+    short, *long = rig.open(3)
+    rows = [(handle, PREFILL, 1, 0, -1, [1.0] * 32) for handle in long]
+    # Both long rows, each a piece of its own, and the short one are one batch.
+    result = await rig.step((short, DECODE, 1, 0, -1, [1.0]), *rows)
+    assert len(rig.engine.batches) == 1 and result.timing is not None
+    stages = result.timing.copy_in_s, result.timing.compute_s, result.timing.copy_out_s
+    assert stages == (1e-6, 2e-6, 3e-6)
+    assert (result.timing.batch_rows, result.timing.batch_tokens) == (3, 65)
+
+
 async def test_a_cut_row_is_not_dropped_after_its_first_chunk() -> None:
     rig = Rig(eager=False, chunk_tokens=64)
     (a,) = rig.open()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ from deltaline_server.collector import begin_tracing
 from deltaline_server.config import Config
 from deltaline_server.log import JsonFormatter
 from deltaline_server.option import ConfigError
-from deltaline_server.tracing import Tracing
+from deltaline_server.tracing import Tracing, parent_of
 
 HIDDEN = 32
 STEP, STREAM = "deltaline.v1.LayerService/Step", "deltaline.v1.LayerService/StepStream"
@@ -173,6 +174,20 @@ async def test_a_step_of_several_batches_links_to_each(server: Server, channel: 
     assert [links(stage) for stage in computes] == [{id_of(batch)} for batch in named(found, "batch")]
 
 
+async def test_a_step_waits_once_though_its_rows_begin_in_several_batches(
+    server: Server, channel: Any, spans: Spans
+) -> None:
+    stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=3))
+    response = await stub.Step(prefill(opened, tokens=48))
+    found = await spans.all(batches=3)
+    [step] = named(found, STEP)
+    stages = children(found, step)
+    assert [stage.name for stage in stages] == [*STAGES, *STAGES[1:], *STAGES[1:]]
+    computed = sum((stage.end_time or 0) - (stage.start_time or 0) for stage in named(stages, "compute")) * 1e-9
+    assert response.timing.compute_ns * 1e-9 == pytest.approx(computed, abs=1e-5), "once a batch, not once a row"
+
+
 def root(name: str) -> Any:
     """A span of the caller's own, as the current one within a block."""
     return TracerProvider(shutdown_on_exit=False).get_tracer("test").start_as_current_span(name)
@@ -235,6 +250,27 @@ async def test_a_malformed_trace_is_no_trace(server: Server, channel: Any, spans
     assert [response.step.outcome for response in responses] == [[pb.ROW_OUTCOME_EXECUTED]]
     [step] = named(await spans.all(batches=1), STREAM)
     assert step.parent is None
+
+
+@pytest.mark.parametrize(
+    ("state", "kept"),
+    [
+        ("a=1,b@c= 2 ", "a=1,b@c= 2"),
+        ("\t, a=1 ,,", "a=1"),
+        ("secret words", ""),
+        ("a=1,a=2", ""),
+        (",".join(f"k{i}=v" for i in range(33)), ""),
+        ("k@" * 4000, ""),
+        ("a=" + "x" * 9000, ""),
+        ("é=1", ""),
+    ],
+)
+def test_what_a_client_says_of_its_trace_is_not_logged(state: str, kept: str, caplog: pytest.LogCaptureFixture) -> None:
+    parent = trace.get_current_span(parent_of([("traceparent", HEADER), ("tracestate", state)])).get_span_context()
+    assert (parent.trace_id, parent.trace_state.to_header()) == (TRACE, kept)
+    assert not trace.get_current_span(parent_of([("traceparent", HEADER + " " * 1000)])).get_span_context().is_valid
+    assert not trace.get_current_span(parent_of([("tracestate", state)])).get_span_context().is_valid
+    assert caplog.text == ""
 
 
 async def test_of_a_stream_the_metadata_count_where_a_step_has_nothing(
@@ -390,10 +426,30 @@ async def test_the_sdk_may_be_disabled(make_server: Callable[..., Server], monke
         await sequence.decode(np.ones(HIDDEN, np.float32))
 
 
-def test_settings_that_the_sdk_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "10"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "none such"),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/"),
+    ],
+)
+def test_settings_that_the_sdk_refuses_are_one_line(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"^--otlp-endpoint: OpenTelemetry refuses its settings \(OTEL_\*\): "):
-        begin_tracing(Config(random_init="x", otlp_endpoint="http://127.0.0.1:1"), time.monotonic)
+        begin_tracing(Config(random_init="x", otlp_endpoint="https://127.0.0.1:1"), time.monotonic)
+
+
+def test_settings_that_the_sdk_refuses_when_it_is_imported_are_one_line() -> None:
+    program = """\
+import time
+from deltaline_server.collector import begin_tracing
+from deltaline_server.config import Config
+begin_tracing(Config(random_init="x", otlp_endpoint="http://127.0.0.1:1"), time.monotonic)
+"""
+    environment = {**os.environ, "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert "ConfigError: --otlp-endpoint: OpenTelemetry refuses its settings" in done.stderr.splitlines()[-1]
 
 
 def test_the_endpoint_is_an_address() -> None:
