@@ -24,8 +24,8 @@ demo: $(INSTALLED)  ## write a small checkpoint, serve it to a few clients, gene
 	$(BIN)/deltaline demo
 
 test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
-	$(BIN)/pytest -n auto
-	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels/interpreted
+	$(BIN)/pytest -n auto --dist worksteal
+	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal tests/kernels/interpreted
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
