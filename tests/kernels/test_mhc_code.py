@@ -10,27 +10,25 @@ import pytest
 import torch
 
 from deltaline_kernels.mhc import plan
-
-# What a program may have on a Hopper GPU.
-SHARED_BYTES = 227 << 10
+from deltaline_kernels.mhc.gates import count_columns
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
 @pytest.mark.parametrize("weight_type", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("hidden", [4096, 7168])
-def test_products_of_a_chunk_take_no_operand_from_registers(hidden: int, weight_type: str) -> None:
+@pytest.mark.parametrize(("streams", "hidden"), [(1, 7168), (4, 4096), (4, 7168), (8, 200), (8, 1280), (8, 7168)])
+def test_products_of_a_chunk_take_no_operand_from_registers(streams: int, hidden: int, weight_type: str) -> None:
     """Where they do, in a loop that loads ahead, an assembler overwrites the operand before the product has read it."""
     product = pytest.importorskip("deltaline_kernels.mhc.product", reason="needs triton")
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    made = plan.plan_pre(4096, 4, hidden, torch.bfloat16, norm=False)
+    made = plan.plan_pre(4096, streams, hidden, torch.bfloat16, norm=False)
     constants = {
-        "K": 4 * hidden,
-        "OUTS": 24,
-        "COMB": 16,
-        "PAD": 32,
+        "K": streams * hidden,
+        "OUTS": streams * (2 + streams),
+        "COMB": streams**2,
+        "PAD": count_columns(streams * (2 + streams)),
         "SPLITS": made.splits,
         "BLOCK_M": made.block_m,
         "BLOCK_K": made.block_k,
@@ -49,7 +47,7 @@ def test_products_of_a_chunk_take_no_operand_from_registers(hidden: int, weight_
     source = ASTSource(product._multiply, signature, constants, aligned)
     options = {"num_warps": made.warps, "num_stages": made.stages}
     code: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert code.metadata.shared <= SHARED_BYTES
+    assert code.metadata.shared <= plan.SHARED_BYTES
     # Whatever a product reads may be overwritten by what is loaded next: none may still run then.
     runs = False
     for line in code.asm["ttgir"].splitlines():

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
+
 ANY = 1 << 62
 MOST_CHUNK = 4096
+# What a program may have on a Hopper GPU.
+SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,9 @@ class Plan:
 
 # Products of 64 or more tokens are asynchronous ones, whose operands come from shared memory.
 BUCKETS = (
-    Bucket(16, (16, 128, 4, 2, 128), (2048, 32)),
+    Bucket(16, (16, 32, 2, 4, 132), (4096, 64)),
     Bucket(64, (32, 128, 4, 2, 256), (4096, 64)),
-    Bucket(512, (64, 64, 4, 4, 132), (8192, 64)),
+    Bucket(512, (64, 64, 4, 4, 264), (4096, 64)),
     Bucket(1024, (128, 64, 8, 4, 264), (1024, 64)),
     Bucket(2048, (128, 64, 8, 4, 264), (1024, 64)),
     Bucket(ANY, (128, 64, 8, 4, 264), (1024, 64)),
@@ -62,7 +66,7 @@ BUCKETS = (
 EXACT = (16, 32, 4, 1)
 MAX_WARPS = 16
 # Channels of a program of `mhc_post`, and warps.
-POST_BUCKETS = ((64, (512, 2)), (ANY, (1024, 4)))
+POST_BUCKETS = ((64, (512, 4)), (ANY, (1024, 4)))
 
 
 def pow2(size: int) -> int:
@@ -97,7 +101,7 @@ def plan_pre(num_tokens: int, streams: int, hidden: int, dtype: torch.dtype, *, 
         splits=splits,
         steps=steps,
         warps=warps,
-        stages=1 if stages == 1 else min(steps + 1, stages),
+        stages=1 if stages == 1 else min(steps + 1, stages, _fitting_stages(block_m, block_k, streams)),
         terms=bucket.terms,
         chunk=bucket.chunk,
         block_h=block_h,
@@ -116,6 +120,12 @@ def _cut(size: int, most: int, wanted: int) -> tuple[int, int, int]:
     block = max(16, min(most, pow2(cdiv(size, wanted))))
     steps = cdiv(size, wanted * block)
     return cdiv(size, steps * block), steps, block
+
+
+def _fitting_stages(block_m: int, block_k: int, streams: int) -> int:
+    """Return how many tiles of bf16 streams and of their weights' terms the shared memory of a program holds."""
+    columns = NUM_TERMS * count_columns(streams * (2 + streams))
+    return SHARED_BYTES // (torch.bfloat16.itemsize * block_k * (block_m + columns))
 
 
 def _warps(values: int, of_thread: int) -> int:

@@ -50,70 +50,6 @@ def store_sums(partials, split, o_m, num_tokens, acc, squares, OUTS: tl.constexp
     tl.store(partials + row[:, None] * PAD + o_n[None, :], sums, mask=(o_m < num_tokens)[:, None] & (o_n <= OUTS))
 
 
-@triton.jit
-def multiply_streams(
-    pid,
-    residual,
-    weight,
-    partials,
-    residual_stride,
-    num_tokens,
-    K: tl.constexpr,
-    OUTS: tl.constexpr,
-    COMB: tl.constexpr,
-    PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STEPS: tl.constexpr,
-    TERMS: tl.constexpr,
-):
-    """Store the sums of some tokens and inputs: the work of one program."""
-    PREPARED: tl.constexpr = weight.dtype.element_ty == tl.bfloat16
-    EVEN: tl.constexpr = SPLITS * STEPS * BLOCK_K == K
-    i_split = pid % SPLITS
-    o_m = pid // SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_n = tl.arange(0, PAD)
-    in_m = (o_m < num_tokens)[:, None]
-    in_n = (o_n < OUTS)[None, :]
-    o_k = i_split * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
-    p_x = residual + o_m.to(tl.int64)[:, None] * residual_stride + o_k[None, :]
-    if PREPARED:
-        p_w = weight + o_n[None, :] * K + o_k[:, None]
-    else:
-        p_w = weight + find_row(o_n, OUTS, COMB)[None, :] * K + o_k[:, None]
-    acc = tl.zeros((BLOCK_M, PAD), tl.float32)
-    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    for step in range(STEPS):
-        in_k = step * BLOCK_K + o_k < K
-        in_x = in_m
-        if not EVEN:
-            in_x = in_m & in_k[None, :]
-        x = tl.load(p_x + step * BLOCK_K, mask=in_x, other=0.0)
-        if PREPARED:
-            # Sums of their own: products into `acc` would still run when the next step begins, and Triton 3.6 does not
-            # see that they read x when it has x's memory overwritten, as x is also read for its squares.
-            own = tl.zeros((BLOCK_M, PAD), tl.float32)
-            for i in tl.static_range(TERMS):
-                p_term = p_w + i * PAD * K + step * BLOCK_K
-                if EVEN:
-                    w = tl.load(p_term)
-                else:
-                    w = tl.load(p_term, mask=in_k[:, None], other=0.0)
-                own = tl.dot(x, w, own)
-            acc += own
-        else:
-            in_w = in_n
-            if not EVEN:
-                in_w = in_n & in_k[:, None]
-            w = tl.load(p_w + step * BLOCK_K, mask=in_w, other=0.0)
-            acc = multiply(x, w, acc, TERMS)
-        exact = x.to(tl.float32)
-        squares += exact * exact
-    squares = tl.sum(squares, 1)
-    store_sums(partials, i_split, o_m, num_tokens, acc, squares, OUTS, PAD)
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _multiply(
     residual,
@@ -138,23 +74,56 @@ def _multiply(
     if OVERLAP:
         # The collapse may start, load streams and wait.
         gdc_launch_dependents()
-    multiply_streams(
-        tl.program_id(0),
-        residual,
-        weight,
-        partials,
-        residual_stride,
-        num_tokens,
-        K,
-        OUTS,
-        COMB,
-        PAD,
-        SPLITS,
-        BLOCK_M,
-        BLOCK_K,
-        STEPS,
-        TERMS,
-    )
+    PREPARED: tl.constexpr = weight.dtype.element_ty == tl.bfloat16
+    # Products of so many tokens are asynchronous ones, which read x from shared memory anew each: the first two terms
+    # are columns of one.
+    ASYNC: tl.constexpr = PREPARED and BLOCK_M >= 64
+    EVEN: tl.constexpr = SPLITS * STEPS * BLOCK_K == K
+    split = tl.program_id(0) % SPLITS
+    o_m = tl.program_id(0) // SPLITS * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, PAD)
+    o_two = tl.arange(0, 2 * PAD)
+    o_k = split * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    p_x = residual + o_m.to(tl.int64)[:, None] * residual_stride + o_k[None, :]
+    p_two = weight + o_two[None, :] * K + o_k[:, None]
+    if PREPARED:
+        p_w = weight + o_n[None, :] * K + o_k[:, None]
+    else:
+        p_w = weight + find_row(o_n, OUTS, COMB)[None, :] * K + o_k[:, None]
+    acc = tl.zeros((BLOCK_M, PAD), tl.float32)
+    acc_two = tl.zeros((BLOCK_M, 2 * PAD), tl.float32)
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for step in range(STEPS):
+        in_k = step * BLOCK_K + o_k < K
+        in_x, in_w, in_two = (o_m < num_tokens)[:, None], (o_n < OUTS)[None, :], (o_two % PAD < OUTS)[None, :]
+        if not EVEN:
+            in_x, in_w, in_two = in_x & in_k[None, :], in_w & in_k[:, None], in_two & in_k[:, None]
+        x = tl.load(p_x + step * BLOCK_K, mask=in_x, other=0.0)
+        if ASYNC:
+            w = tl.load(p_w + 2 * PAD * K + step * BLOCK_K, mask=in_w, other=0.0)
+            w_two = tl.load(p_two + step * BLOCK_K, mask=in_two, other=0.0)
+            acc = tl.dot(x, w, acc)
+            acc_two = tl.dot(x, w_two, acc_two)
+            # Changes no bit, but is a reason to wait: products would still run when the next step begins, and Triton
+            # 3.6 does not see that they read x when it has x's memory overwritten, as x is also read for its squares.
+            acc = acc.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True)
+            acc_two = acc_two.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True)
+        elif PREPARED:
+            for i in tl.static_range(TERMS):
+                # Columns without a weight are zeros there; reading them takes less than not to.
+                if EVEN:
+                    w = tl.load(p_w + i * PAD * K + step * BLOCK_K)
+                else:
+                    w = tl.load(p_w + i * PAD * K + step * BLOCK_K, mask=in_k[:, None], other=0.0)
+                acc = tl.dot(x, w, acc)
+        else:
+            w = tl.load(p_w + step * BLOCK_K, mask=in_w, other=0.0)
+            acc = multiply(x, w, acc, TERMS)
+        exact = x.to(tl.float32)
+        squares += exact * exact
+    if ASYNC:
+        acc += tl.sum(tl.reshape(acc_two, (BLOCK_M, 2, PAD)), 1)
+    store_sums(partials, split, o_m, num_tokens, acc, tl.sum(squares, 1), OUTS, PAD)
     if OVERLAP:
         # Late: nothing here reads what the launch before wrote, but who waits for this one waits for both.
         gdc_wait()
