@@ -33,6 +33,7 @@ from deltaline_server.slot_layout import Layout, fill_pages
 from deltaline_server.staging import DIRECT_BYTES, Copier
 from deltaline_server.state_pool import StateOptions, StatePool
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
+from deltaline_server.streams import StreamEnds
 
 HIDDEN, MAX_DRAFT, NUM_LINES, CHUNK = 128, 4, 24, 4096
 WAIT_S = 100.0
@@ -65,6 +66,8 @@ HYBRID = CONFIG | {
     "head_dim": 64,
     "max_position_embeddings": 32768,
 }
+# Spans that begin and end with one stream: what goes in is narrower, or wider, than what comes out.
+STREAMS = HYBRID | {"hc_mult": 4}
 PAGE_SIZE = 64
 DTYPE = np.dtype(ml_dtypes.bfloat16)
 
@@ -183,12 +186,13 @@ class Twins:
         self.executors: list[Executor] = []
         self.engines = []
         self.progress: list[tuple[int, int]] = []
+        stream_ends = StreamEnds.BOTH if "hc_mult" in json.loads(config.read_text()) else StreamEnds.NONE
         for replays in (True, False):
             options = ModelOptions(torch.device("cuda"), random_init=config, dtype=torch.bfloat16, spans=spans)
-            model = load_model(options)
+            model = load_model(replace(options, stream_ends=stream_ends))
             pool = model.make_pool(StateOptions(NUM_LINES, MAX_DRAFT, page_size=PAGE_SIZE, limit_bytes=1 << 28))
             self.num_pages = 0 if pool.kv is None else pool.kv.num_pages
-            self.paged_spans = model.paged_spans
+            self.paged_spans, self.ends = model.paged_spans, model.ends
             limits = BatchLimits(NUM_LINES, 2, CHUNK)
             executor = make_executor(model, pool, limits) if replays else Launches(model, pool)
             engine = Engine(executor, model.device)
@@ -208,7 +212,9 @@ class Twins:
         return results
 
 
-@pytest.fixture(scope="module", params=[CONFIG, MAMBA2, HYBRID], ids=["gated_delta_net", "mamba2", "hybrid"])
+@pytest.fixture(
+    scope="module", params=[CONFIG, MAMBA2, HYBRID, STREAMS], ids=["gated_delta_net", "mamba2", "hybrid", "streams"]
+)
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
     config = tmp_path_factory.mktemp("model") / "config.json"
     config.write_text(json.dumps(request.param))
@@ -225,6 +231,7 @@ class Sequences:
         """twins: what is to run the batches; where it has attention, every line gets the same share of the pages."""
         self.rng = np.random.default_rng(seed)
         self.paged_spans = frozenset[int]() if twins is None else twins.paged_spans
+        self.widths = (HIDDEN, HIDDEN) if twins is None else tuple(end.input_width for end in twins.ends)
         self.position = np.zeros((2, NUM_LINES + 1), dtype=int)
         self.pages: PagePool | None = None
         if twins is not None and twins.num_pages:
@@ -257,7 +264,7 @@ class Sequences:
         self.used[span, lines] = True
         self.pending[span, lines] = np.where(verifies, lengths, 0)
         self.half[span, lines] ^= verifies
-        hidden = rng.standard_normal((control[0, -1], HIDDEN)).astype(DTYPE)
+        hidden = rng.standard_normal((control[0, -1], self.widths[span])).astype(DTYPE)
         wanted = None
         if want != "all":
             wanted = control[0, 1:].astype(np.int64) - 1 if want == "last" else np.zeros(0, dtype=np.int64)
@@ -333,16 +340,16 @@ def test_pinned_memory_is_read_and_written_where_it_is(twins: Twins, want: str) 
     batch = sequences.batch(1, long=1500, want=want)
     (hidden,) = (np.concatenate(batch.hidden),)
     count = len(hidden) if batch.wanted is None else len(batch.wanted)
-    memory = torch.zeros(2, 1500, HIDDEN, dtype=torch.int16, pin_memory=True).numpy()
-    memory[0] = hidden.view(np.int16)
-    into = memory[1].view(DTYPE)[:count]
+    source = torch.from_numpy(hidden.view(np.int16)).pin_memory().numpy()
+    target = torch.zeros(1500, twins.ends[0].output_width, dtype=torch.int16).pin_memory().numpy()
+    into = target.view(DTYPE)[:count]
     pieces = tuple(np.array_split(into, 2)) if want == "all" else (into,)
-    pinned = replace(batch, hidden=(memory[0].view(DTYPE),), into=pieces)
+    pinned = replace(batch, hidden=(source.view(DTYPE),), into=pieces)
     (result,), (expected,) = twins.run([pinned])
     large = into.nbytes >= DIRECT_BYTES
     assert result.is_placed == large == (want == "all")
     assert close(replace(result, hidden=into) if large else result, expected)
-    assert (memory[1].any() == large) and (memory[0] == hidden.view(np.int16)).all()
+    assert (target.any() == large) and (source == hidden.view(np.int16)).all()
 
 
 @pytest.mark.gpu
