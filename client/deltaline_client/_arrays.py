@@ -33,7 +33,8 @@ def as_hidden(hidden: object, name: str, shape: Shape, dtype: np.dtype[Any]) -> 
         raise TypeError(f"{name}: expected an array of numbers, got elements of type {array.dtype}")
     if not is_shaped:
         expected = f"width {shape[0]}" if len(shape) == 1 else f"{shape[0]} streams of width {shape[1]}"
-        raise ValueError(f"{name}: expected hidden states of {expected}, got shape {array.shape}")
+        layout = ", ".join(["...", *map(str, shape)])
+        raise ValueError(f"{name}: expected hidden states of {expected}, [{layout}], got shape {array.shape}")
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, dtype=dtype)
 

@@ -31,6 +31,10 @@ class Client(ClientState):
             outputs = sequence.prefill(hidden)      # [n, hidden_size] in, [n, hidden_size] out
             output = sequence.decode(outputs[-1])
 
+    Where a span has residual streams, a token is [streams, hidden_size] in place of [hidden_size], in all arguments and
+    results: `info().input_shape(span)` and `info().output_shape(span)` tell what it is at each end. Arrays may have any
+    numeric type and are cast to the server's.
+
     Leaving `with Client` closes the channel, not the sequences: they live until they are closed, which leaving
     `with client.open()` does, or until their lease ends. So the sequences of a client that crashed keep their adapter
     from being unloaded until their lease ends.

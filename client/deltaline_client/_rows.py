@@ -51,7 +51,8 @@ class Row(NamedTuple):
             raise ValueError(f"{name}: expected shape [{expected}] with a token, got {hidden.shape}")
         if len(hidden) > 1:
             if self.kind == layer_service_pb2.ROW_KIND_DECODE:
-                raise ValueError(f"{name}: expected one token in a decode row, got {len(hidden)}")
+                expected = ", ".join(["1", *map(str, shape)])
+                raise ValueError(f"{name}: expected one token in a decode row, [{expected}], got shape {hidden.shape}")
             if self.kind == layer_service_pb2.ROW_KIND_VERIFY and len(hidden) > info.max_draft_tokens:
                 raise ValueError(
                     f"{name}: expected at most {info.max_draft_tokens} tokens to verify, got {len(hidden)}"

@@ -187,10 +187,10 @@ def test_wrong_arrays_are_named(driven: Any, server: Any) -> None:
     client, do = driven.client, driven.do
     sequence, other = do(client.open_many(2))
     for method, hidden, message in (
-        (sequence.prefill, np.zeros((2, 9)), "width 8"),
+        (sequence.prefill, np.zeros((2, 9)), r"width 8, \[\.\.\., 8\], got shape \(2, 9\)"),
         (sequence.prefill, np.zeros((0, 8)), "with a token"),
         (sequence.prefill, np.float32(1), "width 8"),
-        (sequence.decode, np.zeros((2, 8)), "one token"),
+        (sequence.decode, np.zeros((2, 8)), r"one token in a decode row, \[1, 8\], got shape \(2, 8\)"),
         (sequence.verify, np.zeros((5, 8)), "at most 4"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -131,3 +131,14 @@ def test_flag_gems_overflow_above_2_31_elements(channels: int) -> None:
     del got
     post, comb, y = pre_of(few, many["residual"])
     check_pre((y[-last:], post[-last:, :, 0], comb[-last:]), few)
+
+
+def test_numbers_are_refused_by_the_names_of_this_call(path: Path) -> None:
+    """Not by those of Gates, which has others for the same."""
+    given = make_streams(5, 4, 72, path)
+    gates = given.gates
+    right: dict[str, Any] = {"rms_eps": 1e-6, "hc_pre_eps": 1e-6, "hc_sinkhorn_eps": 1e-6, "hc_post_mult_value": 2.0}
+    for name, wrong in (("hc_pre_eps", -1.0), ("hc_sinkhorn_eps", -1.0), ("hc_post_mult_value", float("inf"))):
+        numbers = right | {name: wrong}
+        with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {wrong}$"):
+            mhc_pre(given.residual, gates.weight, gates.scale, gates.base, **numbers, sinkhorn_repeat=20)

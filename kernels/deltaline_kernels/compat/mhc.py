@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltaline_kernels import mhc
 from deltaline_kernels.checks import ACTIVATIONS, check_positive
-from deltaline_kernels.mhc.gates import MAX_STREAMS, prepare_gates
+from deltaline_kernels.mhc.gates import MAX_STREAMS, check_eps, check_number, prepare_gates
 
 
 def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
@@ -70,6 +70,9 @@ def mhc_pre(
         ("hc_base", hc_base, (rows,)),
     ):
         _check(name, tensor, [shape], None, residual.device)
+    for name, value in (("hc_pre_eps", hc_pre_eps), ("hc_sinkhorn_eps", hc_sinkhorn_eps)):
+        check_eps(name, value)
+    check_number("hc_post_mult_value", hc_post_mult_value)
     check_positive("n_splits", n_splits)
     gates = prepare_gates(
         fn,
