@@ -1,7 +1,7 @@
 """Requests: which steps a round sends, how rows share them, and where their tensors lie. Sends nothing.
 
 Rows that fit a message go together, in shared memory where there is room. A row larger than a message goes as one step
-in shared memory; without room for that it is cut into steps, which travel in messages.
+in shared memory; without room for that a prefill is cut into steps, which travel in messages. A verify is one step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array
+from deltaline_client._exceptions import MessageTooLarge
 from deltaline_client._heap import keep_freed_memory
 from deltaline_client._messages import shared_step_request, step_request
 from deltaline_client._sequence import Job, Part
@@ -90,7 +91,7 @@ class Requests:
     def shorten(self, sent: Sent) -> None:
         """The server was too full for a request. A long row's only step may be more than it ever takes: cut it."""
         job, part = sent.wave[0]
-        if self.is_whole(part) and not part.in_doubt:
+        if self.is_whole(part) and not part.in_doubt and not job.is_one_step:
             self._too_long.add(job)
             job.uncut()
 
@@ -118,7 +119,8 @@ class Requests:
     def _whole(self, job: Job) -> Sent | None:
         """The only step of a long row, in shared memory. None when it is cut, or has to be: something is full.
 
-        A step that has been sent whole and may have been applied stays as it is, with an error while it can't be sent.
+        A step that has been sent whole and may have been applied stays as it is, with an error while it can't be sent;
+        so does a verify, whether it has been sent or not.
         """
         if not job.parts and not job.tokens_cut and job not in self._too_long:
             job.cut(len(job.hidden))
@@ -132,8 +134,15 @@ class Requests:
             part.error = SharedMemoryExhausted(
                 "the step was sent in shared memory, which has no room to send it again", retry_after_s=0.0
             )
-        else:
+        elif not job.is_one_step:
             job.uncut()
+        elif self._shared.is_off:
+            most = f"the server takes {self._limit} of {len(job.hidden)} tokens in a message"
+            part.error = MessageTooLarge(f"hidden: {most}, and a verify is one step; shared memory would hold it")
+        else:
+            part.error = SharedMemoryExhausted(
+                "a verify that is larger than a message finds no room in shared memory", retry_after_s=0.0
+            )
         return None
 
     def _waves(self, waiting: Sequence[Job]) -> Iterator[Wave]:

@@ -161,6 +161,11 @@ class Job:
     lost: DeltalineError | None = None
 
     @property
+    def is_one_step(self) -> bool:
+        """True when its tokens can't be steps one behind the other: a verify pends until it is committed."""
+        return self.kind == layer_service_pb2.ROW_KIND_VERIFY
+
+    @property
     def is_over(self) -> bool:
         """True when every token is applied, or an error ended the job."""
         return self.error is not None or self.tokens_done == len(self.hidden)

@@ -96,11 +96,11 @@ class SharedMemory:
     """What a client knows of its region. Threads may share it."""
 
     def __init__(self, size_bytes: int) -> None:
-        """size_bytes: how much to ask for; 0 for none, ever."""
+        """size_bytes: how much to ask for; 0 for none, ever. `is_off`: there is none, and none is asked for."""
         if size_bytes < 0:
             raise ValueError(f"shared_memory_bytes: expected 0 or more, got {size_bytes}")
         self._size_bytes = size_bytes
-        self._is_off = size_bytes == 0
+        self.is_off = size_bytes == 0
         self._told_full = False
         self._making = threading.Lock()
         self._region: tuple[int, Arena] | None = None
@@ -113,7 +113,7 @@ class SharedMemory:
 
         attempts: they bound how long this waits for another call; when they are over, its steps go inline.
         """
-        while not self._is_off and self._region is None:
+        while not self.is_off and self._region is None:
             if self._making.acquire(blocking=False):
                 yield from self._make(limits)
                 return
@@ -215,7 +215,7 @@ class SharedMemory:
         """Give the region back, if there is one; there will be no other."""
         if self._region is not None:
             self._to_release.append(self._region[0])
-        self._region, self._is_off = None, True
+        self._region, self.is_off = None, True
         while self._to_release:
             yield from self._release(self._to_release.pop())
 
@@ -227,7 +227,7 @@ class SharedMemory:
 
     def _give_up(self, why: str) -> None:
         _log.info("no shared memory, tensors travel in messages: %s", why)
-        self._is_off = True
+        self.is_off = True
 
 
 def _open(response: admin.CreateSharedMemoryResponse) -> mmap.mmap:

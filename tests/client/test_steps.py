@@ -14,6 +14,7 @@ from deltaline.v1 import tensor_pb2
 from deltaline_client import (
     AcceptedOutOfRange,
     DuplicateSequence,
+    MessageTooLarge,
     NothingToCommit,
     Row,
     RowOutcome,
@@ -147,6 +148,18 @@ def test_rows_that_do_not_fit_one_request_go_in_the_next(driven: Any, server: An
     for row, output in enumerate(outputs):
         np.testing.assert_array_equal(output, sums(tokens(3, seed=row)))
     assert [len(request.sequence) for request in server.requests["Step"]] == [1] * 7
+
+
+def test_a_verify_is_never_cut(driven: Any, server: Any) -> None:
+    client, do = driven.client, driven.do
+    server.info.inline_limit_bytes = 2 * HIDDEN * 4
+    sequence = do(client.open())
+    with pytest.raises(
+        MessageTooLarge, match=r"hidden: the server takes 2 of 3 tokens in a message, and a verify is one"
+    ):
+        do(sequence.verify(tokens(3)))
+    assert not server.requests["Step"] and not sequence.unfinished
+    np.testing.assert_array_equal(do(sequence.verify(tokens(2))), sums(tokens(2)))
 
 
 def test_a_row_that_is_refused_for_good_loses_no_other_result(driven: Any) -> None:

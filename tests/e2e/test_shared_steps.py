@@ -12,7 +12,7 @@ from faulty_stream import FaultyStream
 from layer_calls import HeldEngine
 from numpy.typing import NDArray
 
-from deltaline_client import AsyncClient, DeadlineExceeded, Retry, SequenceBusy
+from deltaline_client import AsyncClient, DeadlineExceeded, Retry, SequenceBusy, SharedMemoryExhausted
 from deltaline_server.app import Server
 
 HIDDEN = 64
@@ -68,6 +68,31 @@ async def test_prefill_that_does_not_fit_is_cut(make_server: Callable[..., Serve
             region = client._shared._region
             everything = await client.empty((size // ROW_BYTES, HIDDEN))
             assert region is not None and region[1].offset(everything) == 0
+
+
+async def test_verify_larger_than_a_message_is_one_step_or_none(make_server: Callable[..., Server]) -> None:
+    """A verify pends until it is committed: a second one behind it would be refused, and the first one be there."""
+    hidden, few = (
+        draw(6, 0),
+        {"shared_memory_bytes": 2 * MIB, "inline_limit_bytes": 4 * ROW_BYTES, "max_draft_tokens": 6},
+    )
+    async with make_server() as server, AsyncClient(server.address) as client:
+        expected = await (await client.open()).prefill(hidden)
+    async with (
+        make_server(**few) as server,
+        AsyncClient(server.address, shared_memory_bytes=MIB, retry=QUICK) as client,
+    ):
+        sequence = await client.open()
+        everything = await client.empty((MIB // ROW_BYTES, HIDDEN))
+        with pytest.raises(SharedMemoryExhausted, match="larger than a message finds no room"):
+            await sequence.verify(hidden, timeout_s=0.1)
+        assert not sequence.unfinished and sequence.progress().step == 0
+        del everything
+        np.testing.assert_allclose(await sequence.verify(hidden), expected, rtol=1e-4, atol=1e-5)
+        await sequence.commit(2)
+        again = await sequence.decode(hidden[2:3])
+        np.testing.assert_allclose(again, expected[2:3], rtol=1e-4, atol=1e-5)
+        assert sequence.progress().step == 2
 
 
 async def test_decode_of_many_lies_in_shared_memory(make_server: Callable[..., Server]) -> None:
