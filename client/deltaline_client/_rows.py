@@ -44,7 +44,8 @@ class Row(NamedTuple):
         """
         shape = info.input_shape(span)
         hidden = as_hidden(self.hidden, name, shape, info.dtype)
-        if hidden.ndim == len(shape):
+        if hidden.ndim == len(shape) and self.kind == layer_service_pb2.ROW_KIND_DECODE:
+            # In other rows as many tokens without streams as there are streams would be taken for one token.
             hidden = hidden[np.newaxis]
         if hidden.ndim != len(shape) + 1 or len(hidden) == 0:
             expected = ", ".join(["tokens", *map(str, shape)])

@@ -118,6 +118,23 @@ async def test_spans_hand_streams_on(make_server: Callable[..., Server]) -> None
             await one.decode(hidden[:1], span=1)
 
 
+async def test_tokens_without_streams_are_not_taken_for_one_with_them(make_server: Callable[..., Server]) -> None:
+    """As many of them as there are streams have the shape of one."""
+    plain = tokens(STREAMS)
+    async with make_server() as server, AsyncClient(server.address) as client:
+        one, two = await client.open_many(2)
+        for call in (
+            one.prefill(plain),
+            one.verify(plain),
+            client.prefill([one, two], [plain, plain]),
+            client.verify([one, two], np.stack([plain, plain])),
+        ):
+            with pytest.raises(ValueError, match=r"expected shape \[tokens, 4, 64\] with a token, got \(4, 64\)"):
+                await call
+        assert (await one.decode(plain)).shape == (STREAMS, HIDDEN)  # of one token
+        assert one.progress().position == 1
+
+
 async def test_a_row_that_overflows_spoils_no_other(make_server: Callable[..., Server]) -> None:
     async with make_server() as server, AsyncClient(server.address) as client:
         bad, good = await client.open_many(2)
