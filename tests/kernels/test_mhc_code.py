@@ -15,15 +15,32 @@ from deltaline_kernels.mhc.gates import count_columns
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
 @pytest.mark.parametrize("weight_type", ["*bf16", "*fp32"])
-@pytest.mark.parametrize(("streams", "hidden"), [(1, 7168), (4, 4096), (4, 7168), (8, 200), (8, 1280), (8, 7168)])
-def test_products_of_a_chunk_take_no_operand_from_registers(streams: int, hidden: int, weight_type: str) -> None:
-    """Where they do, in a loop that loads ahead, an assembler overwrites the operand before the product has read it."""
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (65, 4, 4096),
+        (65, 8, 7168),
+        (513, 8, 200),
+        (4096, 1, 7168),
+        (4096, 4, 4096),
+        (4096, 4, 7168),
+        (4096, 8, 200),
+        (4096, 8, 1280),
+        (4096, 8, 7168),
+    ],
+    ids=str,
+)
+def test_products_of_many_tokens_are_done_when_their_operands_go(shape: tuple[int, int, int], weight_type: str) -> None:
+    """No operand is in registers, which an assembler overwrites in a loop that loads ahead, before a product has read
+    it; and no product still runs when what it reads in shared memory is loaded anew.
+    """
+    num_tokens, streams, hidden = shape
     product = pytest.importorskip("deltaline_kernels.mhc.product", reason="needs triton")
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    made = plan.plan_pre(4096, streams, hidden, torch.bfloat16, norm=False)
+    made = plan.plan_pre(num_tokens, streams, hidden, torch.bfloat16, norm=False)
     constants = {
         "K": streams * hidden,
         "OUTS": streams * (2 + streams),
@@ -48,11 +65,12 @@ def test_products_of_a_chunk_take_no_operand_from_registers(streams: int, hidden
     options = {"num_warps": made.warps, "num_stages": made.stages}
     code: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert code.metadata.shared <= plan.SHARED_BYTES
-    # Whatever a product reads may be overwritten by what is loaded next: none may still run then.
+    # Whatever a product reads may be overwritten by what is loaded next: none may still run then. A wait that leaves
+    # some pending is none: without the one that the kernel makes Triton insert, Triton's own leaves the last two.
     runs = False
     for line in code.asm["ttgir"].splitlines():
         if "warp_group_dot_wait" in line:
-            runs = False
+            runs = runs and "pendings = 0" not in line
         elif "warp_group_dot " in line:
             runs = True
         assert not (runs and ("async_copy" in line or "scf.yield" in line)), line

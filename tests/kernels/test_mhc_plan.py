@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deltaline_kernels.mhc import plan
+from deltaline_kernels.mhc.gates import count_columns
 
 TOKENS = (1, 7, 16, 17, 64, 65, 512, 513, 4096, 1_000_000)
 
@@ -15,7 +16,7 @@ TOKENS = (1, 7, 16, 17, 64, 65, 512, 513, 4096, 1_000_000)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", TOKENS)
 def test_every_input_is_in_one_program(num_tokens: int, dtype: torch.dtype) -> None:
-    for streams, hidden, norm in itertools.product((1, 3, 4, 8), (1, 200, 1280, 4096, 7168), (False, True)):
+    for streams, hidden, norm in itertools.product(range(1, 9), (1, 200, 1280, 4096, 7168), (False, True)):
         made = plan.plan_pre(num_tokens, streams, hidden, dtype, norm=norm)
         inputs, part = streams * hidden, made.steps * made.block_k
         assert made.splits * part >= inputs > (made.splits - 1) * part
@@ -25,6 +26,10 @@ def test_every_input_is_in_one_program(num_tokens: int, dtype: torch.dtype) -> N
             assert size >= 16 and size & (size - 1) == 0
         # Only bf16 has products of 64 tokens: others have operands in registers, which an assembler overwrites.
         assert made.block_m < 64 or (dtype == torch.bfloat16 and made.warps % 4 == 0)
+        # Of no more blocks than there are, one ahead; what so many take fits, or the products could not be launched.
+        assert 1 <= made.stages <= made.steps + 1
+        columns = 3 * count_columns(streams * (2 + streams))
+        assert made.stages * made.block_k * (made.block_m + columns) * dtype.itemsize <= plan.SHARED_BYTES
         assert made.collapse_warps in (1, 2, 4, 8, 16)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernels.mhc_batches import (
@@ -59,6 +61,37 @@ def test_mhc_matches_the_reference(path: InterpretedPath, shape: tuple[int, int,
     check_post(run_post(path, given), given)
     check_post_pre(run_post_pre(path, given, norm), given, norm)
     check_head(run_head(path, given), given)
+
+
+@pytest.fixture
+def bf16_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply bf16 as what it is: the interpreter takes its bits for integers."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    multiply = builder.create_dot
+
+    def widen(operand: Any) -> Any:
+        if operand.dtype.scalar != language.bfloat16:
+            return operand
+        bits = operand.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), language.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return multiply(self, widen(a), widen(b), *others)
+
+    monkeypatch.setattr(builder, "create_dot", create_dot)
+
+
+@pytest.mark.usefixtures("bf16_dots")
+@pytest.mark.parametrize("shape", [(5, 4, 40), (65, 1, 33), (65, 4, 24), (65, 8, 16)], ids=str)
+def test_products_of_bf16_have_all_terms_of_a_weight(shape: tuple[int, int, int]) -> None:
+    """Of few tokens one after the other, of many two at once; gates as exact as those of fp32 streams."""
+    path = InterpretedPath("cpu", torch.bfloat16)
+    given = make_streams(*shape, path)
+    assert given.gates.terms is not None
+    check_pre(run_pre(path, given), given)
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
