@@ -110,6 +110,7 @@ WRONG: list[tuple[Callable[..., Any], type[Exception], str, dict[str, Any]]] = [
     (Gates, TypeError, "rms_eps: expected a number, got str", {"rms_eps": "1"}),
     (Gates, ValueError, "pre_eps: expected at least 0, got -1", {"pre_eps": -1.0}),
     (Gates, ValueError, "sinkhorn_eps: expected a finite number, got inf", {"sinkhorn_eps": float("inf")}),
+    (Gates, ValueError, "rms_eps: expected a finite number, got 1000", {"rms_eps": 10**400}),
     (Gates, ValueError, "post_multiplier: expected a finite number", {"post_multiplier": float("nan")}),
     (Gates, ValueError, "sinkhorn_repeat: expected at least 1, got 0", {"sinkhorn_repeat": 0}),
     (Gates, TypeError, "sinkhorn_repeat: expected an integer", {"sinkhorn_repeat": 2.0}),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deltaline_kernels.mhc import plan
-from deltaline_kernels.mhc.gates import count_columns
+from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
@@ -50,7 +50,7 @@ def test_products_of_many_tokens_are_done_when_their_operands_go(shape: tuple[in
         "BLOCK_M": made.block_m,
         "BLOCK_K": made.block_k,
         "STEPS": made.steps,
-        "TERMS": made.terms,
+        "TERMS": NUM_TERMS,
         "OVERLAP": True,
         "WAITS": False,
     }

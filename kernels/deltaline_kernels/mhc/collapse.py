@@ -49,8 +49,8 @@ def collapse_streams(
     p_r = residual + token * residual_stride + o_j[:, None] * H + o_h[None, :]
     if OVERLAP and not EARLY:
         gdc_wait()
-    # Before what they are weighted with is known. Nobody reads them again: what the product left of others in the L2
-    # stays there until its turn, neither these nor the results take its place.
+    # Before what they are weighted with is known. They are read again behind the sublayer only, and don't take the place
+    # of what the product left of others in the L2.
     b_r = tl.load(p_r, mask=inside, other=0.0, eviction_policy="evict_first")
     if OVERLAP and EARLY:
         gdc_wait()
@@ -70,8 +70,7 @@ def collapse_streams(
     if norm_weight is not None:
         mean = tl.sum(b_y * b_y, 0) / H
         b_y *= tl.rsqrt(mean + NORM_EPS) * tl.load(norm_weight + o_h, mask=o_h < H, other=0.0)
-    p_y = y + token * H + o_h
-    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=o_h < H, eviction_policy="evict_first")
+    tl.store(y + token * H + o_h, b_y.to(y.dtype.element_ty), mask=o_h < H)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "gate_programs"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from deltaline_kernels.checks import ACTIVATIONS, check_positive, check_tensor
 MAX_STREAMS = 8
 # Numbers of bf16 that have all bits of one of fp32.
 NUM_TERMS = 3
+LARGEST = sys.float_info.max
 # Columns of a product: the least that a matrix instruction takes.
 LEAST_COLUMNS = 16
 
@@ -144,7 +146,7 @@ def check_number(name: str, value: float) -> None:
     """Raise TypeError or ValueError unless `value` is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{name}: expected a finite number, got {value}")
 
 

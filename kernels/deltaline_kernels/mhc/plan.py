@@ -24,7 +24,6 @@ class Bucket:
 
     Args:
         product: tokens and inputs of a program's tile, warps, tiles on their way, about how many programs at once.
-        terms: bf16 numbers whose sum is a weight; three are all of an fp32's bits.
         collapse: channels of a program at most where no norm needs all of them, and channels x streams of a thread.
         chunk: tokens that are multiplied before they are collapsed, which bounds the partial sums. That their streams
             stay in the L2 between the two is no gain: on an H200 chunks of 16 to 64 MiB take 5 to 40% longer than one.
@@ -34,7 +33,6 @@ class Bucket:
     product: tuple[int, int, int, int, int]
     collapse: tuple[int, int]
     chunk: int = MOST_CHUNK
-    terms: int = 3
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class Plan:
     steps: int
     warps: int
     stages: int
-    terms: int
     chunk: int
     block_h: int
     collapse_warps: int
@@ -102,7 +99,6 @@ def plan_pre(num_tokens: int, streams: int, hidden: int, dtype: torch.dtype, *, 
         steps=steps,
         warps=warps,
         stages=1 if stages == 1 else min(steps + 1, stages, _fitting_stages(block_m, block_k, streams)),
-        terms=bucket.terms,
         chunk=bucket.chunk,
         block_h=block_h,
         collapse_warps=_warps(block_h * pow2(streams), values),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltaline_kernels.mhc.gates import NUM_TERMS
 from deltaline_kernels.mhc.plan import Plan, cdiv
 
 
@@ -75,8 +76,8 @@ def _multiply(
         # The collapse may start, load streams and wait.
         gdc_launch_dependents()
     PREPARED: tl.constexpr = weight.dtype.element_ty == tl.bfloat16
-    # Products of so many tokens are asynchronous ones, which read x from shared memory anew each: the first two terms
-    # are columns of one.
+    # Products of so many tokens are asynchronous ones, which read x from shared memory anew each: the first two of the
+    # three terms are columns of one.
     ASYNC: tl.constexpr = PREPARED and BLOCK_M >= 64
     EVEN: tl.constexpr = SPLITS * STEPS * BLOCK_K == K
     split = tl.program_id(0) % SPLITS
@@ -164,7 +165,7 @@ def launch_product(
         BLOCK_M=plan.block_m,
         BLOCK_K=plan.block_k,
         STEPS=plan.steps,
-        TERMS=plan.terms,
+        TERMS=NUM_TERMS,
         OVERLAP=overlap,
         WAITS=early and waits,
         num_warps=plan.warps,
