@@ -83,7 +83,8 @@ class Regions:
     """All regions of a server, `limit_bytes` together; 0 turns them off.
 
     used_bytes counts a region from its creation until it is unmapped: after its release or the end of its lease, once
-    no array refers to it any more.
+    no array refers to it any more. What can't be unpinned is never unmapped: of memory that is mapped there later a
+    device would copy the pages that were there before.
     """
 
     def __init__(
@@ -107,6 +108,8 @@ class Regions:
         self._num_mapped = 0
         # Filled where the last reference is dropped, on any thread; emptied on the event loop.
         self._unused: deque[tuple[Bytes, bool]] = deque()
+        self._stuck: list[Bytes] = []
+        self._is_closed = False
         self._unmap_lock = asyncio.Lock()
         self._unmapping: asyncio.Task[None] | None = None
 
@@ -165,10 +168,12 @@ class Regions:
             self._unmapping = asyncio.create_task(self._unmap_unused())
 
     async def close(self) -> None:
-        """End all regions. Those that something still refers to stay mapped with it."""
+        """End all regions. Those that something still refers to stay mapped, and pinned, with it."""
         for number in list(self._regions):
             self.release(number)
         await self._unmap_unused()
+        self._is_closed = True
+        await self._unmap_unused()  # what came between
 
     # -- slices ----------------------------------------------------------------------------------------------------
 
@@ -227,7 +232,7 @@ class Regions:
                 _log.warning("%d bytes of shared memory can't be pinned: %s", size, str(error))
         memory = _Memory(mapped)
         # Runs when no array refers to the memory; `mapped` holds the mapping until then.
-        weakref.finalize(memory, self._unused.append, (mapped, is_pinned)).atexit = False
+        weakref.finalize(memory, self._retire, mapped, is_pinned).atexit = False
         nonce = secrets.token_bytes(NONCE_BYTES)
         mapped[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
         number = 0
@@ -238,22 +243,35 @@ class Regions:
         event(_log, "shared memory made", size_bytes=size, used_bytes=self.used_bytes, pinned=is_pinned)
         return region
 
+    def _retire(self, mapped: Bytes, is_pinned: bool) -> None:
+        """No array refers to a region any more. Called on any thread; once all is closed nobody else lets it go."""
+        if self._is_closed:
+            self._let_go([mapped], is_pinned)
+        else:
+            self._unused.append((mapped, is_pinned))
+
     async def _unmap_unused(self) -> None:
         """Unpin and unmap what nothing refers to; return when that is done."""
         async with self._unmap_lock:
             while self._unused:
                 mapped, is_pinned = self._unused.popleft()
-                size = len(mapped)
-                if is_pinned and self._pinning is not None:
-                    try:
-                        await asyncio.to_thread(self._pinning.unpin, mapped)
-                    except RuntimeError as error:
-                        _log.warning("%d bytes of shared memory can't be unpinned: %s", size, str(error))
-                # The last reference goes in the thread, and with it the mapping: it takes milliseconds per 100 MB.
-                last = [mapped]
+                size, last = len(mapped), [mapped]
                 del mapped
-                await asyncio.to_thread(last.clear)
-                self._forget(size)
+                if await asyncio.to_thread(self._let_go, last, is_pinned):
+                    self._forget(size)
+
+    def _let_go(self, last: list[Bytes], is_pinned: bool) -> bool:
+        """Unpin and unmap the array in `last`, its only reference; tell whether it is. Milliseconds per 100 MB."""
+        if is_pinned and self._pinning is not None:
+            try:
+                self._pinning.unpin(last[0])
+            except RuntimeError as error:
+                size = len(last[0])
+                _log.error("%d bytes of shared memory can't be unpinned and stay mapped: %s", size, str(error))
+                self._stuck += last
+                return False
+        last.clear()
+        return True
 
     def _forget(self, size: int) -> None:
         self.used_bytes -= size

@@ -51,6 +51,8 @@ class RecordedPinning:
 
     def unpin(self, memory: NDArray[np.uint8]) -> None:
         memory[-1] = 7  # still mapped, or this process ends here
+        if self.fails:
+            raise RuntimeError("no")
         self.pinned.remove((memory.ctypes.data, memory.nbytes))
 
 
@@ -280,6 +282,28 @@ async def test_released_memory_stays_while_an_array_refers_to_it() -> None:
     await settle(regions)
     assert (regions.used_bytes, len(pinning.pinned), pinning.calls) == (0, 0, 1)
     assert theirs[64:68] == np.float32(2.5).tobytes()  # what a client has mapped is its own
+
+
+async def test_memory_that_outlives_the_server_is_unpinned_before_it_is_unmapped() -> None:
+    """Else the next memory at its address, in this process, would count as pinned with the pages of the old one."""
+    before, pinning = memory_files(), RecordedPinning()
+    regions = make(pinning=pinning)
+    array = regions.tensor("hidden", (await regions.create(PAGE, None)).id, 0, F32, (2, 3))
+    await asyncio.sleep(0)
+    await regions.close()
+    assert len(pinning.pinned) == 1 and memory_files() == (before[0] + 1, before[1] + 1)
+    del array
+    gc.collect()
+    assert not pinning.pinned and memory_files() == before
+
+
+async def test_memory_that_can_not_be_unpinned_stays_mapped() -> None:
+    before, pinning = memory_files(), RecordedPinning()
+    regions = make(pinning=pinning)
+    regions.release((await regions.create(PAGE, None)).id)
+    pinning.fails = True
+    await settle(regions)
+    assert regions.used_bytes == PAGE and memory_files() == (before[0] + 1, before[1] + 1)
 
 
 async def test_memory_that_can_not_be_pinned_is_used_as_it_is() -> None:

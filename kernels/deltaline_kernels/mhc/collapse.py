@@ -49,8 +49,8 @@ def collapse_streams(
     p_r = residual + token * residual_stride + o_j[:, None] * H + o_h[None, :]
     if OVERLAP and not EARLY:
         gdc_wait()
-    # Before what they are weighted with is known. They are read again behind the sublayer only, and don't take the place
-    # of what the product left of others in the L2.
+    # Before what they are weighted with is known. They are read again behind the sublayer only: they need not take the
+    # place of what the product left of others in the L2.
     b_r = tl.load(p_r, mask=inside, other=0.0, eviction_policy="evict_first")
     if OVERLAP and EARLY:
         gdc_wait()
