@@ -208,6 +208,7 @@ class Server:
             seconds=self._clock() - begin_s,
             model_type=model.config.model_type,
             spans=",".join(f"{span.start}:{span.stop}" for span in model.spans),
+            streams=model.stream_sizes.get("streams", 0),
             device=runtime.device_name,
             dtype=model.numpy_dtype.name,
             max_sequences=config.max_sequences,

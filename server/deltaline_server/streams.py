@@ -71,7 +71,8 @@ def span_ends(
     """
     if streams is None:
         if asked is not StreamEnds.NONE:
-            raise ModelError(f"--stream-ends: expected none, as these layers have no residual streams, got {asked}")
+            why = "without hc_mult in config.json, or in mixer scope, there are no residual streams"
+            raise ModelError(f"--stream-ends: expected none, as {why}, got {asked}")
         return (token,) * len(spans)
     if asked.expands and all(span.start != 0 for span in spans):
         raise ModelError(f"--stream-ends: expected a span that begins with layer 0 to expand, got {_starts(spans)}")

@@ -136,13 +136,20 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
         held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
         missing, extra = sorted(expected.keys() - held), sorted(held - expected.keys())
         if missing:
-            raise ModelError(f"{prefix}{i}.{missing[0]}: expected shape {list(expected[missing[0]])}, found nothing")
+            name = missing[0]
+            raise ModelError(f"{prefix}{i}.{name}: expected shape {list(expected[name])}, found nothing{_reason(name)}")
         extra = [name for name in extra if not name.startswith(passed_over)]
         if extra:
-            raise ModelError(f"{prefix}{i}.{extra[0]}: expected no such tensor in a served layer, found one")
+            name = extra[0]
+            raise ModelError(f"{prefix}{i}.{name}: expected no such tensor in a served layer, found one{_reason(name)}")
         for name, shape in expected.items():
             _check_tensor(source, f"{prefix}{i}.{name}", shape)
     return prefix
+
+
+def _reason(name: str) -> str:
+    """What decides that there is a tensor, where a reader may not think of it."""
+    return " (hc_mult in config.json says whether there are streams)" if "_hc." in name else ""
 
 
 def _check_tensor(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:

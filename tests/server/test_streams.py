@@ -340,7 +340,10 @@ def test_adapters_change_the_branches_between_the_streams(make_oracle: MakeOracl
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda held: held.pop("model.layers.1.ffn_hc.base"), r"layers\.1\.ffn_hc\.base: .* \[24\], found nothing"),
+        (
+            lambda held: held.pop("model.layers.1.ffn_hc.base"),
+            r"layers\.1\.ffn_hc\.base: .* \[24\], found nothing \(hc_mult in config",
+        ),
         (
             lambda held: held.update({"model.layers.0.attn_hc.scale": torch.ones(2)}),
             r"^model\.layers\.0\.attn_hc\.scale: expected shape \[3\], got \[2\]",

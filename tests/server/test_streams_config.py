@@ -62,7 +62,7 @@ def test_what_a_config_may_not_say_of_streams(keys: dict[str, Any], message: str
         (
             {"hc_mult": 2},
             {"stream_ends": StreamEnds.HEAD, "scope": Scope.MIXER},
-            "--stream-ends: expected none, as these layers have no residual streams, got head",
+            "--stream-ends: expected none, as .* in mixer scope, there are no residual streams, got head",
         ),
         (
             {"hc_mult": 2},
