@@ -23,6 +23,8 @@ install: $(INSTALLED)  ## make .venv with everything in it
 demo: $(INSTALLED)  ## write a small checkpoint, serve it to a few clients, generate, compare with transformers
 	$(BIN)/deltaline demo
 
+# There are as many workers as cores: one thread each.
+test: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
 	$(BIN)/pytest -n auto --dist worksteal
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal tests/kernels/interpreted

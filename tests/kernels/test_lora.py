@@ -52,6 +52,8 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pa
         pytest.skip("only 16-bit models on a GPU have two ways")
     monkeypatch.setattr(plan, "BUCKETS", tuple(replace(bucket, fused=fused) for bucket in plan.BUCKETS))
     if request.param == "pieces":
+        if is_interpreted and path.dtype != torch.float32:
+            pytest.skip("what differs by dtype is in the other ways, too")
         make_dense(monkeypatch, ())
     if request.param == "dense":
         if not is_interpreted and (path.device, path.dtype) != ("cuda", torch.bfloat16):

@@ -8,8 +8,8 @@ import torch
 from kernels.batches import Layer, Row, make_batch
 from kernels.paths import InterpretedPath
 from kernels.test_activation import check_far_silu, check_silu
+from kernels.test_conv1d import test_conv_has_any_number_of_channels as check_channels
 from kernels.test_conv1d import (
-    test_conv_has_any_number_of_channels,
     test_conv_has_every_width,
     test_conv_matches_the_reference,
     test_conv_records_no_gradients,
@@ -39,7 +39,6 @@ from kernels.tolerance import assert_close
 from deltaline_kernels.gated_delta.heads import Heads
 
 __all__ = [
-    "test_conv_has_any_number_of_channels",
     "test_conv_has_every_width",
     "test_conv_matches_the_reference",
     "test_conv_records_no_gradients",
@@ -61,6 +60,11 @@ __all__ = [
     "test_norm_matches_the_reference",
     "test_norm_of_zeros_is_zero",
 ]
+
+
+@pytest.mark.parametrize("key_dim", [1, 513])
+def test_conv_has_any_number_of_channels(exact_path: InterpretedPath, key_dim: int) -> None:
+    check_channels(exact_path, key_dim)
 
 
 def test_silu_is_right_to_the_last_place_in_fp16() -> None:
