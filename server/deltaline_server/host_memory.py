@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltaline_server.regions import Pinning
+from deltaline_server.mappings import Pinning
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class HostMemory:
     def __init__(self, pinning: Pinning | None) -> None:
         """pinning: None where devices use host memory as it is."""
         self._pinning = pinning
+        self._stuck: list[NDArray[np.uint8]] = []
         # Unpinning takes milliseconds, and the last tensor may go on the event loop.
         self._unpinning = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unpin")
 
@@ -60,4 +61,6 @@ class HostMemory:
         try:
             self._pinning.unpin(kept)
         except RuntimeError as error:
-            _log.warning("%d bytes of adapters' memory can't be unpinned: %s", kept.nbytes, str(error))
+            # Of memory that is mapped there later a device would copy these pages.
+            self._stuck.append(kept)
+            _log.error("%d bytes of adapters' memory can't be unpinned and stay mapped: %s", kept.nbytes, str(error))

@@ -8,23 +8,21 @@ event loop; memory is mapped, pinned and unmapped in threads.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import math
 import mmap
 import os
 import secrets
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
+from deltaline_server.mappings import Bytes, Mappings, Pinning
 
 ALIGNMENT = 64
 NONCE_BYTES = 16
@@ -32,18 +30,6 @@ NONCE_BYTES = 16
 MAX_REGIONS = 128
 
 _log = logging.getLogger(__name__)
-
-Bytes = NDArray[np.uint8]
-
-
-class Pinning(Protocol):
-    """Makes host memory such that a device copies straight from and to it."""
-
-    def pin(self, memory: Bytes) -> None:
-        """Pin the pages. Takes milliseconds per 100 MB. Raises RuntimeError; then they are not pinned."""
-
-    def unpin(self, memory: Bytes) -> None:
-        """Undo it. Raises RuntimeError."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +39,6 @@ class OutputMemory:
     region: int
     offset: int
     memory: Bytes
-
-
-class _Memory:
-    """Mapped bytes. Every array over them keeps this object, and so the mapping, alive."""
-
-    def __init__(self, mapped: Bytes) -> None:
-        self.__array_interface__ = mapped.__array_interface__
 
 
 @dataclass(eq=False)
@@ -83,8 +62,7 @@ class Regions:
     """All regions of a server, `limit_bytes` together; 0 turns them off.
 
     used_bytes counts a region from its creation until it is unmapped: after its release or the end of its lease, once
-    no array refers to it any more. What can't be unpinned is never unmapped: of memory that is mapped there later a
-    device would copy the pages that were there before.
+    no array refers to it any more.
     """
 
     def __init__(
@@ -98,18 +76,10 @@ class Regions:
     ) -> None:
         """pinning: None where devices use host memory as it is."""
         self.limit_bytes, self.used_bytes = limit_bytes, 0
-        self._default_lease_s, self._max_lease_s, self._clock, self._pinning = (
-            default_lease_s,
-            max_lease_s,
-            clock,
-            pinning,
-        )
+        self._default_lease_s, self._max_lease_s, self._clock = default_lease_s, max_lease_s, clock
+        self._mappings = Mappings(pinning)
         self._regions: dict[int, Region] = {}
         self._num_mapped = 0
-        # Filled where the last reference is dropped, on any thread; emptied on the event loop.
-        self._unused: deque[tuple[Bytes, bool]] = deque()
-        self._stuck: list[Bytes] = []
-        self._is_closed = False
         self._unmap_lock = asyncio.Lock()
         self._unmapping: asyncio.Task[None] | None = None
 
@@ -164,7 +134,7 @@ class Regions:
         for number in [number for number, region in self._regions.items() if region.deadline_s <= now_s]:
             event(_log, "shared memory expired", size_bytes=len(self._regions[number].memory))
             self.release(number)
-        if self._unused:
+        if self._mappings.has_unused:
             self._unmapping = asyncio.create_task(self._unmap_unused())
 
     async def close(self) -> None:
@@ -172,7 +142,7 @@ class Regions:
         for number in list(self._regions):
             self.release(number)
         await self._unmap_unused()
-        self._is_closed = True
+        self._mappings.close()
         await self._unmap_unused()  # what came between
 
     # -- slices ----------------------------------------------------------------------------------------------------
@@ -218,80 +188,32 @@ class Regions:
     async def _make(self, size: int, lease_s: float) -> Region:
         """Make and keep a region whose bytes are counted already. Raises RequestError SHARED_MEMORY_EXHAUSTED."""
         try:
-            mapped, fd = await asyncio.to_thread(_map, size)
+            mapping = await asyncio.to_thread(self._mappings.make, size)
         except (OSError, ValueError) as error:
             self._forget(size)
             _log.warning("%d bytes of shared memory can't be had: %s", size, str(error))
             raise RequestError(Reason.SHARED_MEMORY_EXHAUSTED, "the host has no such memory to give") from error
-        is_pinned = False
-        if self._pinning is not None:
-            try:
-                await asyncio.to_thread(self._pinning.pin, mapped)
-                is_pinned = True
-            except RuntimeError as error:  # slower, yet right
-                _log.warning("%d bytes of shared memory can't be pinned: %s", size, str(error))
-        memory = _Memory(mapped)
-        # Runs when no array refers to the memory; `mapped` holds the mapping until then.
-        weakref.finalize(memory, self._retire, mapped, is_pinned).atexit = False
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        mapped[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
+        memory, nonce = self._mappings.share(mapping), secrets.token_bytes(NONCE_BYTES)
+        memory[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
         number = 0
         while number == 0 or number in self._regions:
             number = secrets.randbits(64)
-        region = Region(number, np.asarray(memory), fd, nonce, lease_s, self._clock() + lease_s)
+        region = Region(number, memory, mapping.fd, nonce, lease_s, self._clock() + lease_s)
         self._regions[number] = region
-        event(_log, "shared memory made", size_bytes=size, used_bytes=self.used_bytes, pinned=is_pinned)
+        event(_log, "shared memory made", size_bytes=size, used_bytes=self.used_bytes, pinned=mapping.is_pinned)
         return region
-
-    def _retire(self, mapped: Bytes, is_pinned: bool) -> None:
-        """No array refers to a region any more. Called on any thread; once all is closed nobody else lets it go."""
-        if self._is_closed:
-            self._let_go([mapped], is_pinned)
-        else:
-            self._unused.append((mapped, is_pinned))
 
     async def _unmap_unused(self) -> None:
         """Unpin and unmap what nothing refers to; return when that is done."""
         async with self._unmap_lock:
-            while self._unused:
-                mapped, is_pinned = self._unused.popleft()
-                size, last = len(mapped), [mapped]
-                del mapped
-                if await asyncio.to_thread(self._let_go, last, is_pinned):
+            while self._mappings.has_unused:
+                size = await asyncio.to_thread(self._mappings.unmap_next)
+                if size:
                     self._forget(size)
-
-    def _let_go(self, last: list[Bytes], is_pinned: bool) -> bool:
-        """Unpin and unmap the array in `last`, its only reference; tell whether it is. Milliseconds per 100 MB."""
-        if is_pinned and self._pinning is not None:
-            try:
-                self._pinning.unpin(last[0])
-            except RuntimeError as error:
-                size = len(last[0])
-                _log.error("%d bytes of shared memory can't be unpinned and stay mapped: %s", size, str(error))
-                self._stuck += last
-                return False
-        last.clear()
-        return True
 
     def _forget(self, size: int) -> None:
         self.used_bytes -= size
         self._num_mapped -= 1
-
-
-def _map(size: int) -> tuple[Bytes, int]:
-    """Map a new sealed file of `size` zero bytes, all of them present; return them and the file. Raises OSError."""
-    fd = os.memfd_create("deltaline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.fchmod(fd, 0o600)
-        # What the host can't give shows here, not as a fault of the server's later on.
-        os.posix_fallocate(fd, 0, size)
-        # Nobody can shrink it under the server's mapping, which would end the process (SIGBUS), nor lift the seals.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    except BaseException:
-        os.close(fd)
-        raise
-    return np.frombuffer(mapping, np.uint8), fd
 
 
 def _invalid(field: str, message: str) -> RequestError:
