@@ -89,11 +89,15 @@ class Traffic:
 @pytest.mark.parametrize("seed", range(3))
 async def test_steps_in_flight_on_several_spans_find_their_own_keys(seed: int) -> None:
     traffic = Traffic(seed)
-    for _ in range(60):
+    expected = {None, Reason.PAGES_EXHAUSTED, Reason.CONTEXT_EXCEEDED, Reason.STATE_POISONED, Reason.QUEUE_DEADLINE}
+    # What is met how often depends on when steps are done.
+    for turn in range(600):
         await traffic.turn()
+        if turn >= 60 and min(traffic.met[why] for why in expected) >= 3:
+            break
+    else:
+        pytest.fail(f"not all that may happen did: {traffic.met}")
     for handle in list(traffic.handles):
         traffic.end(handle)
     traffic.rig.table.check_integrity()
     assert traffic.rig.pages is not None and traffic.rig.pages.num_used == 0
-    expected = {None, Reason.PAGES_EXHAUSTED, Reason.CONTEXT_EXCEEDED, Reason.STATE_POISONED, Reason.QUEUE_DEADLINE}
-    assert min(traffic.met[why] for why in expected) >= 3, traffic.met
