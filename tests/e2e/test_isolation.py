@@ -63,7 +63,7 @@ async def test_many_sequences_on_64_lines_answer_as_if_alone(
     make_server: Callable[..., Server], small_model: dict[str, Any]
 ) -> None:
     # The lines of all families are handed out by one table: of the others what each line has several times.
-    count = 1000 if small_model == SMALL_MODEL else 400
+    count = 1600 if small_model == SMALL_MODEL else 400
     async with make_server(max_sequences=LINES) as server:
         errors = await churn(server, count)
         assert len(errors) == count and max(errors) < TOLERANCE
