@@ -68,19 +68,20 @@ class ImageRoot:
         variables = {name: value.replace("$PATH", path) for name, value in variables.items()}
         root, script = self._root, ["set -e", "mount --make-rprivate /"]
         script.append(f"mount --bind {shlex.quote(str(root))} {shlex.quote(str(root))}")
+        # First, as the project and what is installed may lie under /tmp.
+        temporary = shlex.quote(str(root / "tmp"))
+        script.append(f"mkdir -p {temporary}")
+        script.append(f"mount -t tmpfs -o mode=1777,noexec,nosuid,nodev tmpfs {temporary}")
         for source, place in [*self._bind.items(), *((str(host), at) for at, host in volumes.items())]:
             inside = root / place.lstrip("/")
             if Path(source).is_dir():
-                inside.mkdir(parents=True, exist_ok=True)
+                script.append(f"mkdir -p {shlex.quote(str(inside))}")
             else:
-                inside.parent.mkdir(parents=True, exist_ok=True)
-                inside.touch()
+                script.append(f"mkdir -p {shlex.quote(str(inside.parent))}")
+                script.append(f"touch {shlex.quote(str(inside))}")
             script.append(f"mount --rbind {shlex.quote(source)} {shlex.quote(str(inside))}")
             if place in self._bind and place not in ("/proc", "/dev"):
                 script.append(f"mount -o remount,bind,ro {shlex.quote(str(inside))}")
-        temporary = root / "tmp"
-        temporary.mkdir(exist_ok=True)
-        script.append(f"mount -t tmpfs -o mode=1777,noexec,nosuid,nodev tmpfs {shlex.quote(str(temporary))}")
         script.append(f"mount -o remount,bind,ro {shlex.quote(str(root))}")
         words = ["chroot", str(root), "setpriv", "--reuid", user, "--regid", group, "--clear-groups"]
         words += ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "env", "-i"]
