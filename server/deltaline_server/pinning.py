@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import SupportsInt
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-# cudaErrorHostMemoryAlreadyRegistered
-ALREADY_REGISTERED = 712
 
 
 class CudaPinning:
@@ -22,20 +20,20 @@ class CudaPinning:
         """Pin the pages of a writable array. Raises RuntimeError."""
         runtime, address = torch.cuda.cudart(), memory.ctypes.data
         with torch.cuda.device(self._device):
-            error = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-            if error == ALREADY_REGISTERED:
+            if torch.from_numpy(memory).is_pinned():
                 # For memory that was here before, whose pages a device would still copy, and not these.
-                _check(runtime.cudaHostUnregister(address))
-                error = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-            _check(error)
+                self._check(runtime.cudaHostUnregister(address))
+            self._check(runtime.cudaHostRegister(address, memory.nbytes, 0))
 
     def unpin(self, memory: NDArray[np.uint8]) -> None:
         """Let the pages of an array that was pinned go. Raises RuntimeError."""
         with torch.cuda.device(self._device):
-            _check(torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data))
+            self._check(torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data))
 
-
-def _check(error: SupportsInt) -> None:
-    """Raise RuntimeError unless a call of the CUDA runtime succeeded."""
-    if int(error):
-        raise RuntimeError(f"CUDA error {int(error)}")
+    def _check(self, error: SupportsInt) -> None:
+        """Raise RuntimeError unless a call of the CUDA runtime succeeded."""
+        if int(error):
+            # The runtime keeps a thread's last error, and torch would raise it after a later launch on it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+            raise RuntimeError(f"CUDA error {int(error)}")

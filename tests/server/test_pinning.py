@@ -24,3 +24,17 @@ def test_pages_that_are_pinned_already_are_pinned_anew() -> None:
     assert not tensor.is_pinned()
     with pytest.raises(RuntimeError, match="CUDA error"):
         pinning.unpin(memory)
+
+
+def test_what_cannot_be_pinned_spoils_no_later_launch() -> None:
+    pinning, memory = CudaPinning(torch.device("cuda")), np.zeros(1 << 20, dtype=np.uint8)
+    first = -memory.ctypes.data % 4096
+    page = memory[first + 4096 : first + 8192]
+    pinning.pin(page)
+    with pytest.raises(RuntimeError, match="CUDA error 712"):
+        pinning.pin(memory)
+    assert torch.ones(3, device="cuda").sum() == 3
+    pinning.unpin(page)
+    with pytest.raises(RuntimeError, match="CUDA error 713"):
+        pinning.unpin(page)
+    assert torch.ones(3, device="cuda").sum() == 3
