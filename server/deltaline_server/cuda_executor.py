@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 from triton import knobs
 
+from deltaline_server.copier import Copier
 from deltaline_server.executor import BatchLimits, DeviceCounts, Launched, Report
-from deltaline_server.graphs import Graphs, make_buckets
+from deltaline_server.graphs import Bucket, Graphs, make_buckets
 from deltaline_server.line_zeroing import LineZeroing
 from deltaline_server.model import Model
 from deltaline_server.slot_layout import Layout
-from deltaline_server.staging import Copier, Slot
+from deltaline_server.staging import Slot
 from deltaline_server.state_pool import StatePool
 from deltaline_server.step import BatchResult, StepBatch
 
@@ -64,21 +65,31 @@ class CudaExecutor:
         bucket = self._graphs.find(batch)
         slot = self._free.get()
         try:
-            torch.cuda.set_stream(self._in)
-            wanted = slot.copy_in(batch, bucket.layout, self._in)
-            torch.cuda.set_stream(self._compute)
-            self._compute.wait_event(slot.events[1])
-            slot.events[2].record(self._compute)
-            self._graphs.replay(slot, batch.span, bucket)
-            slot.select(batch, bucket.layout, wanted)
-            slot.events[3].record(self._compute)
-            torch.cuda.set_stream(self._out)
-            self._out.wait_event(slot.events[3])
-            slot.copy_out(batch, bucket.layout, self._out)
+            if slot.carries(bucket.layout, batch.span):
+                slot.write(batch, bucket.layout)
+                torch.cuda.set_stream(self._compute)
+                self._graphs.replay(slot, batch.span, bucket)
+                slot.end(self._compute)
+            else:
+                self._launch_by_parts(slot, batch, bucket)
         except BaseException:
             self._free.put(slot)
             raise
         return Launched(slot.is_done, lambda: self._finish(slot, batch, bucket.layout))
+
+    def _launch_by_parts(self, slot: Slot, batch: StepBatch, bucket: Bucket) -> None:
+        """Copy in, compute and copy out, each on its stream."""
+        torch.cuda.set_stream(self._in)
+        wanted = slot.copy_in(batch, bucket.layout, self._in)
+        torch.cuda.set_stream(self._compute)
+        self._compute.wait_event(slot.events[1])
+        slot.events[2].record(self._compute)
+        self._graphs.replay(slot, batch.span, bucket)
+        slot.select(batch, bucket.layout, wanted)
+        slot.events[3].record(self._compute)
+        torch.cuda.set_stream(self._out)
+        self._out.wait_event(slot.events[3])
+        slot.copy_out(batch, bucket.layout, self._out)
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         torch.cuda.set_stream(self._compute)

@@ -107,13 +107,7 @@ class Graphs:
         total = len(slots) * len(spans) * len(self._buckets)
         for bucket in reversed(self._buckets):
             for number, slot in enumerate(slots):
-                inputs = slot.inputs(bucket.layout, 0)  # the same of every span but for the hidden states
-                inputs.control.zero_()
-                inputs.control[1:3] = -1  # every row is skipped: what runs meanwhile touches no line
-                if inputs.adapter_slots is not None:
-                    inputs.adapter_slots.fill_(-1)
-                if inputs.new_pages is not None:
-                    inputs.new_pages.zero_()  # page 0 of the null line, which is its already
+                slot.skip_rows(bucket.layout)  # what runs meanwhile touches no line
                 for span in spans:
                     if number == 0:
                         self._compute(slot, span, bucket)  # compiles, and lets libraries choose what they do once
@@ -152,7 +146,11 @@ class Graphs:
         self._graphs[id(slot), span, bucket].replay()
 
     def _compute(self, slot: Slot, span: int, bucket: Bucket) -> None:
-        layout = bucket.layout
+        layout, stream = bucket.layout, torch.cuda.current_stream()
+        carries = slot.carries(layout, span)
+        if carries:
+            slot.carry_in(layout, span, stream)
+            slot.events[2].record(stream)
         control, hidden, adapter_slots, new_pages = slot.inputs(layout, span)
         rows = Rows(control, layout.short_rows, bucket.longest_short, bucket.longest)
         if span not in self._model.paged_spans:
@@ -161,3 +159,6 @@ class Graphs:
         sizes, outputs = slot.outputs(layout, span)
         outputs.copy_(output)
         sizes.copy_(token_sizes(output))
+        if carries:
+            slot.events[3].record(stream)
+            slot.carry_out(layout, span)

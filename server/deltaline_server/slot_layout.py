@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +35,12 @@ class Layout:
     has_adapters: bool = False
     page_size: int = 0
 
-    @property
+    @cached_property
     def fields(self) -> tuple[int, int]:
         """The shape of the control and of what else the rows have."""
         return NUM_FIELDS + self.has_adapters, self.rows + 1
 
-    @property
+    @cached_property
     def field_bytes(self) -> int:
         """Bytes of the fields; the pages are behind them."""
         return math.prod(self.fields) * 4
@@ -49,11 +50,11 @@ class Layout:
         """Most pages that begin within the rows' tokens: of n tokens at most n / page_size, rounded up."""
         return min(self.tokens, self.rows + self.tokens // self.page_size) if self.page_size else 0
 
-    @property
+    @cached_property
     def control_bytes(self) -> int:
         return _aligned(self.field_bytes + NUM_PAGE_FIELDS * self.num_pages * 4)
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return _aligned(self.tokens * 4)
 

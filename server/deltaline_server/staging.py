@@ -6,7 +6,6 @@ A slot belongs to one batch from its launch until its result is taken. Knows lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,38 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.copier import Copier
 from deltaline_server.slot_layout import NUM_PAGE_FIELDS, Layout, fill_adapters, fill_control, fill_pages
 from deltaline_server.span_ends import SpanEnds
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
+# Most bytes that cross either way with a graph's own copies: within the time that asking for copies one by one takes.
+CARRIED_BYTES = 1 << 20
 # Smaller arrays are sooner copied than asked where they lie.
 DIRECT_BYTES = 1 << 16
-# Arrays from this size on are copied by several threads; for smaller ones, waking these takes longer.
-LARGE_BYTES, COPY_THREADS = 1 << 21, 4
 # Views of a slot's memory that are remembered.
 MOST_PARTS = 1024
-
-
-class Copier:
-    """Copies between arrays of the host, large ones with several threads at once."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
-
-    def copy(self, target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-        """Copy bytes `[n]`; mutates `target`."""
-        if len(target) < LARGE_BYTES:
-            target[:] = source
-            return
-        part = -(-len(target) // COPY_THREADS)
-        begins = range(0, len(target), part)
-        waiting = [self._pool.submit(np.copyto, target[i : i + part], source[i : i + part]) for i in begins[1:]]
-        np.copyto(target[:part], source[:part])
-        for done in waiting:
-            done.result()
-
-    def close(self) -> None:
-        self._pool.shutdown()
 
 
 class Inputs(NamedTuple):
@@ -68,6 +46,11 @@ class Slot:
     Inbound: control int32 `[7, rows + 1]`, with the slots of adapters `[8, rows + 1]`, pages int32 `[3, pages]` where
     the layout has some, then hidden `[T, width]`; outbound: sizes fp32 `[T]`, then outputs `[T, width]`, each as
     wide as the span has it. Events: 0 and 1 around the copy in, 2 and 3 around the computation, 4 after the copy out.
+
+    A batch comes and goes in one of two ways. `copy_in`, `select` and `copy_out` ask for copies of just its bytes, from
+    and to pinned memory of clients where there is some. If the slot `carries` its layout, `write` and `end` go around a
+    graph that captured `carry_in` and `carry_out`, copies of the whole layout: one call of the driver in place of
+    fifteen. Either way `wait` takes the result.
     """
 
     def __init__(
@@ -88,8 +71,9 @@ class Slot:
         self._outbound = _Crossing(max(layout.size_bytes for layout in layouts) + output_bytes)
         self._wanted = _Crossing(tokens * 8)
         self._selected = torch.empty(output_bytes, dtype=torch.uint8, device="cuda")
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
-        self._is_placed = False
+        # External: a capture makes them nodes of its graph.
+        self.events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(5)]
+        self._is_carried = self._is_placed = False
 
     def inputs(self, layout: Layout, span: int) -> Inputs:
         """What a batch of this layout and span is computed from."""
@@ -108,19 +92,52 @@ class Slot:
         output = self._outbound.device[begin : begin + layout.tokens * ends.output_bytes].view(self._dtype)
         return sizes, output.view(-1, ends.output_width)
 
-    def copy_in(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> Tensor | None:
-        """Copy a batch to `inputs` on a stream, the current one; return its wanted tokens, int64.
+    def skip_rows(self, layout: Layout) -> None:
+        """Let every row of a layout be skipped: on both sides, the device's on the current stream."""
+        inbound = self._inbound.array
+        fields = inbound[: layout.field_bytes].view(np.int32).reshape(layout.fields)
+        fields[:] = 0
+        fields[1:3] = -1
+        fields[NUM_FIELDS:] = -1  # no adapter
+        inbound[_page_bytes(layout)] = 0  # page 0 of the null line, which is its already
+        self._inbound.send(0, layout.control_bytes)
 
-        Rows of the layout that the batch has not have no token and are skipped.
-        """
+    def carries(self, layout: Layout, span: int) -> bool:
+        """Tell whether graphs of this layout copy in and out by themselves: those of few tokens, short rows alone."""
+        ends = self._ends[span]
+        inbound = layout.control_bytes + layout.tokens * ends.input_bytes
+        outbound = layout.size_bytes + layout.tokens * ends.output_bytes
+        return layout.rows == layout.short_rows and max(inbound, outbound) <= CARRIED_BYTES
+
+    def write(self, batch: StepBatch, layout: Layout) -> None:
+        """Write a batch to the host's memory, from where `carry_in` copies it."""
+        self._write_fields(batch, layout)
+        end = layout.control_bytes
+        for piece in batch.hidden:
+            first, end = end, end + piece.nbytes
+            self._copier.copy(self._inbound.array[first:end], piece.view(np.uint8).reshape(-1))
+        self._is_carried = True
+
+    def carry_in(self, layout: Layout, span: int, stream: torch.cuda.Stream) -> None:
+        """Copy all inputs of a layout to the device on a stream, the current one, which captures it."""
+        self.events[0].record(stream)
+        self._inbound.send(0, layout.control_bytes + layout.tokens * self._ends[span].input_bytes)
+        self.events[1].record(stream)
+
+    def carry_out(self, layout: Layout, span: int) -> None:
+        """Copy all outputs of a layout to the host on the current stream, which captures it."""
+        self._outbound.receive(0, layout.size_bytes + layout.tokens * self._ends[span].output_bytes)
+
+    def end(self, stream: torch.cuda.Stream) -> None:
+        """What was asked for on a stream ends a batch. Not a part of a graph: until its turn came, such an event would
+        tell of the batch before."""
+        self.events[4].record(stream)
+
+    def copy_in(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> Tensor | None:
+        """Copy a batch to `inputs` on a stream, the current one; return its wanted tokens, int64."""
         inbound, begin = self._inbound, layout.control_bytes
-        fields = inbound.array[: layout.field_bytes].view(np.int32).reshape(layout.fields)
-        fill_control(fields[:NUM_FIELDS], batch, layout)
-        if batch.adapter_slots is not None:
-            fill_adapters(fields[NUM_FIELDS], batch.adapter_slots, batch.num_short, layout)
-        if batch.new_pages is not None:
-            region = inbound.array[_page_bytes(layout)].view(np.int32).reshape(NUM_PAGE_FIELDS, -1)
-            fill_pages(region, batch.new_pages)
+        self._is_carried = False
+        self._write_fields(batch, layout)
         filled, end = 0, begin
         pinned = []
         for piece in batch.hidden:
@@ -176,7 +193,7 @@ class Slot:
             end = begin + len(batch.wanted) * token_bytes
             if begin < end:
                 outbound.tensor[begin:end].copy_(self._selected[: end - begin], True)
-        self.events[4].record(stream)
+        self.end(stream)
 
     def is_done(self) -> bool:
         """Whether the copy out is over."""
@@ -185,13 +202,8 @@ class Slot:
     def wait(self, batch: StepBatch, layout: Layout) -> BatchResult:
         """Wait for the copy out and return the result, whose arrays are the caller's."""
         self.events[4].synchronize()
-        begin, num_tokens = layout.size_bytes, batch.num_tokens
-        sizes = self._outbound.array[: num_tokens * 4].view(np.float32)
-        num_returned = num_tokens if batch.wanted is None else len(batch.wanted)
-        width = self._ends[batch.span].output_width
-        hidden = np.empty((0 if self._is_placed else num_returned, width), self._numpy_dtype)
-        returned = self._outbound.array[begin : begin + hidden.nbytes]
-        self._copier.copy(hidden.view(np.uint8).reshape(-1), returned)
+        sizes = self._outbound.array[: batch.num_tokens * 4].view(np.float32)
+        hidden = self._take_outputs(batch, layout)
         events = self.events
         return BatchResult(
             hidden,
@@ -202,12 +214,45 @@ class Slot:
             is_placed=self._is_placed,
         )
 
+    def _write_fields(self, batch: StepBatch, layout: Layout) -> None:
+        """Write what is told of a batch's rows to the host's memory.
+
+        Rows of the layout that the batch has not have no token and are skipped.
+        """
+        inbound = self._inbound.array
+        fields = inbound[: layout.field_bytes].view(np.int32).reshape(layout.fields)
+        fill_control(fields[:NUM_FIELDS], batch, layout)
+        if batch.adapter_slots is not None:
+            fill_adapters(fields[NUM_FIELDS], batch.adapter_slots, batch.num_short, layout)
+        if batch.new_pages is not None:
+            fill_pages(inbound[_page_bytes(layout)].view(np.int32).reshape(NUM_PAGE_FIELDS, -1), batch.new_pages)
+
+    def _take_outputs(self, batch: StepBatch, layout: Layout) -> NDArray[Any]:
+        """The outputs `[wanted, width]` from the host's memory, none if they lie in batch.into, where a carried batch's
+        are put."""
+        ends, wanted = self._ends[batch.span], batch.wanted
+        num_returned = batch.num_tokens if wanted is None or self._is_carried else len(wanted)
+        returned = self._outbound.array[layout.size_bytes :][: num_returned * ends.output_bytes]
+        if self._is_carried:
+            if wanted is not None:
+                returned = returned.reshape(-1, ends.output_bytes)[wanted].reshape(-1)
+            self._is_placed = bool(batch.into)
+            first = 0
+            for into in batch.into:
+                self._copier.copy(into.view(np.uint8).reshape(-1), returned[first : first + into.nbytes])
+                first += into.nbytes
+        if self._is_placed:
+            returned = returned[:0]
+        hidden = np.empty((len(returned) // ends.output_bytes, ends.output_width), self._numpy_dtype)
+        self._copier.copy(hidden.view(np.uint8).reshape(-1), returned)
+        return hidden
+
 
 class _Crossing:
     """Pinned bytes, as a tensor and as an array, beside as many on the device."""
 
     def __init__(self, size: int) -> None:
-        self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.tensor = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         self.array: NDArray[np.uint8] = self.tensor.numpy()
         self.device = torch.zeros(size, dtype=torch.uint8, device="cuda")
         self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}

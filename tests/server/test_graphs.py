@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from deltaline_kernels import Rows
+from deltaline_server.copier import Copier
 from deltaline_server.engine import Engine
 from deltaline_server.executor import (
     BatchLimits,
@@ -30,7 +31,7 @@ from deltaline_server.graphs import Bucket, Graphs, make_buckets
 from deltaline_server.model import Model, ModelOptions, load_model
 from deltaline_server.pages import PagePool
 from deltaline_server.slot_layout import Layout, fill_pages
-from deltaline_server.staging import DIRECT_BYTES, Copier
+from deltaline_server.staging import DIRECT_BYTES
 from deltaline_server.state_pool import StateOptions, StatePool
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
 from deltaline_server.streams import StreamEnds
@@ -329,8 +330,9 @@ def test_long_rows_are_replayed_and_too_many_rows_launched(twins: Twins) -> None
     batches = []
     for long in (5, 64, 65, 700, CHUNK):
         batches += [sequences.batch(6), sequences.batch(6, long=long), sequences.batch(NUM_LINES), sequences.batch(3)]
+        batches += [sequences.batch(6, long=long, want=want) for want in ("last", "none")]
     for result, expected in zip(*twins.run(batches), strict=True):
-        assert result.finite.all() and close(result, expected)
+        assert result.finite.all() and result.hidden.shape == expected.hidden.shape and close(result, expected)
 
 
 @pytest.mark.gpu
@@ -350,6 +352,18 @@ def test_pinned_memory_is_read_and_written_where_it_is(twins: Twins, want: str) 
     assert result.is_placed == large == (want == "all")
     assert close(replace(result, hidden=into) if large else result, expected)
     assert (target.any() == large) and (source == hidden.view(np.int16)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("want", ["all", "last"])
+def test_a_small_batch_is_put_where_its_client_wants_it(twins: Twins, want: str) -> None:
+    """Whether that is pinned or not: one replay copies it to the slot's own memory."""
+    batch = Sequences(8, twins).batch(7, want=want)
+    count = batch.num_tokens if batch.wanted is None else len(batch.wanted)
+    into = np.full((count, twins.ends[0].output_width), np.nan, dtype=DTYPE)
+    (result,), (expected,) = twins.run([replace(batch, into=(into[:2], into[2:]))])
+    assert result.is_placed and not len(result.hidden)
+    assert close(replace(result, hidden=into), expected)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from deltaline_server.copier import Copier
 from deltaline_server.slot_layout import Layout
 from deltaline_server.span_ends import SpanEnds
-from deltaline_server.staging import Copier, Slot
+from deltaline_server.staging import CARRIED_BYTES, Slot
 from deltaline_server.step import StepBatch
 
 HIDDEN, TOKENS = 8, 150
 DTYPE = np.dtype(ml_dtypes.bfloat16)
 # One as wide at its end as where it begins, one that begins streams, one that ends them.
 SPANS = [SpanEnds(HIDDEN, 2), SpanEnds(HIDDEN, 2, 0, 4), SpanEnds(HIDDEN, 2, 4, 0)]
+SHORT = Layout(6, 6, TOKENS, has_adapters=True, page_size=16)
 LAYOUTS = [Layout(4, 6, TOKENS, has_adapters, page_size) for has_adapters in (False, True) for page_size in (0, 16)]
 
 
@@ -32,7 +35,7 @@ def slot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slot]:
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
     copier = Copier()
-    yield Slot(LAYOUTS, SPANS, torch.bfloat16, DTYPE, copier)
+    yield Slot([*LAYOUTS, SHORT], SPANS, torch.bfloat16, DTYPE, copier)
     copier.close()
 
 
@@ -93,3 +96,57 @@ def test_what_a_span_makes_comes_back_in_its_own_width(slot: Slot, span: int, wa
     expected = made[:106] if wanted is None else made[torch.tensor(wanted, dtype=torch.int64)]
     assert result.hidden.shape == expected.shape and result.finite.all()
     assert np.array_equal(result.hidden.view(np.int16), expected.view(torch.int16).numpy())
+
+
+@pytest.mark.parametrize("wanted", [None, [0, 3, 105], []], ids=["all", "some", "none"])
+@pytest.mark.parametrize("is_placed", [False, True])
+@pytest.mark.parametrize("span", range(len(SPANS)))
+def test_a_small_batch_is_carried_by_its_graph(
+    slot: Slot, span: int, is_placed: bool, wanted: list[int] | None
+) -> None:
+    rng, ends = np.random.default_rng(3), SPANS[span]
+    before = make_batch(rng, LAYOUTS[0], span)  # leaves its own in the memory, and that it was not carried
+    slot.copy_in(before, LAYOUTS[0], Any)  # type: ignore[arg-type]
+    batch = make_batch(rng, SHORT, span)
+    batch.num_short, batch.wanted = 4, None if wanted is None else np.array(wanted, dtype=np.int64)
+    made = torch.randn(TOKENS, ends.output_width).bfloat16()
+    expected = made[:106] if wanted is None else made[torch.tensor(wanted, dtype=torch.int64)]
+    into = np.full(expected.shape, np.nan, dtype=DTYPE)
+    batch.into = (into[:1], into[1:]) if is_placed else ()
+    slot.write(batch, SHORT)
+    slot.carry_in(SHORT, span, Any)  # type: ignore[arg-type]
+    control, hidden, adapter_slots, new_pages = slot.inputs(SHORT, span)
+    assert control[:, :4].tolist() == batch.control[:, :4].tolist()
+    assert control[1:3, 4:].tolist() == [[-1] * 3] * 2 and control[0, 4:].tolist() == [106] * 3
+    assert torch.equal(hidden[:106].view(torch.int16), torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)))
+    assert adapter_slots is not None and adapter_slots.tolist() == [1, -1, 0, 2, -1, -1]
+    assert new_pages is not None and batch.new_pages is not None
+    assert new_pages[:, :7].tolist() == batch.new_pages.tolist() and not new_pages[:, 7:].any()
+    sizes, outputs = slot.outputs(SHORT, span)
+    sizes[:] = 1.0
+    outputs.copy_(made)
+    slot.carry_out(SHORT, span)
+    result = slot.wait(batch, SHORT)
+    assert result.is_placed == is_placed and result.finite.all()
+    returned = into if is_placed else result.hidden
+    assert np.array_equal(returned.view(np.int16), expected.view(torch.int16).numpy())
+    assert result.hidden.shape == ((0, ends.output_width) if is_placed else expected.shape)
+
+
+def test_graphs_of_short_rows_with_few_bytes_are_carried(slot: Slot) -> None:
+    assert slot.carries(SHORT, 0) and not any(slot.carries(layout, 0) for layout in LAYOUTS)
+    tokens = CARRIED_BYTES // SPANS[0].input_bytes
+    for span, wide in enumerate((1, 4, 4)):  # the wider end counts
+        fits = Layout(6, 6, tokens // wide * 3 // 4)
+        assert slot.carries(fits, span) and not slot.carries(replace(fits, tokens=tokens // wide), span)
+
+
+def test_skipped_rows_are_so_on_both_sides(slot: Slot) -> None:
+    slot.write(make_batch(np.random.default_rng(4), SHORT), SHORT)
+    slot.skip_rows(SHORT)
+    for _ in range(2):  # what is sent later is what is there
+        control, _, adapter_slots, new_pages = slot.inputs(SHORT, 0)
+        assert (control[1:3] == -1).all() and not control[0].any() and not control[3:].any()
+        assert adapter_slots is not None and (adapter_slots == -1).all()
+        assert new_pages is not None and not new_pages.any()
+        slot.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
