@@ -14,6 +14,10 @@ from typing import Protocol
 from deltaline_server.batch import Run
 from deltaline_server.step import BatchResult, StepBatch
 
+# After a batch that was polled the loop stays awake for so long, if nothing is in flight: who waits for a reply to send
+# the next step does so within that time, and a loop that slept is late by its waking and finds its caches cold.
+LINGER_S = 2e-3
+
 
 class BatchEngine(Protocol):
     """What is needed of an engine."""
@@ -43,7 +47,8 @@ class Flights:
         """on_done: called on the loop with each batch, its result and when that was there; it may not raise."""
         self._engine, self._on_done, self._clock = engine, on_done, clock
         self._flights: deque[_Flight] = deque()
-        self._polls = self._is_polling = False
+        self._polls = self._is_awake = self._is_polling = False
+        self._awake_until_s = float("-inf")
         self._last_s = float("-inf")
 
     def __len__(self) -> int:
@@ -71,18 +76,24 @@ class Flights:
 
         self._flights.append(flight)
         self._engine.submit(run.batch, done, polls=True)
-        if not self._polls:
-            self._polls = True
+        self._polls = True
+        if not self._is_awake:
+            self._is_awake = True
             loop.call_soon(self._poll)
 
     def _poll(self) -> None:
         """Take results that are there, and look again in the loop's next turn: so they are seen at once."""
+        has_polled = self._polls
         self._is_polling = True
         self._polls = self._engine.poll()
         self._is_polling = False
-        if self._polls:  # asked before the results are told: whoever hears of them may start a batch, which asks too
+        self._land()  # whoever hears of a batch may start the next one, which then asks for no second round of polls
+        now_s = self._clock()
+        if has_polled:
+            self._awake_until_s = now_s + LINGER_S
+        self._is_awake = self._polls or (not self._flights and now_s < self._awake_until_s)
+        if self._is_awake:
             asyncio.get_running_loop().call_soon(self._poll)
-        self._land()
 
     def _land(self) -> None:
         """Tell results in the order of the batches: one that comes by a thread may overtake one that is polled."""

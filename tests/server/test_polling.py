@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deltaline_server.batch import Run
 from deltaline_server.engine import SMALL_BYTES, Engine
 from deltaline_server.executor import DeviceCounts, Launched, Report
-from deltaline_server.flights import Flights
+from deltaline_server.flights import LINGER_S, Flights
 from deltaline_server.step import BatchResult, StepBatch
 
 WAIT_S = 20.0
@@ -287,4 +287,50 @@ async def test_it_is_polled_once_in_a_turn_however_many_batches_follow(engine: E
         polls.clear()
         for _ in range(10):
             await asyncio.sleep(0)
-        assert len(polls) == (10 if count < 6 else 0)
+        assert len(polls) == 10
+    await asyncio.sleep(2 * LINGER_S)
+    polls.clear()
+    await asyncio.sleep(2 * LINGER_S)
+    assert not polls, "nothing is in flight, and nobody has come for the next step"
+
+
+async def test_the_loop_stays_awake_for_the_next_step_but_not_beside_a_batch_of_the_threads(
+    engine: Engine, device: HeldDevice
+) -> None:
+    polls, poll = list[bool](), engine.poll
+
+    def counted() -> bool:
+        polls.append(True)
+        return poll()
+
+    async def num_polls() -> int:
+        polls.clear()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return len(polls)
+
+    engine.poll = counted  # type: ignore[method-assign]
+    now_s, landed = 5.0, list[Run]()
+    flights = Flights(engine, lambda run, result, done_s: landed.append(run), lambda: now_s)
+
+    async def has_landed(count: int) -> None:
+        device.finish_one()
+        end_s = time.monotonic() + WAIT_S
+        while len(landed) < count:
+            assert time.monotonic() < end_s
+            await asyncio.sleep(0)
+
+    flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+    await has_landed(1)
+    assert await num_polls() == 10
+    flights.start(Run(0, [], make_batch(SMALL_BYTES + 4), 0.0, 0.0))
+    await num_polls()
+    assert await num_polls() == 0, "its threads need the interpreter"
+    await has_landed(2)
+    assert await num_polls() == 0
+    flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+    await has_landed(3)
+    assert await num_polls() == 10
+    now_s += LINGER_S
+    await num_polls()
+    assert await num_polls() == 0
