@@ -17,7 +17,9 @@ from deltaline_server.finite import all_finite
 
 CHECKSUM_BYTES = 32
 # Tensors from this size on are looked at by threads: smaller ones take less time than waking these.
-LARGE_BYTES, THREADS = 1 << 20, 4
+LARGE_BYTES, THREADS = 1 << 20, 8
+# Fewest elements of a part: each waits for the interpreter's lock a few times, and the event loop for it.
+PART = 1 << 20
 
 
 def checksum(values: NDArray[Any]) -> bytes:
@@ -34,7 +36,7 @@ class Examiner:
     async def all_finite(self, values: NDArray[Any]) -> bool:
         """As the function of this name, with all threads at once."""
         run, words = asyncio.get_running_loop().run_in_executor, values.reshape(-1)
-        part = -(-len(words) // THREADS)
+        part = max(PART, -(-len(words) // THREADS))
         parts = (words[begin : begin + part] for begin in range(0, len(words), part))
         return all(await asyncio.gather(*(run(self._pool, all_finite, part) for part in parts)))
 

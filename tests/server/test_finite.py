@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deltaline_server.examiner import THREADS, Examiner
+from deltaline_server.examiner import PART, THREADS, Examiner
 from deltaline_server.finite import BLOCK, all_finite, finite_rows
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
@@ -18,13 +18,15 @@ DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, -np.nan])
 async def test_a_value_that_is_not_finite_is_found_anywhere(dtype: type, value: float) -> None:
     info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-    values: Any = np.full((THREADS * 2 + 1, BLOCK // 2 + 1), info.max, dtype)
+    values: Any = np.full((17, BLOCK // 12), info.max, dtype)
+    assert values.size > BLOCK > THREADS * PART // 2
     values[::2] = -info.max
     values[1, ::3] = info.smallest_subnormal
     check = Examiner()
     assert all_finite(values) and await check.all_finite(values)
     flat = values.reshape(-1)
-    for at in (0, BLOCK - 1, BLOCK, len(flat) // THREADS, len(flat) - 1):
+    part = -(-len(flat) // THREADS)
+    for at in (0, part - 1, part, BLOCK - 1, BLOCK, len(flat) - 1):
         before, flat[at] = flat[at], value
         assert not all_finite(values) and not await check.all_finite(values)
         row = at // values.shape[1]
@@ -37,7 +39,7 @@ async def test_a_value_that_is_not_finite_is_found_anywhere(dtype: type, value: 
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_few_values_are_looked_at_too(dtype: type) -> None:
     check = Examiner()
-    for count in (1, 2, THREADS + 1):
+    for count in (1, 2, THREADS + 1, PART, PART + 1):
         values: Any = np.ones((1, count), dtype)
         assert await check.all_finite(values)
         values[0, -1] = np.nan
