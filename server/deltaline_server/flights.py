@@ -47,7 +47,7 @@ class Flights:
         """on_done: called on the loop with each batch, its result and when that was there; it may not raise."""
         self._engine, self._on_done, self._clock = engine, on_done, clock
         self._flights: deque[_Flight] = deque()
-        self._polls = self._is_awake = self._is_polling = False
+        self._polls = self._is_awake = self._is_polling = self._has_polled = False
         self._awake_until_s = float("-inf")
         self._last_s = float("-inf")
 
@@ -71,7 +71,9 @@ class Flights:
         def done(result: BatchResult) -> None:
             flight.done_s = self._clock()
             flight.result = result  # last: the loop may look at any time
-            if not self._is_polling:  # a thread of the engine calls
+            if self._is_polling:
+                self._has_polled = True
+            else:  # a thread of the engine calls
                 loop.call_soon_threadsafe(self._land)
 
         self._flights.append(flight)
@@ -83,13 +85,19 @@ class Flights:
 
     def _poll(self) -> None:
         """Take results that are there, and look again in the loop's next turn: so they are seen at once."""
-        has_polled = self._polls
-        self._is_polling = True
-        self._polls = self._engine.poll()
-        self._is_polling = False
-        self._land()  # whoever hears of a batch may start the next one, which then asks for no second round of polls
+        self._has_polled, self._is_polling = False, True
+        try:
+            self._polls = self._engine.poll()
+            self._is_polling = False
+            self._land()  # whoever hears of a batch may start the next one, and asks for no second round of polls
+        finally:
+            self._is_polling = False
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Poll in the next turn of the loop as well, if there is a reason."""
         now_s = self._clock()
-        if has_polled:
+        if self._has_polled:
             self._awake_until_s = now_s + LINGER_S
         self._is_awake = self._polls or (not self._flights and now_s < self._awake_until_s)
         if self._is_awake:

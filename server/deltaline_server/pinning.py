@@ -15,6 +15,7 @@ class CudaPinning:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._spare = torch.zeros(1, device=device)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
         """Pin the pages of a writable array. Raises RuntimeError."""
@@ -35,5 +36,5 @@ class CudaPinning:
         if int(error):
             # The runtime keeps a thread's last error, and torch would raise it after a later launch on it.
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
+                self._spare.zero_()
             raise RuntimeError(f"CUDA error {int(error)}")

@@ -202,13 +202,17 @@ class Twins:
             self.executors.append(executor)
             self.engines.append(engine)
 
-    def run(self, batches: list[StepBatch], engines: Sequence[Engine] = ()) -> list[list[BatchResult]]:
-        """Submit all batches to each engine at once; return each one's results in their order."""
+    def run(
+        self, batches: list[StepBatch], engines: Sequence[Engine] = (), polls: bool = False
+    ) -> list[list[BatchResult]]:
+        """Submit all batches to each engine, at once unless this thread polls; return each one's results in order."""
         results = []
         for engine in engines or self.engines:
             done: queue.SimpleQueue[BatchResult] = queue.SimpleQueue()
             for batch in batches:
-                engine.submit(batch, done.put)
+                engine.submit(batch, done.put, polls)
+                while polls and engine.poll():
+                    pass
             results.append([done.get(timeout=WAIT_S) for _ in batches])
         return results
 
@@ -322,6 +326,14 @@ def test_a_full_bucket_is_bitwise_what_launches_compute(twins: Twins) -> None:
     batches = [sequences.batch(rows, verify=False) for rows in (1, 2, 4, 8, 16, 24) for _ in range(3)]
     for result, expected in zip(*twins.run(batches), strict=True):
         np.testing.assert_array_equal(result.hidden.view(np.uint16), expected.hidden.view(np.uint16))
+
+
+@pytest.mark.gpu
+def test_who_polls_launches_and_gets_what_launches_compute(twins: Twins) -> None:
+    sequences = Sequences(9, twins)
+    batches = [sequences.batch(rows, span) for rows in (1, 3, 16, 24) for span in (0, 1)]
+    for result, expected in zip(*twins.run(batches, polls=True), strict=True):
+        assert result.finite.all() and close(result, expected)
 
 
 @pytest.mark.gpu

@@ -276,7 +276,8 @@ async def test_it_is_polled_once_in_a_turn_however_many_batches_follow(engine: E
         if len(landed) < 6:
             flights.start(Run(0, [], make_batch(), 0.0, 0.0))
 
-    flights = Flights(engine, land, time.monotonic)
+    now_s = 5.0
+    flights = Flights(engine, land, lambda: now_s)
     flights.start(Run(0, [], make_batch(), 0.0, 0.0))
     for count in range(1, 7):
         device.finish_one()
@@ -288,9 +289,11 @@ async def test_it_is_polled_once_in_a_turn_however_many_batches_follow(engine: E
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(polls) == 10
-    await asyncio.sleep(2 * LINGER_S)
+    now_s += LINGER_S
+    await asyncio.sleep(0)
     polls.clear()
-    await asyncio.sleep(2 * LINGER_S)
+    for _ in range(10):
+        await asyncio.sleep(0)
     assert not polls, "nothing is in flight, and nobody has come for the next step"
 
 
@@ -334,3 +337,54 @@ async def test_the_loop_stays_awake_for_the_next_step_but_not_beside_a_batch_of_
     now_s += LINGER_S
     await num_polls()
     assert await num_polls() == 0
+
+
+class Prompt:
+    """An engine whose threads have a result before the loop's next turn, or which is polled for it."""
+
+    def __init__(self, by_thread: bool) -> None:
+        self.by_thread, self.num_polls = by_thread, 0
+        self.waiting: list[Callable[[BatchResult], None]] = []
+
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
+        if self.by_thread:
+            thread = threading.Thread(target=on_done, args=(BatchResult(np.zeros((0, 1)), np.ones(1, bool)),))
+            thread.start()
+            thread.join()
+        else:
+            self.waiting.append(on_done)
+
+    def poll(self) -> bool:
+        self.num_polls += 1
+        while self.waiting:
+            self.waiting.pop()(BatchResult(np.zeros((0, 1)), np.ones(1, bool)))
+        return False
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+async def test_the_loop_stays_awake_only_after_a_batch_that_it_polled(by_thread: bool) -> None:
+    engine, landed = Prompt(by_thread), list[Run]()
+    flights = Flights(engine, lambda run, result, done_s: landed.append(run), lambda: 5.0)
+    flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(landed) == 1
+    assert engine.num_polls == (1 if by_thread else 10)
+    flights._clock = lambda: 5.0 + LINGER_S  # or this loop would stay awake for ever
+
+
+async def test_polling_goes_on_after_a_fault_of_who_is_told() -> None:
+    engine, landed = Prompt(by_thread=False), list[Run]()
+
+    def land(run: Run, result: BatchResult, done_s: float) -> None:
+        landed.append(run)
+        if len(landed) == 1:
+            raise RuntimeError("a planted fault")
+
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context["exception"]))
+    flights = Flights(engine, land, time.monotonic)
+    for _ in range(2):
+        flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+        await asyncio.sleep(3 * LINGER_S)
+    assert len(landed) == 2 and len(faults) == 1

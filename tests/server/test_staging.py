@@ -16,7 +16,7 @@ from deltaline_server.copier import Copier
 from deltaline_server.slot_layout import Layout
 from deltaline_server.span_ends import SpanEnds
 from deltaline_server.staging import CARRIED_BYTES, Slot
-from deltaline_server.step import StepBatch
+from deltaline_server.step import BatchResult, StepBatch
 
 HIDDEN, TOKENS = 8, 150
 DTYPE = np.dtype(ml_dtypes.bfloat16)
@@ -150,3 +150,43 @@ def test_skipped_rows_are_so_on_both_sides(slot: Slot) -> None:
         assert adapter_slots is not None and (adapter_slots == -1).all()
         assert new_pages is not None and not new_pages.any()
         slot.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
+
+
+def test_a_slot_takes_batches_of_both_ways_in_turns(slot: Slot) -> None:
+    rng, large = np.random.default_rng(5), LAYOUTS[0]
+    expected = np.zeros((TOKENS, HIDDEN), dtype=np.int16)
+    into = np.full((106, HIDDEN), np.nan, dtype=DTYPE)
+
+    def compute(layout: Layout) -> None:
+        sizes, outputs = slot.outputs(layout, 0)
+        sizes[:] = 1.0
+        outputs.copy_(torch.randn(TOKENS, HIDDEN))
+        expected[:] = outputs.view(torch.int16).numpy()
+
+    def carried(*places: np.ndarray[Any, Any]) -> BatchResult:
+        batch = make_batch(rng, SHORT)
+        batch.num_short, batch.into = 4, places
+        slot.write(batch, SHORT)
+        slot.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
+        compute(SHORT)
+        slot.carry_out(SHORT, 0)
+        return slot.wait(batch, SHORT)
+
+    def by_parts(*wanted: int) -> BatchResult:
+        batch = make_batch(rng, large)
+        batch.wanted = np.array(wanted, dtype=np.int64)
+        sent = slot.copy_in(batch, large, Any)  # type: ignore[arg-type]
+        compute(large)
+        slot.select(batch, large, sent)
+        slot.copy_out(batch, large, Any)  # type: ignore[arg-type]
+        return slot.wait(batch, large)
+
+    for _ in range(2):
+        placed = carried(into)
+        assert placed.is_placed and np.array_equal(into.view(np.int16), expected[:106])
+        parts = by_parts(3, 105)
+        assert not parts.is_placed and np.array_equal(parts.hidden.view(np.int16), expected[[3, 105]])
+        into[:] = np.nan
+        assert carried(into[:50], into[50:]).is_placed and np.array_equal(into.view(np.int16), expected[:106])
+        whole = carried()
+        assert not whole.is_placed and np.array_equal(whole.hidden.view(np.int16), expected[:106])
