@@ -92,6 +92,8 @@ class JobQueue:
     def ready_spans(self) -> list[int]:
         """Spans with rows that may run: the highest priority first, among equals the one served longest ago."""
         found = [(priority, span) for span, ready in enumerate(self.ready) if (priority := ready.priority) is not None]
+        if len(found) < 2:
+            return [span for _, span in found]
         after, count = self._last_span + 1, len(self.ready)
         return [span for _, span in sorted(found, key=lambda entry: (-entry[0], (entry[1] - after) % count))]
 

@@ -110,7 +110,14 @@ class ReadyRows:
     @property
     def priority(self) -> int | None:
         """The highest priority of a ready row, None when there is none."""
-        return max((*self._short, *self._long), default=None)
+        if not self._short and not self._long:
+            return None
+        return max((*self._short, *self._long))
+
+    @property
+    def has_long(self) -> bool:
+        """Whether a long row is ready, or was and is dropped since."""
+        return bool(self._long)
 
     def add(self, job: Job, index: NDArray[np.int64]) -> None:
         """Rows (positions in the job's admission) of which no token was taken may run now."""

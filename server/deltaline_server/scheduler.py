@@ -174,7 +174,8 @@ class Scheduler:
     def _start(self, span: int, now_s: float) -> bool:
         """Choose rows, whose commits are fixed from here on, and run them; tell whether there were any."""
         ready, adapters = self._queue.ready[span], self.residency.begin()
-        chosen = ready.take(self._pace.chunk_tokens(span, ready.num_short, now_s), adapters)
+        budget = self._pace.chunk_tokens(span, ready.num_short, now_s) if ready.has_long else 0
+        chosen = ready.take(budget, adapters)
         short, long = ([began for piece in pieces if len((began := self._begin(piece)).index)] for pieces in chosen)
         if short or long:
             self._run(span, sum(len(piece.index) for piece in short), short + long, adapters)
