@@ -154,7 +154,7 @@ class ContextExceeded(RequestError):
 
 
 class MessageTooLarge(RequestError):
-    """The tensor is larger than the server takes inline."""
+    """The tensor is larger than the server takes inline, or than all that may wait there."""
 
     reason = "MESSAGE_TOO_LARGE"
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.finite import all_finite
+from deltaline_server.finite import all_finite, finite_rows
 
 CHECKSUM_BYTES = 32
 # Tensors from this size on are looked at by threads: smaller ones take less time than waking these.
@@ -39,6 +39,10 @@ class Examiner:
         part = max(PART, -(-len(words) // THREADS))
         parts = (words[begin : begin + part] for begin in range(0, len(words), part))
         return all(await asyncio.gather(*(run(self._pool, all_finite, part) for part in parts)))
+
+    async def finite_rows(self, values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """As the function of this name, with one thread: few tensors need it."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, finite_rows, values, starts)
 
     def begin_checksum(self, values: NDArray[Any]) -> Future[bytes]:
         """Begin to compute `checksum`, behind what was asked for before."""

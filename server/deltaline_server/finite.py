@@ -39,8 +39,14 @@ def all_finite(values: NDArray[Any]) -> bool:
 
 
 def finite_rows(values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which rows of `values` [T, hidden] have finite values only, bool [N]; starts int64 [N]: their first tokens."""
-    bits, _, exponent = _BITS[values.dtype]
-    infinite = (values.view(bits) & exponent) == exponent
-    sound: NDArray[np.bool_] = ~np.logical_or.reduceat(infinite.any(axis=1), starts)
+    """Which rows of `values` [T, width] have finite values only, bool [N]; starts int64 [N]: their first tokens.
+
+    values: as in `all_finite`. Nothing of their size is made.
+    """
+    bits, signed, exponent = _BITS[values.dtype]
+    words, first = values.reshape(-1).view(bits), starts * values.shape[1]
+    negative = exponent + (1 << 8 * bits.itemsize - 1)
+    largest = np.maximum.reduceat
+    sound: NDArray[np.bool_] = largest(words, first) < negative
+    sound &= largest(words.view(signed), first) < exponent
     return sound

@@ -37,7 +37,8 @@ M = TypeVar("M")
 class RequestLimits:
     """What a request may ask of this server; constant while the process lives.
 
-    spans: what a token is at their ends. regions: where shared tensors are.
+    spans: what a token is at their ends. regions: where shared tensors are. queue_rows, queue_bytes: all that may wait,
+    so that a larger step would never be taken.
     """
 
     spans: Sequence[SpanEnds]
@@ -45,6 +46,8 @@ class RequestLimits:
     max_sequences: int
     max_draft_tokens: int
     inline_limit_bytes: int
+    queue_rows: int
+    queue_bytes: int
     max_lease_ms: int
     regions: Regions
 
@@ -142,6 +145,9 @@ def read_step(
         if pattern is not None:
             pattern.form = form
     hidden = _read_hidden(message, form.ends, limits)
+    if hidden.nbytes > limits.queue_bytes:
+        what = f"has {hidden.nbytes} bytes, expected at most {limits.queue_bytes}, all that may wait here"
+        raise RequestError(Reason.MESSAGE_TOO_LARGE, f"hidden: {what}", field="hidden")
     request = StepRequest(
         form,
         _read_counters("step", message.step, form.num_rows),
@@ -165,6 +171,10 @@ def _read_form(message: StepMessage, limits: RequestLimits) -> StepForm:
     epoch = read_epoch(message.server_epoch)
     span = _read_span(message.span, limits)
     handle = read_handles(message.sequence, limits)
+    if len(handle) > limits.queue_rows:
+        raise _batch(
+            "sequence", f"must have at most {limits.queue_rows} entries, all that may wait here, got {len(handle)}"
+        )
     kind = _read_kinds(message.kind, len(handle))
     accepted = limits.no_commits[: len(handle)]
     if len(message.accepted):

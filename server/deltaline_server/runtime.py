@@ -151,6 +151,8 @@ class Runtime:
             max_sequences=self.config.max_sequences,
             max_draft_tokens=self.config.max_draft_tokens,
             inline_limit_bytes=self.config.inline_limit_bytes,
+            queue_rows=self.config.queue_rows,
+            queue_bytes=self.config.queue_bytes,
             max_lease_ms=self.config.max_lease_ms,
             regions=self.regions,
         )

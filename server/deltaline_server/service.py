@@ -224,6 +224,8 @@ class LayerService:
         """Look at a large tensor before the scheduler has to, so that the event loop need not wait for that."""
         if step.hidden.nbytes >= LARGE_BYTES:
             step.is_finite = await self._examiner.all_finite(step.hidden)
+            if not step.is_finite:
+                step.finite = await self._examiner.finite_rows(step.hidden, step.form.query_start_loc[:-1])
             if step.is_kept_as_checksum:
                 step.checksum = self._examiner.begin_checksum(step.hidden)
 

@@ -148,6 +148,8 @@ class StepRequest:
     """Where the outputs go, with room for all that the form asks for; None for memory of the server's own."""
     is_finite: bool | None = None
     """Whether all values of `hidden` are finite, None when nobody has looked."""
+    finite: NDArray[np.bool_] | None = None
+    """Which rows have finite values only, bool [N], where not all have and somebody has looked at each."""
     checksum: Future[bytes] | None = None
     """Of the one row's `hidden`, when somebody has begun to compute it."""
     trace: object | None = None
@@ -169,6 +171,8 @@ class StepRequest:
         """Which rows have finite values only, bool [N]; None when all have."""
         if self.is_finite or (self.is_finite is None and all_finite(self.hidden)):
             return None
+        if self.finite is not None:
+            return self.finite
         return finite_rows(self.hidden, self.form.query_start_loc[:-1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -45,3 +46,15 @@ async def test_few_values_are_looked_at_too(dtype: type) -> None:
         values[0, -1] = np.nan
         assert not await check.all_finite(values)
     check.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_told_apart_without_anything_of_their_size(dtype: type) -> None:
+    values: Any = np.ones((4096, 1024), dtype)
+    values[5, 7], values[4095, 1023] = np.nan, -np.inf
+    tracemalloc.start()
+    finite = finite_rows(values, np.array([0, 5, 6, 4095]))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert finite.tolist() == [True, False, True, False]
+    assert most < 1 << 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -27,6 +28,8 @@ LIMITS = RequestLimits(
     max_sequences=4,
     max_draft_tokens=3,
     inline_limit_bytes=1024,
+    queue_rows=64,
+    queue_bytes=1 << 20,
     max_lease_ms=1000,
     regions=Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=time.monotonic),
 )
@@ -52,8 +55,8 @@ def make_step() -> pb.StepRequest:
     )
 
 
-def read(message: pb.StepRequest, **times: Any) -> Any:
-    return request.read_step(from_protobuf(message), LIMITS, **({"now_s": 100.0, "until_s": None} | times))
+def read(message: pb.StepRequest, limits: RequestLimits = LIMITS, **times: Any) -> Any:
+    return request.read_step(from_protobuf(message), limits, **({"now_s": 100.0, "until_s": None} | times))
 
 
 def test_sound_step_becomes_arrays() -> None:
@@ -171,6 +174,17 @@ def test_faulty_step_is_refused(name: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(message)
     assert (caught.value.refusal.reason, caught.value.refusal.field) == (reason, field)
+
+
+def test_what_the_queue_could_never_take_is_refused_for_good() -> None:
+    small = replace(LIMITS, queue_bytes=8 * HIDDEN * 4 - 1)
+    with pytest.raises(RequestError, match="has 256 bytes, expected at most 255") as caught:
+        read(make_step(), small)
+    assert (caught.value.refusal.reason, caught.value.refusal.retry_after_s) == (Reason.MESSAGE_TOO_LARGE, None)
+    read(make_step(), replace(LIMITS, queue_bytes=8 * HIDDEN * 4, queue_rows=3))
+    with pytest.raises(RequestError, match="at most 2 entries, all that may wait here, got 3") as caught:
+        read(make_step(), replace(LIMITS, queue_rows=2))
+    assert (caught.value.refusal.reason, caught.value.refusal.retry_after_s) == (Reason.INVALID_BATCH, None)
 
 
 def test_refusal_of_a_repeated_sequence_does_not_name_it() -> None:

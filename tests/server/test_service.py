@@ -21,6 +21,7 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import examiner, replies, service, step
 from deltaline_server.app import Server
 from deltaline_server.examiner import checksum
+from deltaline_server.finite import finite_rows
 
 
 @pytest.fixture
@@ -108,6 +109,28 @@ async def test_output_rows_none_sends_none(stub: Any) -> None:
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=2))
     answer = await stub.Step(make_step(opened, output=pb.OUTPUT_ROWS_NONE))
     assert (list(answer.hidden.shape), list(answer.output_start_loc)) == ([0, HIDDEN], [0, 0, 0])
+
+
+async def test_rows_of_a_large_tensor_are_told_apart_by_a_thread(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a value that is not finite would stop the event loop, for seconds if the tensor is large enough."""
+    monkeypatch.setattr(service, "LARGE_BYTES", 1)
+    threads: list[str] = []
+
+    def noted(values: Any, starts: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return finite_rows(values, starts)
+
+    monkeypatch.setattr(examiner, "finite_rows", noted)
+    monkeypatch.delattr(step, "finite_rows")  # the loop's
+    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=2))
+    request = make_step(opened)
+    tokens = np.ones((2, HIDDEN), np.float32)
+    tokens[1, 3] = np.inf
+    request.hidden.CopyFrom(wire.encode(tokens))
+    answer = await stub.Step(request)
+    assert list(answer.outcome) == [pb.ROW_OUTCOME_EXECUTED, pb.ROW_OUTCOME_REFUSED]
+    assert reason_of(answer.row_status[0].status) == "NON_FINITE_INPUT"
+    assert len(threads) == 1 and threads[0].startswith("examiner")
 
 
 async def test_large_prefill_of_which_little_comes_back_is_kept_as_a_checksum_by_threads(

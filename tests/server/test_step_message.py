@@ -32,6 +32,8 @@ LIMITS = RequestLimits(
     max_sequences=8,
     max_draft_tokens=3,
     inline_limit_bytes=1024,
+    queue_rows=64,
+    queue_bytes=1 << 20,
     max_lease_ms=1000,
     regions=Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=lambda: 0.0),
 )

@@ -629,7 +629,7 @@ class StepRequest(_message.Message):
         Another shape: INVALID_ARGUMENT, reason INVALID_TENSOR. A row with a value that is not finite: row status
         INVALID_ARGUMENT, reason NON_FINITE_INPUT. On a span whose outputs are wider than its inputs, where both go inline,
         the outputs have at most GetServerInfoResponse.inline_limit_bytes too, else RESOURCE_EXHAUSTED, reason
-        MESSAGE_TOO_LARGE.
+        MESSAGE_TOO_LARGE. So has a tensor with more bytes than may wait in the server's queue, wherever it is.
         """
 
     @_builtins.property
