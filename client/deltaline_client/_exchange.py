@@ -18,6 +18,7 @@ from deltaline_client._exceptions import (
     CapacityError,
     DeadlineExceeded,
     DeltalineError,
+    MessageTooLarge,
     ProtocolError,
     QueueDeadline,
     TransportError,
@@ -138,7 +139,7 @@ class Exchange:
             self._fail(wave, error)
             if placement is not None and isinstance(error, InvalidSharedMemory):
                 self.shared.lost(placement, error)
-            if isinstance(error, CapacityError):
+            if isinstance(error, CapacityError | MessageTooLarge):
                 self._requests.shorten(sent)
         self.settle(sent)
         return is_applied

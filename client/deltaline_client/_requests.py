@@ -89,7 +89,7 @@ class Requests:
         return part.count > self._limit
 
     def shorten(self, sent: Sent) -> None:
-        """The server was too full for a request. A long row's only step may be more than it ever takes: cut it."""
+        """The server was too full for a request, or takes none so large: a long row's only step is cut."""
         job, part = sent.wave[0]
         if self.is_whole(part) and not part.in_doubt and not job.is_one_step:
             self._too_long.add(job)

@@ -12,7 +12,7 @@ from faulty_stream import FaultyStream
 from layer_calls import HeldEngine
 from numpy.typing import NDArray
 
-from deltaline_client import AsyncClient, DeadlineExceeded, Retry, SequenceBusy, SharedMemoryExhausted
+from deltaline_client import AsyncClient, DeadlineExceeded, MessageTooLarge, Retry, SequenceBusy, SharedMemoryExhausted
 from deltaline_server.app import Server
 
 HIDDEN = 64
@@ -68,6 +68,21 @@ async def test_prefill_that_does_not_fit_is_cut(make_server: Callable[..., Serve
             region = client._shared._region
             everything = await client.empty((size // ROW_BYTES, HIDDEN))
             assert region is not None and region[1].offset(everything) == 0
+
+
+@pytest.mark.parametrize("shared_bytes", [0, MIB])
+async def test_steps_that_may_never_wait_are_refused_at_once(
+    make_server: Callable[..., Server], shared_bytes: int
+) -> None:
+    async with (
+        make_server(**SHARING, queue_bytes=4 * ROW_BYTES) as server,
+        AsyncClient(server.address, shared_memory_bytes=shared_bytes) as client,
+    ):
+        sequence = await client.open()
+        with pytest.raises(MessageTooLarge, match="all that may wait here"):
+            await asyncio.wait_for(sequence.prefill(draw(LONG, 0)), 5.0)
+        assert not sequence.unfinished and sequence.progress().step == 0
+        assert (await sequence.prefill(draw(4, 0))).shape == (4, HIDDEN)
 
 
 async def test_verify_larger_than_a_message_is_one_step_or_none(make_server: Callable[..., Server]) -> None:
