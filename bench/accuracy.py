@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
 from deltaline_kernels import Rows
-from deltaline_server.model import Model, ModelOptions, load_model
-from deltaline_server.state_pool import StateOptions
+from deltaline_server.layers.state_pool import StateOptions
+from deltaline_server.models.model import Model, ModelOptions, load_model
 
 SEQUENCES, TOKENS, PROMPT, VOCABULARY = 8, 256, 128, 1024
 MAX_DRAFT = 8

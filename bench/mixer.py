@@ -26,9 +26,9 @@ import transformers
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
 from deltaline_kernels import Rows
-from deltaline_server.model import Model, ModelOptions, load_model
-from deltaline_server.model_config import Scope
-from deltaline_server.state_pool import StateOptions
+from deltaline_server.layers.state_pool import StateOptions
+from deltaline_server.models.config import Scope
+from deltaline_server.models.model import Model, ModelOptions, load_model
 
 HIDDEN, HEADS, HEAD_DIM = 1024, 16, 64
 DECODE_ROWS, PREFILL_TOKENS = 16, 2048

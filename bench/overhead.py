@@ -49,8 +49,8 @@ from deltaline_client import AsyncClient, AsyncSequence, Row
 from deltaline_kernels import Rows
 from deltaline_server.app import Server
 from deltaline_server.config import Config
-from deltaline_server.grpc_options import grpc_options
-from deltaline_server.state_pool import StateOptions
+from deltaline_server.front.grpc_options import grpc_options
+from deltaline_server.layers.state_pool import StateOptions
 
 HIDDEN, HEADS, HEAD_DIM, ROWS = 1024, 16, 64, 64
 MAX_DRAFT, WARM_UP = 8, 10

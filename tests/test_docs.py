@@ -14,15 +14,15 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from adapter_cases import base_weights
 from google.rpc import code_pb2
+from rigs.adapter_cases import base_weights
 from safetensors.torch import save_file
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 from deltaline_server.errors import Reason
-from deltaline_server.model_config import ModelConfig
+from deltaline_server.models.config import ModelConfig
 from deltaline_server.option import flag, kind_of, shown
 
 ROOT = Path(__file__).parents[1]

@@ -14,14 +14,17 @@ CASES = {
         ["deltaline_client"],
         ["torch", "triton", "transformers", "prometheus_client", "deltaline_kernels", "deltaline_server"],
     ),
-    "command": (["deltaline_client.__main__"], ["torch", "triton", "deltaline_kernels", "deltaline_server"]),
+    "command": (["deltaline_cli.__main__"], ["torch", "triton", "deltaline_kernels", "deltaline_server"]),
     "contract": (
         ["deltaline.wire", "deltaline.v1.layer_service_pb2_grpc"],
         ["torch", "deltaline_client", "deltaline_kernels", "deltaline_server"],
     ),
     "kernels": (["deltaline_kernels"], ["triton", "grpc", "google", "deltaline", "deltaline_server"]),
-    "sequences": (["deltaline_server.sequences", "deltaline_server.scheduler"], ["torch", "triton", "grpc"]),
-    "engine": (["deltaline_server.engine"], ["triton", "grpc", "deltaline", "deltaline_client"]),
+    "sequences": (
+        ["deltaline_server.tables.sequences", "deltaline_server.scheduling.scheduler"],
+        ["torch", "triton", "grpc"],
+    ),
+    "engine": (["deltaline_server.engine.engine"], ["triton", "grpc", "deltaline", "deltaline_client"]),
 }
 
 

@@ -10,17 +10,20 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from deltaline_client import _adapters, _calls, _commit, _sequences, _step
-from deltaline_client._adapters import AdaptersRecord
-from deltaline_client._async_stream import AsyncStepStream, Mailbox
-from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
+from deltaline_client._adapters import calls as adapter_calls
+from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, TransportError, Unavailable
-from deltaline_client._flow import Call, Flow, Receive, Send, Sleep, awaited
 from deltaline_client._own_exceptions import Disconnected
-from deltaline_client._retry import Retry
-from deltaline_client._sequence import SequenceRecord
 from deltaline_client._state import ClientState, empty, info
-from deltaline_client._tracing import metadata
+from deltaline_client._steps import calls, sequences
+from deltaline_client._steps import commit as commits
+from deltaline_client._steps import step as steps
+from deltaline_client._steps.sequence import SequenceRecord
+from deltaline_client._transport.async_stream import AsyncStepStream, Mailbox
+from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
+from deltaline_client._transport.flow import Call, Flow, Receive, Send, Sleep, awaited
+from deltaline_client._transport.retry import Retry
+from deltaline_client._transport.tracing import metadata
 
 T = TypeVar("T")
 
@@ -134,7 +137,7 @@ class AsyncClient(ClientState):
 
         Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name.
         """
-        return await self._run(_sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
+        return await self._run(sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
 
     def _sequence(
         self, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
@@ -146,19 +149,19 @@ class AsyncClient(ClientState):
         """The adapters of the server: load, unload, list."""
         return AsyncAdapters(self)
 
-    step = awaited(_step.step)
-    resume = awaited(_step.resume)
-    prefill = awaited(_calls.prefill)
-    decode = awaited(_calls.decode)
-    verify = awaited(_calls.verify)
-    commit = awaited(_commit.commit)
-    close = awaited(_sequences.close)
-    describe = awaited(_sequences.describe)
-    renew = awaited(_sequences.renew)
+    step = awaited(steps.step)
+    resume = awaited(steps.resume)
+    prefill = awaited(calls.prefill)
+    decode = awaited(calls.decode)
+    verify = awaited(calls.verify)
+    commit = awaited(commits.commit)
+    close = awaited(sequences.close)
+    describe = awaited(sequences.describe)
+    renew = awaited(sequences.renew)
     info = awaited(info)
     empty = awaited(empty)
-    load = awaited(_sequences.load)
-    drain = awaited(_sequences.drain)
+    load = awaited(sequences.load)
+    drain = awaited(sequences.drain)
 
     async def disconnect(self) -> None:
         """Close the channel. Sequences stay open on the server; shared memory goes.
@@ -193,9 +196,9 @@ class AsyncAdapters(AdaptersRecord):
     async def _run(self, flow: Flow[T]) -> T:
         return await self._client._run(flow)
 
-    load = awaited(_adapters.load)
-    unload = awaited(_adapters.unload)
-    list = awaited(_adapters.list_adapters)
+    load = awaited(adapter_calls.load)
+    unload = awaited(adapter_calls.unload)
+    list = awaited(adapter_calls.list_adapters)
 
 
 class AsyncSequence(SequenceRecord):
@@ -206,12 +209,12 @@ class AsyncSequence(SequenceRecord):
     async def _run(self, flow: Flow[T]) -> T:
         return await self._client._run(flow)
 
-    prefill = awaited(_calls.prefill_one)
-    decode = awaited(_calls.decode_one)
-    verify = awaited(_calls.verify_one)
-    resume = awaited(_calls.resume_one)
-    commit = awaited(_calls.commit_one)
-    close = awaited(_calls.close_one)
+    prefill = awaited(calls.prefill_one)
+    decode = awaited(calls.decode_one)
+    verify = awaited(calls.verify_one)
+    resume = awaited(calls.resume_one)
+    commit = awaited(calls.commit_one)
+    close = awaited(calls.close_one)
 
     async def __aenter__(self) -> Self:
         return self

@@ -9,17 +9,20 @@ from typing import Self, TypeVar
 
 import grpc
 
-from deltaline_client import _adapters, _calls, _commit, _sequences, _step
-from deltaline_client._adapters import AdaptersRecord
-from deltaline_client._channel import OPTIONS, bind, bind_stream, error_of
+from deltaline_client._adapters import calls as adapter_calls
+from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeltalineError
-from deltaline_client._flow import Flow, Receive, Send, Sleep, blocking
 from deltaline_client._own_exceptions import Disconnected
-from deltaline_client._retry import Retry
-from deltaline_client._sequence import SequenceRecord
 from deltaline_client._state import ClientState, empty, info
-from deltaline_client._stream import Mailbox, StepStream
-from deltaline_client._tracing import metadata
+from deltaline_client._steps import calls, sequences
+from deltaline_client._steps import commit as commits
+from deltaline_client._steps import step as steps
+from deltaline_client._steps.sequence import SequenceRecord
+from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
+from deltaline_client._transport.flow import Flow, Receive, Send, Sleep, blocking
+from deltaline_client._transport.retry import Retry
+from deltaline_client._transport.stream import Mailbox, StepStream
+from deltaline_client._transport.tracing import metadata
 
 T = TypeVar("T")
 
@@ -103,7 +106,7 @@ class Client(ClientState):
 
         Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name.
         """
-        return self._run(_sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
+        return self._run(sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
 
     def _sequence(
         self, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
@@ -115,19 +118,19 @@ class Client(ClientState):
         """The adapters of the server: load, unload, list."""
         return Adapters(self)
 
-    step = blocking(_step.step)
-    resume = blocking(_step.resume)
-    prefill = blocking(_calls.prefill)
-    decode = blocking(_calls.decode)
-    verify = blocking(_calls.verify)
-    commit = blocking(_commit.commit)
-    close = blocking(_sequences.close)
-    describe = blocking(_sequences.describe)
-    renew = blocking(_sequences.renew)
+    step = blocking(steps.step)
+    resume = blocking(steps.resume)
+    prefill = blocking(calls.prefill)
+    decode = blocking(calls.decode)
+    verify = blocking(calls.verify)
+    commit = blocking(commits.commit)
+    close = blocking(sequences.close)
+    describe = blocking(sequences.describe)
+    renew = blocking(sequences.renew)
     info = blocking(info)
     empty = blocking(empty)
-    load = blocking(_sequences.load)
-    drain = blocking(_sequences.drain)
+    load = blocking(sequences.load)
+    drain = blocking(sequences.drain)
 
     def disconnect(self) -> None:
         """Close the channel. Sequences stay open on the server; shared memory goes.
@@ -157,9 +160,9 @@ class Adapters(AdaptersRecord):
     def _run(self, flow: Flow[T]) -> T:
         return self._client._run(flow)
 
-    load = blocking(_adapters.load)
-    unload = blocking(_adapters.unload)
-    list = blocking(_adapters.list_adapters)
+    load = blocking(adapter_calls.load)
+    unload = blocking(adapter_calls.unload)
+    list = blocking(adapter_calls.list_adapters)
 
 
 class Sequence(SequenceRecord):
@@ -170,12 +173,12 @@ class Sequence(SequenceRecord):
     def _run(self, flow: Flow[T]) -> T:
         return self._client._run(flow)
 
-    prefill = blocking(_calls.prefill_one)
-    decode = blocking(_calls.decode_one)
-    verify = blocking(_calls.verify_one)
-    resume = blocking(_calls.resume_one)
-    commit = blocking(_calls.commit_one)
-    close = blocking(_calls.close_one)
+    prefill = blocking(calls.prefill_one)
+    decode = blocking(calls.decode_one)
+    verify = blocking(calls.verify_one)
+    resume = blocking(calls.resume_one)
+    commit = blocking(calls.commit_one)
+    close = blocking(calls.close_one)
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ from deltaline_client._adapter_exceptions import (
     InvalidAdapter,
     UploadTimeout,
 )
-from deltaline_client._adapter_types import Adapter, AdapterList, AdapterState, LoadedAdapter
+from deltaline_client._adapters.types import Adapter, AdapterList, AdapterState, LoadedAdapter
 from deltaline_client._async_client import AsyncAdapters, AsyncClient, AsyncSequence
 from deltaline_client._capacity_exceptions import (
     NoFreeLines,
@@ -60,9 +60,9 @@ from deltaline_client._exceptions import (
     VerifyPending,
 )
 from deltaline_client._own_exceptions import Disconnected, SequenceBusy, StepUnfinished
-from deltaline_client._retry import Retry
-from deltaline_client._rows import Row, RowResult, StepError, StepResult
 from deltaline_client._shared_exceptions import InvalidSharedMemory, SharedMemoryExhausted, SharedMemoryOff
+from deltaline_client._steps.rows import Row, RowResult, StepError, StepResult
+from deltaline_client._transport.retry import Retry
 from deltaline_client._types import (
     LayerSpan,
     Output,

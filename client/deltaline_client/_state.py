@@ -10,9 +10,9 @@ from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array
 from deltaline_client._exceptions import DeltalineError
-from deltaline_client._flow import Flow, Method, Request, Response, Sleep, call
-from deltaline_client._retry import Attempts, Retry, is_retryable
-from deltaline_client._shared import CREATE, RELEASE, SharedMemory
+from deltaline_client._shared_memory.regions import CREATE, RELEASE, SharedMemory
+from deltaline_client._transport.flow import Flow, Method, Request, Response, Sleep, call
+from deltaline_client._transport.retry import Attempts, Retry, is_retryable
 from deltaline_client._types import ServerInfo
 
 _LAYERS = "/deltaline.v1.LayerService/"

@@ -42,7 +42,7 @@ from deltaline_kernels.mhc import (
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import Rows
-from deltaline_kernels.selftest import Check, run_selftest
+from deltaline_kernels.selftest.run import Check, run_selftest
 
 __all__ = [
     "MAX_CONV_WIDTH",

@@ -17,7 +17,7 @@ _EXTRA = {"grpc_health", "grpc_reflection", "prometheus_client", "safetensors", 
 
 try:
     from deltaline_server.app import Server, StartError
-    from deltaline_server.keys import ModelError
+    from deltaline_server.checkpoints.config_reader import ModelError
     from deltaline_server.runtime import check
 except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]

@@ -20,20 +20,20 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
-from deltaline_server import adapter_service, admin, health, service
-from deltaline_server.adapter_service import AdapterService
-from deltaline_server.admin import AdminService
-from deltaline_server.collector import begin_tracing, end_tracing
 from deltaline_server.config import Config
+from deltaline_server.front import adapter_service, admin_service, health, layer_service
+from deltaline_server.front.adapter_service import AdapterService
+from deltaline_server.front.admin_service import AdminService
+from deltaline_server.front.grpc_options import grpc_options
+from deltaline_server.front.health import Health
+from deltaline_server.front.interceptor import Interceptor
+from deltaline_server.front.layer_service import LayerService
 from deltaline_server.gauges import add_gauges
-from deltaline_server.grpc_options import grpc_options
-from deltaline_server.health import Health
-from deltaline_server.interceptor import Interceptor
 from deltaline_server.log import event
-from deltaline_server.metrics import Metrics
 from deltaline_server.ports import answers, told, why_not_bound
 from deltaline_server.runtime import Runtime
-from deltaline_server.service import LayerService
+from deltaline_server.telemetry.collector import begin_tracing, end_tracing
+from deltaline_server.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -247,16 +247,16 @@ class Server:
             clock=self._clock,
             tracing=self._tracing,
         )
-        admin_service = AdminService(
+        admin = AdminService(
             info=runtime.info(), table=table, scheduler=scheduler, regions=runtime.regions, drain=self.drain
         )
         self._health = Health(
-            {"": self._is_live, service.NAME: self._takes_work, adapter_service.NAME: self._takes_adapters}
+            {"": self._is_live, layer_service.NAME: self._takes_work, adapter_service.NAME: self._takes_adapters}
         )
         adapters = AdapterService(runtime.adapters).handlers()
-        handlers = (self._layer_service.handlers(), adapters, admin_service.handlers(), self._health.handlers())
+        handlers = (self._layer_service.handlers(), adapters, admin.handlers(), self._health.handlers())
         self._server.add_generic_rpc_handlers(handlers)
-        names = (service.NAME, adapter_service.NAME, admin.NAME, health.NAME, reflection.SERVICE_NAME)
+        names = (layer_service.NAME, adapter_service.NAME, admin_service.NAME, health.NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         add_gauges(self.metrics, runtime)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deltaline_server.adapters import Adapters
-from deltaline_server.metrics import Metrics
+from deltaline_server.adapters.adapters import Adapters
 from deltaline_server.runtime import Runtime
+from deltaline_server.telemetry.metrics import Metrics
 
 
 def add_gauges(metrics: Metrics, runtime: Runtime) -> None:

@@ -18,29 +18,29 @@ from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
 from deltaline_server import __version__
-from deltaline_server.adapter_copier import CallSoon
-from deltaline_server.adapters import Adapters
-from deltaline_server.bindings import Bindings
+from deltaline_server.adapters.adapters import Adapters
+from deltaline_server.adapters.copier import CallSoon
+from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
-from deltaline_server.engine import Engine
-from deltaline_server.executor import BatchLimits, Executor, Report, make_executor
-from deltaline_server.job_queue import Limits
-from deltaline_server.kernel_check import check_kernels
-from deltaline_server.keys import ModelError
-from deltaline_server.ledger import StepLedger
-from deltaline_server.lines import LinePool
-from deltaline_server.model import AdapterOptions, Model, ModelOptions, check_model, load_model
-from deltaline_server.model_config import Scope
-from deltaline_server.observer import Observer
-from deltaline_server.pages import PagePool
-from deltaline_server.pinning import CudaPinning
-from deltaline_server.regions import Regions
-from deltaline_server.replies import KeptReplies
-from deltaline_server.request import RequestLimits
-from deltaline_server.scheduler import Scheduler
-from deltaline_server.sequences import SequenceTable
-from deltaline_server.state_pool import StateOptions, StatePool
-from deltaline_server.streams import StreamEnds
+from deltaline_server.engine.engine import Engine
+from deltaline_server.engine.executor import BatchLimits, Executor, Report, make_executor
+from deltaline_server.front.requests import RequestLimits
+from deltaline_server.layers.state_pool import StateOptions, StatePool
+from deltaline_server.layers.streams import StreamEnds
+from deltaline_server.memory.pinning import CudaPinning
+from deltaline_server.memory.regions import Regions
+from deltaline_server.models.config import Scope
+from deltaline_server.models.kernel_check import check_kernels
+from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
+from deltaline_server.scheduling.observer import Observer
+from deltaline_server.scheduling.queue import Limits
+from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.tables.kept_replies import KeptReplies
+from deltaline_server.tables.ledger import StepLedger
+from deltaline_server.tables.lines import LinePool
+from deltaline_server.tables.pages import PagePool
+from deltaline_server.tables.sequence_adapters import Bindings
+from deltaline_server.tables.sequences import SequenceTable
 
 MAX_STEPS_IN_FLIGHT = 8
 # Long rows of a batch. Each has to be large for its kernels to be fast.

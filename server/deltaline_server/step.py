@@ -1,6 +1,6 @@
 """One step request on its way through the server: what was asked, and what became of it.
 
-Plain arrays: no protobuf (request.py makes these, reply.py reads them), no torch, no policy.
+Plain arrays: no protobuf (requests.py makes these, replies.py reads them), no torch, no policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Refusal
 from deltaline_server.examiner import CHECKSUM_BYTES
 from deltaline_server.finite import all_finite, finite_rows
-from deltaline_server.regions import OutputMemory
 from deltaline_server.span_ends import SpanEnds
 
 # A row's request is kept whole up to this size, as a checksum beyond it.
@@ -48,6 +47,15 @@ class RowOutcome(IntEnum):
     REPLAYED = 2
     JOINED = 3
     REFUSED = 4
+
+
+@dataclass(frozen=True)
+class OutputMemory:
+    """Where a request's outputs go: bytes of a region, uint8 [size], and how the reply names them."""
+
+    region: int
+    offset: int
+    memory: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)

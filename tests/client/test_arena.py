@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from deltaline_client._arena import ALIGNMENT, Arena
-from deltaline_client._shared import SharedMemory
+from deltaline_client._shared_memory.arena import ALIGNMENT, Arena
+from deltaline_client._shared_memory.regions import SharedMemory
 
 SIZE = 1 << 16
 

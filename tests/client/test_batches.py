@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deltaline_client import NonFiniteInput, Row, RowOutcome, StepError
-from deltaline_client._sequence import Job
+from deltaline_client._steps.sequence import Job
 from deltaline_server.errors import Reason
 
 HIDDEN = 8

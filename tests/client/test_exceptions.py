@@ -10,7 +10,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 import deltaline_client
 from deltaline_client import CapacityError, DeltalineError, ServerError, StateError, StepError, TransportError
 from deltaline_client import _exceptions as exceptions
-from deltaline_client._statuses import BY_REASON, from_status
+from deltaline_client._transport.statuses import BY_REASON, from_status
 from deltaline_server.errors import Reason
 
 

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deltaline_client import Client, DeadlineExceeded, DuplicateSequence, Row, SequenceBusy, StepUnfinished
-from deltaline_client._sequence import Progress
+from deltaline_client._steps.sequence import Progress
 
 HIDDEN = 8
 

@@ -15,9 +15,9 @@ import pytest
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client import AsyncClient, Client
-from deltaline_client._flow import Call, Sleep
-from deltaline_client._retry import Attempts, Retry
-from deltaline_client._shared import SharedMemory
+from deltaline_client._shared_memory.regions import SharedMemory
+from deltaline_client._transport.flow import Call, Sleep
+from deltaline_client._transport.retry import Attempts, Retry
 
 SIZE = 1 << 20
 NONCE = b"0123456789abcdef"

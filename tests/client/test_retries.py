@@ -35,7 +35,7 @@ from deltaline_client import (
     StepUnfinished,
     Unavailable,
 )
-from deltaline_client._retry import Attempts
+from deltaline_client._transport.retry import Attempts
 from deltaline_server.errors import Reason
 
 HIDDEN = 8

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client import AsyncClient, Client, Row, StepError, StepStale, Unavailable
-from deltaline_client._stream import Mailbox, StepStream
+from deltaline_client._transport.stream import Mailbox, StepStream
 from deltaline_server.errors import Reason
 
 HIDDEN = 8

@@ -11,7 +11,7 @@ import pytest
 
 import deltaline_client
 from deltaline_client import Adapters, AsyncAdapters, AsyncClient, AsyncSequence, Client, Sequence, _public
-from deltaline_client._channel import OPTIONS
+from deltaline_client._transport.channel import OPTIONS
 
 
 def test_the_export_list_is_what_is_public() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deltaline_client._requests import CHUNK_BYTES, WINDOW_BYTES, requests_in_flight
-from deltaline_server.service import STREAM_BYTES
+from deltaline_client._steps.requests import CHUNK_BYTES, WINDOW_BYTES, requests_in_flight
+from deltaline_server.front.layer_service import STREAM_BYTES
 
 
 @pytest.mark.parametrize(("inline", "steps", "expected"), [(2**30, 8, 4), (2**20, 8, 8), (2**20, 3, 3), (1, 0, 1)])

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapter_cases import base_weights
-from dashboards import ROOT
+from rigs.adapter_cases import base_weights
+from rigs.dashboards import ROOT
 from safetensors.torch import save_file
 
 from deltaline_client import AsyncClient, Row
 from deltaline_server.app import Server
 from deltaline_server.config import Config
-from deltaline_server.model_config import ModelConfig
+from deltaline_server.models.config import ModelConfig
 
 HIDDEN = 64
 MODEL = {

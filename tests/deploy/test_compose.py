@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from image import ROOT, stages
+from rigs.image import ROOT, stages
 
 from deltaline_server import app
 from deltaline_server.config import Config

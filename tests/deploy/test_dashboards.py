@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 import yaml
-from dashboards import OF_PROMETHEUS, PATHS, ROOT, Query, exported, metrics_of, queries, read
+from rigs.dashboards import OF_PROMETHEUS, PATHS, ROOT, Query, exported, metrics_of, queries, read
 
 from deltaline_server.app import Server
 

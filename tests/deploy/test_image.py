@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from image import ROOT, is_sent, stages
-from image_root import ImageRoot, require
 from packaging.requirements import Requirement
+from rigs.image import ROOT, is_sent, stages
+from rigs.image_root import ImageRoot, require
 
 from deltaline_client import Client
 

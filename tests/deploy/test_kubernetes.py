@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
-from dashboards import metrics_of
-from image import ROOT, stages
+from rigs.dashboards import metrics_of
+from rigs.image import ROOT, stages
 
-from deltaline_server import app, service
+from deltaline_server import app
 from deltaline_server.config import Config
+from deltaline_server.front import layer_service
 from deltaline_server.runtime import check
 
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -102,7 +103,7 @@ def test_liveness_does_not_follow_a_drain(container: dict[str, Any], pod: dict[s
     # "" lives through a drain, and readiness does not: tests/server/test_app.py.
     assert container["livenessProbe"]["grpc"].get("service", "") == ""
     assert container["startupProbe"]["grpc"].get("service", "") == ""
-    assert container["readinessProbe"]["grpc"]["service"] == service.NAME
+    assert container["readinessProbe"]["grpc"]["service"] == layer_service.NAME
     command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
     # The signal, which drains as well, comes when this command ends: a server that does not answer must not keep it.
     drain = re.fullmatch(r".*, timeout=(\d+)\)\.drain\((\d+)\)", command)

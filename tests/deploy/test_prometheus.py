@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from dashboards import queries
-from scraper import Prometheus, program, scraping
+from rigs.dashboards import queries
+from rigs.scraper import Prometheus, program, scraping
 
 from deltaline_server.app import Server
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from image import ROOT, stages
+from rigs.image import ROOT, stages
 
 from deltaline_server.config import Config
 from deltaline_server.option import flag

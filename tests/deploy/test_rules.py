@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from dashboards import OF_PROMETHEUS, ROOT, exported, metrics_of
 from prometheus_client import generate_latest
-from scraper import FOLDER, program
+from rigs.dashboards import OF_PROMETHEUS, ROOT, exported, metrics_of
+from rigs.scraper import FOLDER, program
 
 from deltaline_server.app import Server
 from deltaline_server.config import Config

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from target import HIDDEN, Target
+from rigs.target import HIDDEN, Target
 
 from deltaline_client import AsyncClient
 from deltaline_server.app import Server

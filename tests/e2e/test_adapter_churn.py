@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from adapter_fleet import MAX_RANK, Fleet, Tenant
 from grpc_status import rpc_status
-from programs import Program, relative_error, run_together
-from target import HIDDEN, reason_of
+from rigs.adapter_fleet import MAX_RANK, Fleet, Tenant
+from rigs.programs import Program, relative_error, run_together
+from rigs.target import HIDDEN, reason_of
 
 from deltaline_client import AsyncClient
 from deltaline_server.app import Server

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from adapter_host import LIMIT_BYTES, AdapterHost
+from rigs.adapter_host import LIMIT_BYTES, AdapterHost
 
-from deltaline_client import _cli_adapters
-from deltaline_client._cli import main
+from deltaline_cli import adapters as command
+from deltaline_cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +169,8 @@ def test_a_load_gives_up_waiting_for_memory(
     host: AdapterHost, full: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert _cli_adapters._MEMORY_S == 60
-    monkeypatch.setattr(_cli_adapters, "_MEMORY_S", 0.5)
+    assert command._MEMORY_S == 60
+    monkeypatch.setattr(command, "_MEMORY_S", 0.5)
     before = len(host.service.calls)
     assert adapters(host, "load", "mine", "--from", host.directory) == 1
     assert len(host.service.calls) == before + 2  # the server says: again after a second

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_cases import adapter_config
-from adapter_host import INLINE_LIMIT_BYTES, LIMIT_BYTES, AdapterHost
+from rigs.adapter_cases import adapter_config
+from rigs.adapter_host import INLINE_LIMIT_BYTES, LIMIT_BYTES, AdapterHost
 
 from deltaline_client import (
     AdapterBytesExhausted,

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter_cases import adapter_config, adapter_tensors, base_weights, modules, write_adapter
-from programs import relative_error
+from rigs.adapter_cases import adapter_config, adapter_tensors, base_weights, modules, write_adapter
+from rigs.programs import relative_error
 
 from deltaline_client import AdapterInUse, AdaptersOff, AdapterState, AdapterUnknown, AsyncClient
 from deltaline_server.app import Server
-from deltaline_server.model_config import ModelConfig
+from deltaline_server.models.config import ModelConfig
 
 TOLERANCE = 1e-4
 

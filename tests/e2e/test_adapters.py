@@ -14,17 +14,17 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from adapter_bad import BAD_FILES, BAD_NAMES
-from adapter_fleet import MAX_RANK, Fleet, Tenant
 from grpc_status import rpc_status
-from programs import Program, relative_error, run_together
-from target import HIDDEN, LEAK, reason_of
+from rigs.adapter_bad import BAD_FILES, BAD_NAMES
+from rigs.adapter_fleet import MAX_RANK, Fleet, Tenant
+from rigs.programs import Program, relative_error, run_together
+from rigs.target import HIDDEN, LEAK, reason_of
 
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2 as layer_pb
 from deltaline_client import AsyncClient, Row
-from deltaline_server.adapter_store import AdapterStore
 from deltaline_server.app import Server
+from deltaline_server.models.lora_places import AdapterStore
 
 TOLERANCE = 1e-4
 LIMIT_BYTES = 1 << 20

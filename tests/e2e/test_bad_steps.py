@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 from google.rpc import code_pb2, status_pb2
-from target import HIDDEN, LAYER, Target, reason_of, step_request
+from rigs.target import HIDDEN, LAYER, Target, reason_of, step_request
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import Alone, Program, Step, relative_error, run_together, state_of, states_differ_by
+from rigs.programs import Alone, Program, Step, relative_error, run_together, state_of, states_differ_by
 
 from deltaline_client import AsyncClient, Row
 from deltaline_server.app import Server

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from programs import Program, relative_error, run_together, state_of, states_differ_by
+from rigs.programs import Program, relative_error, run_together, state_of, states_differ_by
 
 from deltaline.v1 import layer_service_pb2
 from deltaline_client import AsyncClient, AsyncSequence, Retry

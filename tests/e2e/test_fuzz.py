@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from google.rpc import code_pb2
-from target import ADAPTER, ADMIN, HIDDEN, LAYER, LEAK, Target, step_request
+from rigs.target import ADAPTER, ADMIN, HIDDEN, LAYER, LEAK, Target, step_request
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2
 from deltaline.v1 import layer_service_pb2 as pb

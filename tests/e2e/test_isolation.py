@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from e2e.conftest import SMALL_HYBRID, SMALL_MODEL
 from numpy.typing import NDArray
-from programs import Alone, Program, relative_error, run_together
+from rigs.programs import Alone, Program, relative_error, run_together
 
 from deltaline_client import AsyncClient
 from deltaline_server.app import Server
-from deltaline_server.kv_cache import KvState
-from deltaline_server.lines import LinePool
-from deltaline_server.open_tokens import Opened
-from deltaline_server.pages import PagePool
-from deltaline_server.sequences import SequenceTable
+from deltaline_server.layers.kv_cache import KvState
+from deltaline_server.tables.lines import LinePool
+from deltaline_server.tables.open_tokens import Opened
+from deltaline_server.tables.pages import PagePool
+from deltaline_server.tables.sequences import SequenceTable
 
 TOLERANCE = 1e-4
 NUM_CLIENTS = 8

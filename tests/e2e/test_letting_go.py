@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import numpy as np
 import pytest
-from target import ADMIN, HIDDEN, LAYER, Target, reason_of, step_request
+from rigs.target import ADMIN, HIDDEN, LAYER, Target, reason_of, step_request
 
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as admin

@@ -12,22 +12,22 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from faulty_stream import FaultyStream
 from google.rpc import code_pb2
-from layer_calls import HeldEngine
 from numpy.typing import NDArray
-from programs import Program, run_together
-from target import ADMIN, HIDDEN, LAYER, LEAK, Target, reason_of
+from rigs.faulty_stream import FaultyStream
+from rigs.layer_calls import HeldEngine
+from rigs.programs import Program, run_together
+from rigs.target import ADMIN, HIDDEN, LAYER, LEAK, Target, reason_of
 
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
 from deltaline_client import AsyncClient, Client, DeadlineExceeded, Retry
-from deltaline_client import _shared as shared_module
-from deltaline_client._shared import _open
+from deltaline_client._shared_memory import regions as shared_module
+from deltaline_client._shared_memory.regions import _open
 from deltaline_server.app import Server
-from deltaline_server.regions import Region, Regions
+from deltaline_server.memory.regions import Region, Regions
 
 MIB = 1 << 20
 F32 = np.dtype(np.float32)

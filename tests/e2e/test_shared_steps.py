@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty_stream import FaultyStream
-from layer_calls import HeldEngine
 from numpy.typing import NDArray
+from rigs.faulty_stream import FaultyStream
+from rigs.layer_calls import HeldEngine
 
 from deltaline_client import AsyncClient, DeadlineExceeded, MessageTooLarge, Retry, SequenceBusy, SharedMemoryExhausted
 from deltaline_server.app import Server

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from programs import relative_error, state_of, states_differ_by
+from rigs.programs import relative_error, state_of, states_differ_by
 
 from deltaline_client import AsyncClient, Client, Retry
 from deltaline_server.app import Server

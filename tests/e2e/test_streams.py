@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from e2e.conftest import SMALL_HYBRID, SMALL_MAMBA2
 from numpy.typing import NDArray
-from target import LAYER, Target, reason_of, step_request
+from rigs.target import LAYER, Target, reason_of, step_request
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb

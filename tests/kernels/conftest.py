@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.paths import Path
+from rigs.kernels.paths import Path
 
 
 @pytest.fixture(autouse=True)

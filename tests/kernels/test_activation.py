@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.paths import Path
+from rigs.kernels.paths import Path
 from torch import Tensor
 
 from deltaline_kernels import Rows

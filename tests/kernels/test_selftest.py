@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.paths import Path
+from rigs.kernels.paths import Path
 
 from deltaline_kernels import (
     Rows,
-    attention_selftest,
     causal_conv1d,
     flex_decode,
     gated_delta,
     gated_rms_norm,
     mamba2,
     mhc_post_pre,
-    mhc_selftest,
     run_selftest,
-    selftest,
 )
 from deltaline_kernels.gated_delta.heads import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
-from deltaline_kernels.selftest_batches import batches
+from deltaline_kernels.selftest import attention as attention_selftest
+from deltaline_kernels.selftest import mhc as mhc_selftest
+from deltaline_kernels.selftest import run as selftest
+from deltaline_kernels.selftest.batches import batches
 
 
 def test_selftest_passes(path: Path) -> None:

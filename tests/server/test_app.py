@@ -26,13 +26,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from deltaline.v1 import admin_service_pb2 as admin_pb
 from deltaline.v1 import admin_service_pb2_grpc, layer_service_pb2_grpc
 from deltaline.v1 import layer_service_pb2 as pb
-from deltaline_kernels.selftest import Check
-from deltaline_kernels.selftest import run_selftest as kernels_selftest
-from deltaline_server import __main__, app, kernel_check
+from deltaline_kernels.selftest.run import Check
+from deltaline_kernels.selftest.run import run_selftest as kernels_selftest
+from deltaline_server import __main__, app
 from deltaline_server.app import Server, StartError
-from deltaline_server.keys import ModelError
-from deltaline_server.mixer_shape import AttentionShape, GatedDeltaNetShape, Mamba2Shape
-from deltaline_server.state_pool import StateOptions
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.layers.state_pool import StateOptions
+from deltaline_server.models import kernel_check
 
 READINESS = "deltaline.v1.LayerService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -211,7 +212,7 @@ async def test_lost_device_ends_the_server_with_a_failure(
 async def test_failed_reaper_ends_the_server_with_a_failure(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltaline_server.sequences.SequenceTable.reap", lambda table: 1 / 0)
+    monkeypatch.setattr("deltaline_server.tables.sequences.SequenceTable.reap", lambda table: 1 / 0)
     async with make_server(lease_tick_s=0.01) as server:
         assert await asyncio.wait_for(server.wait(), 1) == 1
 
@@ -268,7 +269,7 @@ async def test_absent_device_is_told(make_server: Callable[..., Server]) -> None
 async def test_first_batch_that_fails_ends_the_start(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltaline_server.model.Model.forward", lambda *_: 1 / 0)
+    monkeypatch.setattr("deltaline_server.models.model.Model.forward", lambda *_: 1 / 0)
     with pytest.raises(ModelError, match="first batch"):
         await make_server().start()
     assert "device" not in [thread.name for thread in threading.enumerate()]

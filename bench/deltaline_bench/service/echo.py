@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from deltaline_server.config import Config
-from deltaline_server.grpc_options import grpc_options
+from deltaline_server.front.grpc_options import grpc_options
 
 METHOD = "/bare.Echo/Stream"
 

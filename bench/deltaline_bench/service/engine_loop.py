@@ -14,9 +14,9 @@ import numpy as np
 
 from deltaline_bench.service.size import Size
 from deltaline_server.config import Config
-from deltaline_server.metrics import Metrics
 from deltaline_server.runtime import Runtime
 from deltaline_server.step import BatchResult, StepBatch
+from deltaline_server.telemetry.metrics import Metrics
 
 DEPTH = 2
 WARM_UP = 5

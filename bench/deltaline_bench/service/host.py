@@ -17,8 +17,8 @@ from typing import Any
 from urllib.request import urlopen
 
 from deltaline_bench.service.size import Size
+from deltaline_cli.bench.inline import InlineNotes
 from deltaline_client import AsyncClient
-from deltaline_client._bench_inline import InlineNotes
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0

@@ -11,10 +11,10 @@ from torch import Tensor
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.cpu import flex_decode_cpu
 from deltaline_kernels.attention.heads import Heads
-from deltaline_kernels.attention.modifier import Mask, Modifier, Part, and_masks, or_masks
-from deltaline_kernels.attention.modifiers import Modifiers
+from deltaline_kernels.attention.modifiers.modifier import Mask, Modifier, Part, and_masks, or_masks
+from deltaline_kernels.attention.modifiers.packed import Modifiers
+from deltaline_kernels.attention.modifiers.shipped import find_modifier, known_modifiers
 from deltaline_kernels.attention.reference import flex_decode_reference
-from deltaline_kernels.attention.shipped import find_modifier, known_modifiers
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
 from deltaline_kernels.rows import Rows
 

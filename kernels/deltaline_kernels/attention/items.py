@@ -8,7 +8,7 @@ their positions and lengths, which is less work than to wait for a kernel that d
 import triton
 import triton.language as tl
 
-from deltaline_kernels.attention.modify import find_range
+from deltaline_kernels.attention.modifiers.modify import find_range
 
 
 @triton.jit

@@ -20,9 +20,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from deltaline_kernels.attention.items import count_items, count_rows, locate, pick
 from deltaline_kernels.attention.keys import key_offsets, load_pages
-from deltaline_kernels.attention.modify import find_range, load_masks, load_scores, modify, sees
+from deltaline_kernels.attention.modifiers.modify import find_range, load_masks, load_scores, modify, sees
+from deltaline_kernels.attention.modifiers.spec import num_clauses, num_scores
 from deltaline_kernels.attention.output import finish, store_sums
-from deltaline_kernels.attention.spec import num_clauses, num_scores
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

@@ -16,7 +16,7 @@ from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.combine import _combine
 from deltaline_kernels.attention.heads import Heads
 from deltaline_kernels.attention.kernel import _attend
-from deltaline_kernels.attention.modifiers import Modifiers
+from deltaline_kernels.attention.modifiers.packed import Modifiers
 from deltaline_kernels.attention.plan import MOST_ROWS, Tile, cdiv, choose_parts, choose_tile, pow2
 from deltaline_kernels.rows import Rows
 

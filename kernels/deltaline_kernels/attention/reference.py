@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
-from deltaline_kernels.attention.modifiers import Modifiers
+from deltaline_kernels.attention.modifiers.packed import Modifiers
 from deltaline_kernels.rows import Rows
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.cohorts import Cohort, group_rows, put, take
+from deltaline_kernels.cpu.row_groups import Cohort, group_rows, put, take
 from deltaline_kernels.rows import Rows
 
 # Values per block: 256 tokens x 3072 channels was the fastest of 32..2048 tokens (2 cores, 1 MiB of L2 each).

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.activation import silu
+from deltaline_kernels.device.activation import silu
 from deltaline_kernels.rows import Rows
 
 # Tokens and channels of a program, and tokens loaded ahead: the fastest of forty choices on an H200 (docs/log.md).

@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.gated_delta.hopper_chunk import can_walk, launch_walk
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK, choose_plan
-from deltaline_kernels.gated_delta.replay import fold_drafts
 from deltaline_kernels.gated_delta.transform import FACTORS, SMALLEST_KEY, launch_transform
 from deltaline_kernels.rows import Rows
 

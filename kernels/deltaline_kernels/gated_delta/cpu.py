@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.cohorts import Cohort, group_rows
-from deltaline_kernels.decay import decay_between, exp_
+from deltaline_kernels.cpu.decay import decay_between, exp_
+from deltaline_kernels.cpu.recurrence import advance_cohort
+from deltaline_kernels.cpu.row_groups import Cohort, group_rows
 from deltaline_kernels.gated_delta.heads import Heads
-from deltaline_kernels.recurrence import advance_cohort
 from deltaline_kernels.rows import Rows
 
 CHUNK = 32

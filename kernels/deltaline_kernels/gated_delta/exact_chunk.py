@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.gated_delta.gates import read_gates
 from deltaline_kernels.gated_delta.heads import Heads
-from deltaline_kernels.gated_delta.replay import fold_drafts
 from deltaline_kernels.rows import Rows
 
 CHUNK = 16

@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from deltaline_kernels.device.hopper import barrier, copy_rest
+from deltaline_kernels.device.row_splits import Plan
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK
 from deltaline_kernels.gated_delta.transform import FACTORS
-from deltaline_kernels.hopper import barrier, copy_rest
-from deltaline_kernels.parts import Plan
 from deltaline_kernels.rows import Rows
 
 WARPS = 4

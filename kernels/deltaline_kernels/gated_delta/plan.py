@@ -11,8 +11,8 @@ whole, and in parts of so many tokens:
     37 to 8000, 16/32         463           523                  481
 """
 
+from deltaline_kernels.device.row_splits import Plan, cut_rows
 from deltaline_kernels.gated_delta.heads import Heads
-from deltaline_kernels.parts import Plan, cut_rows
 
 CHUNK = 64
 # A program walks with so many rows of one head's state; so many programs run at once on an H200.

@@ -14,10 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.gated_delta.gates import read_gates
-from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
-from deltaline_kernels.rows import Rows
-from deltaline_kernels.tile import (
+from deltaline_kernels.device.state_tile import (
     below,
     fold,
     load_key,
@@ -29,6 +26,9 @@ from deltaline_kernels.tile import (
     store_tile,
     to_fp32,
 )
+from deltaline_kernels.gated_delta.gates import read_gates
+from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
+from deltaline_kernels.rows import Rows
 
 # Bytes of a state's row that 8 threads load at once: whole sectors. A warp has 4 such rows at a time.
 ROW_BYTES = 128

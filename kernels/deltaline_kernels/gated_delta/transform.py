@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.chunks import find_chunk
+from deltaline_kernels.device.chunks import find_chunk
 from deltaline_kernels.gated_delta.gates import log_decay, strength
 from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.gated_delta.inverse import invert, places, store_block

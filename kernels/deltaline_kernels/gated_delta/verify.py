@@ -18,11 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.gated_delta.gates import read_gates
-from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
-from deltaline_kernels.rows import Rows
-from deltaline_kernels.tile import below, load_tile, scale, store_tile, to_fp32
-from deltaline_kernels.tokens_tile import (
+from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
+from deltaline_kernels.device.token_tile import (
     TOKENS,
     compare,
     fold_at_once,
@@ -32,6 +29,9 @@ from deltaline_kernels.tokens_tile import (
     multiply_tokens,
     remain,
 )
+from deltaline_kernels.gated_delta.gates import read_gates
+from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
+from deltaline_kernels.rows import Rows
 
 KEYS = (64, 128)
 # Threads that share a row of the state, and bytes that each loads at once.

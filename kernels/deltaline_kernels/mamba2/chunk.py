@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltaline_kernels.gated_delta.replay import fold_drafts
+from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.mamba2.chunk_plan import BLOCK_P, CHUNK, choose_plan
 from deltaline_kernels.mamba2.heads import Heads
 from deltaline_kernels.mamba2.hopper_chunk import can_walk, launch_walk

@@ -10,8 +10,8 @@ Microseconds on an H200, heads of 64, state 128, whole, and in so many parts:
     8 x 2048, 128             355   459
 """
 
+from deltaline_kernels.device.row_splits import Plan, cut_rows
 from deltaline_kernels.mamba2.heads import Heads
-from deltaline_kernels.parts import Plan, cut_rows
 
 CHUNK = 64
 # A program walks with so many rows of one head's state; so many programs run at once on an H200.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.gated_delta.replay import fold_drafts
+from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.mamba2.gates import read_rate, time_step
 from deltaline_kernels.mamba2.heads import Heads
 from deltaline_kernels.rows import Rows

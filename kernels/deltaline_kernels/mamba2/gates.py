@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from deltaline_kernels.activation import softplus
+from deltaline_kernels.device.activation import softplus
 
 
 @triton.jit

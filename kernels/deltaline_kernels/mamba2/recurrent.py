@@ -13,11 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.mamba2.gates import read_rate, time_step
-from deltaline_kernels.mamba2.heads import Heads
-from deltaline_kernels.mamba2.plan import ROWS_PER_WARP, choose_tile
-from deltaline_kernels.rows import Rows
-from deltaline_kernels.tile import (
+from deltaline_kernels.device.state_tile import (
     below,
     fold,
     load_key,
@@ -29,6 +25,10 @@ from deltaline_kernels.tile import (
     store_tile,
     to_fp32,
 )
+from deltaline_kernels.mamba2.gates import read_rate, time_step
+from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.plan import ROWS_PER_WARP, choose_tile
+from deltaline_kernels.rows import Rows
 
 # Records of accepted drafts loaded at once, while the state is on its way: as many as its registers have room for.
 AT_ONCE = tl.constexpr(3)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.chunks import find_chunk
+from deltaline_kernels.device.chunks import find_chunk
 from deltaline_kernels.mamba2.chunk_plan import CHUNK
 from deltaline_kernels.mamba2.gates import read_rate, time_step
 from deltaline_kernels.mamba2.heads import Heads

@@ -17,12 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.mamba2.gates import read_rate, time_step
-from deltaline_kernels.mamba2.heads import Heads
-from deltaline_kernels.mamba2.plan import SHORT_ROWS, choose_short_tile
-from deltaline_kernels.rows import Rows
-from deltaline_kernels.tile import below, load_tile, scale, store_tile, to_fp32
-from deltaline_kernels.tokens_tile import (
+from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
+from deltaline_kernels.device.token_tile import (
     TOKENS,
     compare_keys,
     fold_at_once,
@@ -32,6 +28,10 @@ from deltaline_kernels.tokens_tile import (
     multiply_exactly,
     remain,
 )
+from deltaline_kernels.mamba2.gates import read_rate, time_step
+from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.plan import SHORT_ROWS, choose_short_tile
+from deltaline_kernels.rows import Rows
 
 STATES = (64, 128)
 

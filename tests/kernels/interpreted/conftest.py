@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 
 import pytest
 import torch
-from kernels.paths import InterpretedPath
+from rigs.kernels.paths import InterpretedPath
 
 from deltaline_kernels.compat import conv1d
 

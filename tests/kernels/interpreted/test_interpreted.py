@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from kernels.batches import Layer, Row, make_batch
-from kernels.paths import InterpretedPath
-from kernels.test_activation import check_far_silu, check_silu
-from kernels.test_conv1d import test_conv_has_any_number_of_channels as check_channels
-from kernels.test_conv1d import (
+from kernels.conv1d.test_conv1d import test_conv_has_any_number_of_channels as check_channels
+from kernels.conv1d.test_conv1d import (
     test_conv_has_every_width,
     test_conv_matches_the_reference,
     test_conv_records_no_gradients,
@@ -19,7 +16,7 @@ from kernels.test_conv1d import (
     test_conv_splits_without_a_seam,
     test_conv_verifies_many_tokens,
 )
-from kernels.test_gated_delta import (
+from kernels.gated_delta.test_gated_delta import (
     check_against_reference,
     test_delta_in_chunks_is_delta_token_by_token,
     test_delta_is_right_for_correlated_keys,
@@ -32,9 +29,12 @@ from kernels.test_gated_delta import (
     test_delta_survives_the_strongest_gates,
     test_delta_takes_gates_and_keys_as_they_come,
 )
-from kernels.test_gated_delta_chunks import ALIGNED, LAYERS, in_parts
-from kernels.test_norm import test_norm_matches_the_reference, test_norm_of_zeros_is_zero
-from kernels.tolerance import assert_close
+from kernels.gated_delta.test_gated_delta_chunks import ALIGNED, LAYERS, in_parts
+from kernels.norm.test_norm import test_norm_matches_the_reference, test_norm_of_zeros_is_zero
+from kernels.test_activation import check_far_silu, check_silu
+from rigs.kernels.batches import Layer, Row, make_batch
+from rigs.kernels.paths import InterpretedPath
+from rigs.kernels.tolerance import assert_close
 
 from deltaline_kernels.gated_delta.heads import Heads
 

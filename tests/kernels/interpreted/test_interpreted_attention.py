@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import kernels.test_attention as checks
-import kernels.test_attention_modifiers as own
+import kernels.attention.test_attention as checks
+import kernels.attention.test_attention_modifiers as own
 import pytest
 import torch
 import triton
 import triton.language as tl
-from kernels.attention_batches import MODIFIER_CASES, Layer, Row, finished, make_batch, modifier_case
-from kernels.paths import InterpretedPath
-from kernels.test_attention import (
+from kernels.attention.test_attention import (
     small_splits,
     test_attention_does_not_depend_on_neighbours,
     test_attention_of_skipped_rows_is_zero,
@@ -24,7 +22,9 @@ from kernels.test_attention import (
     test_attention_without_rows_or_tokens,
     test_parameters_may_change_between_launches,
 )
-from kernels.tolerance import assert_close
+from rigs.kernels.attention_batches import MODIFIER_CASES, Layer, Row, finished, make_batch, modifier_case
+from rigs.kernels.paths import InterpretedPath
+from rigs.kernels.tolerance import assert_close
 
 from deltaline_kernels.attention.items import find_row
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import kernels.test_compat_gated_delta as checks
+import kernels.compat.test_compat_gated_delta as checks
 import pytest
 import torch
-from kernels.paths import InterpretedPath
-from kernels.test_compat_conv1d import (
+from kernels.compat.test_compat_conv1d import (
     test_a_row_without_an_index_has_the_line_of_its_number,
     test_fn_matches_the_reference,
     test_indices_may_be_int64,
@@ -21,9 +20,10 @@ from kernels.test_compat_conv1d import (
     test_update_matches_the_reference,
     test_update_of_ragged_rows_matches_the_reference,
 )
-from kernels.test_compat_conv1d import (
+from kernels.compat.test_compat_conv1d import (
     test_x_is_rounded_to_the_dtype_of_the_states as check_rounding,
 )
+from rigs.kernels.paths import InterpretedPath
 
 from deltaline_kernels.compat import gated_delta, recurrence
 

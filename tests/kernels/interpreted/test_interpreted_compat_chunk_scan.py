@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kernels.paths import InterpretedPath
-from kernels.test_compat_chunk_scan import SCANS, check_scan
+from kernels.compat.test_compat_chunk_scan import SCANS, check_scan
+from rigs.kernels.paths import InterpretedPath
 
 from deltaline_kernels.compat import recurrence
 

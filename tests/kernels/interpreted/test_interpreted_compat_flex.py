@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import kernels.test_compat_flex as checks
+import kernels.compat.test_compat_flex as checks
 import pytest
 import torch
-from kernels.paths import InterpretedPath
-from kernels.test_compat_flex import (
+from kernels.compat.test_compat_flex import (
     eager,
     test_flex_broadcasts_keys_of_one_sequence,
     test_flex_takes_any_order_of_memory,
@@ -19,6 +18,7 @@ from kernels.test_compat_flex import (
     test_queries_of_a_later_block_have_their_own_lists,
     test_whole_blocks_skip_the_mask_and_never_the_score,
 )
+from rigs.kernels.paths import InterpretedPath
 from torch import Tensor
 
 from deltaline_kernels.compat import flex, flex_decoding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.test_compat_lora import (
+from kernels.compat.test_compat_lora import (
     test_expand_matches_the_loops,
     test_new_weights_at_an_old_address_count,
     test_only_active_adapters_count,
@@ -13,7 +13,7 @@ from kernels.test_compat_lora import (
     test_weights_may_have_a_dimension_of_one,
     test_what_is_added_is_rounded_once,
 )
-from kernels.test_lora import make_dense
+from kernels.lora.test_lora import make_dense
 
 from deltaline_kernels.compat import lora
 

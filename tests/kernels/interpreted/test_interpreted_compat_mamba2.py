@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import kernels.test_compat_mamba2 as checks
+import kernels.compat.test_compat_mamba2 as checks
 import pytest
-from kernels.paths import InterpretedPath
+from rigs.kernels.paths import InterpretedPath
 
 from deltaline_kernels.compat import mamba2, recurrence
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.paths import InterpretedPath
-from kernels.test_lora import (
+from kernels.lora.test_lora import (
     launches,
     make_dense,
     test_lora_matches_the_reference,
@@ -21,9 +20,9 @@ from kernels.test_lora import (
     test_tokens_have_the_adapters_of_their_rows,
     test_weights_may_change_between_calls,
 )
-from kernels.test_lora import test_a_token_that_is_not_finite_spoils_no_other as check_not_finite
-from kernels.test_lora import test_row_does_not_depend_on_its_neighbours as check_neighbours
-from kernels.test_lora_regressions import (
+from kernels.lora.test_lora import test_a_token_that_is_not_finite_spoils_no_other as check_not_finite
+from kernels.lora.test_lora import test_row_does_not_depend_on_its_neighbours as check_neighbours
+from kernels.lora.test_lora_regressions import (
     test_a_rank_above_the_weights_counts_as_theirs,
     test_every_adapter_has_its_own_rank_and_scale,
     test_fp32_outputs_keep_what_16_bits_would_lose,
@@ -34,7 +33,8 @@ from kernels.test_lora_regressions import (
     test_tokens_without_an_adapter_keep_their_bits,
     test_what_is_added_is_rounded_once,
 )
-from kernels.test_lora_regressions import test_products_are_right_beyond_128_tokens as check_products
+from kernels.lora.test_lora_regressions import test_products_are_right_beyond_128_tokens as check_products
+from rigs.kernels.paths import InterpretedPath
 
 __all__ = [
     "launches",

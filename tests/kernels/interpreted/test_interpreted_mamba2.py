@@ -5,19 +5,16 @@ Not all of them: a token of one head takes the interpreter milliseconds.
 
 from __future__ import annotations
 
-import kernels.test_mamba2 as checks
+import kernels.mamba2.test_mamba2 as checks
 import pytest
 import torch
-from kernels.batches import Row
-from kernels.mamba_batches import MambaLayer, make_mamba_batch
-from kernels.paths import InterpretedPath, Path
-from kernels.test_mamba2 import (
+from kernels.mamba2.test_mamba2 import (
     test_a_draft_that_is_not_finite_leaves_those_before_it_alone,
     test_a_step_that_is_not_finite_is_not_clamped_away,
     test_mamba2_replay_leaves_what_committing_leaves,
     test_mamba2_replays_any_accepted_count,
 )
-from kernels.test_mamba2_regressions import (
+from kernels.mamba2.test_mamba2_regressions import (
     check_small_steps,
     test_a_decode_is_a_verify_of_one_token,
     test_no_drafts_after_an_accepted_step,
@@ -26,7 +23,10 @@ from kernels.test_mamba2_regressions import (
     test_padding_of_a_graph_advances_no_state,
     test_steps_are_clamped_behind_their_softplus,
 )
-from kernels.tolerance import assert_close
+from rigs.kernels.batches import Row
+from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
+from rigs.kernels.paths import InterpretedPath, Path
+from rigs.kernels.tolerance import assert_close
 
 from deltaline_kernels.mamba2.heads import Heads
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 import numpy
 import pytest
 import torch
-from kernels.batches import Row
-from kernels.mamba_batches import MambaLayer, make_mamba_batch
-from kernels.paths import InterpretedPath
-from kernels.test_mamba2 import check_against_reference
-from kernels.test_mamba2_chunks import ALIGNED, LAYERS, SMALL, check_that_rows_are_apart, in_parts
-from kernels.tolerance import assert_close
+from kernels.mamba2.test_mamba2 import check_against_reference
+from kernels.mamba2.test_mamba2_chunks import ALIGNED, LAYERS, SMALL, check_that_rows_are_apart, in_parts
+from rigs.kernels.batches import Row
+from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
+from rigs.kernels.paths import InterpretedPath
+from rigs.kernels.tolerance import assert_close
 
 HALF = InterpretedPath("cpu", torch.float16)
 ROWS = [Row(5, to="other"), Row(150, replayed=2), Row(0), Row(65, skipped=True), Row(64, fresh=True), Row(70)]

@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels.batches import Row
-from kernels.mamba_batches import make_mamba_batch
-from kernels.paths import InterpretedPath
-from kernels.test_mamba2_verify import (
+from kernels.mamba2.test_mamba2_verify import (
     SMALL,
     test_a_short_draft_that_is_not_finite_leaves_those_before_it_alone,
     test_mamba2_of_many_short_rows_matches_the_reference,
@@ -19,7 +16,10 @@ from kernels.test_mamba2_verify import (
     test_mamba2_replay_beside_tokens_leaves_what_committing_leaves,
     test_mamba2_short_row_does_not_depend_on_its_neighbours,
 )
-from kernels.tolerance import assert_close
+from rigs.kernels.batches import Row
+from rigs.kernels.mamba_batches import make_mamba_batch
+from rigs.kernels.paths import InterpretedPath
+from rigs.kernels.tolerance import assert_close
 
 from deltaline_kernels.mamba2.heads import Heads
 

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.mhc_batches import (
+from kernels.mhc.test_mhc import (
+    test_comb_of_far_apart_logits_has_columns_of_sum_one,
+    test_gates_have_their_own_numbers,
+    test_mhc_takes_rows_apart,
+    test_streams_of_any_size_are_normed,
+    test_tokens_of_nothing_give_no_nan,
+    test_weights_are_those_of_fp32,
+)
+from rigs.kernels.mhc_batches import (
     check_head,
     check_post,
     check_post_pre,
@@ -19,15 +27,7 @@ from kernels.mhc_batches import (
     run_post_pre,
     run_pre,
 )
-from kernels.paths import InterpretedPath
-from kernels.test_mhc import (
-    test_comb_of_far_apart_logits_has_columns_of_sum_one,
-    test_gates_have_their_own_numbers,
-    test_mhc_takes_rows_apart,
-    test_streams_of_any_size_are_normed,
-    test_tokens_of_nothing_give_no_nan,
-    test_weights_are_those_of_fp32,
-)
+from rigs.kernels.paths import InterpretedPath
 
 from deltaline_kernels.mhc import plan
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kernels.paths import InterpretedPath
-from kernels.test_conv1d_regressions import (
+from kernels.conv1d.test_conv1d_regressions import (
     test_a_block_outside_the_table_skips_the_row,
     test_a_line_too_narrow_for_the_drafts_is_refused,
     test_a_negative_zero_of_the_history_stays_one,
@@ -25,9 +24,10 @@ from kernels.test_conv1d_regressions import (
     test_the_line_slides_behind_any_accepted_draft,
     test_widths_above_four,
 )
-from kernels.test_conv1d_regressions import (
+from kernels.conv1d.test_conv1d_regressions import (
     test_two_pieces_of_a_prefill_are_one as check_two_pieces,
 )
+from rigs.kernels.paths import InterpretedPath
 
 __all__ = [
     "test_a_block_outside_the_table_skips_the_row",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels.test_rotary import (
+from kernels.rotary.test_rotary import (
     test_a_verify_is_overwritten_by_what_was_accepted,
     test_rotary_crosses_pages_of_any_size,
     test_rotary_finds_the_row_among_many,

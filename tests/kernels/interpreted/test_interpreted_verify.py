@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.batches import Row, make_batch
-from kernels.paths import InterpretedPath
-from kernels.test_gated_delta_verify import (
+from kernels.gated_delta.test_gated_delta_verify import (
     SMALL,
     test_a_draft_that_is_not_finite_leaves_those_before_it_alone,
     test_delta_of_many_heads_at_once_matches_the_reference,
@@ -18,7 +16,9 @@ from kernels.test_gated_delta_verify import (
     test_delta_replay_beside_tokens_leaves_what_committing_leaves,
     test_delta_row_does_not_depend_on_its_neighbours,
 )
-from kernels.tolerance import assert_close
+from rigs.kernels.batches import Row, make_batch
+from rigs.kernels.paths import InterpretedPath
+from rigs.kernels.tolerance import assert_close
 
 __all__ = [
     "test_a_draft_that_is_not_finite_leaves_those_before_it_alone",

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.batches import Row
-from kernels.gluon_on_cpu import Tiles, run_on_cpu
-from kernels.mamba_batches import MambaLayer, make_mamba_batch
-from kernels.paths import InterpretedPath
-from kernels.test_mamba2 import check_against_reference
-from kernels.test_mamba2_chunks import ALIGNED, LAYERS, SMALL, in_parts
+from kernels.mamba2.test_mamba2 import check_against_reference
+from kernels.mamba2.test_mamba2_chunks import ALIGNED, LAYERS, SMALL, in_parts
+from rigs.kernels.batches import Row
+from rigs.kernels.gluon_on_cpu import Tiles, run_on_cpu
+from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
+from rigs.kernels.paths import InterpretedPath
 from torch import Tensor
 
+from deltaline_kernels.device.row_splits import Plan
 from deltaline_kernels.mamba2.heads import Heads
-from deltaline_kernels.parts import Plan
 from deltaline_kernels.rows import Rows
 
 chunk = pytest.importorskip("deltaline_kernels.mamba2.chunk", reason="triton is not installed")

@@ -1,0 +1,1 @@
+"""`deltaline bench`: load of a server, closed or open loop, and what its steps took."""

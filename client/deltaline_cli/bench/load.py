@@ -1,0 +1,173 @@
+"""The load of one process: its clients step in a closed or an open loop, and each step is noted. Judges nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from deltaline_cli.bench.arrivals import ArrivalThread, arrivals
+from deltaline_cli.bench.client import BenchClient, connect
+from deltaline_cli.bench.inline import InlineNotes
+from deltaline_cli.bench.options import BenchOptions
+from deltaline_cli.bench.samples import COLUMNS, Sample, Samples
+from deltaline_client._exceptions import DeltalineError
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of `processes` processes drives: every process-th client, and that share of the rate and the steps."""
+
+    process: int
+    processes: int
+
+    def clients(self, options: BenchOptions) -> range:
+        """Numbers of its clients."""
+        return range(self.process, options.clients, self.processes)
+
+    def steps(self, options: BenchOptions) -> int | None:
+        """Steps that it measures, None when a duration ends the run."""
+        if options.steps is None:
+            return None
+        return len(range(self.process, options.steps, self.processes))
+
+    def rate(self, options: BenchOptions) -> float:
+        """Steps per second: Poisson processes add up to a Poisson process."""
+        return (options.rate or 0.0) * len(self.clients(options)) / options.clients
+
+
+class Load:
+    """Some clients of a bench. `async with` opens their sequences and makes a first step of each kind; then `run`.
+
+    on_step is called with the number of steps done since the last call.
+    """
+
+    def __init__(self, address: str, options: BenchOptions, share: Share, on_step: Callable[[int], None]) -> None:
+        self._address, self._options, self._share, self._on_step = address, options, share, on_step
+        self._clients: list[BenchClient] = []
+        self._samples: list[Sample] = []
+        self._unserved: list[float] = []
+        self._stack = AsyncExitStack()
+        self._notes = InlineNotes()
+        self._steps_left = share.steps(options)
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._stack.enter_context(self._notes)
+            for number in self._share.clients(self._options):
+                connection = await self._stack.enter_async_context(connect(self._address, self._options))
+                client = BenchClient(connection, self._options, seed=number)
+                self._stack.push_async_exit(_closing(client))
+                self._clients.append(client)
+                await client.prepare()
+        except BaseException as error:
+            await self._stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, traceback)
+
+    async def run(self, start_s: float) -> Samples:
+        """Load the server from `start_s` on, ramp-up first, then what is measured; return all samples.
+
+        Raises DeltalineError when a step fails, and ValueError when tensors went inline that should have been in shared
+        memory: such a run measures something else.
+        """
+        begin_s = start_s + self._options.ramp_up_s
+        end_s = begin_s + self._options.duration_s if self._options.steps is None else float("inf")
+        rng = np.random.default_rng([1, self._share.process])
+        open_loop = self._options.rate is not None
+        source = ArrivalThread(
+            arrivals(self._share.rate(self._options) or 1.0, self._options.ramp_up_s, rng), start_s, end_s
+        )
+        if open_loop:
+            source.start()
+        cpu_s = asyncio.create_task(_cpu_seconds_from(begin_s))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, client in enumerate(self._clients):
+                    if open_loop:
+                        group.create_task(self._serve(client, source, begin_s, end_s))
+                    else:
+                        delay_s = self._options.ramp_up_s * index / len(self._clients)
+                        group.create_task(self._loop(client, start_s + delay_s, begin_s, end_s))
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        finally:
+            source.stop()
+            cpu_s.cancel()
+            with suppress(asyncio.CancelledError):
+                await cpu_s
+        if self._options.shared_memory_bytes and self._notes.texts:
+            raise ValueError(f"--shared-memory-bytes: not all tensors went through it: {self._notes.texts[0]}")
+        now_s = time.monotonic()
+        if self._options.steps is not None:  # until the last step was done; of an open loop, until it was due
+            when = COLUMNS.index("due" if open_loop else "done")
+            end_s = max((sample[when] for sample in self._samples), default=now_s)
+        used = time.process_time() - (cpu_s.result() if not cpu_s.cancelled() else time.process_time())
+        return Samples.of(self._samples, begin_s, end_s, self._unserved, used / max(now_s - begin_s, 1e-9))
+
+    async def _loop(self, client: BenchClient, from_s: float, begin_s: float, end_s: float) -> None:
+        """Closed: the next step when the last is answered."""
+        await asyncio.sleep(max(0.0, from_s - time.monotonic()))
+        while (now_s := time.monotonic()) < end_s and self._takes_one(is_measured=now_s >= begin_s):
+            self._note(await client.step(client.draw()))
+
+    async def _serve(self, client: BenchClient, source: ArrivalThread, begin_s: float, end_s: float) -> None:
+        """Open: whichever client is idle takes the step that is due longest; late ones too, but not for ever."""
+        while (arrival := await source.queue.get()) is not None:
+            due_s, late_s = arrival
+            if time.monotonic() > end_s + self._options.timeout_s:
+                self._unserved.append(due_s)
+            elif self._takes_one(is_measured=due_s >= begin_s):
+                self._note(await client.step(client.draw(), due_s, late_s))
+            else:
+                break
+        source.stop()
+        source.queue.put_nowait(None)  # for the next client
+
+    def _takes_one(self, *, is_measured: bool) -> bool:
+        """Count a step that begins; False when all that were asked for have begun."""
+        if self._steps_left is None or not is_measured:
+            return True
+        self._steps_left -= 1
+        return self._steps_left >= 0
+
+    def _note(self, sample: Sample) -> None:
+        self._samples.append(sample)
+        self._on_step(1)
+
+
+async def _cpu_seconds_from(begin_s: float) -> float:
+    """The processor time that this process has used when the measuring begins."""
+    await asyncio.sleep(max(0.0, begin_s - time.monotonic()))
+    return time.process_time()
+
+
+def _closing(
+    client: BenchClient,
+) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], Awaitable[None]]:
+    """What ends a client: its sequences are closed, unless a server that failed would be asked."""
+
+    async def close(kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, DeltalineError):
+            await client.close()
+
+    return close
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One of the errors that ended the clients: the others are like it."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,107 @@
+"""What a bench is asked to do, and which of it makes no sense. Drives nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from deltaline_cli.bench.lengths import Lengths
+from deltaline_client._types import ServerInfo
+
+Kind = Literal["prefill", "decode", "verify"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Mix = dict[Kind, float]
+# Those of the server's own options.
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Read a number of bytes: "65536", "256MiB", "1.5GB". Raises ValueError naming the option."""
+    unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), "")
+    try:
+        return int(float(text[: -len(unit)]) * _UNITS[unit]) if unit else int(text)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{option}: expected a number of bytes such as 256MiB, got {text!r}") from error
+
+
+def parse_mix(text: str) -> Mix:
+    """Read "prefill=1,decode=20": how often a step is of a kind, as weights. Raises ValueError."""
+    mix: Mix = {}
+    for part in text.split(","):
+        name, _, weight = part.partition("=")
+        kind = next((kind for kind in KINDS if kind == name), None)
+        try:
+            value = float(weight)
+        except ValueError:
+            value = math.nan
+        if kind is None or kind in mix or not 0 <= value < math.inf:
+            raise ValueError(f"--mix: expected KIND=WEIGHT,... of {', '.join(KINDS)}, each once, got {text!r}")
+        if value:
+            mix[kind] = value
+    if not mix:
+        raise ValueError(f"--mix: expected a weight above 0, got {text!r}")
+    return mix
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """A run. Raises ValueError naming the option that makes no sense.
+
+    clients at once, each with `rows` sequences. duration_s: seconds that are measured; or steps: how many are, by all
+    clients together. rate: steps per second that arrive in an open loop, None for a closed one. timeout_s: for a step
+    with all its retries.
+    """
+
+    clients: int = 4
+    rows: int = 8
+    duration_s: float = 10.0
+    steps: int | None = None
+    rate: float | None = None
+    mix: Mix = field(default_factory=lambda: {"prefill": 1.0, "decode": 20.0, "verify": 5.0})
+    prefill_tokens: Lengths = Lengths(64, 512, is_lognormal=True)  # noqa: RUF009 it is frozen
+    drafts: int = 4
+    ramp_up_s: float = 1.0
+    processes: int = 1
+    shared_memory_bytes: int = 0
+    metrics_url: str | None = None
+    output: Path | None = None
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        least = {"clients": self.clients, "rows": self.rows, "processes": self.processes, "drafts": self.drafts}
+        if self.steps is not None:
+            least["steps"] = self.steps
+        for name, value in least.items():
+            if value < 1:
+                raise ValueError(f"--{name}: expected 1 or more, got {value}")
+        positive = {"duration": self.duration_s, "timeout": self.timeout_s}
+        if self.rate is not None:
+            positive["rate"] = self.rate
+        for name, seconds in positive.items():
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"--{name}: expected a positive number, got {seconds:g}")
+        if not 0 <= self.ramp_up_s < math.inf:
+            raise ValueError(f"--ramp-up: expected 0 or more seconds, got {self.ramp_up_s:g}")
+        if self.shared_memory_bytes < 0:
+            raise ValueError(f"--shared-memory-bytes: expected 0 or more, got {self.shared_memory_bytes}")
+        if self.processes > self.clients:
+            raise ValueError(f"--processes: expected at most one per client, {self.clients}, got {self.processes}")
+        if self.output is not None and (self.output.suffix != ".json" or not self.output.parent.is_dir()):
+            raise ValueError(f"--output: expected FILE.json in a folder that exists, got {str(self.output)!r}")
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one client: its rows, and one more that takes the prefills."""
+        return self.rows + ("prefill" in self.mix)
+
+    def check(self, info: ServerInfo) -> None:
+        """Raise ValueError if the server can't take a run of these sizes."""
+        if "verify" in self.mix and self.drafts > info.max_draft_tokens:
+            raise ValueError(f"--drafts: the server verifies at most {info.max_draft_tokens} tokens, got {self.drafts}")
+        if self.sequences * self.clients > info.max_sequences:
+            raise ValueError(
+                f"--rows: the server holds at most {info.max_sequences} sequences, got {self.sequences} "
+                f"(prefills have one of their own) for each of {self.clients} clients"
+            )

@@ -1,0 +1,164 @@
+"""A run of a bench: in this process, or in several that begin together and whose samples are joined. Judges nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from deltaline_cli.bench.load import Load, Share
+from deltaline_cli.bench.options import BenchOptions
+from deltaline_cli.bench.samples import Samples
+from deltaline_client._exceptions import DeltalineError
+
+# From "all are ready" to the first step: the word must reach every process.
+_HEAD_START_S = 0.1
+_PROGRESS_S = 0.2
+_STOP_S = 10.0
+
+OnStep = Callable[[int], None]
+OnStart = Callable[[float], None]
+
+
+class BenchError(RuntimeError):
+    """A process of the run failed; the message says why."""
+
+
+def run(address: str, options: BenchOptions, on_step: OnStep, on_start: OnStart) -> Samples:
+    """Drive a server and return what was measured.
+
+    on_step is called with numbers of steps that are done, on_start with the time at which the load begins. However it
+    ends, the sequences that were opened are closed, unless the server failed. Raises ValueError for options that the
+    server can't take, DeltalineError, BenchError, KeyboardInterrupt.
+    """
+    if options.processes > 1:
+        return _run_processes(address, options, on_step, on_start)
+
+    async def alone() -> Samples:
+        async with Load(address, options, Share(0, 1), on_step) as load:
+            start_s = time.monotonic()
+            on_start(start_s)
+            return await load.run(start_s)
+
+    return _interruptible(alone())
+
+
+def _interruptible(work: Coroutine[Any, Any, Samples]) -> Samples:
+    """Run a coroutine; SIGTERM cancels it as SIGINT does, so that it can clean up. Raises KeyboardInterrupt then."""
+
+    async def guarded() -> Samples:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+def _run_processes(address: str, options: BenchOptions, on_step: OnStep, on_start: OnStart) -> Samples:
+    spawn = get_context("spawn")
+    pipes: list[Connection] = []
+    processes = []
+    parts: list[Samples] = []
+    try:
+        for number in range(options.processes):
+            mine, theirs = spawn.Pipe()
+            share = Share(number, options.processes)
+            process = spawn.Process(target=_process, args=(address, options, share, theirs))
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        for pipe in pipes:
+            _receive(pipe)
+        start_s = time.monotonic() + _HEAD_START_S
+        on_start(start_s)
+        for pipe in pipes:
+            pipe.send(start_s)
+        running = list(pipes)
+        while running:
+            ready = wait(running)
+            for pipe in [pipe for pipe in running if pipe in ready]:
+                message = _receive(pipe)
+                if isinstance(message, Samples):
+                    parts.append(message)
+                    running.remove(pipe)
+                elif isinstance(message, int):
+                    on_step(message)
+    finally:
+        for pipe in pipes:
+            pipe.close()  # tells those that still run to stop
+        for process in processes:
+            process.join(_STOP_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return Samples.join(parts)
+
+
+def _receive(pipe: Connection) -> object:
+    """The next message of a process. Raises BenchError with its error, or because it ended without one."""
+    try:
+        message: object = pipe.recv()
+    except (EOFError, ConnectionError):
+        raise BenchError("a process of the run ended without a word") from None
+    if isinstance(message, str):
+        raise BenchError(message)
+    return message
+
+
+def _process(address: str, options: BenchOptions, share: Share, pipe: Connection) -> None:
+    """A process: sends None when it is ready, numbers of steps, at last its Samples, or the text of an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says when to stop, also after Ctrl-C
+    try:
+        pipe.send(asyncio.run(_drive(address, options, share, pipe)))
+    except (DeltalineError, ValueError) as error:
+        pipe.send(str(error))
+    except (asyncio.CancelledError, ConnectionError):
+        pass  # the first process has closed the pipe
+
+
+async def _drive(address: str, options: BenchOptions, share: Share, pipe: Connection) -> Samples:
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    start: asyncio.Future[float] = loop.create_future()
+    steps = 0
+
+    def listen() -> None:
+        with suppress(EOFError, OSError, RuntimeError):  # RuntimeError: the loop is over
+            try:
+                while True:
+                    loop.call_soon_threadsafe(start.set_result, pipe.recv())
+            except (EOFError, OSError):
+                loop.call_soon_threadsafe(this.cancel)
+
+    def count(done: int) -> None:
+        nonlocal steps
+        steps += done
+
+    async def report() -> None:
+        nonlocal steps
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            done, steps = steps, 0
+            pipe.send(done)
+
+    threading.Thread(target=listen, daemon=True).start()
+    async with Load(address, options, share, count) as load:
+        pipe.send(None)
+        reporter = asyncio.create_task(report())
+        try:
+            return await load.run(await start)
+        finally:
+            reporter.cancel()
+            with suppress(ConnectionError):
+                pipe.send(steps)

@@ -1,0 +1,1 @@
+"""`deltaline top`: what a server is doing, in a view that is renewed."""

@@ -1,0 +1,1 @@
+"""The server's adapters as a client sees them: loaded, listed, unloaded."""

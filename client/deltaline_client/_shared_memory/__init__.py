@@ -1,0 +1,1 @@
+"""Memory that a client of the same host shares with the server."""

@@ -1,0 +1,250 @@
+"""Shared memory: a region of the server's in which this client places the tensors of its steps. Flows; no channel.
+
+Everything here may fail, and then tensors travel in the messages, as without it; the log says so once. Whether the
+server is on this host is not asked: a region can be opened here and begins with the server's nonce, or is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from deltaline import wire
+from deltaline.v1 import admin_service_pb2 as admin
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline.v1 import tensor_pb2
+from deltaline_client._arrays import Array, Shape
+from deltaline_client._exceptions import DeltalineError, ProtocolError
+from deltaline_client._shared_exceptions import InvalidSharedMemory
+from deltaline_client._shared_memory.arena import Arena
+from deltaline_client._steps.messages import StepAnswer
+from deltaline_client._transport.flow import Flow, Method, Sleep, call
+from deltaline_client._transport.retry import Attempts
+from deltaline_client._types import ServerInfo
+
+_ADMIN = "/deltaline.v1.AdminService/"
+
+CREATE = Method(_ADMIN + "CreateSharedMemory", admin.CreateSharedMemoryRequest, admin.CreateSharedMemoryResponse)
+RELEASE = Method(_ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryRequest, admin.ReleaseSharedMemoryResponse)
+
+CREATE_TIMEOUT_S = 10.0
+RELEASE_TIMEOUT_S = 1.0
+_WAIT_S = 0.002
+# Only such a name is opened, whatever a server says.
+_NAME = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
+_MEMORY_FILE = "/memfd:deltaline"
+
+_log = logging.getLogger(__name__)
+
+
+Request: TypeAlias = tuple[object, ...]
+"""What makes a request the same as an earlier one: its steps, in order."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tensors of one request are: hidden [T, *input_shape], and room for its outputs [rows, *output_shape].
+
+    Whoever holds it holds the memory: SharedMemory does from an attempt without an answer on.
+    """
+
+    region: int
+    hidden: Array
+    hidden_offset: int
+    room: Array
+    room_offset: int
+
+    def output_slice(self) -> layers.OutputSlice:
+        """What StepRequest.output_slice is to be."""
+        return layers.OutputSlice(region=self.region, offset=self.room_offset, size_bytes=self.room.nbytes)
+
+    def tensor(self) -> bytes:
+        """The serialised Tensor that StepRequest.hidden is to be."""
+        shared = tensor_pb2.SharedSlice(region=self.region, offset=self.hidden_offset)
+        dtype = wire.data_type(self.hidden.dtype)
+        return tensor_pb2.Tensor(dtype=dtype, shape=self.hidden.shape, shared=shared).SerializeToString()
+
+    def holds(self, tensor: tensor_pb2.Tensor) -> bool:
+        """Whether a reply's tensor is the room, whole."""
+        shared, dtype = tensor.shared, wire.data_type(self.room.dtype)
+        told = shared.region, shared.offset, tensor.dtype, tuple(tensor.shape)
+        return told == (self.region, self.room_offset, dtype, self.room.shape)
+
+
+def answered(answer: StepAnswer, placement: Placement | None) -> Array | None:
+    """The outputs of a reply, a view [rows, *output_shape] of its message or of shared memory; None where it has none.
+
+    Raises: ProtocolError for outputs elsewhere than in the placement of the request.
+    """
+    if answer.shared is None:
+        return answer.hidden
+    if placement is None or not placement.holds(answer.shared):
+        raise ProtocolError("the reply's outputs are not where they were asked for")
+    return placement.room
+
+
+class SharedMemory:
+    """What a client knows of its region. Threads may share it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """size_bytes: how much to ask for; 0 for none, ever. `is_off`: there is none, and none is asked for."""
+        if size_bytes < 0:
+            raise ValueError(f"shared_memory_bytes: expected 0 or more, got {size_bytes}")
+        self._size_bytes = size_bytes
+        self.is_off = size_bytes == 0
+        self._told_full = False
+        self._making = threading.Lock()
+        self._region: tuple[int, Arena] | None = None
+        # Of requests that may still reach the server, which would then write their outputs.
+        self._unsettled: dict[Request, Placement] = {}
+        self._to_release: list[int] = []
+
+    def ready(self, limits: ServerInfo, attempts: Attempts) -> Flow[None]:
+        """Ask for a region unless there is one or can be none. While another call asks, wait for what it gets.
+
+        attempts: they bound how long this waits for another call; when they are over, its steps go inline.
+        """
+        while not self.is_off and self._region is None:
+            if self._making.acquire(blocking=False):
+                yield from self._make(limits)
+                return
+            if attempts.timeout_s() <= 0:
+                return
+            yield Sleep(_WAIT_S)
+
+    def _make(self, limits: ServerInfo) -> Flow[None]:
+        """Ask for a region, and let go of `_making`."""
+        try:
+            while self._to_release:
+                yield from self._release(self._to_release.pop())
+            if not limits.shared_memory_bytes:
+                self._give_up("the server has it off")
+                return
+            request = admin.CreateSharedMemoryRequest(size_bytes=self._size_bytes)
+            response = yield from call(CREATE, request, CREATE_TIMEOUT_S)
+            try:
+                arena = Arena(_open(response))
+            except (OSError, ValueError) as error:
+                self._give_up(f"the server's memory can't be opened here ({error})")
+                yield from self._release(response.region)
+            else:
+                self._region = response.region, arena
+        except DeltalineError as error:
+            self._give_up(str(error))
+        finally:
+            self._making.release()
+
+    def place(self, request: Request, hidden: Sequence[Array], output_shape: Shape) -> Placement | None:
+        """Put the rows of a request, each [n, *input_shape], beside each other in the region, with room for outputs.
+
+        output_shape: of all of these.
+
+        A single array that lies there already is used as it is; so is the place of the same request's last attempt,
+        if that had no answer. None when there is no region or no room: then the request goes inline.
+        """
+        region = self._region
+        if region is None:
+            return None
+        number, arena = region
+        former = self._unsettled.get(request)
+        if former is not None and former.region == number:
+            return former
+        shape, dtype = (sum(map(len, hidden)), *hidden[0].shape[1:]), hidden[0].dtype
+        is_there = len(hidden) == 1 and arena.offset(hidden[0]) is not None
+        if (math.prod(shape) * (not is_there) + math.prod(output_shape)) * dtype.itemsize > arena.size:
+            return None  # it would not fit in an empty one
+        packed: Array | None = hidden[0] if is_there else None
+        if packed is None:
+            packed = arena.empty(shape, dtype)
+            if packed is not None:
+                np.concatenate(hidden, out=packed)
+        room = arena.empty(output_shape, dtype)
+        if packed is None or room is None:
+            if any(placement.region == number for placement in list(self._unsettled.values())):
+                self._replace(number)
+            elif not self._told_full:
+                _log.info("shared memory is full (%d bytes): steps that find no room go inline", arena.size)
+                self._told_full = True
+            return None
+        return Placement(number, packed, arena.offset(packed) or 0, room, arena.offset(room) or 0)
+
+    def settle(self, request: Request, placement: Placement, *, is_over: bool) -> None:
+        """Tell how an attempt ended. Not over: the server may still read and write the placement for this request.
+
+        Then its memory is held until the same request is over after all, or until the region's end.
+        """
+        if is_over:
+            self._unsettled.pop(request, None)
+        elif self._region is not None and self._region[0] == placement.region:  # nobody is given memory of a former one
+            self._unsettled[request] = placement
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """An array in the region; where there is none or it is full, anywhere."""
+        array = None if self._region is None else self._region[1].empty(shape, dtype)
+        return np.empty(shape, dtype) if array is None else array
+
+    def lost(self, placement: Placement, error: InvalidSharedMemory) -> None:
+        """The server no longer has the region of a request: sent again, it goes inline.
+
+        The next call asks for another region.
+        """
+        if self._region is not None and self._region[0] == placement.region:
+            _log.info("shared memory is gone (%s): steps under way go inline", error)
+            self._region = None
+            self._unsettled.clear()
+
+    def _replace(self, number: int) -> None:
+        """Go on in another region, from the next call on: this one is full, in part of what nobody will settle."""
+        if self._region is None or self._region[0] != number:
+            return  # another thread was first
+        _log.info("shared memory is full of steps without an answer: another region takes its place")
+        self._region = None
+        self._unsettled.clear()
+        self._to_release.append(number)
+
+    def end(self) -> Flow[None]:
+        """Give the region back, if there is one; there will be no other."""
+        if self._region is not None:
+            self._to_release.append(self._region[0])
+        self._region, self.is_off = None, True
+        while self._to_release:
+            yield from self._release(self._to_release.pop())
+
+    def _release(self, number: int) -> Flow[None]:
+        try:
+            yield from call(RELEASE, admin.ReleaseSharedMemoryRequest(region=number), RELEASE_TIMEOUT_S)
+        except DeltalineError as error:  # its lease ends it
+            _log.debug("shared memory could not be released: %s", error)
+
+    def _give_up(self, why: str) -> None:
+        _log.info("no shared memory, tensors travel in messages: %s", why)
+        self.is_off = True
+
+
+def _open(response: admin.CreateSharedMemoryResponse) -> mmap.mmap:
+    """Map a region. Raises OSError, ValueError when it is not one, not the server's or could shrink under us."""
+    name = response.name
+    if not _NAME.fullmatch(name) or not os.readlink(name).startswith(_MEMORY_FILE):
+        raise ValueError("no such memory on this host")
+    import fcntl  # only Linux has seals, and such names
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals or os.fstat(fd).st_size != response.size_bytes:
+            raise ValueError("expected sealed memory of the size told")
+        mapping = mmap.mmap(fd, response.size_bytes)
+    finally:
+        os.close(fd)
+    if not response.nonce or mapping[: len(response.nonce)] != response.nonce:
+        raise ValueError("another server's memory")
+    return mapping

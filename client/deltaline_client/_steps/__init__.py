@@ -1,0 +1,1 @@
+"""Steps of sequences, from the numbers of a row to its outputs: written once, for threads and for asyncio."""

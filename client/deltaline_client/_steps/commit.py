@@ -1,0 +1,98 @@
+"""Commits of verified tokens: remembered for the next step, or sent at once. Flows; they know no channel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline_client._exceptions import DeltalineError, ProtocolError, TransportError
+from deltaline_client._state import COMMIT, ClientState
+from deltaline_client._steps.hold import Hold
+from deltaline_client._steps.sequence import SequenceRecord
+from deltaline_client._transport.flow import Flow, Sleep, call
+from deltaline_client._transport.retry import is_retryable
+from deltaline_client._transport.statuses import from_status
+
+
+def commit(
+    client: ClientState,
+    sequences: Sequence[SequenceRecord],
+    accepted: Sequence[int],
+    *,
+    now: bool = False,
+    span: int = 0,
+) -> Flow[None]:
+    """Fix how many tokens of each sequence's pending verify join it: accepted[i] of 0 .. n, the first token included.
+
+    By default the count is remembered and rides on the sequence's next step, which costs no round trip. now=True sends
+    it; should no answer come, the count stays remembered and the next step repeats it.
+
+    Raises: ValueError when the lengths differ; SequenceBusy, DuplicateSequence, NothingToCommit, AcceptedOutOfRange,
+    StepUnfinished and CommitConflict before anything is changed; with now=True, the error of the first commit that
+    failed (the others are made).
+    """
+    if len(sequences) != len(accepted):
+        raise ValueError(f"accepted: expected {len(sequences)} counts, one per sequence, got {len(accepted)}")
+    with Hold(sequences, span) as progress:
+        for one, count in zip(progress, accepted, strict=True):
+            one.check_commit(count)
+        for one, count in zip(progress, accepted, strict=True):
+            one.accepted = count
+        if now:
+            yield from _send_all(client, sequences, span)
+
+
+def _send_all(client: ClientState, sequences: Sequence[SequenceRecord], span: int) -> Flow[None]:
+    """Send the remembered commits of one span. Raises the error of the first that failed."""
+    errors: list[DeltalineError] = []
+    for server_epoch in sorted({sequence.server_epoch for sequence in sequences}):
+        waiting = [sequence for sequence in sequences if sequence.server_epoch == server_epoch]
+        errors += yield from _send(client, server_epoch, waiting, span)
+    if errors:
+        raise errors[0]
+
+
+def _send(
+    client: ClientState, server_epoch: int, waiting: list[SequenceRecord], span: int
+) -> Flow[list[DeltalineError]]:
+    """Commit until each sequence is answered for good; return the errors."""
+    attempts, final = client._attempts(), list[DeltalineError]()
+    while waiting:
+        request = layers.CommitSequencesRequest(
+            server_epoch=server_epoch,
+            span=span,
+            sequence=[sequence.handle for sequence in waiting],
+            step=[sequence.progress(span).step for sequence in waiting],
+            accepted=[sequence.progress(span).accepted or 0 for sequence in waiting],
+        )
+        for sequence in waiting:
+            sequence.progress(span).commit_in_doubt = True
+        try:
+            errors = _apply(waiting, span, (yield from call(COMMIT, request, attempts.next_timeout_s())))
+        except DeltalineError as failure:
+            errors = dict.fromkeys(waiting, failure)
+        delay_s = attempts.delay_s(*(error.retry_after_s for error in errors.values()))
+        waiting = [sequence for sequence, error in errors.items() if delay_s is not None and is_retryable(error)]
+        for sequence, error in errors.items():
+            if sequence not in waiting:
+                final.append(error)
+                sequence.progress(span).commit_in_doubt = isinstance(error, TransportError)
+        if waiting and delay_s is not None:
+            yield Sleep(delay_s)
+    return final
+
+
+def _apply(
+    waiting: list[SequenceRecord], span: int, response: layers.CommitSequencesResponse
+) -> dict[SequenceRecord, DeltalineError]:
+    """Note the commits that were made; return why the others were not. Raises ProtocolError."""
+    if len(response.position) != len(waiting):
+        raise ProtocolError("the reply's arrays do not fit the request")
+    statuses = {row.row: row.status for row in response.row_status}
+    errors = {}
+    for row, sequence in enumerate(waiting):
+        if row in statuses:
+            errors[sequence] = from_status(statuses[row])
+        else:
+            sequence.progress(span).committed(response.position[row])
+    return errors

@@ -1,0 +1,102 @@
+"""The stream of steps for asyncio, as `_stream` is for threads: one StepStream per client, shared by all its calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from deltaline.wire import Piece
+from deltaline_client._exceptions import Cancelled, DeltalineError, Unavailable
+from deltaline_client._own_exceptions import Disconnected
+from deltaline_client._steps.messages import read_stream_response, stream_request
+from deltaline_client._transport.channel import error_of
+from deltaline_client._transport.flow import Answer
+from deltaline_client._transport.pending import Pending, broken
+from deltaline_client._transport.tracing import traceparent
+
+Mailbox = asyncio.Queue[Answer]
+
+
+class AsyncStepStream:
+    """Sends steps and delivers their answers to the mailboxes of the calls that wait for them.
+
+    Reading and writing are tasks of the stream's own: gRPC cancels a stream when a task that waits for it is cancelled,
+    and one call's cancellation must not break the others.
+    """
+
+    def __init__(self, open_stream: Callable[[], Any]) -> None:
+        """open_stream: makes the RPC, as grpc.aio's stream_stream callables do."""
+        self._open_stream = open_stream
+        self._live: _Live | None = None
+        self._is_closed = False
+
+    def send(self, number: int, request: Sequence[Piece], mailbox: Mailbox) -> None:
+        """Send a step; its answer, or the error that ended the stream, comes to the mailbox under `number`."""
+        if self._is_closed:
+            mailbox.put_nowait((number, Disconnected()))
+            return
+        if self._live is None or self._live.is_over:
+            self._live = _Live(self._open_stream())
+        self._live.send(number, request, mailbox)
+
+    async def close(self) -> None:
+        """End the stream, and take no more steps; those that wait get an error."""
+        self._is_closed = True
+        if self._live is not None:
+            await self._live.close()
+
+
+class _Live:
+    """One RPC, from its first step to its end."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._pending = Pending()
+        self._outbox: deque[bytes] = deque()
+        self._writer: asyncio.Task[None] | None = None
+        self._reader = asyncio.create_task(self._read())
+        self.is_over = False
+
+    def send(self, number: int, request: Sequence[Piece], mailbox: Mailbox) -> None:
+        correlation_id = self._pending.add(number, mailbox.put_nowait)
+        self._outbox.append(stream_request(correlation_id, request, traceparent()))
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write())
+
+    async def _write(self) -> None:
+        """Write what waits; gRPC takes one message at a time, and holds it while the server does not read."""
+        try:
+            while self._outbox:
+                await self._call.write(self._outbox.popleft())
+        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+            self._outbox.clear()  # the stream is over: the reader learns why
+        finally:
+            self._writer = None
+
+    async def _read(self) -> None:
+        """Deliver answers until the stream ends, then its error to whoever still waits."""
+        error: DeltalineError | None = None
+        try:
+            async for body in self._call:  # read() would drop what came before the stream broke
+                self._pending.deliver(*read_stream_response(body))
+        except DeltalineError as unreadable:
+            error = unreadable
+            self._call.cancel()
+        except grpc.aio.AioRpcError as failure:
+            # A write on a broken connection makes grpc.aio report an internal error of its own in place of the cause.
+            is_own = failure.code() is grpc.StatusCode.INTERNAL
+            error = Unavailable("the connection broke") if is_own else error_of(failure)
+        except asyncio.CancelledError:
+            error = Cancelled("the client was disconnected")
+        finally:
+            self.is_over = True
+            self._pending.fail(broken(error))
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await asyncio.gather(self._reader, *([self._writer] if self._writer else []), return_exceptions=True)

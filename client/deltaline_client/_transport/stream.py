@@ -1,0 +1,77 @@
+"""The stream of steps for threads: one StepStream per client, shared by all its calls. Knows gRPC; not steps' rules.
+
+A stream opens with the first step and lives until it breaks or the client disconnects; the next step opens another.
+When it breaks, every step that waits for its answer gets the error: whether it was applied is not known.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from deltaline.wire import Piece
+from deltaline_client._exceptions import DeltalineError
+from deltaline_client._own_exceptions import Disconnected
+from deltaline_client._steps.messages import read_stream_response, stream_request
+from deltaline_client._transport.channel import error_of
+from deltaline_client._transport.flow import Answer
+from deltaline_client._transport.pending import Pending, broken
+from deltaline_client._transport.tracing import traceparent
+
+Mailbox = queue.SimpleQueue[Answer]
+
+
+class StepStream:
+    """Sends steps and delivers their answers to the mailboxes of the calls that wait for them. Threads may share it."""
+
+    def __init__(self, open_stream: Callable[[Iterator[bytes]], Any]) -> None:
+        """open_stream: makes the RPC from an iterator of requests, as grpc's stream_stream callables do."""
+        self._open_stream = open_stream
+        self._lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[bytes | None] | None = None
+        self._pending = Pending()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Send nothing more, since the channel is about to close: a step that comes now was surely not applied."""
+        with self._lock:
+            self._is_closed = True
+
+    def send(self, number: int, request: Sequence[Piece], mailbox: Mailbox) -> None:
+        """Send a step; its answer, or the error that ended the stream, comes to the mailbox under `number`."""
+        with self._lock:
+            if self._is_closed:
+                mailbox.put((number, Disconnected()))
+                return
+            if self._outbox is None:
+                self._outbox, self._pending = self._open()
+            message = stream_request(self._pending.add(number, mailbox.put), request, traceparent())
+            self._outbox.put(message)
+
+    def _open(self) -> tuple[queue.SimpleQueue[bytes | None], Pending]:
+        outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        pending, call = Pending(), self._open_stream(iter(outbox.get, None))
+        threading.Thread(target=self._read, args=(call, outbox, pending), name="deltaline-stream", daemon=True).start()
+        return outbox, pending
+
+    def _read(self, call: Any, outbox: queue.SimpleQueue[bytes | None], pending: Pending) -> None:
+        """Deliver answers until the stream ends, then its error to whoever still waits."""
+        error: DeltalineError | None = None
+        try:
+            for body in call:
+                pending.deliver(*read_stream_response(body))
+        except DeltalineError as unreadable:
+            error = unreadable
+            call.cancel()
+        except grpc.RpcError as failure:
+            error = error_of(failure)
+        finally:  # also after a bug: a stream that nobody reads must not take more steps
+            with self._lock:
+                if self._outbox is outbox:
+                    self._outbox = None
+            outbox.put(None)  # ends the thread of gRPC that waits for more to send
+            pending.fail(broken(error))

@@ -1,0 +1,1 @@
+"""What changes the scores of an attention, or says which keys a query sees."""

@@ -1,0 +1,1 @@
+"""What the CPU paths of several families share."""

@@ -1,0 +1,1 @@
+"""Triton that several families inline: tiles of states and tokens, gates, splits of rows."""

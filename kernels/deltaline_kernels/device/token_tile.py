@@ -1,0 +1,178 @@
+"""A tile of state, and the few tokens of a short row, all at once: loads, products and sums, in Triton.
+
+Keys k and queries q have the names of the gated delta rule; a Mamba2 layer calls k B and q C.
+
+Tiles and parts are those of tile.py, but that 4 threads share a row of the state, and that a part has the 16 rows of a
+matrix instruction. Such an instruction wants other threads to hold the values of a row. Its products may have the
+columns in any order, as long as it is the same one on both sides: `_reorder` picks the one in which nothing changes
+hands.
+"""
+
+import triton
+import triton.language as tl
+
+from deltaline_kernels.device.state_tile import load_values
+
+# Tokens of the longest row; keys and queries together are as many as a matrix instruction has at least.
+TOKENS = tl.constexpr(8)
+# The bits of fp32 that a matrix instruction reads as TF32.
+TF32_BITS = tl.constexpr(-(2**13))
+
+
+@triton.jit
+def _reorder(block, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return `[ROWS, BLOCK_K]` with its columns in the order in which 4 threads a row have them as operands."""
+    split = tl.reshape(block, (ROWS, 4, BLOCK_K // 8, 2))
+    return tl.reshape(tl.permute(split, (0, 2, 1, 3)), (ROWS, BLOCK_K))
+
+
+@triton.jit
+def _halves(pair, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the left and the right half of `[ROWS, 2 * COLUMNS]`."""
+    return tl.split(tl.permute(tl.reshape(pair, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+
+
+@triton.jit
+def compare(tokens, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the products k.k, k.q and q.q of tokens with each other, fp32 `[TOKENS, TOKENS]` each."""
+    gram = tl.zeros((2 * TOKENS, 2 * TOKENS), tl.float32)
+    for j in tl.static_range(BLOCKS):
+        both = _reorder(tokens[j], 2 * TOKENS, BLOCK_K)
+        gram = tl.dot(both, tl.trans(both), gram)
+    left, right = _halves(gram, 2 * TOKENS, TOKENS)
+    kk, _ = tl.split(tl.permute(tl.reshape(left, (2, TOKENS, TOKENS)), (1, 2, 0)))
+    kq, qq = tl.split(tl.permute(tl.reshape(right, (2, TOKENS, TOKENS)), (1, 2, 0)))
+    return kk, kq, qq
+
+
+@triton.jit
+def compare_keys(keys, queries, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the products k.q of tokens with each other, fp32 `[TOKENS, TOKENS]`; `keys` are there twice."""
+    products = tl.zeros((2 * TOKENS, TOKENS), tl.float32)
+    for j in tl.static_range(BLOCKS):
+        left, right = _reorder(keys[j], 2 * TOKENS, BLOCK_K), _reorder(queries[j], TOKENS, BLOCK_K)
+        products = tl.dot(left, tl.trans(right), products)
+    once, _ = tl.split(tl.permute(tl.reshape(products, (2, TOKENS, TOKENS)), (1, 2, 0)))
+    return once
+
+
+@triton.jit
+def remain(g):
+    """Return what TOKENS tokens, of log decays g, leave of the state before them, and of each of them."""
+    o_t = tl.arange(0, TOKENS)
+    later = tl.where(o_t[None, :] > o_t[:, None], g[None, :], 0.0)
+    return tl.exp(tl.sum(g)), tl.exp(tl.sum(later, axis=1))
+
+
+@triton.jit
+def fold_at_once(
+    tile, left, first, count, updates, keys, PARTS: tl.constexpr, BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """Return the tile after tokens first..first+AT_ONCE of `count`, of which `left` is left."""
+    for j in tl.static_range(AT_ONCE):
+        if first + j < count:
+            factor = tl.sum(tl.where(tl.arange(0, TOKENS) == first + j, left, 0.0))
+            folded = ()
+            for r in tl.static_range(PARTS):
+                update = updates[j][r] * factor
+                for i in tl.static_range(BLOCKS):
+                    u, k = tl.broadcast(update, keys[j][i])
+                    folded = folded + (tl.fma(u, k, tile[r * BLOCKS + i]),)
+            tile = folded
+    return tile
+
+
+@triton.jit
+def load_keys(pointer, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return K values at `pointer` as a tuple of `[1, BLOCK_K]`, as they come; anything where `mask` is not set."""
+    keys = ()
+    for j in tl.static_range(K // BLOCK_K):
+        keys = keys + (tl.load(pointer + j * BLOCK_K + tl.arange(0, BLOCK_K), mask=mask)[None, :],)
+    return keys
+
+
+@triton.jit
+def load_records(
+    pointer,
+    first,
+    count,
+    i_h,
+    i_hv,
+    o_v,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM: tl.constexpr,
+):
+    """Return the updates and the keys of NUM records of one head from `first` on; anything if `count` is 0."""
+    updates, keys = (), ()
+    for j in tl.static_range(NUM):
+        # The last one comes again.
+        p_record = pointer + tl.minimum(first + j, count - 1) * (H * K + HV * V + HV)
+        updates = updates + (load_values(p_record + H * K + i_hv * V, count > 0, o_v, V, PARTS, SUB),)
+        keys = keys + (load_keys(p_record + i_h * K, count > 0, K, BLOCK_K),)
+    return updates, keys
+
+
+@triton.jit
+def load_rows(pointer, n, stride, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the K values of TOKENS tokens from `pointer` on as a tuple of `[COUNT, BLOCK_K]`, as they come.
+
+    Zero from token n on. Of a COUNT above TOKENS, the rest is the same tokens again.
+    """
+    o_t = (tl.arange(0, COUNT) % TOKENS)[:, None]
+    o_k = tl.arange(0, BLOCK_K)[None, :]
+    tokens = ()
+    for j in tl.static_range(K // BLOCK_K):
+        tokens = tokens + (tl.load(pointer + o_t * stride + j * BLOCK_K + o_k, mask=o_t < n, other=0.0),)
+    return tokens
+
+
+@triton.jit
+def load_tokens(pointer, n, stride, H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the keys of a row's tokens, then their queries, as a tuple of `[2 * TOKENS, BLOCK_K]`, as they come.
+
+    `pointer` is the first query's. Zero from token n on.
+    """
+    o_x = tl.arange(0, 2 * TOKENS)[:, None]
+    o_k = tl.arange(0, BLOCK_K)[None, :]
+    tokens = ()
+    for j in tl.static_range(K // BLOCK_K):
+        p_x = pointer + (o_x % TOKENS) * stride + (1 - o_x // TOKENS) * (H * K) + j * BLOCK_K + o_k
+        tokens = tokens + (tl.load(p_x, mask=o_x % TOKENS < n, other=0.0),)
+    return tokens
+
+
+@triton.jit
+def multiply_exactly(
+    tile,
+    first: tl.constexpr,
+    tokens,
+    COUNT: tl.constexpr,
+    SUB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Return the products of a part's rows, the tensors of `tile` from `first` on, and COUNT tokens, fp32.
+
+    `[SUB, COUNT]`. Exact to about 2^-20: tokens are exact in TF32, and a state is the sum of its high bits and of the
+    rest.
+    """
+    products = tl.zeros((SUB, COUNT), tl.float32)
+    for j in tl.static_range(BLOCKS):
+        right = tl.trans(_reorder(tokens[j], COUNT, BLOCK_K).to(tl.float32))
+        left = _reorder(tile[first + j], SUB, BLOCK_K)
+        high = (left.to(tl.int32, bitcast=True) & TF32_BITS).to(tl.float32, bitcast=True)
+        products = tl.dot(high, right, products, input_precision="tf32")
+        products = tl.dot(left - high, right, products, input_precision="tf32")
+    return products
+
+
+@triton.jit
+def multiply_tokens(tile, first: tl.constexpr, tokens, SUB: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the products of a part's rows and keys, and of these rows and queries, both `[SUB, TOKENS]`."""
+    return _halves(multiply_exactly(tile, first, tokens, 2 * TOKENS, SUB, BLOCK_K, BLOCKS), SUB, TOKENS)

@@ -1,0 +1,1 @@
+"""Every family tried against its reference on the device at hand."""

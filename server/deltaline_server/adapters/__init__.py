@@ -1,0 +1,1 @@
+"""Adapters' files as PEFT writes them: checked, read, kept on the host, copied to the device."""

@@ -1,0 +1,71 @@
+"""What keeps the adapters of a server, put together from its configuration.
+
+Knows how the parts fit together; what each does is its own to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltaline_server.adapters.copier import AdapterCopier, CallSoon
+from deltaline_server.adapters.loader import AdapterLoader
+from deltaline_server.adapters.root import AdapterRoot
+from deltaline_server.config import Config
+from deltaline_server.memory.host_memory import HostMemory
+from deltaline_server.memory.pinning import CudaPinning
+from deltaline_server.models.model import Model, ModelOptions, open_weights
+from deltaline_server.tables.adapter_places import AdapterSlots
+from deltaline_server.tables.adapter_registry import AdapterRegistry
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a server: which there are, which are on the device, and how they come there.
+
+    closing: what is to be closed with them.
+    """
+
+    registry: AdapterRegistry
+    slots: AdapterSlots
+    loader: AdapterLoader
+    closing: ExitStack
+
+    @classmethod
+    def build(
+        cls, config: Config, model: Model, options: ModelOptions, clock: Callable[[], float], call_soon: CallSoon
+    ) -> Adapters | None:
+        """Put them together for a model that was loaded with these options; None where it has no slots for adapters.
+
+        clock: monotonic seconds. call_soon: runs calls on the event loop's thread, which alone uses all this.
+        Raises ModelError when the folder of adapters can't be opened.
+        """
+        if model.adapters is None:
+            return None
+        closing, root = ExitStack(), None
+        if config.adapter_root is not None:
+            root = AdapterRoot(Path(config.adapter_root))
+            closing.callback(root.close)
+        memory = HostMemory(CudaPinning(model.device) if model.device.type == "cuda" else None)
+        closing.callback(memory.close)
+        copier = AdapterCopier(model.adapters, call_soon)
+        closing.callback(copier.close)
+        slots = AdapterSlots(model.adapters.num_slots, copier, clock)
+        registry = AdapterRegistry(config.adapter_bytes, slots)
+        loader = AdapterLoader(
+            registry=registry,
+            layout=model.layout,
+            root=root,
+            open_base=lambda: open_weights(options),
+            allocate=memory.allocate,
+            max_rank=config.max_adapter_rank,
+        )
+        return cls(registry, slots, loader, closing)
+
+    async def close(self) -> None:
+        """Finish the load and the copies that have begun, and let the folder go; after the last call. Idempotent."""
+        await self.loader.close()
+        await asyncio.to_thread(self.closing.close)

@@ -1,0 +1,223 @@
+"""An adapter's two files become an Adapter: names and shapes are judged first, then tensors are read one at a time.
+
+Every tensor has to belong to a module of the model, and every module that the config names has to have its tensors.
+What belongs to modules that are not served here is passed over, and counted; it is a part of the content hash all the
+same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deltaline_server.adapters.dora import row_factors
+from deltaline_server.adapters.peft_config import AdapterConfig, ModuleConfig
+from deltaline_server.checkpoints.config_reader import ModelError, shown
+from deltaline_server.checkpoints.modules import Module, Packed
+from deltaline_server.checkpoints.tensor_file import TensorFile
+from deltaline_server.models.lora_layout import AdapterLayout, Part, Place, parse_name
+from deltaline_server.models.lora_weights import Adapter, AdapterShape, AdapterWeights
+
+TENSORS_FILE = "adapter_model.safetensors"
+_HASH_VERSION = b"deltaline adapter 1"
+
+
+class BaseRows(Protocol):
+    """The weights that an adapter changes; LayerLoader (weights.py) has them."""
+
+    def rows(self, layer: int, module: Module) -> Tensor:
+        """Read a module's weight: this rank's rows in the served order, all columns."""
+
+
+@dataclass
+class _Group:
+    """The tensors of one module, by part; `module` is None where it is not served here."""
+
+    place: Place
+    config: ModuleConfig
+    module: Module | None
+    names: dict[Part, str] = field(default_factory=dict)
+
+
+class AdapterPlan:
+    """An adapter whose names, shapes and sizes are judged and whose tensors are not read yet.
+
+    Attributes: num_bytes, of host memory that it will take; rank, its largest; needs_base, whether `load` reads rows of
+    the base.
+    """
+
+    def __init__(self, config: AdapterConfig, file: TensorFile, layout: AdapterLayout) -> None:
+        """Raises ModelError naming the tensor or module: it matches nothing, is missing, misshapen, or not meant by the
+        config; nothing is left for the served layers."""
+        self._file, self._layout = file, layout
+        groups: dict[tuple[int, str], _Group] = {}
+        prefix = ""
+        for name in file.names:
+            place = parse_name(name)
+            if "" not in (prefix, place.prefix) and prefix != place.prefix:
+                raise ModelError(f"{shown(name)}: expected layers named {prefix}N, as others are")
+            prefix = prefix or place.prefix
+            shape = layout.check(place, name)
+            key = (place.layer, place.module)
+            if key not in groups:
+                module_config = config.module(place.module_name)
+                if module_config is None:
+                    raise ModelError(f"{shown(name)}: expected no tensor of a module that target_modules leaves out")
+                groups[key] = _Group(place, module_config, layout.served(place))
+            _check_shape(name, file.info(name).shape, place.part, groups[key].config, shape)
+            groups[key].names[place.part] = name
+        self._groups = [groups[key] for key in sorted(groups)]
+        for group in self._groups:
+            _check_parts(group, file)
+        self._check_complete(config, prefix, groups.keys())
+        served = [group for group in self._groups if group.module is not None]
+        if not served:
+            raise ModelError("adapter: expected tensors of at least one served layer, found none")
+        self.rank = max(group.config.rank for group in served)
+        self.needs_base = any(group.config.has_magnitude for group in served)
+        self._shapes = self._plan_shapes()
+        self.num_bytes = sum(shape.num_bytes for shape in self._shapes.values())
+
+    def load(self, base: BaseRows | None, allocate: Callable[[int], Tensor]) -> Adapter:
+        """Read the tensors. `allocate` gives so many bytes of host memory, uint8, which the adapter then keeps.
+
+        base: may be None unless `needs_base`.
+
+        Raises ModelError naming the tensor: it can't be read, or has a value that is not finite in the model's dtype.
+        """
+        memory = allocate(self.num_bytes)
+        parts = memory.split([shape.num_bytes for shape in self._shapes.values()])
+        weights = {
+            place: shape.place(*place, part) for (place, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
+        digest = hashlib.sha256(_HASH_VERSION)
+        for group in self._groups:
+            contents = self._digest(group, digest, is_kept=group.module is not None)
+            if group.module is not None:
+                tensors = {part: self._file.tensor(group.names[part], content) for part, content in contents.items()}
+                place = group.place.layer, group.module.packed
+                self._convert(group, group.module, tensors, weights[place], base)
+        num_elsewhere = sum(group.module is None for group in self._groups)
+        return Adapter(digest.digest(), self.rank, tuple(weights.values()), num_elsewhere, memory)
+
+    def content_hash(self) -> bytes:
+        """Return the hash that the adapter will have, keeping nothing. Raises ModelError if a tensor can't be read."""
+        digest = hashlib.sha256(_HASH_VERSION)
+        for group in self._groups:
+            self._digest(group, digest, is_kept=False)
+        return digest.digest()
+
+    def _check_complete(self, config: AdapterConfig, prefix: str, found: Collection[tuple[int, str]]) -> None:
+        """Raise ModelError unless every served module that the config names has tensors."""
+        for layer in self._layout.layers:
+            for module in self._layout.modules(layer):
+                name = f"{prefix}{layer}.{module.name}"
+                is_meant = config.module(name) is not None
+                if is_meant and (layer, module.name) not in found:
+                    raise ModelError(f"{name}: expected tensors, as target_modules names it, found none")
+
+    def _plan_shapes(self) -> dict[tuple[int, Packed], AdapterShape]:
+        """The sizes of what is added to each served projection, by layer and place in the layer."""
+        layout, shapes = self._layout, {}
+        served = {(group.place.layer, group.module): group.config for group in self._groups if group.module is not None}
+        for layer in layout.layers:
+            for packed, slices in layout.projections(layer).items():
+                modules = [module for module in layout.modules(layer) if module.packed is packed]
+                configs = [served.get((layer, module)) for module in modules]
+                if any(config is not None for config in configs):
+                    ranks = tuple(0 if config is None else config.rank for config in configs)
+                    has_factors = any(config is not None and config.has_magnitude for config in configs)
+                    dtype = layout.placement.dtype
+                    shapes[layer, packed] = AdapterShape(slices.inputs, slices.sizes, ranks, has_factors, dtype)
+        return shapes
+
+    def _digest(self, group: _Group, digest: hashlib._Hash, is_kept: bool) -> dict[Part, bytearray]:
+        """Feed what a module's tensors do to the digest, each item with its length, so nothing runs into the next.
+
+        Returns the bytes of the tensors if they are kept; else no more than a piece of one is in memory at a time.
+        """
+        place, config = group.place, group.config
+        _feed(digest, struct.pack("<q", place.layer), place.module.encode(), struct.pack("<d", config.scale))
+        contents = {}
+        for part in Part:
+            if part in group.names:
+                info = self._file.info(group.names[part])
+                shape = struct.pack(f"<{len(info.shape)}Q", *info.shape)
+                _feed(digest, part.encode(), info.dtype.encode(), shape)
+                digest.update(struct.pack("<Q", self._file.num_bytes(group.names[part])))
+                content = bytearray()
+                for piece in self._file.pieces(group.names[part]):
+                    digest.update(piece)
+                    if is_kept:
+                        content += piece
+                contents[part] = content
+        return contents
+
+    def _convert(
+        self, group: _Group, module: Module, tensors: dict[Part, Tensor], weights: AdapterWeights, base: BaseRows | None
+    ) -> None:
+        """Put a served module's tensors into the weights of its projection, in the served order."""
+        placement, scale = self._layout.placement, torch.tensor(group.config.scale, dtype=torch.float32)
+        index, rows = self._layout.slice_of(group.place.layer, module)
+        a = tensors[Part.A]
+        b = module.order(tensors[Part.B].__getitem__, placement)
+        weights.scales[index] = scale
+        _keep(a[:, module.columns_of(placement)], weights.a[index], group.names[Part.A])
+        _keep(b.t(), weights.b[: group.config.rank, rows], group.names[Part.B])
+        if Part.MAGNITUDE in tensors:
+            assert base is not None and weights.factors is not None
+            magnitude = module.order(tensors[Part.MAGNITUDE].__getitem__, placement)
+            factors = row_factors(base.rows(group.place.layer, module), a, b, scale.item(), magnitude)
+            _keep(factors, weights.factors[rows], group.names[Part.MAGNITUDE])
+
+
+def _check_shape(
+    name: str, got: tuple[int, ...], part: Part, config: ModuleConfig, module: tuple[int, int] | None
+) -> None:
+    """Raise ModelError unless a tensor has the rank of the config and the sizes of its module, where they are known."""
+    rows, columns = module or (got[0], got[-1])
+    expected = {
+        Part.A: (config.rank, columns),
+        Part.B: (rows, config.rank),
+        Part.MAGNITUDE: (rows,),
+    }[part]
+    if got != expected:
+        raise ModelError(f"{shown(name)}: expected shape {list(expected)}, got {list(got)}")
+
+
+def _check_parts(group: _Group, file: TensorFile) -> None:
+    """Raise ModelError unless a module has just the tensors that its config asks for."""
+    wanted = {Part.A, Part.B} | ({Part.MAGNITUDE} if group.config.has_magnitude else set())
+    for part in Part:
+        if (part in wanted) != (part in group.names):
+            found = "nothing" if part in wanted else "it"
+            expected = "a tensor" if part in wanted else "none, as use_dora is off"
+            raise ModelError(f"{group.place.module_name}.{part}: expected {expected}, found {found}")
+    if group.config.has_magnitude:
+        rows = file.info(group.names[Part.B]).shape[0]
+        _check_shape(
+            group.names[Part.MAGNITUDE],
+            file.info(group.names[Part.MAGNITUDE]).shape,
+            Part.MAGNITUDE,
+            group.config,
+            (rows, 0),
+        )
+
+
+def _keep(tensor: Tensor, kept: Tensor, name: str) -> None:
+    """Copy a tensor to where it is kept, in its dtype. Raises ModelError if a value is not finite then."""
+    kept.copy_(tensor)
+    if not kept.isfinite().all():
+        raise ModelError(f"{shown(name)}: expected finite values in {kept.dtype}, found others")
+
+
+def _feed(digest: hashlib._Hash, *items: bytes) -> None:
+    for item in items:
+        digest.update(struct.pack("<Q", len(item)))
+        digest.update(item)

@@ -1,0 +1,159 @@
+"""Loads adapters beside serving: reads and converts them in a thread, and registers them on the event loop.
+
+One at a time, so that a name is not loaded twice at once and the memory of a load stays one adapter's. Knows where
+files come from; not what is in them (files.py), nor messages (adapter_service.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from torch import Tensor
+
+from deltaline_server.adapters.files import TENSORS_FILE, AdapterPlan, BaseRows
+from deltaline_server.adapters.peft_config import AdapterConfig
+from deltaline_server.adapters.root import AdapterRoot
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.checkpoints.tensor_file import Bytes, MemoryBytes, TensorFile
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.log import event
+from deltaline_server.models.lora_layout import AdapterLayout
+from deltaline_server.models.lora_weights import Adapter
+from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
+
+_log = logging.getLogger(__name__)
+
+Files = Callable[[], AbstractContextManager[tuple[bytes, Bytes]]]
+
+
+class AdapterLoader:
+    """Loads into a registry. Its methods belong to the event loop's thread.
+
+    Attributes: load_s, how long the loads that registered something took together.
+    """
+
+    def __init__(
+        self,
+        *,
+        registry: AdapterRegistry,
+        layout: AdapterLayout,
+        root: AdapterRoot | None,
+        open_base: Callable[[], AbstractContextManager[BaseRows]],
+        allocate: Callable[[int], Tensor],
+        max_rank: int,
+    ) -> None:
+        """root: None where clients may only upload. open_base: opens the weights that DoRA's norms are made of.
+        allocate: host memory, uint8; called in a thread, may raise MemoryError or RuntimeError when there is none."""
+        self._registry, self._layout, self._root = registry, layout, root
+        self._open_base, self._allocate, self._max_rank = open_base, allocate, max_rank
+        self.load_s = 0.0
+        self._lock = asyncio.Lock()
+        self._loading: asyncio.Task[tuple[AdapterDescription, bool]] | None = None
+
+    async def load_directory(self, name: str, is_pinned: bool) -> tuple[AdapterDescription, bool]:
+        """Load the directory `name` of the root; returns what there is now, and whether it was there before.
+
+        Raises RequestError: ADAPTERS_OFF without a root; else as `load_bytes`.
+        """
+        root = self._root
+        if root is None:
+            message = "this server has no folder of adapters: upload the files, or start it with --adapter-root"
+            raise RequestError(Reason.ADAPTERS_OFF, message, field="upload")
+        return await self._load(name, is_pinned, lambda: root.open(name), "name")
+
+    async def load_bytes(
+        self, name: str, is_pinned: bool, config: bytes, tensors: bytearray
+    ) -> tuple[AdapterDescription, bool]:
+        """Load the two files of an adapter; as `load_directory`.
+
+        Raises RequestError: INVALID_ADAPTER, ADAPTER_EXISTS, ADAPTER_BYTES_EXHAUSTED; then nothing has changed.
+        """
+
+        @contextmanager
+        def files() -> Iterator[tuple[bytes, Bytes]]:
+            yield config, MemoryBytes(tensors, TENSORS_FILE)
+
+        return await self._load(name, is_pinned, files, "upload")
+
+    async def close(self) -> None:
+        """Wait for the load that has begun, if any. Those that wait behind it have to be cancelled before."""
+        async with self._lock:
+            pass
+
+    async def _load(self, name: str, is_pinned: bool, files: Files, field: str) -> tuple[AdapterDescription, bool]:
+        """Load. Who asks may go away: while it waits for its turn nothing comes of it, later the load is finished.
+
+        It returns no sooner than that, as an upload's bytes are in memory until then.
+        """
+        await self._lock.acquire()
+        self._loading = loading = asyncio.create_task(self._load_once(name, is_pinned, files, field))
+        loading.add_done_callback(self._is_over)
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            await asyncio.wait([loading])
+            raise
+
+    def _is_over(self, loading: asyncio.Task[tuple[AdapterDescription, bool]]) -> None:
+        self._loading = None  # what was raised holds its frames, and they the files
+        self._lock.release()
+        if not loading.cancelled():
+            loading.exception()  # nobody may be there to see it
+
+    async def _load_once(self, name: str, is_pinned: bool, files: Files, field: str) -> tuple[AdapterDescription, bool]:
+        registry, begin_s = self._registry, time.monotonic()
+        with ExitStack() as stack:
+            try:
+                plan = await asyncio.to_thread(self._plan, stack, files)
+                if registry.known_hash(name) is not None:
+                    content_hash = await asyncio.to_thread(plan.content_hash)
+                    if registry.known_hash(name) is not None:  # it was not unloaded meanwhile
+                        return registry.confirm(name, content_hash, is_pinned), True
+                registry.reserve(plan.num_bytes)
+                try:
+                    adapter = await asyncio.to_thread(self._read, plan)
+                except BaseException:
+                    registry.unreserve(plan.num_bytes)
+                    raise
+            except ModelError as error:
+                raise RequestError(Reason.INVALID_ADAPTER, str(error), field=field) from error
+        description = registry.register(name, adapter, is_pinned)
+        seconds = time.monotonic() - begin_s
+        self.load_s += seconds
+        event(
+            _log,
+            "adapter loaded",
+            content=description.content_hash.hex()[:16],
+            rank=description.rank,
+            size_bytes=description.num_bytes,
+            seconds=seconds,
+        )
+        return description, False
+
+    def _plan(self, stack: ExitStack, files: Files) -> AdapterPlan:
+        """Open the files, which stay open with the stack, and judge them. Raises ModelError."""
+        config, tensors = stack.enter_context(files())
+        return AdapterPlan(AdapterConfig.parse(config, self._max_rank), TensorFile(tensors), self._layout)
+
+    def _read(self, plan: AdapterPlan) -> Adapter:
+        """Read and convert the tensors. Raises ModelError; RequestError ADAPTER_BYTES_EXHAUSTED; RuntimeError if the
+        base weights can't be read, which is no fault of the adapter's."""
+        if not plan.needs_base:
+            return plan.load(None, self._take)
+        with ExitStack() as stack:
+            try:
+                base = stack.enter_context(self._open_base())
+            except ModelError as error:
+                raise RuntimeError("the model's weights can't be read any more") from error
+            return plan.load(base, self._take)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        try:
+            return self._allocate(num_bytes)
+        except (MemoryError, RuntimeError) as error:
+            _log.warning("%d bytes for an adapter can't be had: %s", num_bytes, str(error))
+            raise RequestError(Reason.ADAPTER_BYTES_EXHAUSTED, "the host has no such memory to give") from error

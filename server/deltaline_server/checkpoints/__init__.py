@@ -1,0 +1,1 @@
+"""Files of a checkpoint: the configuration and the tensors, read and checked."""

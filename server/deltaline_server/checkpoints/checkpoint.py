@@ -1,0 +1,185 @@
+"""Where weights come from: a directory of safetensors files, or a seed.
+
+Knows names, shapes, dtypes and slices of tensors; not what they mean (weights.py). Reads safetensors only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from deltaline_server.checkpoints.config_reader import ModelError, file_bytes, read_json_object, shown
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 << 20
+MAX_HEADER_BYTES = 64 << 20
+MAX_TENSORS = 1_000_000
+DTYPES = ("F32", "BF16", "F16")
+MAX_FILE_NAME_CHARS = 255
+LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is and what it is: the file's own name, its shape, its dtype as safetensors spells it."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorSource(Protocol):
+    """What weights.py reads from."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of all tensors."""
+
+    def info(self, name: str) -> TensorInfo:
+        """Tell about a tensor without reading it."""
+
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Read a part of a tensor: `rows` of its first dimension, `columns` of its second where it has two."""
+
+
+class Checkpoint:
+    """A directory of safetensors: `model.safetensors`, or the files that `model.safetensors.index.json` names.
+
+    Files are opened when a tensor of theirs is asked for, and closed by `close` (it is a context manager).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ModelError: no safetensors, an index that is not sound, or more than MAX_TENSORS tensors."""
+        self._directory = directory
+        self._handles: dict[str, Any] = {}
+        self._stack = ExitStack()
+        if (directory / SINGLE_FILE).is_file():
+            self._files = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        elif (directory / INDEX_FILE).is_file():
+            self._files = _read_index(directory / INDEX_FILE)
+        else:
+            others = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
+            but = f"; {', '.join(others[:3])} can run code when it is loaded and is never read" if others else ""
+            raise ModelError(f"--model: expected {SINGLE_FILE} or {INDEX_FILE} in the directory, found neither{but}")
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        """Tell about a tensor. Raises ModelError if it is not there or its file is not sound."""
+        part = self._slice(name)
+        return TensorInfo(self._files[name], tuple(part.get_shape()), part.get_dtype())
+
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Read a part of a tensor from its file; nothing else of it is read."""
+        part = self._slice(name)
+        tensor: Tensor = part[rows] if len(part.get_shape()) == 1 else part[rows, columns]
+        return tensor
+
+    def close(self) -> None:
+        """Close the files."""
+        self._handles.clear()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _slice(self, name: str) -> Any:
+        file = self._files.get(name)
+        if file is None:
+            raise ModelError(f"{name}: expected in the checkpoint, found nothing")
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"{name}: expected in {file}, found nothing") from error
+
+    def _open(self, file: str) -> Any:
+        handle = self._handles.get(file)
+        if handle is None:
+            path = self._directory / file
+            _check_header(path)
+            try:
+                handle = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{file}: expected safetensors, got something else") from error
+            if len(handle.keys()) > MAX_TENSORS:
+                raise ModelError(f"{file}: expected at most {MAX_TENSORS} tensors, got {len(handle.keys())}")
+            self._handles[file] = handle
+        return handle
+
+
+class RandomTensors:
+    """Tensors drawn from a seed: each depends on the seed and its own name only, whatever part of it is read.
+
+    Linear weights keep the scale of their input, norms are near one, and gates forget over 10 to 1000 tokens.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        self._shapes = shapes
+        self._seed = seed
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._shapes.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo("", self._shapes[name], "F32")
+
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Draw the tensor, fp32, and return a part of it."""
+        shape = self._shapes[name]
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        if name.endswith(".A_log"):
+            tensor = torch.empty(shape).uniform_(1, 16, generator=generator).log_()
+        elif name.endswith(".dt_bias"):
+            # The inverse of softplus, of time steps whose logarithm is uniform.
+            step = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+            tensor = step.expm1().log_()
+        elif len(shape) == 1:
+            centre = 1.0 if name.endswith((".norm.weight", ".D", "_hc.scale", ".hc_scale")) else 0.0
+            tensor = torch.empty(shape).normal_(centre, 0.1, generator=generator)
+        else:
+            tensor = torch.empty(shape).normal_(0, math.prod(shape[1:]) ** -0.5, generator=generator)
+        return tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Read tensor name -> file name. Raises ModelError."""
+    files = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(files, dict) or len(files) > MAX_TENSORS:
+        raise ModelError(f"{path.name}: expected a weight_map of at most {MAX_TENSORS} tensors")
+    for name, file in files.items():
+        # Printable: no zero, which ends a path, and nothing that the system's encoding has no bytes for.
+        is_name = isinstance(file, str) and len(file) <= MAX_FILE_NAME_CHARS and file.isprintable()
+        if not is_name or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelError(
+                f"{path.name}: expected the name of a safetensors file for {shown(name)}, got {shown(file)}"
+            )
+    return files
+
+
+def _check_header(path: Path) -> None:
+    """Raise ModelError unless the file's header is within its file and the cap, before anything parses it."""
+    size = file_bytes(path)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    except OSError as error:
+        raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
+    if size < LENGTH_BYTES or length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+        raise ModelError(f"{path.name}: expected a header within the file and {MAX_HEADER_BYTES} bytes, got {length}")

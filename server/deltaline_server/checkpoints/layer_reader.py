@@ -1,0 +1,87 @@
+"""The tensors of one layer, read for one rank: its rows and columns, in the order in which they are served.
+
+Knows names, modules and slices; not what a tensor means (gated_delta_net.py, mamba2.py, attention.py, block.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from deltaline_server.checkpoints.checkpoint import TensorSource
+from deltaline_server.checkpoints.modules import ALL, Module, Packed, whole_sections
+from deltaline_server.checkpoints.placement import Placement
+
+
+class LayerReader:
+    """Reads tensors of the layer whose names begin with `prefix`; what it returns shares no memory with a file."""
+
+    def __init__(self, source: TensorSource, prefix: str, modules: Sequence[Module], placement: Placement) -> None:
+        """modules: the served ones, those of one projection in the order of its rows."""
+        self._source, self._prefix, self._modules, self._placement = source, prefix, modules, placement
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the layer."""
+        return self._placement.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors go."""
+        return self._placement.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
+        return self._placement.dtype
+
+    def projection(self, packed: Packed) -> Tensor:
+        """Load the modules of a served projection `[out, in]`, their rows one after the other, in the model's dtype."""
+        place = self._placement
+        parts = []
+        for module in self._modules:
+            if module.packed is packed:
+                read = partial(self._read, f"{module.name}.weight", columns=module.columns_of(place))
+                parts.append(module.order(read, place))
+        return self._put(torch.cat(parts))
+
+    def bias(self, packed: Packed) -> Tensor | None:
+        """Load the biases of a served projection `[out]`, in the model's dtype.
+
+        None on all ranks but the first where the ranks' outputs are summed.
+        """
+        place = self._placement
+        parts = []
+        for module in self._modules:
+            if module.packed is packed:
+                if module.shares_columns and place.rank > 0:
+                    return None
+                parts.append(module.order(partial(self._read, f"{module.name}.bias"), place))
+        return self._put(torch.cat(parts))
+
+    def weight(self, module: Module) -> Tensor:
+        """Read a module's weight, this rank's rows in the served order and all columns, as its file has it."""
+        return module.order(partial(self._read, f"{module.name}.weight"), self._placement)
+
+    def sections(self, name: str, sections: Sequence[int]) -> Tensor:
+        """Load this rank's share of sections that are stored one after the other, in the model's dtype."""
+        return self._put(whole_sections(sections, partial(self._read, name), self._placement))
+
+    def share(self, name: str, size: int) -> Tensor:
+        """Load this rank's share of a vector `[size]`, fp32."""
+        return self._put(self._read(name, self._placement.share(size)), torch.float32)
+
+    def vector(self, name: str) -> Tensor:
+        """Load a whole vector, fp32."""
+        return self._put(self._read(name), torch.float32)
+
+    def _read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return self._source.read(self._prefix + name, rows, columns)
+
+    def _put(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor on the device, contiguous, in `dtype` or the model's, sharing no memory with a file."""
+        place = self._placement
+        return tensor.to(place.device, dtype or place.dtype, copy=True).contiguous()

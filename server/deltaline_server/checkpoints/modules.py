@@ -1,0 +1,83 @@
+"""Linear modules: what a checkpoint stores, and how its rows become those of a served projection.
+
+Data, and one rule that orders rows. The rows of a weight, of a LoRA's B and of a DoRA's magnitude are ordered alike.
+Knows no file and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from deltaline_server.checkpoints.placement import Placement
+
+MLP = "mlp."
+ALL = slice(None)
+
+
+class Packed(StrEnum):
+    """A served projection: modules that are multiplied as one, their rows one after the other."""
+
+    IN_PROJ = "in_proj"
+    OUT_PROJ = "out_proj"
+    GATE_UP = "gate_up"
+    DOWN = "down"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear module `[rows, columns]` as it is stored, of the whole layer.
+
+    name: without the prefix and the layer's number. packed: the served projection that it is a part of.
+    sections: its rows are `groups` times these, one after the other; served, each section comes whole, over all groups.
+    shares_columns: ranks share its columns; else they share the groups, or each section where there is one group.
+    """
+
+    name: str
+    packed: Packed
+    rows: int
+    columns: int
+    sections: tuple[int, ...]
+    groups: int = 1
+    shares_columns: bool = False
+
+    def served_shape(self, world_size: int) -> tuple[int, int]:
+        """Return rows and columns of one rank's share."""
+        if self.shares_columns:
+            return self.rows, self.columns // world_size
+        return self.rows // world_size, self.columns
+
+    def columns_of(self, placement: Placement) -> slice:
+        """Return the columns of a rank."""
+        return placement.share(self.columns) if self.shares_columns else ALL
+
+    def order(self, read: Callable[[slice], Tensor], placement: Placement) -> Tensor:
+        """Return a rank's rows in the served order, `[served rows, ...]`; `read` gives rows as they are stored."""
+        if self.shares_columns:
+            return read(ALL)
+        if self.groups == 1:
+            return whole_sections(self.sections, read, placement)
+        part = read(placement.share(self.rows)).unflatten(0, (self.groups // placement.world_size, -1))
+        return torch.cat([section.flatten(0, 1) for section in part.split(self.sections, dim=1)])
+
+
+def whole_sections(sections: Sequence[int], read: Callable[[slice], Tensor], placement: Placement) -> Tensor:
+    """Return a rank's rows of sections that are stored one after the other, each shared out by itself."""
+    slices, start = [], 0
+    for size in sections:
+        slices.append(placement.share(size, start))
+        start += size
+    return torch.cat([read(rows) for rows in slices])
+
+
+def mlp_modules(hidden: int, inner: int) -> tuple[Module, ...]:
+    """Return the modules of a dense MLP. The rows of gate_up are gate | up."""
+    return (
+        Module(MLP + "gate_proj", Packed.GATE_UP, inner, hidden, (inner,)),
+        Module(MLP + "up_proj", Packed.GATE_UP, inner, hidden, (inner,)),
+        Module(MLP + "down_proj", Packed.DOWN, hidden, inner, (hidden,), shares_columns=True),
+    )

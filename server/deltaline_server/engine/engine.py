@@ -1,0 +1,284 @@
+"""The engine: owns the device thread, which computes batches in the order in which they were submitted.
+
+Knows order, failures and who is told. Knows no device (executor.py), no RPC, no sequence and no queue (scheduler.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deltaline_server.engine.executor import Executor, Launched, Report
+from deltaline_server.step import BatchResult, StepBatch
+
+logger = logging.getLogger(__name__)
+
+OnDone = Callable[[BatchResult], None]
+
+# A batch of so many bytes, in and out, takes less time to copy than two threads take to wake.
+SMALL_BYTES = 1 << 20
+# While a thread has something to launch, whoever polls sleeps for so long: the interpreter's lock, once released by
+# one who takes it again at once, goes to no other for milliseconds.
+YIELD_S = 50e-6
+
+
+@dataclass(frozen=True)
+class _Run:
+    batch: StepBatch
+    on_done: OnDone
+
+
+@dataclass(frozen=True)
+class _Out:
+    run: _Run
+    launched: Launched
+
+
+@dataclass(frozen=True)
+class _Zero:
+    lines: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Prepare:
+    report: Report
+    done: Future[None]
+
+
+class Engine:
+    """Owns the device thread: batches and zeroing run on it in the order in which they were submitted.
+
+    `submit`, `zero_lines` and `poll` wait for no computation and belong to one thread. Where a device computes by
+    itself, a second thread waits for its results, so that the next batch is launched meanwhile. Threads wake slowly: a
+    small batch of a caller who polls is launched by `submit` and told by `poll`, when no thread has one to launch.
+    """
+
+    def __init__(self, executor: Executor, device: torch.device) -> None:
+        self._executor, self._device = executor, device
+        self._jobs: queue.SimpleQueue[_Run | _Zero | _Prepare | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Out | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._serve, name="device", daemon=False)]
+        if executor.is_asynchronous:
+            self._threads.append(threading.Thread(target=self._collect, name="results", daemon=False))
+        self._lock = threading.Lock()
+        self._polled: deque[_Out] = deque()
+        self._unfinished = self._queued = 0
+        self._turn = time.monotonic()
+        self._is_started = self._is_closed = self._has_failed = False
+        self._precision = ""
+
+    def start(self) -> None:
+        """Start the threads. fp32 products are full fp32 (no TF32) in this process until `close`.
+
+        The device is the calling thread's current one from now on, as `submit` and `poll` need it there.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        self._is_started = True
+        for thread in self._threads:
+            thread.start()
+
+    def prepare(self, report: Report) -> Future[None]:
+        """Let the device compile and allocate what batches need. `report` is called on the device thread."""
+        done: Future[None] = Future()
+        self._put(_Prepare(report, done))
+        return done
+
+    def submit(self, batch: StepBatch, on_done: OnDone, polls: bool = False) -> None:
+        """Compute a batch. `on_done` is called once, also when the computation fails: on a thread of the engine, or, if
+        the caller polls, by `poll`.
+
+        Batches are computed in the order of submission and told in it, but that a thread may tell one before the polled
+        batch in front of it is polled. The batch's arrays must stay as they are until it is told. Raises RuntimeError
+        after `close`.
+        """
+        run = _Run(batch, on_done)
+        if polls and self._executor.is_asynchronous and batch.copied_bytes <= SMALL_BYTES and self._may_launch():
+            self._polled.append(_Out(run, self._launch(run)))
+        else:
+            self._put(run)
+
+    def poll(self) -> bool:
+        """Tell the results of batches that are done and wait for this; return whether more of them are to come."""
+        while (out := self._take_polled()) is not None:
+            self._deliver(out)
+        if self._polled and self._queued:
+            time.sleep(YIELD_S)
+        return bool(self._polled)
+
+    def zero_lines(self, lines: NDArray[np.int64]) -> None:
+        """Zero every tensor of these lines in every layer, after the batches submitted before and before those after.
+
+        An engine that could not do it computes nothing more: `failed` is True. Raises RuntimeError after `close`.
+        """
+        if not (self._executor.is_asynchronous and self._may_launch()):
+            self._put(_Zero(lines.copy()))
+            return
+        self._zero(lines)
+        self._take_turn(finished=1)
+
+    def heartbeat_s(self) -> float:
+        """Seconds since a thread last began or ended a job while there is work; 0.0 when idle."""
+        with self._lock:
+            return time.monotonic() - self._turn if self._unfinished else 0.0
+
+    def failed(self) -> bool:
+        """Whether the device is lost, so that every later batch fails too."""
+        return self._has_failed
+
+    def close(self) -> None:
+        """Finish what was submitted and end the threads. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._jobs.put(None)
+        while (out := self._take_polled(waits=True)) is not None:
+            self._deliver(out)
+        if self._is_started:
+            for thread in self._threads:
+                thread.join()
+            self._executor.close()
+            torch.set_float32_matmul_precision(self._precision)
+
+    def _put(self, job: _Run | _Zero | _Prepare) -> None:
+        with self._lock:
+            self._begin()
+            self._queued += 1
+            self._jobs.put(job)
+
+    def _may_launch(self) -> bool:
+        """Whether the device has all that was submitted, so that the caller may launch a batch; it is counted then."""
+        with self._lock:
+            if self._queued:
+                return False
+            self._begin()
+            return True
+
+    def _take_polled(self, waits: bool = False) -> _Out | None:
+        """The first batch that waits to be polled, if it is done or the caller waits for it; None if there is none."""
+        with self._lock:
+            if not self._polled or not (waits or _is_done(self._polled[0])):
+                return None
+            self._turn = time.monotonic()
+            self._unfinished -= 1  # before it is told: whoever hears of it may launch the next one
+            return self._polled.popleft()
+
+    def _begin(self) -> None:
+        """Count a job, with the lock held."""
+        if self._is_closed:
+            raise RuntimeError("engine: expected an open engine, got a closed one")
+        if self._unfinished == 0:
+            self._turn = time.monotonic()
+        self._unfinished += 1
+
+    def _serve(self) -> None:
+        """The device thread."""
+        with torch.inference_mode(), self._on_device():
+            while (job := self._jobs.get()) is not None:
+                self._take_turn()
+                self._take_turn(finished=self._do(job), dequeued=1)
+                del job  # nothing of it is held while the thread waits: its arrays may lie in memory to be unmapped
+        self._launched.put(None)
+
+    def _do(self, job: _Run | _Zero | _Prepare) -> bool:
+        """Do a job; whether it is finished, and not only launched."""
+        if isinstance(job, _Run):
+            out = _Out(job, self._launch(job))
+            if self._executor.is_asynchronous:
+                self._launched.put(out)
+                return False
+            self._deliver(out)
+        elif isinstance(job, _Zero):
+            self._zero(job.lines)
+        else:
+            self._prepare(job)
+        return True
+
+    def _collect(self) -> None:
+        """The thread that waits for results."""
+        with torch.inference_mode(), self._on_device():
+            while (out := self._launched.get()) is not None:
+                self._deliver(out)
+                self._take_turn(finished=1)
+                del out
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        """Make the device the thread's current one."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+    def _take_turn(self, finished: int = 0, dequeued: int = 0) -> None:
+        with self._lock:
+            self._turn = time.monotonic()
+            self._unfinished -= finished
+            self._queued -= dequeued
+
+    def _launch(self, run: _Run) -> Launched:
+        if not self._has_failed:
+            try:
+                return self._executor.launch(run.batch)
+            except Exception:
+                self._batch_failed(run.batch)
+        return Launched(lambda: True, lambda: _failure(run.batch))
+
+    def _deliver(self, out: _Out) -> None:
+        run = out.run
+        result = _failure(run.batch)
+        try:
+            result = out.launched.result()
+        except Exception:
+            self._batch_failed(run.batch)
+        try:
+            run.on_done(result)
+        except Exception:
+            logger.exception("the receiver of a batch's result failed")
+
+    def _batch_failed(self, batch: StepBatch) -> None:
+        """Log the error that is being handled, and tell whether the device is lost by it."""
+        logger.exception("a batch of %d rows failed", batch.control.shape[1] - 1)
+        if self._executor.is_lost():
+            logger.error("the device is lost; the engine stops computing")
+            self._has_failed = True
+
+    def _zero(self, lines: NDArray[np.int64]) -> None:
+        try:
+            self._executor.zero(lines)
+        except Exception:
+            # The lines may hold the state of their last owner: nothing may read them any more.
+            logger.exception("zeroing %d lines failed; the engine stops computing", len(lines))
+            self._has_failed = True
+
+    def _prepare(self, job: _Prepare) -> None:
+        try:
+            self._executor.prepare(job.report)
+        except Exception as error:
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(None)
+
+
+def _is_done(out: _Out) -> bool:
+    """Whether a batch is done; so is one whose device can't tell, which its result will say."""
+    try:
+        return out.launched.is_done()
+    except Exception:
+        return True
+
+
+def _failure(batch: StepBatch) -> BatchResult:
+    """The result of a batch that could not be computed."""
+    hidden = np.empty((0, batch.hidden[0].shape[1]), dtype=batch.hidden[0].dtype)
+    return BatchResult(hidden, np.zeros(batch.control.shape[1] - 1, dtype=np.bool_), failed=True)

@@ -1,0 +1,194 @@
+"""AdapterService: loads, unloads and lists adapters.
+
+Knows protobuf messages and how an upload comes in; what an adapter is, is the loader's to know, and which there are,
+the registry's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from deltaline.v1 import adapter_service_pb2 as pb
+from deltaline_server.adapters.adapters import Adapters
+from deltaline_server.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
+from deltaline_server.adapters.root import check_name
+from deltaline_server.byte_count import spelled
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.front.interceptor import Context
+from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
+
+NAME = pb.DESCRIPTOR.services_by_name["AdapterService"].full_name
+# How long the messages of one call may take, seconds.
+UPLOAD_S = 600.0
+# How long one of them may take: who announces bytes and sends none keeps others from uploading.
+PAUSE_S = 30.0
+
+
+class AdapterService:
+    """The handlers of AdapterService. They take parsed messages and return serialised replies."""
+
+    def __init__(self, adapters: Adapters | None, upload_s: float = UPLOAD_S, pause_s: float = PAUSE_S) -> None:
+        """`adapters` is None where the server keeps none."""
+        self._adapters, self._upload_s, self._pause_s = adapters, upload_s, pause_s
+        # Bytes of uploads that are coming in or being read; at most as many as the registry may hold, and a config.
+        self._upload_bytes = 0
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """What a grpc.aio server registers."""
+        unary = grpc.unary_unary_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            NAME,
+            {
+                "LoadAdapter": grpc.stream_unary_rpc_method_handler(
+                    self.load_adapter, pb.LoadAdapterRequest.FromString
+                ),
+                "UnloadAdapter": unary(self.unload_adapter, pb.UnloadAdapterRequest.FromString),
+                "ListAdapters": unary(self.list_adapters, pb.ListAdaptersRequest.FromString),
+            },
+        )
+
+    async def load_adapter(self, messages: AsyncIterator[pb.LoadAdapterRequest], context: Context) -> bytes:
+        """Load an adapter from the root, or from the chunks that follow."""
+        adapters = self._existing()
+        messages, reserved_bytes = _patiently(messages, self._pause_s), 0
+        try:
+            async with asyncio.timeout(self._upload_s):
+                first = await _first(messages)
+                reserved_bytes = self._reserve(first, adapters.registry)
+                tensors = await _read_chunks(first, messages)
+            if first.config is not None:
+                loaded = await adapters.loader.load_bytes(first.name, first.is_pinned, first.config, tensors)
+            else:
+                loaded = await adapters.loader.load_directory(first.name, first.is_pinned)
+        except TimeoutError as error:
+            message = f"the messages did not come within {self._pause_s:g} seconds each, {self._upload_s:g} in all"
+            raise RequestError(Reason.UPLOAD_TIMEOUT, message) from error
+        finally:
+            self._upload_bytes -= reserved_bytes
+        description, was_there = loaded
+        return pb.LoadAdapterResponse(adapter=_message(description), already_loaded=was_there).SerializeToString()
+
+    async def unload_adapter(self, message: pb.UnloadAdapterRequest, context: Context) -> bytes:
+        """Free a name."""
+        count = self._existing().registry.unload(message.name, message.drain)
+        return pb.UnloadAdapterResponse(sequences=count).SerializeToString()
+
+    async def list_adapters(self, message: pb.ListAdaptersRequest, context: Context) -> bytes:
+        """Tell which adapters there are."""
+        adapters = self._existing()
+        return pb.ListAdaptersResponse(
+            adapters=map(_message, adapters.registry.describe()),
+            used_bytes=adapters.registry.used_bytes,
+            limit_bytes=adapters.registry.limit_bytes,
+            slots_used=adapters.slots.num_resident,
+            slots_total=adapters.slots.num_slots,
+        ).SerializeToString()
+
+    def _existing(self) -> Adapters:
+        if self._adapters is None:
+            raise RequestError(Reason.ADAPTERS_OFF, "this server keeps no adapters: start it with --adapter-bytes")
+        return self._adapters
+
+    def _reserve(self, first: _First, registry: AdapterRegistry) -> int:
+        """Take room for the bytes that an upload will have, 0 without one; return it. Raises RequestError."""
+        if first.config is None:
+            return 0
+        size, config_bytes = first.tensors_bytes, len(first.config)
+        if config_bytes > MAX_CONFIG_BYTES:
+            message = f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got {config_bytes}"
+            raise RequestError(Reason.INVALID_ADAPTER, message, field="upload.config")
+        limit = registry.limit_bytes + MAX_CONFIG_BYTES  # the largest adapter has a config too
+        num_bytes = config_bytes + size
+        if size > registry.limit_bytes or self._upload_bytes + num_bytes > limit:
+            fits_later = size <= registry.limit_bytes
+            have, hint = spelled(limit - self._upload_bytes), "try again later, or " if fits_later else ""
+            raise RequestError(
+                Reason.ADAPTER_BYTES_EXHAUSTED,
+                f"the upload has {spelled(num_bytes)}, and {have} of {spelled(limit)} can be had for uploads: "
+                f"{hint}start the server with more --adapter-bytes",
+                retry_after_s=1.0 if fits_later else None,
+            )
+        self._upload_bytes += num_bytes
+        return num_bytes
+
+
+@dataclass(frozen=True)
+class _First:
+    """What the first message says. The message itself may be much larger, and the rest may be long in coming.
+
+    config: None without an upload.
+    """
+
+    name: str
+    is_pinned: bool
+    config: bytes | None
+    tensors_bytes: int
+    chunk: bytes
+
+
+async def _first(messages: AsyncIterator[pb.LoadAdapterRequest]) -> _First:
+    """Read the first message and check its name. Raises RequestError INVALID_REQUEST or INVALID_ADAPTER."""
+    first = await anext(messages, None)
+    if first is None:
+        raise _invalid("name", "must be set: the stream had no message")
+    try:
+        check_name(first.name)
+    except ModelError as error:
+        raise RequestError(Reason.INVALID_ADAPTER, str(error), field="name") from error
+    config = first.upload.config if first.HasField("upload") else None
+    return _First(first.name, first.pinned, config, first.upload.tensors_bytes, first.chunk)
+
+
+async def _patiently(
+    messages: AsyncIterator[pb.LoadAdapterRequest], pause_s: float
+) -> AsyncIterator[pb.LoadAdapterRequest]:
+    """The messages. Raises TimeoutError when one lets wait for longer."""
+    while True:
+        async with asyncio.timeout(pause_s):
+            message = await anext(messages, None)
+        if message is None:
+            return
+        yield message
+        del message  # or a stream that stalls would hold its last one
+
+
+async def _read_chunks(first: _First, messages: AsyncIterator[pb.LoadAdapterRequest]) -> bytearray:
+    """Read the stream to its end: as many bytes as were announced. Raises RequestError INVALID_REQUEST."""
+    size, tensors = first.tensors_bytes, bytearray(first.chunk)
+    if len(tensors) <= size:
+        async for message in messages:
+            if message.name or message.pinned or message.HasField("upload") or not message.chunk:
+                raise _invalid("chunk", "must be all that a later message has")
+            if len(tensors) + len(message.chunk) > size:
+                tensors += message.chunk[: size + 1 - len(tensors)]
+                break
+            tensors += message.chunk
+            del message  # or a stream that stalls would hold its last one
+    if len(tensors) != size:
+        got = "more" if len(tensors) > size else str(len(tensors))
+        raise _invalid("chunk", f"must make {size} bytes over all messages, as tensors_bytes says, got {got}")
+    return tensors
+
+
+def _message(description: AdapterDescription) -> pb.Adapter:
+    return pb.Adapter(
+        name=description.name,
+        content_hash=description.content_hash,
+        rank=description.rank,
+        size_bytes=description.num_bytes,
+        # The two enums have the same numbers.
+        state=cast("pb.AdapterState.ValueType", int(description.state)),
+        pinned=description.is_pinned,
+        sequences=description.num_sequences,
+        modules_elsewhere=description.num_elsewhere,
+    )
+
+
+def _invalid(field: str, message: str) -> RequestError:
+    return RequestError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field)

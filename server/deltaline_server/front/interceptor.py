@@ -1,0 +1,176 @@
+"""What surrounds every RPC: parsing, errors, and the standard gRPC metrics.
+
+Knows calls, not what they do. A handler behind it gets parsed messages; it may raise `RequestError`, and whatever else
+it raises reaches the client as INTERNAL with an id that the log has beside the traceback, and nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from traceback import clear_frames
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import grpc
+from grpc.aio import ServicerContext
+
+from deltaline_server.errors import Reason, Refusal, RequestError
+from deltaline_server.front import replies
+from deltaline_server.front.requests import parse
+from deltaline_server.telemetry.metrics import Metrics, RpcMetrics
+
+if TYPE_CHECKING:
+    from deltaline_server.telemetry.tracing import Tracing  # OpenTelemetry may not be installed
+
+_log = logging.getLogger(__name__)
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+TRACED = "/deltaline.v1."
+
+# Subscripted in the type stubs only.
+Context: TypeAlias = "ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+def bug(error: BaseException) -> Refusal:
+    """Log an unexpected exception with its traceback and return what the client may know of it: an opaque id."""
+    error_id = secrets.token_hex(8)
+    _log.error("internal error %s", error_id, exc_info=error)
+    return Refusal(Reason.BUG, f"internal error {error_id}", {"id": error_id})
+
+
+async def abort(context: Context, refusal: Refusal) -> None:
+    """End the RPC with the status of a refusal: code, message, details, and the pushback that gRPC's retries obey.
+
+    The context keeps the exception that this raises, and the exception the context by its frames, until the garbage
+    collector comes: what these frames hold should be little, so not the message.
+    """
+    made = replies.status(refusal)
+    metadata: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", made.SerializeToString())]
+    if refusal.retry_after_s is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(round(refusal.retry_after_s * 1000))))
+    await context.abort(_CODES[made.code], made.message, tuple(metadata))
+
+
+def empty_frames(error: BaseException | None) -> None:
+    """Let go of what an exception's frames hold, and those of what it came from: messages, slices of shared memory."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+class Interceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of all services of a server, the library's (reflection) included."""
+
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self._metrics, self._tracing = metrics, tracing
+        self._wrapped: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Return the wrapped handler of a method; None for an unknown one, which gRPC answers with UNIMPLEMENTED."""
+        method = handler_call_details.method
+        if method not in self._wrapped:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._wrapped[method] = self._wrap(handler, method)
+        return self._wrapped[method]
+
+    def _wrap(self, handler: Any, method: str) -> Handler:
+        """The same handler with everything that this module adds, taking and giving bytes."""
+        rpc = self._metrics.rpcs[method]
+        deserialize = handler.request_deserializer or bytes
+        serialize = handler.response_serializer or bytes
+        # Probes are not worth a trace, and of a stream each step has its own (layer_service.py).
+        traced = method if method.startswith(TRACED) else None
+
+        async def unary(body: bytes, context: Context) -> bytes:
+            async with self._call(rpc, context, traced):
+                rpc.received.inc()
+                answer = handler.unary_unary(parse(deserialize, body), context)
+                del body  # see abort
+                response = serialize(await answer)
+                rpc.sent.inc()
+                return response
+            raise AssertionError("abort() raises")
+
+        async def unary_stream(body: bytes, context: Context) -> AsyncIterator[bytes]:
+            async with self._call(rpc, context):
+                rpc.received.inc()
+                async with aclosing(handler.unary_stream(parse(deserialize, body), context)) as responses:
+                    async for response in responses:
+                        rpc.sent.inc()
+                        yield serialize(response)
+
+        async def requests(context: Context) -> AsyncIterator[Any]:
+            # Not gRPC's own iterator: an idle stream would hold its last message there, and here too without `del`.
+            while (body := await context.read()) is not grpc.aio.EOF:
+                rpc.received.inc()
+                yield parse(deserialize, body)
+                del body
+
+        async def stream_unary(_: AsyncIterator[bytes], context: Context) -> bytes:
+            async with self._call(rpc, context, traced):
+                response = serialize(await handler.stream_unary(requests(context), context))
+                rpc.sent.inc()
+                return response
+            raise AssertionError("abort() raises")
+
+        async def stream_stream(_: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+            async with (
+                self._call(rpc, context),
+                aclosing(handler.stream_stream(requests(context), context)) as responses,
+            ):
+                async for response in responses:
+                    rpc.sent.inc()
+                    yield serialize(response)
+
+        if handler.response_streaming:
+            if handler.request_streaming:
+                return grpc.stream_stream_rpc_method_handler(stream_stream)
+            return grpc.unary_stream_rpc_method_handler(unary_stream)
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(stream_unary)
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+    @asynccontextmanager
+    async def _call(self, rpc: RpcMetrics, context: Context, traced: str | None = None) -> AsyncIterator[None]:
+        """Count a call, and trace it if its path is given; turn what it raises into its status."""
+        begin_s, span = time.perf_counter(), None
+        if self._tracing is not None and traced is not None:
+            span = self._tracing.begin_call(traced, context.invocation_metadata())
+        rpc.started.inc()
+        code = grpc.StatusCode.OK
+        try:
+            yield
+        except RequestError as error:
+            self._metrics.refused(error.refusal.reason, 1)
+            if span is not None:
+                span.refused(error.refusal)
+            code = _CODES[error.refusal.reason.code]
+            empty_frames(error)
+            await abort(context, error.refusal)
+        except (asyncio.CancelledError, GeneratorExit):
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except grpc.aio.AbortError:  # a handler set its own status
+            code = _CODES.get(cast("int", context.code()), grpc.StatusCode.UNKNOWN)
+            raise
+        except Exception as error:
+            code = grpc.StatusCode.INTERNAL
+            self._metrics.refused(Reason.BUG, 1)
+            refusal = bug(error)
+            empty_frames(error)
+            await abort(context, refusal)
+        finally:
+            rpc.handled[code].inc()
+            rpc.seconds.observe(time.perf_counter() - begin_s)
+            if span is not None:
+                span.end_call(code)

@@ -1,0 +1,255 @@
+"""LayerService: sequences and their steps over gRPC.
+
+Knows protobuf messages and who answers them. Does not know policy (scheduler.py, sequences.py), the device, nor how
+errors reach the client (interceptor.py). A handler only waits for work: an RPC that is cancelled cancels nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import grpc
+
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline_server.errors import Refusal, RequestError
+from deltaline_server.examiner import LARGE_BYTES, Examiner
+from deltaline_server.front import replies, requests
+from deltaline_server.front.flow_control import AllStreams, StreamRoom
+from deltaline_server.front.interceptor import Context, bug, empty_frames
+from deltaline_server.front.requests import RequestLimits
+from deltaline_server.front.step_message import StepMessage, StreamStep
+from deltaline_server.front.step_parser import StepParser
+from deltaline_server.scheduling.observer import Observer
+from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.step import StepRequest, StepResult
+from deltaline_server.tables.sequences import SequenceTable
+
+if TYPE_CHECKING:
+    from deltaline_server.telemetry.tracing import Tracing  # OpenTelemetry may not be installed
+
+NAME = pb.DESCRIPTOR.services_by_name["LayerService"].full_name
+STEP_STREAM = f"/{NAME}/StepStream"
+# Steps of a stream that are taken and whose replies are not written, and bytes of their tensors: they bound what a fast
+# writer or a slow reader makes the server hold. Eight steps of the largest inline tensor by default.
+STREAM_STEPS = 64
+STREAM_BYTES = 32 * 2**20
+# Of all streams together: of many that nobody reads, each costs one step beyond this.
+ALL_STREAMS_BYTES = 8 * STREAM_BYTES
+
+
+class LayerService:
+    """The handlers of LayerService. They take parsed messages and return serialised replies."""
+
+    def __init__(
+        self,
+        *,
+        table: SequenceTable,
+        scheduler: Scheduler,
+        limits: RequestLimits,
+        observer: Observer,
+        clock: Callable[[], float],
+        tracing: Tracing | None = None,
+    ) -> None:
+        """`observer` counts what streams refuse; `clock` is the scheduler's: monotonic seconds."""
+        self._tracing = tracing
+        self._table, self._scheduler, self._limits = table, scheduler, limits
+        self._observer, self._clock = observer, clock
+        self._stream_readers: set[asyncio.Task[None]] = set()
+        self._all_streams = AllStreams(ALL_STREAMS_BYTES)
+        self._examiner = Examiner()
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """What a grpc.aio server registers."""
+        unary, parser = grpc.unary_unary_rpc_method_handler, StepParser()
+        return grpc.method_handlers_generic_handler(
+            NAME,
+            {
+                "OpenSequences": unary(self.open_sequences, pb.OpenSequencesRequest.FromString),
+                "CloseSequences": unary(self.close_sequences, pb.CloseSequencesRequest.FromString),
+                "DescribeSequences": unary(self.describe_sequences, pb.DescribeSequencesRequest.FromString),
+                "RenewLeases": unary(self.renew_leases, pb.RenewLeasesRequest.FromString),
+                "Step": unary(self.step, parser.parse_step),
+                "CommitSequences": unary(self.commit_sequences, pb.CommitSequencesRequest.FromString),
+                "StepStream": grpc.stream_stream_rpc_method_handler(self.step_stream, parser.parse_stream_step),
+            },
+        )
+
+    async def open_sequences(self, message: pb.OpenSequencesRequest, context: Context) -> bytes:
+        """Open sequences."""
+        self._scheduler.settle()  # it may end sequences, whose lines are free then
+        count = requests.read_count(message, self._limits)
+        lease_s = requests.read_lease_s(message.lease_ms, self._limits)
+        opened = self._table.open(count, lease_s, message.open_token, message.adapter)
+        response = pb.OpenSequencesResponse(
+            server_epoch=self._table.server_epoch,
+            sequence=opened.handles.tolist(),
+            lease_ms=round(opened.lease_s * 1000),
+            adapter_hash=opened.adapter.content_hash,
+        )
+        return response.SerializeToString()
+
+    async def close_sequences(self, message: pb.CloseSequencesRequest, context: Context) -> bytes:
+        """End sequences."""
+        self._scheduler.settle()
+        epoch = requests.read_epoch(message.server_epoch)
+        states = self._table.close(epoch, requests.read_handles(message.sequence, self._limits))
+        return replies.close_response(states)
+
+    async def describe_sequences(self, message: pb.DescribeSequencesRequest, context: Context) -> bytes:
+        """Tell what is held."""
+        self._scheduler.settle()
+        epoch = requests.read_epoch(message.server_epoch)
+        handles = requests.read_handles(message.sequence, self._limits)
+        return replies.describe_response(handles, self._table.describe(epoch, handles))
+
+    async def renew_leases(self, message: pb.RenewLeasesRequest, context: Context) -> bytes:
+        """Move lease deadlines."""
+        epoch = requests.read_epoch(message.server_epoch)
+        handles = requests.read_handles(message.sequence, self._limits)
+        states = self._table.renew(epoch, handles, requests.read_lease_s(message.lease_ms, self._limits))
+        return replies.renew_response(states)
+
+    async def step(self, message: StepMessage, context: Context) -> bytes:
+        """Apply one step. The work goes on, and its reply is kept, whatever becomes of this RPC."""
+        remaining_s = context.time_remaining()
+        until_s = None if remaining_s is None else self._clock() + remaining_s
+        done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        step = self._read(message, context.peer(), until_s)
+        await self._examine(step)
+        if self._tracing is not None:
+            self._tracing.take(step)
+        self._scheduler.submit(step, partial(_complete, done))
+        del message, step  # it may lie in memory to be unmapped
+        result = await done
+        if self._tracing is not None:
+            self._tracing.tell(result)
+        return replies.step_response(result)
+
+    async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
+        """Fix accepted counts."""
+        self._scheduler.settle()
+        commit = requests.read_commit(message, self._limits)
+        return replies.commit_response(
+            *self._table.commit(commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted)
+        )
+
+    async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[bytes]:
+        """Apply steps as they come and answer each when it is done.
+
+        At most STREAM_STEPS with STREAM_BYTES are taken and not answered, or one where all streams hold
+        ALL_STREAMS_BYTES; beyond that the stream is not read, and gRPC's flow control holds the client. A message that
+        can't be parsed ends the stream once the steps before it are answered; so does `end_streams`.
+        """
+        answers: asyncio.Queue[tuple[int, int, StepResult | Refusal] | None] = asyncio.Queue()
+        room = StreamRoom(STREAM_STEPS, STREAM_BYTES, self._all_streams)
+        client, remaining_s = context.peer(), context.time_remaining()
+        until_s = None if remaining_s is None else self._clock() + remaining_s
+        num_taken, begin_span = 0, None
+        if self._tracing is not None:
+            begin_span = self._tracing.begin_stream(STEP_STREAM, context.invocation_metadata())
+
+        def answer(correlation_id: int, num_bytes: int, result: StepResult | Refusal) -> None:
+            answers.put_nowait((correlation_id, num_bytes, result))
+
+        async def take() -> None:
+            nonlocal num_taken
+            try:
+                async for message in messages:
+                    span = None if begin_span is None else begin_span(message.traceparent)
+                    step = self._read_safely(message.step, client, until_s)
+                    # What is refused holds the message until then.
+                    num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(message.step.inline or b"")
+                    await room.take(num_bytes)
+                    if isinstance(step, StepRequest):
+                        await self._examine(step)
+                    num_taken += 1
+                    told: Callable[[StepResult | Refusal], None] = partial(answer, message.correlation_id, num_bytes)
+                    if span is None:
+                        self._submit_safely(step, told)
+                    else:
+                        with span:
+                            self._submit_safely(step, span.ending(step, told))
+                    # Nothing of a step is held while the stream waits: it may lie in memory to be unmapped.
+                    del message, step
+            finally:
+                answers.put_nowait(None)
+
+        reader = asyncio.create_task(take())
+        self._stream_readers.add(reader)
+        num_answered, is_over = 0, False
+        try:
+            while not (is_over and num_answered == num_taken):
+                answered = await answers.get()
+                if answered is None:
+                    is_over = True
+                else:
+                    correlation_id, num_bytes, result = answered
+                    yield self._stream_response(correlation_id, result)  # goes on when gRPC has taken the reply
+                    num_answered += 1
+                    room.give(num_bytes)
+                    del answered, result  # as in take()
+            await asyncio.wait((reader,))
+            if not reader.cancelled():
+                reader.result()
+        finally:
+            self._stream_readers.discard(reader)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            room.close()
+
+    def close(self) -> None:
+        """End its threads; after the last call."""
+        self._examiner.close()
+
+    def end_streams(self) -> None:
+        """Take no more steps from streams; each ends once those that it has taken are answered."""
+        for reader in self._stream_readers:
+            reader.cancel()
+
+    def _read(self, message: StepMessage, client: str, until_s: float | None) -> StepRequest:
+        """Check a step; until_s: the RPC's own deadline, None for none. Raises: RequestError."""
+        return requests.read_step(message, self._limits, now_s=self._clock(), until_s=until_s, client=client)
+
+    def _read_safely(self, message: StepMessage, client: str, until_s: float | None) -> StepRequest | Exception:
+        """As `_read`, but what it raises is returned."""
+        try:
+            return self._read(message, client, until_s)
+        except Exception as error:
+            return error
+
+    async def _examine(self, step: StepRequest) -> None:
+        """Look at a large tensor before the scheduler has to, so that the event loop need not wait for that."""
+        if step.hidden.nbytes >= LARGE_BYTES:
+            step.is_finite = await self._examiner.all_finite(step.hidden)
+            if not step.is_finite:
+                step.finite = await self._examiner.finite_rows(step.hidden, step.form.query_start_loc[:-1])
+            if step.is_kept_as_checksum:
+                step.checksum = self._examiner.begin_checksum(step.hidden)
+
+    def _submit_safely(self, step: StepRequest | Exception, answer: Callable[[StepResult | Refusal], None]) -> None:
+        """Hand a step to the scheduler; what that raises, or what is given in place of a step, is refused."""
+        try:
+            if isinstance(step, Exception):
+                raise step
+            self._scheduler.submit(step, answer)
+        except Exception as error:
+            refusal = error.refusal if isinstance(error, RequestError) else bug(error)
+            empty_frames(error)
+            error.__traceback__ = None  # by it this frame would keep itself, with the message
+            answer(refusal)
+
+    def _stream_response(self, correlation_id: int, answer: StepResult | Refusal) -> bytes:
+        """The message that answers one step of a stream."""
+        if isinstance(answer, StepResult):
+            return replies.stream_response(correlation_id, answer)
+        self._observer.refused(answer.reason, 1)
+        return replies.stream_status(correlation_id, answer)
+
+
+def _complete(done: asyncio.Future[StepResult], result: StepResult) -> None:
+    """Give a result to who waits for it, unless he has gone."""
+    if not done.done():
+        done.set_result(result)

@@ -1,0 +1,151 @@
+"""Replies and statuses as they go on the wire.
+
+Knows the protobuf messages and google.rpc.Status with its details. Does not know why something was refused, nor gRPC's
+calls: it makes messages and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from google.protobuf import duration_pb2
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from numpy.typing import NDArray
+
+from deltaline import wire
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import tensor_pb2
+from deltaline_server.errors import DOMAIN, Refusal
+from deltaline_server.step import OutputMemory, StepResult, StepTiming
+from deltaline_server.tables.sequence import SequenceDescription, SequenceState
+
+_CORRELATION_ID = wire.varint(pb.StepStreamResponse.CORRELATION_ID_FIELD_NUMBER << 3)
+_OUTCOME, _POSITION = pb.StepResponse.OUTCOME_FIELD_NUMBER, pb.StepResponse.POSITION_FIELD_NUMBER
+_OUTPUT_START_LOC, _HIDDEN = pb.StepResponse.OUTPUT_START_LOC_FIELD_NUMBER, pb.StepResponse.HIDDEN_FIELD_NUMBER
+
+
+def status(refusal: Refusal) -> status_pb2.Status:
+    """Make the google.rpc.Status of a refusal: ErrorInfo always; BadRequest and RetryInfo where they apply."""
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=refusal.reason.name, domain=DOMAIN, metadata=refusal.metadata)
+    ]
+    if refusal.field and refusal.reason.code == code_pb2.INVALID_ARGUMENT:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=refusal.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if refusal.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(refusal.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    made = status_pb2.Status(code=refusal.reason.code, message=refusal.message)
+    for detail in details:
+        made.details.add().Pack(detail)
+    return made
+
+
+def row_statuses(refusals: Mapping[int, Refusal]) -> list[pb.RowStatus]:
+    """Make the statuses of refused rows, in row order."""
+    return [pb.RowStatus(row=row, status=status(refusals[row])) for row in sorted(refusals)]
+
+
+def step_response(result: StepResult) -> bytes:
+    """Serialise a StepResponse. The outputs are copied once, into the reply itself."""
+    return b"".join(_step_pieces(result))
+
+
+def _shared_tensor(hidden: NDArray[Any], memory: OutputMemory) -> bytes:
+    """Serialise the Tensor of outputs that lie in shared memory."""
+    shared = tensor_pb2.SharedSlice(region=memory.region, offset=memory.offset)
+    return tensor_pb2.Tensor(dtype=wire.data_type(hidden.dtype), shape=hidden.shape, shared=shared).SerializeToString()
+
+
+def stream_response(correlation_id: int, result: StepResult) -> bytes:
+    """Serialise a StepStreamResponse for a step that was taken. The outputs are copied once, into the reply itself."""
+    head = _CORRELATION_ID + wire.varint(correlation_id) if correlation_id else b""
+    return b"".join([head, *wire.field_pieces(pb.StepStreamResponse.STEP_FIELD_NUMBER, _step_pieces(result))])
+
+
+def _step_pieces(result: StepResult) -> list[wire.Piece]:
+    """A serialised StepResponse as pieces: the columns as they lie in their arrays, the outputs as a view."""
+    memory, field_pieces = result.output_memory, wire.field_pieces
+    tensor = wire.tensor_pieces(result.hidden) if memory is None else [_shared_tensor(result.hidden, memory)]
+    rest = pb.StepResponse(timing=_timing(result.timing))
+    if result.refusals:
+        rest.row_status.extend(row_statuses(result.refusals))
+    return [
+        # An outcome is below 128: a varint of one byte.
+        *field_pieces(_OUTCOME, [result.outcome.tobytes()]),
+        *field_pieces(_POSITION, [result.position.astype("<u8", copy=False).tobytes()]),
+        *field_pieces(_OUTPUT_START_LOC, [result.output_start_loc.astype("<u4").tobytes()]),
+        *field_pieces(_HIDDEN, tensor),
+        rest.SerializeToString(),
+    ]
+
+
+def stream_status(correlation_id: int, refusal: Refusal) -> bytes:
+    """Serialise a StepStreamResponse for a step that was refused whole."""
+    return pb.StepStreamResponse(correlation_id=correlation_id, status=status(refusal)).SerializeToString()
+
+
+def commit_response(position: NDArray[np.int64], refusals: Mapping[int, Refusal]) -> bytes:
+    """Serialise a CommitSequencesResponse."""
+    response = pb.CommitSequencesResponse(position=position.tolist(), row_status=row_statuses(refusals))
+    return response.SerializeToString()
+
+
+def close_response(states: Sequence[SequenceState]) -> bytes:
+    """Serialise a CloseSequencesResponse."""
+    return pb.CloseSequencesResponse(state=map(_wire_state, states)).SerializeToString()
+
+
+def renew_response(states: Sequence[SequenceState]) -> bytes:
+    """Serialise a RenewLeasesResponse."""
+    return pb.RenewLeasesResponse(state=map(_wire_state, states)).SerializeToString()
+
+
+def describe_response(handle: NDArray[np.uint64], descriptions: Sequence[SequenceDescription]) -> bytes:
+    """Serialise a DescribeSequencesResponse for the handles asked for, in their order."""
+    response = pb.DescribeSequencesResponse()
+    for sequence, description in zip(handle.tolist(), descriptions, strict=True):
+        response.sequences.add(
+            sequence=sequence,
+            state=_wire_state(description.state),
+            lease_remaining_ms=max(0, round(description.lease_remaining_s * 1000)),
+            spans=[
+                pb.SpanProgress(
+                    step=span.step,
+                    position=span.position,
+                    steps_in_flight=span.steps_in_flight,
+                    pending_tokens=span.pending_tokens,
+                )
+                for span in description.spans
+            ],
+            adapter=description.adapter.name,
+            adapter_hash=description.adapter.content_hash,
+        )
+    return response.SerializeToString()
+
+
+def _timing(timing: StepTiming | None) -> pb.StepTiming | None:
+    """Whole nanoseconds of each stage."""
+    if timing is None:
+        return None
+    return pb.StepTiming(
+        queue_ns=_nanoseconds(timing.queue_s),
+        copy_in_ns=_nanoseconds(timing.copy_in_s),
+        compute_ns=_nanoseconds(timing.compute_s),
+        copy_out_ns=_nanoseconds(timing.copy_out_s),
+        batch_rows=timing.batch_rows,
+        batch_tokens=timing.batch_tokens,
+    )
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))
+
+
+def _wire_state(state: SequenceState) -> pb.SequenceState.ValueType:
+    """The wire's value: the two enums have the same numbers."""
+    return cast("pb.SequenceState.ValueType", int(state))

@@ -1,0 +1,297 @@
+"""Requests as they come from the wire, turned into checked arrays.
+
+Knows the protobuf messages and every rule that refuses a whole request. Does not know sequences, steps or positions:
+what is wrong with one row is the scheduler's to say. No Python loop over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from deltaline import wire
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.front.step_message import Column, Slice, StepMessage
+from deltaline_server.memory.regions import Regions
+from deltaline_server.span_ends import SpanEnds
+from deltaline_server.step import OutputMemory, OutputRows, RowKind, StepForm, StepRequest
+
+MIN_PRIORITY, MAX_PRIORITY = -8, 7
+OPEN_TOKEN_BYTES = 16
+# uint64 counters from the wire are cut here, so that sums of them stay in int64; no server counts this far, so a cut
+# value is still refused as a row's step or position.
+MAX_COUNTER = np.uint64(2**62)
+DECODE_KIND = bytes([RowKind.DECODE])
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a request may ask of this server; constant while the process lives.
+
+    spans: what a token is at their ends. regions: where shared tensors are. queue_rows, queue_bytes: all that may wait,
+    so that a larger step would never be taken.
+    """
+
+    spans: Sequence[SpanEnds]
+    dtype: np.dtype[Any]
+    max_sequences: int
+    max_draft_tokens: int
+    inline_limit_bytes: int
+    queue_rows: int
+    queue_bytes: int
+    max_lease_ms: int
+    regions: Regions
+
+    @cached_property
+    def one_token_offsets(self) -> NDArray[np.int64]:
+        """query_start_loc of rows of one token each, as many as a request may have; read-only."""
+        offsets = np.arange(self.max_sequences + 1)
+        offsets.flags.writeable = False
+        return offsets
+
+    @cached_property
+    def no_commits(self) -> NDArray[np.int32]:
+        """`accepted` of rows without a commit, as many as a request may have; read-only."""
+        accepted = np.full(self.max_sequences, -1, np.int32)
+        accepted.flags.writeable = False
+        return accepted
+
+
+@dataclass(frozen=True)
+class CommitRequest:
+    """N accepted counts for one span. handle uint64 [N]; step int64 [N], of the verifies; accepted int32 [N]."""
+
+    server_epoch: int
+    span: int
+    handle: NDArray[np.uint64]
+    step: NDArray[np.int64]
+    accepted: NDArray[np.int32]
+
+
+def parse(parser: Callable[[bytes], M], body: bytes) -> M:
+    """Parse a message. Raises: RequestError INVALID_REQUEST for bytes that are not one."""
+    try:
+        return parser(body)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(Reason.INVALID_REQUEST, "the message can't be parsed") from error
+
+
+def read_count(message: pb.OpenSequencesRequest, limits: RequestLimits) -> int:
+    """Return how many sequences are asked for, 1 .. max_sequences, after checking the token's length."""
+    if not 1 <= message.count <= limits.max_sequences:
+        raise _invalid("count", f"must be in 1 .. {limits.max_sequences}, got {message.count}")
+    if len(message.open_token) not in (0, OPEN_TOKEN_BYTES):
+        raise _invalid("open_token", f"must have {OPEN_TOKEN_BYTES} bytes or none, got {len(message.open_token)}")
+    return message.count
+
+
+def read_lease_s(lease_ms: int, limits: RequestLimits) -> float | None:
+    """Return a lease in seconds, None for the one that applies by default."""
+    if lease_ms > limits.max_lease_ms:
+        raise _invalid("lease_ms", f"must be in 0 .. {limits.max_lease_ms}, got {lease_ms}")
+    return lease_ms / 1000 if lease_ms else None
+
+
+def read_epoch(server_epoch: int) -> int:
+    """Return the epoch, which is never 0."""
+    if server_epoch == 0:
+        raise _invalid("server_epoch", "must be set")
+    return server_epoch
+
+
+def read_handles(sequence: Column, limits: RequestLimits) -> NDArray[np.uint64]:
+    """Return 1 .. max_sequences handles, uint64 [N], without repeats."""
+    if not 1 <= len(sequence) <= limits.max_sequences:
+        raise _batch("sequence", f"must have 1 .. {limits.max_sequences} entries, got {len(sequence)}")
+    handle = _array(sequence, np.uint64)
+    ordered = handle.copy()
+    ordered.sort()
+    if np.count_nonzero(ordered[1:] == ordered[:-1]):
+        raise RequestError(Reason.DUPLICATE_SEQUENCE, "a sequence is named twice", field="sequence")
+    return handle
+
+
+def read_commit(message: pb.CommitSequencesRequest, limits: RequestLimits) -> CommitRequest:
+    """Return the arrays of a CommitSequencesRequest. Raises: RequestError."""
+    epoch = read_epoch(message.server_epoch)
+    span = _read_span(message.span, limits)
+    handle = read_handles(message.sequence, limits)
+    step = _read_counters("step", message.step, len(handle))
+    accepted = _read_column("accepted", message.accepted, len(handle), np.int32)
+    return CommitRequest(epoch, span, handle, step, accepted)
+
+
+def read_step(
+    message: StepMessage, limits: RequestLimits, *, now_s: float, until_s: float | None, client: str = ""
+) -> StepRequest:
+    """Return the arrays of a StepRequest; hidden states are a view, of the message's bytes (read-only) or of a region.
+
+    Args: now_s, the scheduler's clock; until_s, the RPC's own deadline on it, None for none; client, who asks.
+    Raises: RequestError with the field at fault. What follows from the message's pattern is kept there.
+    """
+    pattern = message.pattern
+    form: StepForm | None = None if pattern is None else pattern.form
+    if form is None:
+        form = _read_form(message, limits)
+        if pattern is not None:
+            pattern.form = form
+    hidden = _read_hidden(message, form.ends, limits)
+    if hidden.nbytes > limits.queue_bytes:
+        what = f"has {hidden.nbytes} bytes, expected at most {limits.queue_bytes}, all that may wait here"
+        raise RequestError(Reason.MESSAGE_TOO_LARGE, f"hidden: {what}", field="hidden")
+    request = StepRequest(
+        form,
+        _read_counters("step", message.step, form.num_rows),
+        _read_counters("position", message.position, form.num_rows),
+        hidden,
+        _read_deadline_s(message.queue_timeout_us, now_s, until_s),
+        client,
+        message.shared is not None,
+    )
+    if message.output_slice is not None:
+        request.output_memory = _read_output_memory(message.output_slice, request, limits.regions)
+    elif not request.is_input_shared and form.output_bytes > limits.inline_limit_bytes:
+        # Only of a span that makes tokens wider: others give no more than they were sent.
+        what = f"outputs of {form.output_bytes} bytes, expected at most {limits.inline_limit_bytes} in a message"
+        raise RequestError(Reason.MESSAGE_TOO_LARGE, f"hidden: has {what}", field="hidden")
+    return request
+
+
+def _read_form(message: StepMessage, limits: RequestLimits) -> StepForm:
+    """What a step asks of its rows, apart from their numbers. Raises: RequestError."""
+    epoch = read_epoch(message.server_epoch)
+    span = _read_span(message.span, limits)
+    handle = read_handles(message.sequence, limits)
+    if len(handle) > limits.queue_rows:
+        raise _batch(
+            "sequence", f"must have at most {limits.queue_rows} entries, all that may wait here, got {len(handle)}"
+        )
+    kind = _read_kinds(message.kind, len(handle))
+    accepted = limits.no_commits[: len(handle)]
+    if len(message.accepted):
+        accepted = _read_column("accepted", message.accepted, len(handle), np.int32)
+    ends = limits.spans[span]
+    query_start_loc = _read_offsets(message.query_start_loc, kind, len(_read_hidden(message, ends, limits)), limits)
+    if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
+        raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
+    output = _read_output(message.output)
+    return StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, ends)
+
+
+def _read_span(span: int, limits: RequestLimits) -> int:
+    """The index of a declared span."""
+    if span >= len(limits.spans):
+        message = f"must be below {len(limits.spans)}, the number of spans, got {span}"
+        raise RequestError(Reason.UNKNOWN_SPAN, f"span: {message}", field="span")
+    return span
+
+
+def _array(values: Column, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    """A column as an array of a type; that of the message, if it is one of this type."""
+    if isinstance(values, np.ndarray):
+        return values.astype(dtype, copy=False)
+    return np.fromiter(values, dtype, len(values))
+
+
+def _read_column(field: str, values: Column, length: int, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    """One entry per row as an array."""
+    if len(values) != length:
+        raise _batch(field, f"must have {length} entries, got {len(values)}")
+    return _array(values, dtype)
+
+
+def _read_counters(field: str, values: Column, length: int) -> NDArray[np.int64]:
+    """One uint64 per row, cut at MAX_COUNTER."""
+    counters: NDArray[np.int64] = np.minimum(_read_column(field, values, length, np.uint64), MAX_COUNTER).view(np.int64)
+    return counters
+
+
+def _read_kinds(values: Column, length: int) -> NDArray[np.uint8]:
+    """The kind of each row, uint8 [N]."""
+    if isinstance(values, np.ndarray) and values.tobytes() == DECODE_KIND * length:
+        return values
+    kind = _read_column("kind", values, length, np.int64)
+    if kind.min() < RowKind.PREFILL or kind.max() > RowKind.VERIFY:
+        raise _batch("kind", "must be PREFILL, DECODE or VERIFY")
+    return kind.astype(np.uint8)
+
+
+def _read_hidden(message: StepMessage, ends: SpanEnds, limits: RequestLimits) -> NDArray[Any]:
+    """The packed hidden states [T, width] in the server's dtype."""
+    try:
+        if message.shared is None:
+            hidden = wire.view(
+                message.dtype, message.shape, message.inline, limit_bytes=limits.inline_limit_bytes, field="hidden"
+            )
+        else:
+            dtype, shape = wire.check_header(message.dtype, message.shape, field="hidden")
+            hidden = limits.regions.tensor("hidden", message.shared.region, message.shared.offset, dtype, shape)
+    except wire.TensorTooLargeError as error:
+        raise RequestError(Reason.MESSAGE_TOO_LARGE, str(error), field=error.field) from error
+    except wire.WireError as error:
+        raise RequestError(Reason.INVALID_TENSOR, str(error), field=error.field) from error
+    if hidden.dtype != limits.dtype:
+        raise _tensor("hidden.dtype", f"must be {limits.dtype.name}, got {hidden.dtype.name}")
+    if hidden.shape[1:] != ends.input_shape:
+        expected = ", ".join(["tokens", *map(str, ends.input_shape)])
+        raise _tensor("hidden.shape", f"must be [{expected}], got {list(hidden.shape)}")
+    return hidden if hidden.ndim == 2 else hidden.reshape(len(hidden), -1)
+
+
+def _read_output_memory(place: Slice, request: StepRequest, regions: Regions) -> OutputMemory:
+    """Where the outputs of a request go."""
+    needed = request.form.output_bytes
+    return regions.output("output_slice", place.region, place.offset, place.size_bytes, needed, request.hidden)
+
+
+def _read_offsets(values: Column, kind: NDArray[np.uint8], num_tokens: int, limits: RequestLimits) -> NDArray[np.int64]:
+    """query_start_loc, int64 [N + 1]: sound, and each row has as many tokens as its kind allows."""
+    offsets: NDArray[np.int64] = _read_column("query_start_loc", values, len(kind) + 1, np.int64)
+    one_token_each = limits.one_token_offsets[: len(offsets)]
+    if num_tokens == len(kind) and offsets.tobytes() == one_token_each.tobytes():
+        return one_token_each
+    length = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != num_tokens or length.min() < 1:
+        raise _batch("query_start_loc", f"must start at 0, increase, and end at {num_tokens}, the number of tokens")
+    if ((kind == RowKind.DECODE) & (length != 1)).any():
+        raise _batch("query_start_loc", "a DECODE row has exactly one token")
+    if ((kind == RowKind.VERIFY) & (length > limits.max_draft_tokens)).any():
+        raise _batch("query_start_loc", f"a VERIFY row has at most {limits.max_draft_tokens} tokens")
+    return offsets
+
+
+def _read_output(output: int) -> OutputRows:
+    """Which output rows are wanted; unspecified means all."""
+    try:
+        return OutputRows(output) if output else OutputRows.ALL
+    except ValueError as error:
+        raise _invalid("output", f"must be ALL, LAST or NONE, got {output}") from error
+
+
+def _read_deadline_s(queue_timeout_us: int, now_s: float, until_s: float | None) -> float | None:
+    """The earlier of the request's own queue limit and the RPC's deadline, on the scheduler's clock."""
+    if not queue_timeout_us:
+        return until_s
+    queue_s = now_s + queue_timeout_us / 1e6
+    return queue_s if until_s is None else min(queue_s, until_s)
+
+
+def _invalid(field: str, message: str) -> RequestError:
+    return RequestError(Reason.INVALID_REQUEST, f"{field}: {message}", field=field)
+
+
+def _batch(field: str, message: str) -> RequestError:
+    return RequestError(Reason.INVALID_BATCH, f"{field}: {message}", field=field)
+
+
+def _tensor(field: str, message: str) -> RequestError:
+    return RequestError(Reason.INVALID_TENSOR, f"{field}: {message}", field=field)

@@ -1,0 +1,235 @@
+"""Step messages as they lie on the wire: every field found, none checked.
+
+Two parsers with one meaning. The fast one walks over the top-level fields and makes arrays over the message's own
+bytes, so that no tensor is copied; it knows the usual form only, in which each field comes once and packed. Any other
+form is protobuf's to parse or to refuse: that is the slow one. Field numbers and wire types are the descriptors'.
+A message that differs from an earlier one in its numbers and its tensor alone is not walked again (step_parser.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline import wire
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import tensor_pb2
+from deltaline_server.front.wire_scan import Run, Walk, read_varints
+
+Column = Sequence[int] | NDArray[Any]
+
+# The most bytes of a packed shape that the walk reads: a longer one has too many dimensions or too large ones.
+SHAPE_BYTES = 5 * wire.MAX_RANK
+
+
+class Slice(NamedTuple):
+    """A deltaline.v1.SharedSlice, without a size, or an OutputSlice."""
+
+    region: int
+    offset: int
+    size_bytes: int
+
+
+class StepMessage(NamedTuple):
+    """The fields of a deltaline.v1.StepRequest. Columns are arrays, or protobuf's own lists.
+
+    dtype, shape, inline and shared are those of `hidden`: inline or shared is its payload, both are None when it has
+    none. output_slice is None where it is absent. pattern: what its parser remembers of it, if it does.
+    """
+
+    server_epoch: int
+    span: int
+    sequence: Column
+    kind: Column
+    step: Column
+    position: Column
+    accepted: Column
+    query_start_loc: Column
+    dtype: int
+    shape: Sequence[int]
+    inline: bytes | memoryview | None
+    shared: Slice | None
+    output: int
+    priority: int
+    queue_timeout_us: int
+    output_slice: Slice | None
+    pattern: Pattern | None = None
+
+
+class Runs(NamedTuple):
+    """Where in a message lie the parts that differ from step to step of the same rows; None for those it has not."""
+
+    step: Run | None
+    position: Run | None
+    inline: Run | None
+    shared: Run | None
+    output_slice: Run | None
+
+
+class StreamStep(NamedTuple):
+    """The fields of a deltaline.v1.StepStreamRequest."""
+
+    correlation_id: int
+    step: StepMessage
+    traceparent: bytes = b""
+
+
+def from_protobuf(message: pb.StepRequest) -> StepMessage:
+    """The same fields, parsed by protobuf."""
+    hidden, place = message.hidden, message.output_slice
+    return StepMessage(
+        server_epoch=message.server_epoch,
+        span=message.span,
+        sequence=message.sequence,
+        kind=message.kind,
+        step=message.step,
+        position=message.position,
+        accepted=message.accepted,
+        query_start_loc=message.query_start_loc,
+        dtype=hidden.dtype,
+        shape=hidden.shape,
+        inline=hidden.inline if hidden.HasField("inline") else None,
+        shared=Slice(hidden.shared.region, hidden.shared.offset, 0) if hidden.HasField("shared") else None,
+        output=message.output,
+        priority=message.priority,
+        queue_timeout_us=message.queue_timeout_us,
+        output_slice=(
+            Slice(place.region, place.offset, place.size_bytes) if message.HasField("output_slice") else None
+        ),
+    )
+
+
+class Pattern:
+    """The bytes of a step message that come again with every step of the same rows, and where the others lie.
+
+    form: for whoever reads such messages to keep what follows from those bytes; nothing at first.
+    """
+
+    __slots__ = ("_message", "_parts", "_runs", "_size", "form")
+
+    def __init__(self, body: bytes, begin: int, end: int, message: StepMessage, runs: Runs) -> None:
+        """Remember body[begin:end], a message as `walk_step` found it; no tensor of it, and none of its numbers."""
+        self.form: Any = None
+        nothing = _column(b"", None, np.uint64)
+        self._message = message._replace(step=nothing, position=nothing, inline=None)
+        self._size = end - begin
+        self._runs = Runs(*(None if run is None else (run[0] - begin, run[1] - begin) for run in runs))
+        # Bytes that stay, each with the number of those behind that do not.
+        self._parts: list[tuple[bytes, int]] = []
+        for first, last in [*sorted(run for run in runs if run is not None), (end, end)]:
+            self._parts.append((body[begin:first], last - first))
+            begin = last
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the message that it keeps; the columns among them twice."""
+        return sum(len(stays) for stays, _ in self._parts)
+
+    def match(self, body: bytes, begin: int, end: int) -> StepMessage | None:
+        """As `walk_step` for a message that differs in these runs alone; None for any other."""
+        if end - begin != self._size:
+            return None
+        at = begin
+        for stays, length in self._parts:
+            if not body.startswith(stays, at):
+                return None
+            at += len(stays) + length
+        step, position, inline, shared, place = self._runs
+        shared_slice = None if shared is None else _read_slice(_SHARED_SLICE, body, begin, shared)
+        output_slice = None if place is None else _read_slice(_OUTPUT_SLICE, body, begin, place)
+        if (shared is None) != (shared_slice is None) or (place is None) != (output_slice is None):
+            return None
+        return self._message._replace(
+            step=_column(body, step, np.uint64, begin),
+            position=_column(body, position, np.uint64, begin),
+            inline=None if inline is None else memoryview(body)[begin + inline[0] : begin + inline[1]],
+            shared=shared_slice,
+            output_slice=output_slice,
+            pattern=self,
+        )
+
+
+def walk_step(body: bytes, begin: int, end: int) -> tuple[StepMessage, Runs] | None:
+    """The StepRequest in body[begin:end] if it has the usual form, else None. Copies no tensor."""
+    found = _STEP.walk(body, begin, end)
+    if found is None:
+        return None
+    get = found.get
+    kind = _column(body, get("kind"), np.uint8)
+    hidden = _TENSOR.walk(body, *get("hidden", _EMPTY))
+    if hidden is None or not kind.tobytes().isascii():  # a kind of more than one byte
+        return None
+    shape = read_varints(body, hidden.get("shape", _EMPTY), SHAPE_BYTES)
+    inline, shared, place = hidden.get("inline"), hidden.get("shared"), get("output_slice")
+    if shape is None or (inline is not None and shared is not None):  # of two payloads the last one counts
+        return None
+    shared_slice = None if shared is None else _read_slice(_SHARED_SLICE, body, 0, shared)
+    output_slice = None if place is None else _read_slice(_OUTPUT_SLICE, body, 0, place)
+    if (shared is None) != (shared_slice is None) or (place is None) != (output_slice is None):
+        return None
+    zigzag = get("priority", 0)
+    message = StepMessage(
+        server_epoch=get("server_epoch", 0),
+        span=get("span", 0),
+        sequence=_column(body, get("sequence"), np.uint64),
+        kind=kind,
+        step=_column(body, get("step"), np.uint64),
+        position=_column(body, get("position"), np.uint64),
+        accepted=_column(body, get("accepted"), np.int32),
+        query_start_loc=_column(body, get("query_start_loc"), np.uint32),
+        dtype=hidden.get("dtype", 0),
+        shape=shape,
+        inline=None if inline is None else memoryview(body)[inline[0] : inline[1]],
+        shared=shared_slice,
+        output=get("output", 0),
+        priority=zigzag >> 1 ^ -(zigzag & 1),
+        queue_timeout_us=get("queue_timeout_us", 0),
+        output_slice=output_slice,
+    )
+    return message, Runs(get("step"), get("position"), inline, shared, place)
+
+
+def walk_stream_step(body: bytes) -> tuple[int, Run, bytes] | None:
+    """The correlation id, the run of the StepRequest and the traceparent of a StepStreamRequest of the usual form, else
+    None."""
+    found = _STREAM_STEP.walk(body, 0, len(body))
+    if found is None or "step" not in found:
+        return None
+    begin, end = found.get("traceparent", _EMPTY)
+    return found.get("correlation_id", 0), found["step"], body[begin:end]
+
+
+_EMPTY: Run = (0, 0)
+_TENSOR_FIELDS = ("dtype", "shape", "inline", "shared")
+_STEP = Walk(
+    pb.StepRequest.DESCRIPTOR,
+    *(name for name in StepMessage._fields if name not in (*_TENSOR_FIELDS, "pattern")),
+    "hidden",
+)
+_TENSOR = Walk(tensor_pb2.Tensor.DESCRIPTOR, *_TENSOR_FIELDS)
+_SHARED_SLICE = Walk(tensor_pb2.SharedSlice.DESCRIPTOR, "region", "offset")
+_OUTPUT_SLICE = Walk(pb.OutputSlice.DESCRIPTOR, "region", "offset", "size_bytes")
+_STREAM_STEP = Walk(pb.StepStreamRequest.DESCRIPTOR, "correlation_id", "step", "traceparent")
+
+
+def _read_slice(walk: Walk, body: bytes, begin: int, run: Run) -> Slice | None:
+    """A slice of shared memory, its run counted from `begin`; None for any unusual form."""
+    found = walk.walk(body, begin + run[0], begin + run[1])
+    return None if found is None else Slice(found.get("region", 0), found.get("offset", 0), found.get("size_bytes", 0))
+
+
+def _column(body: bytes, run: Run | None, dtype: type[np.integer[Any]], at: int = 0) -> NDArray[Any]:
+    """A packed run of fixed numbers, counted from `at`, as an array; empty where there is none.
+
+    Copied: numpy is slow where unaligned.
+    """
+    begin, end = run or _EMPTY
+    return np.frombuffer(body[at + begin : at + end], _LITTLE[dtype])
+
+
+_LITTLE: dict[type[np.integer[Any]], np.dtype[Any]] = {
+    dtype: np.dtype(dtype).newbyteorder("<") for dtype in (np.uint8, np.int32, np.uint32, np.uint64)
+}

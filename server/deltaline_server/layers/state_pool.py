@@ -1,0 +1,197 @@
+"""The state of all sequences on the device: for each recurrent layer a conv line, a recurrent line and the drafts of a
+line, for each attention layer the pages of its keys and values.
+
+Allocates all of it at start and zeroes lines; nothing else zeroes or allocates state. Knows lines, not who holds them
+(lines.py, sequences.py), nor what a layer makes of them (layers.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.layers.kv_cache import KvPlan, allocate_cache, check_page_size, plan_cache
+from deltaline_server.layers.shapes import AttentionShape, MixerShape, RecurrentShape
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The state of one recurrent layer, L lines: all that its mixer mutates.
+
+    conv `[L, W-1+M, D]` in the model's dtype; recurrent `[L, HV, V, K]` (Mamba2 `[L, H, P, S]`) fp32 or bf16;
+    drafts `[L, 2, M, record]` fp32, the record of a token as the mixer's shape says.
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+    drafts: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the layer; the first dimension is the line."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """How much state to hold: lines besides the null line, most tokens of a VERIFY row, the recurrent state's dtype.
+
+    limit_bytes caps the whole pool; 0 for no cap. page_size: tokens of a page of attention layers.
+    """
+
+    num_lines: int
+    max_draft: int
+    state_dtype: torch.dtype = torch.float32
+    limit_bytes: int = 0
+    page_size: int = 64
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """How much a pool takes, in Python integers: bytes of one line of every layer, its pages if any, and all bytes."""
+
+    line_bytes: int
+    kv: KvPlan | None
+    total_bytes: int
+
+
+class StatePool:
+    """The state of every layer. Line 0 is the null line: zero from the start, never written.
+
+    layers: one state per layer, in the order of `shapes`: a LayerState or, of attention, a KvState. bytes_per_sequence:
+    of one line of every layer. total_bytes: of all lines, the null line included, and all pages. kv: sizes of the
+    pages, None where no layer has any; page_table: the table that these layers share.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[MixerShape],
+        options: StateOptions,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate, after the sizes were checked in Python integers.
+
+        Raises ModelError as plan_state does, and when the device has no room.
+        """
+        plan = plan_state(shapes, options, dtype)
+        self.kv = plan.kv
+        self.bytes_per_sequence, self.total_bytes = plan.line_bytes, plan.total_bytes
+        self.num_lines = options.num_lines
+        self.max_draft = options.max_draft
+        self.state_dtype = options.state_dtype
+        self.device = device
+        paged = [shape for shape in shapes if isinstance(shape, AttentionShape)]
+        try:
+            caches = allocate_cache(paged, plan.kv, options.num_lines, dtype, device) if plan.kv else []
+            rest = iter(caches)
+            self.layers: tuple[Any, ...] = tuple(
+                next(rest) if isinstance(shape, AttentionShape) else _allocate_lines(shape, options, dtype, device)
+                for shape in shapes
+            )
+        except RuntimeError as error:  # that is how torch says that there is no room
+            raise ModelError(
+                f"--max-sequences: expected {device} to have room for {self.total_bytes} bytes of state, "
+                f"{self.bytes_per_sequence} of lines for each of {options.num_lines} sequences and the null line, and "
+                "pages; it has not"
+            ) from error
+        self.page_table = caches[0].page_table if caches else None
+
+    def zero(self, lines: NDArray[np.int64]) -> None:
+        """Zero these lines in every tensor of lines of every layer and in the table of pages, in place.
+
+        Raises IndexError if one is not a line, before any is zeroed.
+        """
+        self.check_lines(lines)
+        self.zero_at(torch.tensor(lines, dtype=torch.int64, device=self.device))
+
+    def check_lines(self, lines: NDArray[np.int64]) -> None:
+        """Raise IndexError if one is not a line."""
+        if len(lines) and (lines.min() < 0 or lines.max() > self.num_lines):
+            raise IndexError(f"lines: expected 0..{self.num_lines}, got {lines.min()}..{lines.max()}")
+
+    def zero_at(self, index: Tensor) -> None:
+        """As `zero`, for lines int64 `[n]` on the device, which nobody checks."""
+        for state in self.layers:
+            for tensor in state.tensors if isinstance(state, LayerState) else ():
+                tensor.index_fill_(0, index, 0)
+        if self.page_table is not None:
+            self.page_table.index_fill_(0, index, 0)
+
+    def put_pages(self, new_pages: Tensor) -> None:
+        """Write pages into the table: int32 `[3, n]` on the device, a line, a place in it and the page of each.
+
+        Line 0 at place 0 with page 0 writes nothing that matters. Raises ValueError where no layer has pages.
+        """
+        if self.page_table is None:
+            raise ValueError("new_pages: expected None, as this model has no attention layers")
+        lines, places = new_pages[:2].long()
+        self.page_table.index_put_((lines, places), new_pages[2])
+
+
+def plan_state(shapes: Sequence[MixerShape], options: StateOptions, dtype: torch.dtype) -> StatePlan:
+    """Return how much a pool takes, in Python integers; allocate nothing.
+
+    Lines come first; what options.limit_bytes leaves is for pages. Raises ModelError: no line, no draft token, a bad
+    page size, or a pool of more bytes than the limit, one page at least.
+    """
+    if options.num_lines < 1:
+        raise ModelError(f"num_lines: expected at least 1, got {options.num_lines}")
+    if options.max_draft < 1:
+        raise ModelError(f"max_draft: expected at least 1, got {options.max_draft}")
+    if options.state_dtype not in (torch.float32, torch.bfloat16):
+        raise ModelError(f"state_dtype: expected float32 or bfloat16, got {options.state_dtype}")
+    paged = [shape for shape in shapes if isinstance(shape, AttentionShape)]
+    plans = [_line_shapes(shape, options, dtype) for shape in shapes if not isinstance(shape, AttentionShape)]
+    line_bytes = sum(math.prod(size) * kind.itemsize for plan in plans for size, kind in plan)
+    limit, num_lines, kv, pages = options.limit_bytes, options.num_lines + 1, None, ""
+    if paged:
+        check_page_size(options.page_size)
+        room = limit - line_bytes * num_lines if limit else None
+        kv = plan_cache(paged, options.num_lines, options.page_size, room, dtype)
+        if kv.num_pages < 1:
+            kv = replace(kv, num_pages=1, max_context=min(paged[0].max_positions, options.page_size))
+        line_bytes += kv.max_pages * torch.int32.itemsize
+        pages = f", and 2 pages of {kv.page_bytes}"
+    total_bytes = line_bytes * num_lines + (kv.total_bytes if kv else 0)
+    if 0 < limit < total_bytes:
+        raise ModelError(
+            f"--state-bytes: expected at least {total_bytes} for {options.num_lines} sequences and the null "
+            f"line of {line_bytes} bytes each{pages}, got a limit of {limit}"
+        )
+    return StatePlan(line_bytes, kv, total_bytes)
+
+
+def line_parts(shape: RecurrentShape, options: StateOptions, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of one line of a recurrent layer by the tensor of its LayerState, in Python integers."""
+    names = (field.name for field in fields(LayerState))
+    sizes = _line_shapes(shape, options, dtype)
+    return {name: math.prod(size) * kind.itemsize for name, (size, kind) in zip(names, sizes, strict=True)}
+
+
+def _allocate_lines(
+    shape: RecurrentShape, options: StateOptions, dtype: torch.dtype, device: torch.device
+) -> LayerState:
+    """Allocate the lines of a recurrent layer."""
+    sizes = _line_shapes(shape, options, dtype)
+    return LayerState(*(torch.zeros(options.num_lines + 1, *size, dtype=kind, device=device) for size, kind in sizes))
+
+
+def _line_shapes(
+    shape: RecurrentShape, options: StateOptions, dtype: torch.dtype
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return shape and dtype of one line of each tensor of a LayerState, in the order of its fields."""
+    return (
+        ((shape.conv_width - 1 + options.max_draft, shape.conv_channels), dtype),
+        (shape.state, options.state_dtype),
+        ((2, options.max_draft, shape.record), torch.float32),
+    )

@@ -1,0 +1,1 @@
+"""Memory that crosses borders: shared with clients, or pinned for the device."""

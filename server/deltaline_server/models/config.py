@@ -1,0 +1,293 @@
+"""What a checkpoint's config.json says about its layers: kinds, shapes, constants.
+
+Reads the config of a Hugging Face model directory. Knows no tensor, and not which layers are served.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
+from deltaline_server.checkpoints.config_reader import Keys, ModelError, read_json_object, shown
+from deltaline_server.layers.shapes import AttentionShape, Mamba2Shape, MixerShape
+from deltaline_server.layers.streams import StreamConfig, stream_config
+from deltaline_server.models.shape_reader import attention_shape, gated_delta_net_shape, time_step_limits, value_groups
+
+CONFIG_FILE = "config.json"
+MAX_CONFIG_BYTES = 16 << 20
+MAX_LAYERS = 4096
+MAX_SIZE = 1 << 20
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Scope(StrEnum):
+    """What a served layer computes."""
+
+    MIXER = "mixer"
+    """Hidden states in, the mixer's output out."""
+    BLOCK = "block"
+    """The whole layer, as the checkpoint's model does: norm, mixer, residual, and then norm, MLP, residual if it has
+    an MLP."""
+
+
+class MixerKind(StrEnum):
+    """What mixes the tokens of a layer."""
+
+    GATED_DELTA_NET = "gated_delta_net"
+    MAMBA2 = "mamba2"
+    ATTENTION = "attention"
+
+
+class MlpKind(StrEnum):
+    """What computes on each token of a layer by itself."""
+
+    DENSE = "dense"
+    MIXTURE_OF_EXPERTS = "mixture_of_experts"
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One decoder layer: its number in the checkpoint and its parts; None where it has no such part."""
+
+    index: int
+    mixer: MixerKind | None
+    mlp: MlpKind | None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A checkpoint's language model.
+
+    intermediate_size: of dense MLPs. dtype: the one that the checkpoint was written for, None where it names none.
+    shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
+    residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer. streams: its hyper-connections,
+    None where it has one plain residual.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    dtype: str | None
+    shapes: Mapping[MixerKind, MixerShape]
+    layers: tuple[LayerConfig, ...]
+    residual_in_fp32: bool = False
+    unserved: Mapping[MixerKind, str] = field(default_factory=dict)
+    streams: StreamConfig | None = None
+
+    @property
+    def interleaves_projections(self) -> bool:
+        """Whether the input projections are stored as qkvz and ba, each interleaved by key head."""
+        return self.model_type == "qwen3_next"
+
+    @property
+    def has_mlp_blocks(self) -> bool:
+        """Whether a layer with a mixer has an MLP as well."""
+        return any(layer.mixer is not None and layer.mlp is not None for layer in self.layers)
+
+    def with_context(self, max_context: int) -> ModelConfig:
+        """Let sequences have at most so many tokens; 0 for as many as the checkpoint was made for, which is the most.
+
+        Raises ModelError beyond that. Without attention there is no limit, and nothing changes.
+        """
+        shape = self.shapes.get(MixerKind.ATTENTION)
+        if not max_context or not isinstance(shape, AttentionShape):
+            return self
+        if max_context > shape.max_positions:
+            raise ModelError(
+                f"--max-context: expected at most {shape.max_positions} (max_position_embeddings), got {max_context}"
+            )
+        shape = replace(shape, max_positions=max_context)
+        return replace(self, shapes={**self.shapes, MixerKind.ATTENTION: shape})
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> ModelConfig:
+        """Read `config.json` of a model directory. Raises ModelError."""
+        return cls.from_file(directory / CONFIG_FILE)
+
+    @classmethod
+    def from_file(cls, path: Path) -> ModelConfig:
+        """Read a config.json. Raises ModelError when it is missing, too large, no JSON object, or not servable."""
+        return cls.from_mapping(read_json_object(path, MAX_CONFIG_BYTES))
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Read the parsed config. Raises ModelError naming the key."""
+        model_type = raw.get("model_type")
+        if not isinstance(model_type, str) or model_type not in _READERS:
+            raise ModelError(f"model_type: expected one of {', '.join(_READERS)}, got {shown(model_type)}")
+        if "quantization_config" in raw:
+            raise ModelError("quantization_config: expected none (quantised weights are not served)")
+        nested, read = _READERS[model_type]
+        keys = Keys(raw.get(nested), f"{nested}.") if nested else Keys(raw, "")
+        return replace(read(model_type, keys, _dtype(keys, raw)), streams=stream_config(keys))
+
+
+def _qwen(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
+    keys.require("hidden_act", "silu", default="silu")
+    num_layers = keys.integer("num_hidden_layers", 1, MAX_LAYERS)
+    mixers = _mixers(keys, num_layers)
+    shapes: dict[MixerKind, MixerShape] = {}
+    unserved = {}
+    if MixerKind.GATED_DELTA_NET in mixers:
+        shapes[MixerKind.GATED_DELTA_NET] = gated_delta_net_shape(keys)
+    if MixerKind.ATTENTION in mixers:
+        try:
+            shapes[MixerKind.ATTENTION] = attention_shape(keys, num_kv_heads=2 if model_type == "qwen3_next" else 4)
+        except ModelError as error:  # its other layers can be served all the same
+            unserved[MixerKind.ATTENTION] = str(error)
+    mlps = _mlps(keys, num_layers) if model_type == "qwen3_next" else (MlpKind.DENSE,) * num_layers
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=keys.integer("hidden_size", 1, MAX_SIZE),
+        intermediate_size=keys.integer("intermediate_size", 1, MAX_SIZE),
+        rms_norm_eps=keys.positive("rms_norm_eps"),
+        dtype=dtype,
+        shapes=shapes,
+        layers=tuple(LayerConfig(*layer) for layer in zip(range(num_layers), mixers, mlps, strict=True)),
+        unserved=unserved,
+    )
+
+
+def _mamba2(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
+    keys.require("hidden_act", "silu", default="silu")
+    hidden_size = keys.integer("hidden_size", 1, MAX_SIZE)
+    num_heads, head_dim = keys.integer("num_heads", 1, MAX_LAYERS), keys.integer("head_dim", 1, MAX_HEAD_DIM)
+    if keys.integer("expand", 1, MAX_LAYERS, default=2) * hidden_size != num_heads * head_dim:
+        raise keys.fail("expand", f"num_heads * head_dim / hidden_size ({num_heads} * {head_dim} / {hidden_size})")
+    shape = Mamba2Shape(
+        num_groups=value_groups(keys, num_heads),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_dim=keys.integer("state_size", 1, MAX_HEAD_DIM, default=128),
+        conv_width=keys.integer("conv_kernel", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
+        norm_groups=1,
+        dt_limit=time_step_limits(keys),
+        has_conv_bias=keys.flag("use_conv_bias", default=True),
+        has_bias=keys.flag("use_bias", default=False),
+    )
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=hidden_size,
+        intermediate_size=0,
+        rms_norm_eps=keys.positive("layer_norm_epsilon", default=1e-5),
+        dtype=dtype,
+        shapes={MixerKind.MAMBA2: shape},
+        layers=tuple(
+            LayerConfig(i, MixerKind.MAMBA2, None) for i in range(keys.integer("num_hidden_layers", 1, MAX_LAYERS))
+        ),
+        residual_in_fp32=keys.flag("residual_in_fp32", default=True),
+    )
+
+
+def _nemotron_h(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
+    keys.require("mamba_hidden_act", "silu", default="silu")
+    num_heads = keys.integer("mamba_num_heads", 1, MAX_LAYERS)
+    groups = value_groups(keys, num_heads, _spelling(keys, "mamba_n_groups", "n_groups"))
+    shape = Mamba2Shape(
+        num_groups=groups,
+        num_heads=num_heads,
+        head_dim=keys.integer("mamba_head_dim", 1, MAX_HEAD_DIM),
+        state_dim=keys.integer("ssm_state_size", 1, MAX_HEAD_DIM, default=128),
+        conv_width=keys.integer(
+            _spelling(keys, "mamba_d_conv", "conv_kernel"), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4
+        ),
+        norm_groups=groups,
+        # The checkpoint's model takes time_step_min for the least time step, and has no greatest one.
+        dt_limit=(keys.positive(_spelling(keys, "mamba_dt_min", "time_step_min"), default=0.001), math.inf),
+        has_conv_bias=keys.flag(_spelling(keys, "mamba_conv_bias", "use_conv_bias"), default=True),
+        has_bias=keys.flag("use_bias", default=False),
+    )
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=keys.integer("hidden_size", 1, MAX_SIZE),
+        intermediate_size=keys.integer("intermediate_size", 1, MAX_SIZE),
+        rms_norm_eps=keys.positive("layer_norm_epsilon", default=1e-5),
+        dtype=dtype,
+        shapes={MixerKind.MAMBA2: shape},
+        layers=_nemotron_layers(keys),
+    )
+
+
+# model_type -> the key that nests the language model's config ("" where it is the config itself), and who reads it.
+_READERS: dict[str, tuple[str, Callable[[str, Keys, str | None], ModelConfig]]] = {
+    "qwen3_next": ("", _qwen),
+    "qwen3_5": ("text_config", _qwen),
+    "qwen3_5_text": ("", _qwen),
+    "mamba2": ("", _mamba2),
+    "nemotron_h": ("", _nemotron_h),
+}
+_LAYER_TYPES = {"linear_attention": MixerKind.GATED_DELTA_NET, "full_attention": MixerKind.ATTENTION}
+# A layer of Nemotron-H has one part: as its config lists them, in its old spelling, and as letters of a pattern.
+_MAMBA, _ATTENTION = (MixerKind.MAMBA2, None), (MixerKind.ATTENTION, None)
+_DENSE, _EXPERTS = (None, MlpKind.DENSE), (None, MlpKind.MIXTURE_OF_EXPERTS)
+_NEMOTRON_LAYERS: dict[str, tuple[MixerKind | None, MlpKind | None]] = {
+    "linear_attention": _MAMBA,
+    "full_attention": _ATTENTION,
+    "mamba": _MAMBA,
+    "attention": _ATTENTION,
+    "mlp": _DENSE,
+    "moe": _EXPERTS,
+    "M": _MAMBA,
+    "*": _ATTENTION,
+    "-": _DENSE,
+    "E": _EXPERTS,
+}
+
+
+def _nemotron_layers(keys: Keys) -> tuple[LayerConfig, ...]:
+    """The layers: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
+    key = "layers_block_type" if keys.get("layers_block_type") is not None else "hybrid_override_pattern"
+    types = keys.get(key)
+    is_known = isinstance(types, list | str) and all(
+        isinstance(kind, str) and kind in _NEMOTRON_LAYERS for kind in types
+    )
+    if not is_known or not 1 <= len(types) <= MAX_LAYERS:
+        raise keys.fail(key, f"1..{MAX_LAYERS} of {', '.join(_NEMOTRON_LAYERS)}")
+    return tuple(LayerConfig(i, *_NEMOTRON_LAYERS[kind]) for i, kind in enumerate(types))
+
+
+def _spelling(keys: Keys, old: str, new: str) -> str:
+    """The key to read: the old one where there is one, which goes before the new one in the checkpoint's model."""
+    return new if keys.get(old) is None else old
+
+
+def _mixers(keys: Keys, num_layers: int) -> tuple[MixerKind, ...]:
+    """The mixer of each layer: `layer_types`, or every full_attention_interval-th is attention."""
+    types = keys.get("layer_types")
+    if types is None:
+        interval = keys.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
+        return tuple(
+            MixerKind.GATED_DELTA_NET if (i + 1) % interval else MixerKind.ATTENTION for i in range(num_layers)
+        )
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_LAYER_TYPES) for kind in types):
+        raise keys.fail("layer_types", f"{num_layers} of {', '.join(_LAYER_TYPES)}")
+    return tuple(_LAYER_TYPES[kind] for kind in types)
+
+
+def _mlps(keys: Keys, num_layers: int) -> tuple[MlpKind, ...]:
+    """The MLP of each layer; absent keys mean what they mean to the checkpoint's model."""
+    dense = keys.get("mlp_only_layers")
+    if dense is None:
+        dense = []
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        raise keys.fail("mlp_only_layers", "a list of layer numbers")
+    num_experts = keys.integer("num_experts", 0, MAX_SIZE, default=512)
+    step = keys.integer("decoder_sparse_step", 1, MAX_SIZE, default=1)
+    return tuple(
+        MlpKind.DENSE if i in dense or num_experts == 0 or (i + 1) % step else MlpKind.MIXTURE_OF_EXPERTS
+        for i in range(num_layers)
+    )
+
+
+def _dtype(keys: Keys, raw: Mapping[str, Any]) -> str | None:
+    """The dtype that the config names, under its new or its old key, nested or not."""
+    named = keys.get("dtype") or keys.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype")
+    if named is not None and named not in DTYPES:
+        raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {shown(named)}")
+    return named

@@ -1,0 +1,44 @@
+"""The kernels' self-test as the server runs it at start: in the sizes that it serves, on its device.
+
+Knows what the test is told and what is said of a failure; not what is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from deltaline_kernels.selftest.run import run_selftest
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.layers.shapes import AttentionShape, MixerShape
+from deltaline_server.layers.state_pool import StateOptions
+
+
+def check_kernels(
+    device: torch.device, dtype: torch.dtype, shape: MixerShape, options: StateOptions, streams: Mapping[str, int]
+) -> None:
+    """Compare every kernel, as it serves such a model, with its reference on the device.
+
+    streams: what the self-test is told of residual streams, nothing where there are none.
+    Raises: ModelError naming those that differ, and on a GPU what compiled them.
+    """
+    sizes: dict[str, Any] = shape.test_sizes() | dict(streams)
+    if isinstance(shape, AttentionShape):
+        sizes["page_size"] = options.page_size
+    checks = run_selftest(device, dtype, **sizes, max_draft=options.max_draft, state_dtype=options.state_dtype)
+    wrong = [check for check in checks if not check.ok]
+    if wrong:
+        text = "; ".join(f"{check.name}: error {check.error:.2g}, limit {check.limit:.2g}" for check in wrong)
+        raise ModelError(f"self-test: the kernels compute wrong values on this device{_compiler(device)}: {text}")
+
+
+def _compiler(device: torch.device) -> str:
+    """What compiles kernels for a device, in parentheses; nothing for the CPU."""
+    if device.type != "cuda":
+        return ""
+    from triton import knobs  # installed on Linux alone
+
+    return f" (Triton {version('triton')}, ptxas {knobs.nvidia.ptxas.version})"

@@ -1,0 +1,155 @@
+"""Where the tensors of an adapter belong: the modules of the served layers, and those that somebody else computes.
+
+Knows names, as PEFT writes them; reads no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from deltaline_server.checkpoints.config_reader import ModelError, shown
+from deltaline_server.checkpoints.modules import MLP, Module, Packed
+from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.models.config import MixerKind, MlpKind, ModelConfig, Scope
+from deltaline_server.models.family import block_family, served_modules
+from deltaline_server.models.weights import PREFIXES
+
+PEFT_PREFIX = "base_model.model."
+# The modules of an attention mixer, where the config does not say their shapes.
+ATTENTION_MODULES = frozenset(f"{mixer}.{name}_proj" for mixer in ("self_attn", "mixer") for name in "qkvo")
+# What a layer's MLP is called where it has no mixer; no config says its modules yet.
+ALONE = "mixer."
+# What a model has beside its layers: model_type -> the beginnings of its modules' names.
+BESIDE_LAYERS = {"qwen3_5": ("model.visual.", "visual.")}
+BESIDE = -1
+
+
+class Part(StrEnum):
+    """What a tensor is to its module; the ends of the names that PEFT writes."""
+
+    A = "lora_A.weight"
+    B = "lora_B.weight"
+    MAGNITUDE = "lora_magnitude_vector"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a tensor belongs to. prefix: what stands before the layer's number; module: the name behind it.
+
+    Of what is no layer's, layer is BESIDE, prefix is empty and module is the whole name.
+    """
+
+    prefix: str
+    layer: int
+    module: str
+    part: Part
+
+    @property
+    def module_name(self) -> str:
+        """The module's whole name in the model."""
+        return self.module if self.layer == BESIDE else f"{self.prefix}{self.layer}.{self.module}"
+
+
+def parse_name(name: str) -> Place:
+    """Read the name of a tensor. Raises ModelError naming it, if PEFT gives no tensor of LoRA's such a name."""
+    stem, part = next(
+        ((name.removesuffix(f".{part}"), part) for part in Part if name.endswith(f".{part}")), (name, None)
+    )
+    inner = stem.removeprefix(PEFT_PREFIX)
+    prefix = next((prefix for prefix in PREFIXES if inner.startswith(prefix)), None)
+    if part is None or inner == stem:
+        raise _no_match(name)
+    if prefix is None:
+        return Place("", BESIDE, inner, part)
+    number, _, module = inner.removeprefix(prefix).partition(".")
+    if not (number.isascii() and number.isdecimal() and len(number) <= 4 and str(int(number)) == number and module):
+        raise _no_match(name)
+    return Place(prefix, int(number), module, part)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A served projection on one rank: its inputs, and the outputs of each of its modules, one after the other."""
+
+    inputs: int
+    sizes: tuple[int, ...]
+
+
+class AdapterLayout:
+    """The served layers of a model, as an adapter sees them. Constant."""
+
+    def __init__(self, config: ModelConfig, scope: Scope, layers: Sequence[int], placement: Placement) -> None:
+        self.placement = placement
+        self.layers = tuple(sorted(layers))
+        self._modules = {kind: served_modules(config, kind, scope) for kind in config.shapes}
+        self._mixers = {
+            kind: {module.name: module for module in served_modules(config, kind, Scope.MIXER)}
+            for kind in config.shapes
+        }
+        self._mlp = {module.name: module for module in block_family(config).modules}
+        self._config = config
+        kinds = dict.fromkeys(self._kind(layer) for layer in self.layers)
+        self._projections = {kind: self._slices_of(kind) for kind in kinds}
+
+    def modules(self, layer: int) -> tuple[Module, ...]:
+        """The modules of a served layer, in the order of their projections' rows."""
+        return self._modules[self._kind(layer)]
+
+    def projections(self, layer: int) -> Mapping[Packed, Slices]:
+        """The projections of a served layer that an adapter may change."""
+        return self._projections[self._kind(layer)]
+
+    def slice_of(self, layer: int, module: Module) -> tuple[int, slice]:
+        """The place of a module among those of its served projection, and its rows there, on this rank."""
+        sizes = self.projections(layer)[module.packed].sizes
+        index = [other for other in self.modules(layer) if other.packed is module.packed].index(module)
+        start = sum(sizes[:index])
+        return index, slice(start, start + sizes[index])
+
+    def served(self, place: Place) -> Module | None:
+        """The served module that a tensor belongs to, None where it is not served here."""
+        if place.layer not in self.layers:
+            return None
+        return next((module for module in self.modules(place.layer) if module.name == place.module), None)
+
+    def check(self, place: Place, name: str) -> tuple[int, int] | None:
+        """Return rows and columns of the module that a tensor belongs to, None where no config tells them.
+
+        Raises ModelError naming the tensor, if the model has no such module.
+        """
+        if place.layer == BESIDE and place.module.startswith(BESIDE_LAYERS.get(self._config.model_type, ())):
+            return None
+        if not 0 <= place.layer < len(self._config.layers):
+            raise _no_match(name)
+        layer = self._config.layers[place.layer]
+        mixer = {} if layer.mixer is None else self._mixers.get(layer.mixer)
+        if mixer is None and place.module in ATTENTION_MODULES:
+            return None
+        if layer.mixer is None and place.module.startswith(ALONE):
+            return None
+        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and place.module.startswith(MLP):
+            return None
+        module = (mixer or {}).get(place.module)
+        if module is None and layer.mlp is MlpKind.DENSE:
+            module = self._mlp.get(place.module)
+        if module is None:
+            raise _no_match(name)
+        return module.rows, module.columns
+
+    def _kind(self, layer: int) -> MixerKind:
+        kind = self._config.layers[layer].mixer
+        assert kind is not None
+        return kind
+
+    def _slices_of(self, kind: MixerKind) -> dict[Packed, Slices]:
+        """The projections of a layer with a mixer of this kind."""
+        shapes: dict[Packed, list[tuple[int, int]]] = {}
+        for module in self._modules[kind]:
+            shapes.setdefault(module.packed, []).append(module.served_shape(self.placement.world_size))
+        return {packed: Slices(sizes[0][1], tuple(rows for rows, _ in sizes)) for packed, sizes in shapes.items()}
+
+
+def _no_match(name: str) -> ModelError:
+    return ModelError(f"{shown(name)}: expected a tensor of a linear module of the model, found no such module")

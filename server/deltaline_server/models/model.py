@@ -1,0 +1,295 @@
+"""The served model: layers in spans, loaded at start.
+
+Knows which layers are served and runs a span of them. Knows no batch queue, no sequence and no RPC.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
+from deltaline_server.checkpoints.checkpoint import Checkpoint
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.checkpoints.modules import Packed
+from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.layers.hyper_connection import HyperBlock
+from deltaline_server.layers.layer import Layer
+from deltaline_server.layers.shapes import AttentionShape
+from deltaline_server.layers.stack import Stack, make_stack
+from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state
+from deltaline_server.layers.streams import StreamEnds, span_ends
+from deltaline_server.models.config import CONFIG_FILE, ModelConfig, Scope
+from deltaline_server.models.lora_layout import AdapterLayout
+from deltaline_server.models.lora_places import AdapterStore, store_bytes
+from deltaline_server.models.weights import LayerLoader, random_init
+from deltaline_server.span_ends import SpanEnds
+
+NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.float16: np.dtype(np.float16),
+}
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Room for adapters on the device: slots, and the largest rank that one may have."""
+
+    num_slots: int
+    max_rank: int
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What to serve and where.
+
+    model: a model directory; or random_init: a config.json whose weights are drawn from `seed`. Exactly one of them.
+    layers: the layers that may be served, None for all of the checkpoint's.
+    spans: what a step may address; None for one span of all `layers` in block scope, one for each in mixer scope.
+        Layers of no span are not loaded.
+    dtype: None for the checkpoint's, float32 where it names none.
+    adapters: None for none. max_context: most tokens of a sequence of a model with attention, 0 for the checkpoint's.
+    stream_ends: of a model with residual streams, which of its ends the spans have.
+    """
+
+    device: torch.device
+    model: Path | None = None
+    random_init: Path | None = None
+    seed: int = 0
+    layers: range | None = None
+    spans: Sequence[range] | None = None
+    scope: Scope = Scope.BLOCK
+    dtype: torch.dtype | None = None
+    rank: int = 0
+    world_size: int = 1
+    adapters: AdapterOptions | None = None
+    max_context: int = 0
+    stream_ends: StreamEnds = StreamEnds.NONE
+
+
+class Model:
+    """Layers in spans.
+
+    Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
+    is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank);
+    stream_sizes (what the kernels' self-test is told of residual streams); layout (of what adapters may change);
+    adapters (their slots, None where there are none); paged_spans (those with attention layers, which keep pages).
+    """
+
+    def __init__(self, plan: ModelPlan, scope: Scope, stacks: Sequence[Stack], adapters: AdapterStore | None) -> None:
+        """stacks: of the plan's spans."""
+        config, shapes, placement = plan.config, plan.loader.shapes, plan.layout.placement
+        self.config, self.scope = config, scope
+        self.spans, self.ends = plan.spans, plan.ends
+        self.hidden_size = config.hidden_size
+        self.dtype = placement.dtype
+        self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
+        self.device = placement.device
+        self.shapes = tuple(shapes[layer] for layer in plan.layers)
+        self.stream_sizes = {"streams": plan.streams, "hidden": config.hidden_size} if plan.streams else {}
+        self.layout = plan.layout
+        self.adapters = adapters
+        self._stacks = tuple(stacks)
+        self.paged_spans = frozenset(
+            i for i, span in enumerate(plan.spans) if any(isinstance(shapes[layer], AttentionShape) for layer in span)
+        )
+        # The place of each layer in a StatePool of this model.
+        self._places = {layer: place for place, layer in enumerate(plan.layers)}
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are loaded: those of the spans."""
+        return len(self._places)
+
+    def make_pool(self, options: StateOptions) -> StatePool:
+        """Allocate the state of this model's layers. Raises ModelError as StatePool does."""
+        return StatePool(self.shapes, options, dtype=self.dtype, device=self.device)
+
+    def forward(
+        self,
+        span: int,
+        hidden: Tensor,
+        rows: Rows,
+        pool: StatePool,
+        adapter_slots: Tensor | None = None,
+        new_pages: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layers of a span over hidden `[T, input width]`, not mutated, to `[T, output width]`.
+
+        Mutates the write lines of `pool`.
+
+        new_pages: as StatePool.put_pages takes them, those that begin among the rows' tokens; None for none, and where
+        the span has no attention layers.
+
+        adapter_slots: int32 `[N]`, contiguous, the slot of each row's adapter, -1 for none; None where no row has one.
+        Raises ValueError: rows with adapters, and no slots.
+        """
+        if new_pages is not None:
+            pool.put_pages(new_pages)
+        tiles = None
+        if adapter_slots is not None:
+            if self.adapters is None:
+                raise ValueError("adapter_slots: expected None, as this model has no adapter slots")
+            token_slots = spread_slots(adapter_slots, rows.query_start_loc, hidden.shape[0])
+            tiles = group_tokens(token_slots, self.adapters.num_slots, self.adapters.max_rank)
+        states = [pool.layers[self._places[layer]] for layer in self.spans[span]]
+        return self._stacks[span].forward(hidden, rows, states, tiles).to(self.dtype)
+
+
+def load_model(options: ModelOptions) -> Model:
+    """Load what `options` ask for.
+
+    Raises ModelError: the config, a span, a layer or a tensor is not as expected, and the message names it; or there is
+    no room for the weights, or the adapters' slots.
+    """
+    with _plan(options) as plan:
+        try:
+            return _load(plan, options)
+        except RuntimeError as error:  # that is how torch says that there is no room
+            why = str(error).partition("\n")[0]
+            raise ModelError(
+                f"--model, --random-init: the weights can't be loaded to {options.device}: {why}"
+            ) from error
+
+
+def _load(plan: ModelPlan, options: ModelOptions) -> Model:
+    """Load the planned layers. Raises RuntimeError where there is no room."""
+    wanted = options.adapters
+    store = None if wanted is None else AdapterStore(plan.layout, wanted.num_slots, wanted.max_rank)
+    layers: dict[int, Layer | HyperBlock] = {}
+    for number in plan.layers:
+        adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
+        load = plan.loader.block if options.scope is Scope.BLOCK else plan.loader.mixer
+        layers[number] = load(number, adapters)
+    stacks = [
+        make_stack([layers[number] for number in span], ends, plan.streams, plan.loader.head)
+        for span, ends in zip(plan.spans, plan.ends, strict=True)
+    ]
+    return Model(plan, options.scope, stacks, store)
+
+
+@contextmanager
+def open_weights(options: ModelOptions) -> Iterator[LayerLoader]:
+    """Open once more what `load_model` loads from, to read rows of weights, on no device. Raises as it does."""
+    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+        yield plan.loader
+
+
+@contextmanager
+def open_plan(options: ModelOptions) -> Iterator[ModelPlan]:
+    """Open what `load_model` would load, checked, on no device; no weight is read. Raises as it does."""
+    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+        yield plan
+
+
+def check_model(options: ModelOptions, state: StateOptions | None = None) -> int:
+    """Check all that `load_model` checks, on no device: names and shapes of weights are read, their values are not.
+
+    With `state`, check that its limit holds the model's state as well; none is allocated. Returns the bytes that the
+    adapter slots will take, 0 where there are none.
+    Raises ModelError as `load_model` and `Model.make_pool` do.
+    """
+    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+        if state is not None:
+            plan_state([plan.loader.shapes[layer] for layer in plan.layers], state, plan.layout.placement.dtype)
+        wanted = options.adapters
+        return 0 if wanted is None else store_bytes(plan.layout, wanted.num_slots, wanted.max_rank)
+
+
+def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> tuple[range, ...]:
+    """Return the spans to serve. Raises ModelError unless they are disjoint, inside `layers` and fit the scope."""
+    if spans is None:
+        return (layers,) if scope is Scope.BLOCK else tuple(range(i, i + 1) for i in layers)
+    if not spans:
+        raise ModelError("--spans: expected at least one, got none")
+    for span in spans:
+        if span.step != 1 or not layers.start <= span.start < span.stop <= layers.stop:
+            raise ModelError(f"--spans: expected layers inside {_text(layers)}, got {_text(span)}")
+        if scope is Scope.MIXER and len(span) > 1:
+            raise ModelError(f"--spans: expected one layer each in mixer scope, got {_text(span)}")
+    ordered = sorted(spans, key=lambda span: span.start)
+    for before, after in itertools.pairwise(ordered):
+        if after.start < before.stop:
+            raise ModelError(f"--spans: expected disjoint spans, got {_text(before)} and {_text(after)}")
+    return tuple(spans)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order.
+
+    streams: residual streams within the spans, 0 where layers pass on `[T, hidden]`.
+    """
+
+    config: ModelConfig
+    spans: tuple[range, ...]
+    ends: tuple[SpanEnds, ...]
+    streams: int
+    layers: list[int]
+    layout: AdapterLayout
+    loader: LayerLoader
+
+
+@contextmanager
+def _plan(options: ModelOptions) -> Iterator[ModelPlan]:
+    """Plan what `options` ask for; the checkpoint is open inside the context. Raises ModelError."""
+    with ExitStack() as stack:
+        checkpoint: Checkpoint | None = None
+        if options.model is not None and options.random_init is None:
+            _require("--model", options.model / CONFIG_FILE)
+            config = ModelConfig.from_directory(options.model)
+            checkpoint = stack.enter_context(Checkpoint(options.model))
+        elif options.random_init is not None and options.model is None:
+            _require("--random-init", options.random_init)
+            config = ModelConfig.from_file(options.random_init)
+        else:
+            raise ModelError("--model, --random-init: expected either a model directory or a config for random weights")
+        config = config.with_context(options.max_context)
+        count = len(config.layers)
+        served = options.layers if options.layers is not None else range(count)
+        if served.step != 1 or not 0 <= served.start < served.stop <= count:
+            raise ModelError(f"--layers: expected a range inside {_text(range(count))}, got {_text(served)}")
+        spans = check_spans(options.spans, served, options.scope)
+        layers = sorted(layer for span in spans for layer in span)
+        dtype = options.dtype or getattr(torch, config.dtype or "float32")
+        placement = Placement(_with_index(options.device), dtype, options.rank, options.world_size)
+        source = checkpoint or random_init(config, layers, options.scope, options.seed)
+        loader = LayerLoader(source, config, layers, options.scope, placement)
+        streams = config.streams if options.scope is Scope.BLOCK else None
+        token = SpanEnds(config.hidden_size, dtype.itemsize)
+        ends = span_ends(spans, count, token, streams, options.stream_ends)
+        if options.stream_ends.has_head:
+            loader.check_head()
+        layout = AdapterLayout(config, options.scope, layers, placement)
+        yield ModelPlan(config, spans, ends, 0 if streams is None else streams.count, layers, layout, loader)
+
+
+def _require(flag: str, path: Path) -> None:
+    """Raise ModelError naming the option unless there is something at the path that its value leads to."""
+    try:
+        path.stat()
+    except OSError as error:
+        raise ModelError(f"{flag}: expected a file {path}, found none ({error.strerror})") from error
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device with its index, as tensors on it name it. Raises ModelError if torch can't use it."""
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:
+        raise ModelError(f"--device: expected one that torch finds here, got {device}") from error
+
+
+def _text(layers: range) -> str:
+    """A range as the command line spells it."""
+    return f"{layers.start}:{layers.stop}"

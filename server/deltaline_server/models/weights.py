@@ -1,0 +1,166 @@
+"""The weights of a served layer: which tensors a checkpoint must hold for it, and how they become ours.
+
+Checks names and shapes against the config, takes one rank's share and packs it for few large products. Knows no state
+and computes no layer (layer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from deltaline_kernels import LoraWeights
+from deltaline_server.checkpoints.checkpoint import DTYPES, RandomTensors, TensorSource
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.checkpoints.layer_reader import LayerReader
+from deltaline_server.checkpoints.modules import Module, Packed
+from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
+from deltaline_server.layers.layer import Layer
+from deltaline_server.layers.shapes import MixerShape
+from deltaline_server.models.config import LayerConfig, MixerKind, MlpKind, ModelConfig, Scope
+from deltaline_server.models.family import block_family, head_family, mixer_family, served_modules
+
+# What transformers writes before a layer's number: in whole models, then in models saved without their head.
+PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "language_model.layers.", "backbone.layers.")
+
+
+def expected_tensors(config: ModelConfig, kind: MixerKind, scope: Scope) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors of one served layer, without the prefix and the layer's number."""
+    tensors = mixer_family(config, kind).tensors
+    if scope is Scope.BLOCK:
+        tensors |= block_family(config).tensors
+    modules = served_modules(config, kind, scope)
+    return tensors | {f"{module.name}.weight": (module.rows, module.columns) for module in modules}
+
+
+def mixer_kinds(config: ModelConfig, layers: Sequence[int], scope: Scope) -> dict[int, MixerKind]:
+    """Return the kinds of the mixers of these layers. Raises ModelError naming a layer that can't be served."""
+    return {i: _servable(config, config.layers[i], scope) for i in layers}
+
+
+def random_init(config: ModelConfig, layers: Sequence[int], scope: Scope, seed: int) -> RandomTensors:
+    """Return weights drawn from `seed` for these layers, to be loaded as a checkpoint is. Raises as mixer_kinds."""
+    kinds = mixer_kinds(config, layers, scope)
+    names = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
+    shapes = {f"{PREFIXES[0]}{i}.{name}": size for i, kind in kinds.items() for name, size in names[kind].items()}
+    if config.streams is not None:
+        shapes |= {_beside(PREFIXES[0], name): size for name, size in head_family(config).tensors.items()}
+    return RandomTensors(shapes, seed)
+
+
+class LayerLoader:
+    """Loads served layers from a source, one at a time, for one rank. shapes: of each layer's mixer on this rank.
+
+    Raises ModelError at construction: a layer is not servable in this scope; a tensor is missing, extra or misshapen;
+    its dtype is not one of checkpoint.DTYPES; the heads can't be dealt out to the ranks.
+    """
+
+    def __init__(
+        self, source: TensorSource, config: ModelConfig, layers: Sequence[int], scope: Scope, placement: Placement
+    ) -> None:
+        self._source, self._config = source, config
+        self._placement = placement
+        self._kinds = kinds = mixer_kinds(config, layers, scope)
+        distinct = dict.fromkeys(kinds.values())
+        self._modules = {kind: served_modules(config, kind, scope) for kind in distinct}
+        self._mixers, self._blocks = {kind: mixer_family(config, kind) for kind in distinct}, block_family(config)
+        shares = {kind: config.shapes[kind].shard(placement.world_size) for kind in distinct}
+        self.shapes: dict[int, MixerShape] = {i: shares[kind] for i, kind in kinds.items()}
+        inner = config.intermediate_size
+        if scope is Scope.BLOCK and config.has_mlp_blocks and inner % placement.world_size:
+            raise ModelError(f"world_size: expected a divisor of intermediate_size {inner}, got {placement.world_size}")
+        self._prefix = _check_tensors(source, config, kinds, scope)
+
+    def mixer(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
+        """Load the mixer of a layer, with these adapters' slots."""
+        return self._mixers[self._kinds[layer]].mixer(self.reader(layer), adapters)
+
+    def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
+        """Load a layer and what surrounds its mixer, with these adapters' slots."""
+        return self._blocks.block(self.reader(layer), self.mixer(layer, adapters), adapters)
+
+    def check_head(self) -> None:
+        """Raise ModelError unless the source has the head of a model with streams."""
+        for name, shape in head_family(self._config).tensors.items():
+            name = _beside(self._prefix, name)
+            if name not in self._source.names:
+                raise ModelError(f"{name}: expected shape {list(shape)}, found nothing")
+            _check_tensor(self._source, name, shape)
+
+    def head(self) -> HyperHead:
+        """Load the head of a model with streams."""
+        reader = LayerReader(self._source, _beside(self._prefix, ""), (), self._placement)
+        return head_family(self._config).head(reader)
+
+    def reader(self, layer: int) -> LayerReader:
+        """What reads the tensors of a layer."""
+        modules = self._modules[self._kinds[layer]]
+        return LayerReader(self._source, f"{self._prefix}{layer}.", modules, self._placement)
+
+    def rows(self, layer: int, module: Module) -> Tensor:
+        """Read a module's weight, this rank's rows in the served order and all columns, as its file has it."""
+        return self.reader(layer).weight(module)
+
+
+def _servable(config: ModelConfig, layer: LayerConfig, scope: Scope) -> MixerKind:
+    """Return the kind of a layer's mixer. Raises ModelError if the layer can't be served in this scope."""
+    kind = layer.mixer
+    if kind is None or kind not in config.shapes:
+        got = kind or "an MLP alone"
+        why = "not served yet" if kind is None else config.unserved.get(kind, "not served yet")
+        raise ModelError(f"layer {layer.index}: expected {' or '.join(config.shapes)}, got {got} ({why})")
+    if scope is Scope.BLOCK and layer.mlp is MlpKind.MIXTURE_OF_EXPERTS:
+        raise ModelError(
+            f"layer {layer.index}: expected a dense MLP in block scope, got a mixture of experts "
+            "(its mixer can be served in mixer scope)"
+        )
+    return kind
+
+
+def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int, MixerKind], scope: Scope) -> str:
+    """Return the prefix of the layers' tensors. Raises ModelError on the first tensor that is not as expected."""
+    found: dict[str, set[str]] = {}
+    for name in source.names:
+        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
+        if prefix is not None:
+            found.setdefault(prefix, set()).add(name.removeprefix(prefix))
+    if len(found) != 1:
+        raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
+    [(prefix, names)] = found.items()
+    of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
+    passed_over = () if scope is Scope.BLOCK else block_family(config).names
+    for i, kind in kinds.items():
+        expected = of_kind[kind]
+        held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
+        missing, extra = sorted(expected.keys() - held), sorted(held - expected.keys())
+        if missing:
+            name = missing[0]
+            raise ModelError(f"{prefix}{i}.{name}: expected shape {list(expected[name])}, found nothing{_reason(name)}")
+        extra = [name for name in extra if not name.startswith(passed_over)]
+        if extra:
+            name = extra[0]
+            raise ModelError(f"{prefix}{i}.{name}: expected no such tensor in a served layer, found one{_reason(name)}")
+        for name, shape in expected.items():
+            _check_tensor(source, f"{prefix}{i}.{name}", shape)
+    return prefix
+
+
+def _reason(name: str) -> str:
+    """What decides that there is a tensor, where a reader may not think of it."""
+    return " (hc_mult in config.json says whether there are streams)" if "_hc." in name else ""
+
+
+def _check_tensor(source: TensorSource, name: str, shape: tuple[int, ...]) -> None:
+    """Raise ModelError unless a tensor has this shape and a dtype that is read."""
+    info = source.info(name)
+    if info.shape != shape:
+        raise ModelError(f"{name}: expected shape {list(shape)}, got {list(info.shape)}")
+    if info.dtype not in DTYPES:
+        raise ModelError(f"{name}: expected dtype {' or '.join(DTYPES)}, got {info.dtype}")
+
+
+def _beside(prefix: str, name: str) -> str:
+    """A name in the module that has the layers; prefix: what stands before their numbers."""
+    return prefix.removesuffix("layers.") + name

@@ -1,0 +1,1 @@
+"""What a server with given options would take, without starting it."""

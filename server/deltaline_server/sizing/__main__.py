@@ -1,0 +1,143 @@
+"""`python -m deltaline_server.sizing`, which `deltaline size` calls: prints what a server with given options takes.
+
+Takes the server's own options, so that a command that was sized can be started. Knows text; not sizes (sizes.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.config import Config
+from deltaline_server.option import ConfigError, flag
+from deltaline_server.sizing.sizes import LayerSize, Sizes, size
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+_ABOUT = """\
+Tells what a server takes on its device, and how many sequences a budget of memory holds, from the checkpoint's config
+and the names of its tensors: no weight is read, nothing is allocated, no GPU is needed.
+
+  deltaline size --model DIR                                      with the server's defaults
+  deltaline size --model DIR --state-bytes 40GiB --context 8192   how many sequences of 8,192 tokens go into 40 GiB
+  deltaline size --random-init config.json --layers 0:16          of a config alone, and of a part of its layers
+
+It takes every option of deltaline-server, in the environment and a --config file as well; those that change nothing of
+this are ignored. --max-sequences, --max-draft-tokens, --state-dtype, --page-size, --max-context, --dtype, --scope,
+--stream-ends and those of adapters do.
+"""
+
+
+def main() -> int:
+    """Print the sizes; 0, or 1 where --state-bytes is too little, and after an error, which is one line."""
+    try:
+        config, context = _parse(sys.argv[1:])
+        sizes = size(config, context)
+        print(report(sizes, config))
+        return int(not sizes.fits)
+    except (ConfigError, ModelError, ValueError) as error:
+        print(f"deltaline: error: {error}", file=sys.stderr)
+        return 1
+
+
+def report(sizes: Sizes, config: Config) -> str:
+    """Return the sizes as a page of text."""
+    plan, state = sizes.plan, sizes.state
+    spans = ", ".join(f"{span.start}:{span.stop}" for span in plan.spans)
+    dtype = str(plan.layout.placement.dtype).removeprefix("torch.")
+    lines = [
+        f"{plan.config.model_type}, {config.scope} scope, spans {spans}, {dtype}, state in {config.state_dtype}",
+        "",
+    ]
+    parts = list(dict.fromkeys(part for layer in sizes.layers for part in layer.line))
+    heads = ("of each layer", "layers", "weights", *(_PART_NAMES[part] for part in parts), "a token in pages")
+    lines += _table([heads, *(_row(layer, parts) for layer in sizes.layers)])
+    weights, total = sizes.weight_bytes, state.total_bytes
+    rows = [
+        ("on the device", "bytes", ""),
+        ("weights", _number(weights), _readable(weights)),
+        (f"lines of {config.max_sequences} sequences and the null line", *_both(_lines_bytes(sizes, config))),
+    ]
+    if state.kv is not None:
+        kv = state.kv
+        rows.append((f"{kv.num_pages} pages of {kv.page_size} tokens, and the null page", *_both(kv.total_bytes)))
+    if sizes.adapter_bytes:
+        rows.append((f"{config.adapter_slots} adapter slots", *_both(sizes.adapter_bytes)))
+    rows.append(("together, beside what batches need", *_both(weights + total + sizes.adapter_bytes)))
+    lines += ["", *_table(rows), "", f"a line of all layers: {_exact(state.line_bytes)}"]
+    if state.kv is not None:
+        pages = _plural(sizes.pages_per_sequence, "page")
+        lines.append(f"a sequence of {_plural(sizes.context, 'token')}: {_exact(sizes.sequence_bytes)}, {pages}")
+        held = _plural(sizes.sequences_by_pages or 0, "such sequence")
+        lines.append(f"pages are for {held}; at most {state.kv.max_context} tokens each")
+    if config.state_bytes:
+        count = sizes.sequences_in(config.state_bytes)
+        each = f" of {_plural(sizes.context, 'token')} each" if state.kv is not None else ""
+        lacks = "" if sizes.fits else f"too little for --max-sequences {config.max_sequences}; "
+        lines.append(f"--state-bytes {config.state_bytes}: {lacks}room for --max-sequences {count}{each}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+_PART_NAMES = {"conv": "conv line", "recurrent": "recurrent line", "drafts": "drafts of a line"}
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Config, int | None]:
+    """Read this command's own option, and the server's. Raises ConfigError; SystemExit(0) after --help."""
+    raw = argparse.RawDescriptionHelpFormatter
+    usage = "deltaline size [--context N] [options of deltaline-server]"
+    parser = argparse.ArgumentParser(
+        prog="deltaline size", usage=usage, description=_ABOUT, formatter_class=raw, allow_abbrev=False
+    )
+    text = "tokens of a sequence that is counted with; default the most that one may have"
+    parser.add_argument("--context", metavar="N", help=text)
+    own, rest = parser.parse_known_args(arguments)
+    if own.context is not None and not own.context.isdecimal():
+        raise ConfigError(f"{flag('context')}: expected a whole number, got {own.context!r}")
+    return Config.parse(rest, os.environ), None if own.context is None else int(own.context)
+
+
+def _row(layer: LayerSize, parts: Sequence[str]) -> tuple[str, ...]:
+    """A row of the table of layers."""
+    line = (_number(layer.line[part]) if part in layer.line else "-" for part in parts)
+    token = _number(layer.token_bytes) if layer.token_bytes else "-"
+    return layer.kind, str(len(layer.layers)), _number(layer.weight_bytes), *line, token
+
+
+def _lines_bytes(sizes: Sizes, config: Config) -> int:
+    return sizes.state.line_bytes * (config.max_sequences + 1)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows whose columns line up: the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _both(count: int) -> tuple[str, str]:
+    return _number(count), _readable(count)
+
+
+def _exact(count: int) -> str:
+    return f"{_number(count)} bytes ({_readable(count)})" if count >= 1024 else f"{count} bytes"
+
+
+def _number(count: int) -> str:
+    return f"{count:,}"
+
+
+def _readable(count: int) -> str:
+    """A number of bytes in a readable unit."""
+    size, unit = count / 1024, 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""How much memory a server with given options takes, and how many sequences a budget holds; allocates none of it.
+
+The sizes are those of the code that allocates (state_pool.py, kv_cache.py, lora_places.py), asked without a device.
+Knows bytes; not who reads them (size.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.config import Config
+from deltaline_server.layers.hyper_connection import CONNECTIONS
+from deltaline_server.layers.shapes import AttentionShape, MixerShape
+from deltaline_server.layers.state_pool import StateOptions, StatePlan, line_parts, plan_state
+from deltaline_server.models.config import MixerKind, Scope
+from deltaline_server.models.family import head_family
+from deltaline_server.models.model import ModelPlan, check_model, open_plan
+from deltaline_server.models.weights import expected_tensors, mixer_kinds
+from deltaline_server.runtime import model_options, state_options
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Layers of one kind, alike in size: their numbers, and of one of them the bytes of a sequence's line by part, of a
+    token in pages, and of the weights."""
+
+    kind: str
+    layers: tuple[int, ...]
+    line: dict[str, int]
+    token_bytes: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a server takes on its device. state: its lines and pages, as they are allocated at start.
+
+    adapter_bytes: of the slots of adapters. context: tokens that a sequence is counted with. fits: whether the state
+    is within the options' limit; of one that is not, `state` is as it would be without a limit.
+    """
+
+    plan: ModelPlan
+    options: StateOptions
+    layers: list[LayerSize]
+    state: StatePlan
+    adapter_bytes: int
+    context: int
+    fits: bool
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the served layers' weights, of the head of streams, and of attention layers' table of rotations."""
+        rotations = (
+            shape.max_positions * shape.rotary_dim * torch.float32.itemsize
+            for shape in self.plan.loader.shapes.values()
+            if isinstance(shape, AttentionShape)
+        )
+        layers = sum(len(size.layers) * size.weight_bytes for size in self.layers)
+        return layers + next(rotations, 0) + _head_bytes(self.plan)
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages of a sequence of `context` tokens."""
+        return 0 if self.state.kv is None else -(-self.context // self.state.kv.page_size)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of a sequence of `context` tokens: a line of every layer, and whole pages."""
+        pages = 0 if self.state.kv is None else self.pages_per_sequence * self.state.kv.page_bytes
+        return self.state.line_bytes + pages
+
+    @property
+    def sequences_by_pages(self) -> int | None:
+        """Sequences of `context` tokens that all pages hold, None without pages."""
+        return None if self.state.kv is None else self.state.kv.num_pages // self.pages_per_sequence
+
+    def sequences_in(self, budget_bytes: int) -> int:
+        """The most sequences of `context` tokens each that a state of so many bytes holds; 0 where it holds none.
+
+        What --max-sequences is to be for them: as many lines with the null line, and pages for that many tokens each.
+        """
+        lines = sum(len(size.layers) * sum(size.line.values()) for size in self.layers)
+        pages = 0 if self.state.kv is None else self.pages_per_sequence * self.state.kv.page_bytes
+        low, high = 0, budget_bytes // (lines + pages)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._holds(middle, budget_bytes) else (low, middle - 1)
+        return low
+
+    def _holds(self, count: int, budget_bytes: int) -> bool:
+        options = replace(self.options, num_lines=count, limit_bytes=budget_bytes)
+        try:
+            state = plan_state(list(self.plan.loader.shapes.values()), options, self.plan.layout.placement.dtype)
+        except ModelError:
+            return False
+        return state.kv is None or state.kv.num_pages >= count * self.pages_per_sequence
+
+
+def size(config: Config, context: int | None) -> Sizes:
+    """Size a server with these options. context: None for the most tokens of a sequence, or 0 where that has no limit.
+
+    Raises ModelError as the server's start does, but for a limit that is too low; ValueError for a context that the
+    server would not take.
+    """
+    options, state = model_options(config), state_options(config)
+    adapter_bytes = check_model(options)
+    with open_plan(options) as plan:
+        shapes, dtype = plan.loader.shapes, plan.layout.placement.dtype
+        planned, fits = _plan_state(list(shapes.values()), state, dtype)
+        kinds: dict[MixerKind, list[int]] = {}
+        for layer, kind in mixer_kinds(plan.config, plan.layers, options.scope).items():
+            kinds.setdefault(kind, []).append(layer)
+        most = 0 if planned.kv is None else planned.kv.max_context
+        if context is not None and not 1 <= context <= (most or context):
+            raise ValueError(
+                f"--context: expected 1 .. {most} tokens, most of a sequence (--max-context), got {context}"
+            )
+        sizes = [_layer_size(plan, options.scope, kind, layers, state) for kind, layers in kinds.items()]
+        return Sizes(plan, state, sizes, planned, adapter_bytes, most if context is None else context, fits)
+
+
+def _plan_state(shapes: list[MixerShape], options: StateOptions, dtype: torch.dtype) -> tuple[StatePlan, bool]:
+    """Plan the state; and whether it is within the options' limit. Raises ModelError for whatever else is wrong."""
+    try:
+        return plan_state(shapes, options, dtype), True
+    except ModelError:
+        if not options.limit_bytes:
+            raise
+        return plan_state(shapes, replace(options, limit_bytes=0), dtype), False
+
+
+def _layer_size(
+    plan: ModelPlan, scope: Scope, kind: MixerKind, layers: Sequence[int], state: StateOptions
+) -> LayerSize:
+    """The sizes of the layers of one kind, which are alike."""
+    shape, dtype = plan.loader.shapes[layers[0]], plan.layout.placement.dtype
+    has_terms = dtype == torch.bfloat16 and not plan.config.residual_in_fp32
+    weight_bytes = sum(
+        math.prod(size) * _weight_dtype(name, size, dtype).itemsize + (_term_bytes(name, size) if has_terms else 0)
+        for name, size in expected_tensors(plan.config, kind, scope).items()
+    )
+    if isinstance(shape, AttentionShape):
+        return LayerSize(kind.value, tuple(layers), {}, 2 * shape.keys * dtype.itemsize, weight_bytes)
+    return LayerSize(kind.value, tuple(layers), line_parts(shape, state, dtype), 0, weight_bytes)
+
+
+def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.dtype:
+    """What a tensor is kept in: vectors that multiply or gate, and the gates of streams, in fp32; matrices and what is
+    added to products in the model's dtype (layer_reader.py, hyper_connection.py)."""
+    is_gate = any(connection in name for connection in CONNECTIONS)
+    return torch.float32 if is_gate or (len(size) == 1 and not name.endswith(".bias")) else dtype
+
+
+def _head_bytes(plan: ModelPlan) -> int:
+    """What is kept of the head that joins the streams: each span with no streams behind it has one."""
+    count = sum(plan.streams > 0 and not ends.output_streams for ends in plan.ends)
+    sizes = head_family(plan.config).tensors.values() if count else ()
+    return count * sum(map(math.prod, sizes)) * torch.float32.itemsize
+
+
+def _term_bytes(name: str, size: Sequence[int]) -> int:
+    """What is kept of a tensor beside it: of the products of bf16 streams the weight's bf16 terms."""
+    is_product = any(f"{connection}fn" in name for connection in CONNECTIONS)
+    return NUM_TERMS * count_columns(size[0]) * size[1] * torch.bfloat16.itemsize if is_product else 0

@@ -1,0 +1,292 @@
+"""The adapters in host memory: their names, who uses them, and which goes when memory is short.
+
+Registered is not resident: what is here may or may not have a slot on the device (adapter_places.py). Knows names,
+hashes and sizes; neither files nor tensors. All methods belong to one thread.
+
+A sequence binds an adapter by name when it opens, and has its number from then on: a number means one content forever,
+while a name may be given to another content once the first is unloaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from deltaline_server.byte_count import spelled
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.log import event
+from deltaline_server.tables.adapter_places import AdapterSlots, Content
+
+_log = logging.getLogger(__name__)
+
+# Also bounds the reply that lists them.
+MAX_ADAPTERS = 4096
+
+
+class AdapterState(IntEnum):
+    """How it stands with an adapter; the values of deltaline.v1.AdapterState."""
+
+    REGISTERED = 1
+    RESIDENT = 2
+    DRAINING = 3
+
+
+@dataclass(frozen=True)
+class AdapterDescription:
+    """One adapter as its owner sees it; the fields of deltaline.v1.Adapter."""
+
+    name: str
+    content_hash: bytes
+    rank: int
+    num_bytes: int
+    state: AdapterState
+    is_pinned: bool
+    num_sequences: int
+    num_elsewhere: int
+
+
+@dataclass
+class _Entry:
+    name: str
+    content: Content
+    is_pinned: bool
+    num_sequences: int = 0
+    is_draining: bool = False
+
+
+class AdapterRegistry:
+    """Adapters of at most `limit_bytes` together. When memory is short the least recently used one goes that no
+    sequence has bound, no batch uses and nobody pinned."""
+
+    def __init__(self, limit_bytes: int, slots: AdapterSlots) -> None:
+        self.limit_bytes, self.used_bytes = limit_bytes, 0
+        self.num_loaded = self.num_evicted = 0
+        self._slots = slots
+        self._num_reserved = 0
+        self._next_number = 1
+        # By number, the least recently used first.
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._numbers: dict[str, int] = {}
+
+    @property
+    def num_registered(self) -> int:
+        """Adapters that are held, those that drain included."""
+        return len(self._entries)
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+
+    def known_hash(self, name: str) -> bytes | None:
+        """The content that has a name now."""
+        number = self._numbers.get(name)
+        return None if number is None else self._entries[number].content.content_hash
+
+    def reserve(self, num_bytes: int) -> None:
+        """Take memory for an adapter that is about to be read; others may go for it.
+
+        `register` or `unreserve` must follow. Raises RequestError ADAPTER_BYTES_EXHAUSTED; then nothing has changed.
+        """
+        victims: list[int] = []
+        free = self.limit_bytes - self.used_bytes
+        num_adapters = len(self._entries) + self._num_reserved
+        for number, entry in self._entries.items():
+            if free >= num_bytes and num_adapters - len(victims) < MAX_ADAPTERS:
+                break
+            if not (entry.is_pinned or entry.num_sequences or self._slots.is_busy(number)):
+                victims.append(number)
+                free += entry.content.num_bytes
+        if free < num_bytes or num_adapters - len(victims) >= MAX_ADAPTERS:
+            raise RequestError(
+                Reason.ADAPTER_BYTES_EXHAUSTED,
+                self._why_not(num_bytes, free),
+                retry_after_s=1.0 if num_bytes <= self.limit_bytes else None,
+            )
+        for number in victims:
+            self._remove(number, "adapter evicted")
+            self.num_evicted += 1
+        self.used_bytes += num_bytes
+        self._num_reserved += 1
+
+    def unreserve(self, num_bytes: int) -> None:
+        """Give back what `reserve` took."""
+        self.used_bytes -= num_bytes
+        self._num_reserved -= 1
+
+    def register(self, name: str, content: Content, is_pinned: bool) -> AdapterDescription:
+        """Keep an adapter whose `num_bytes` are reserved, under a name that is free."""
+        if name in self._numbers:
+            raise ValueError("name: expected one that is free, got one that is taken")
+        number = self._next_number
+        self._next_number += 1
+        self._num_reserved -= 1
+        self._entries[number] = _Entry(name, content, is_pinned)
+        self._numbers[name] = number
+        self.num_loaded += 1
+        return self._describe(number)
+
+    def confirm(self, name: str, content_hash: bytes, is_pinned: bool) -> AdapterDescription:
+        """The same adapter was loaded again under a name that is taken; whether it is pinned may change.
+
+        Raises RequestError ADAPTER_EXISTS when the content is another.
+        """
+        number = self._number(name)
+        entry = self._entries[number]
+        if entry.content.content_hash != content_hash:
+            raise RequestError(
+                Reason.ADAPTER_EXISTS,
+                "the name has another content: unload it first, or choose another name",
+                field="name",
+            )
+        entry.is_pinned = is_pinned
+        self._entries.move_to_end(number)
+        return self._describe(number)
+
+    # -- use -------------------------------------------------------------------------------------------------------
+
+    def bind(self, name: str, count: int = 1) -> int:
+        """`count` sequences open with the adapter: returns its number. `release` must follow for each of them.
+
+        Raises RequestError ADAPTER_UNKNOWN.
+        """
+        number = self._number(name, ": load it first")
+        self._entries[number].num_sequences += count
+        return number
+
+    def release(self, number: int, count: int = 1) -> None:
+        """`count` sequences that had bound the adapter are over."""
+        entry = self._entries.get(number)
+        if entry is None or entry.num_sequences < count:
+            raise ValueError(f"adapter: expected one that {count} sequences have bound, got {number}")
+        entry.num_sequences -= count
+        if entry.num_sequences:
+            return
+        self._entries.move_to_end(number)
+        self._slots.cancel(number)
+        if entry.is_draining:
+            self._remove(number, "adapter drained")
+
+    def content(self, number: int) -> Content:
+        """What a number that is bound means."""
+        return self._entries[number].content
+
+    def name(self, number: int) -> str:
+        """The name that a number that is bound was loaded under; it may mean another by now."""
+        return self._entries[number].name
+
+    def bound(self) -> dict[int, int]:
+        """The numbers that sequences have bound, and how many."""
+        return {number: entry.num_sequences for number, entry in self._entries.items() if entry.num_sequences}
+
+    def want(self, number: int) -> bool:
+        """Bring a bound adapter to the device; see AdapterSlots.want."""
+        return self._slots.want(number, self._entries[number].content)
+
+    def take(self, number: int) -> int | None:
+        """The slot of a bound adapter, for a batch; see AdapterSlots.take."""
+        return self._slots.take(number, self._entries[number].content)
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        """A batch that took these adapters is over; see AdapterSlots.let_go."""
+        self._slots.let_go(numbers)
+
+    def cancel(self, number: int) -> None:
+        """No row waits for the adapter any more; see AdapterSlots.cancel."""
+        self._slots.cancel(number)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def unload(self, name: str, drain: bool) -> int:
+        """Free a name at once, and the adapter too unless sequences use it; returns how many do.
+
+        With `drain` those go on with it, and it is freed after the last of them. Raises RequestError ADAPTER_UNKNOWN;
+        without `drain` ADAPTER_IN_USE if there are any; then nothing has changed.
+        """
+        number = self._number(name)
+        entry = self._entries[number]
+        if entry.num_sequences and not drain:
+            raise RequestError(
+                Reason.ADAPTER_IN_USE,
+                f"open sequences that use the adapter: {entry.num_sequences}; close them, or unload it with drain",
+                metadata={"sequences": str(entry.num_sequences)},
+                retry_after_s=1.0,
+            )
+        del self._numbers[name]
+        entry.is_draining = True
+        if entry.num_sequences:
+            self._tell("adapter drains", entry.content, sequences=entry.num_sequences)
+        else:
+            self._remove(number, "adapter unloaded")
+        return entry.num_sequences
+
+    def describe(self) -> list[AdapterDescription]:
+        """All adapters, by name; those that drain are behind the one that has their name now."""
+        numbers = sorted(self._entries, key=lambda i: (self._entries[i].name, self._entries[i].is_draining, i))
+        return [self._describe(number) for number in numbers]
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless names, numbers, bytes and slots agree."""
+        self._slots.check_integrity()
+        named = {entry.name: number for number, entry in self._entries.items() if not entry.is_draining}
+        if named != self._numbers:
+            raise ValueError("adapter registry: names and adapters disagree")
+        held = sum(entry.content.num_bytes for entry in self._entries.values())
+        if not 0 <= held <= self.used_bytes <= self.limit_bytes or (not self._num_reserved and held != self.used_bytes):
+            raise ValueError("adapter registry: bytes and adapters disagree")
+        for entry in self._entries.values():
+            if entry.num_sequences < 0 or (entry.is_draining and not entry.num_sequences):
+                raise ValueError("adapter registry: an adapter is held for nobody")
+
+    def _number(self, name: str, hint: str = "") -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            raise RequestError(Reason.ADAPTER_UNKNOWN, f"no adapter has this name{hint}", field="name")
+        return number
+
+    def _why_not(self, num_bytes: int, free: int) -> str:
+        """Why `num_bytes` can't be had when `free` can, and what to do."""
+        asked, limit = spelled(num_bytes), spelled(self.limit_bytes)
+        if num_bytes > self.limit_bytes:
+            return f"the adapter takes {asked}, more than the {limit} of the server: start it with more --adapter-bytes"
+        if num_bytes <= free:
+            return f"the server keeps {MAX_ADAPTERS} adapters at most, all in use, pinned or being loaded: unload some"
+        return (
+            f"the adapter takes {asked}, and {spelled(free)} of {limit} can be had, as the rest is in use, pinned or "
+            "being loaded: unload adapters, or start the server with more --adapter-bytes"
+        )
+
+    def _remove(self, number: int, message: str) -> None:
+        """Forget an adapter; the log has the message."""
+        entry = self._entries.pop(number)
+        self.used_bytes -= entry.content.num_bytes
+        if self._numbers.get(entry.name) == number:
+            del self._numbers[entry.name]
+        self._slots.forget(number)
+        self._tell(message, entry.content)
+
+    def _tell(self, message: str, content: Content, **fields: int) -> None:
+        """Log what became of an adapter. Its name is left out, as a client chose it; the content tells which it is."""
+        event(
+            _log,
+            message,
+            content=content.content_hash.hex()[:16],
+            rank=content.rank,
+            size_bytes=content.num_bytes,
+            **fields,
+        )
+
+    def _describe(self, number: int) -> AdapterDescription:
+        entry = self._entries[number]
+        is_ready = self._slots.is_ready(number)
+        state = AdapterState.RESIDENT if is_ready else AdapterState.REGISTERED
+        return AdapterDescription(
+            name=entry.name,
+            content_hash=entry.content.content_hash,
+            rank=entry.content.rank,
+            num_bytes=entry.content.num_bytes,
+            state=AdapterState.DRAINING if entry.is_draining else state,
+            is_pinned=entry.is_pinned,
+            num_sequences=entry.num_sequences,
+            num_elsewhere=entry.content.num_elsewhere,
+        )

@@ -1,0 +1,60 @@
+"""Open tokens: which sequences a client's random token has opened, so that a retry gets the same ones.
+
+Knows tokens and handles; opens nothing (sequences.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.tables.sequence_adapters import BoundAdapter
+
+LIFE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What one call opened: handles uint64 [count], their lease in seconds, and their adapter."""
+
+    handles: NDArray[np.uint64]
+    lease_s: float
+    adapter: BoundAdapter
+
+
+class OpenTokens:
+    """Tokens of the last minute, oldest first; at most `limit`, no less than the sequences that can be open."""
+
+    def __init__(self, limit: int, is_open: Callable[[NDArray[np.uint64]], bool], clock: Callable[[], float]) -> None:
+        self._limit, self._is_open, self._clock = limit, is_open, clock
+        # With the time at which each is forgotten.
+        self._opened: OrderedDict[bytes, tuple[Opened, float]] = OrderedDict()
+
+    def find(self, token: bytes, count: int, adapter: str) -> Opened | None:
+        """What the token has opened. Raises RequestError INVALID_REQUEST when that was another number of sequences, or
+        with an adapter of another name."""
+        while self._opened and next(iter(self._opened.values()))[1] <= self._clock():
+            self._opened.popitem(last=False)
+        opened, _ = self._opened.get(token, (None, 0.0))
+        if opened is not None and len(opened.handles) != count:
+            raise _used(f"it was used to open {len(opened.handles)} sequences, not {count}")
+        if opened is not None and opened.adapter.name != adapter:
+            raise _used("it was used to open sequences with another adapter")
+        return opened
+
+    def keep(self, token: bytes, opened: Opened) -> None:
+        """Remember what a token has opened. An empty token is none."""
+        if not token:
+            return
+        if len(self._opened) >= self._limit:  # those with open sequences are fewer
+            self._opened = OrderedDict((t, o) for t, o in self._opened.items() if self._is_open(o[0].handles))
+        self._opened[token] = opened, self._clock() + LIFE_S
+
+
+def _used(message: str) -> RequestError:
+    return RequestError(Reason.INVALID_REQUEST, f"open_token: {message}", field="open_token")

@@ -1,0 +1,299 @@
+"""The sequence table: handles, leases and life cycle of sequences, as arrays by slot.
+
+Knows slots, handles and time; not queues, devices or wire formats. A slot's progress is in its ledger, its kept
+replies in its replies, its state in a line of the pool. Time is the `clock` argument (monotonic seconds).
+
+Life of a slot:  FREE -> open -> OPEN (-> POISONED) -> close or lease over -> [CLOSING while steps are in flight] ->
+FREE
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.errors import Reason, Refusal, RequestError
+from deltaline_server.tables.admission import Slots
+from deltaline_server.tables.handles import MAX_SLOTS, make_handles, slots_of
+from deltaline_server.tables.kept_replies import KeptReplies
+from deltaline_server.tables.ledger import StepLedger
+from deltaline_server.tables.lines import NULL_LINE, LinePool
+from deltaline_server.tables.open_tokens import Opened, OpenTokens
+from deltaline_server.tables.sequence import GONE, SequenceDescription, SequenceState, SpanProgress
+from deltaline_server.tables.sequence_adapters import Bindings
+
+CLOSING = bytes([SequenceState.CLOSING])
+
+
+class SequenceTable:
+    """Slots 0 .. num_slots - 1, one line each. All methods belong to one thread."""
+
+    def __init__(
+        self,
+        *,
+        lines: LinePool,
+        ledger: StepLedger,
+        replies: KeptReplies,
+        bindings: Bindings,
+        num_slots: int,
+        default_lease_s: float,
+        max_lease_s: float,
+        lease_tick_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        if not 1 <= num_slots <= MAX_SLOTS:
+            raise ValueError(f"num_slots: expected 1 .. {MAX_SLOTS}, got {num_slots}")
+        self.server_epoch = secrets.randbits(63) + 1
+        self.ledger, self.replies, self.bindings = ledger, replies, bindings
+        self.default_lease_s, self.max_lease_s = default_lease_s, max_lease_s
+        self.num_slots, self.num_expired = num_slots, 0
+        self.is_draining = False
+        """Whether no new sequence is opened any more."""
+        self._lines, self.pages, self._clock, self._lease_tick_s = lines, lines.pages, clock, lease_tick_s
+        self._last_reap_s = clock()
+        self._free = list(range(num_slots))
+        self._tokens = OpenTokens(num_slots, self._is_any_held, clock)
+        self._handle = np.zeros(num_slots, dtype=np.uint64)
+        self._state = np.zeros(num_slots, dtype=np.uint8)
+        self._ends_as = np.zeros(num_slots, dtype=np.uint8)
+        self._former_handle = np.zeros(num_slots, dtype=np.uint64)
+        self._former_state = np.full(num_slots, SequenceState.UNKNOWN, dtype=np.uint8)
+        self._lease_s = np.zeros(num_slots)
+        self._deadline_s = np.zeros(num_slots)
+        # Lines that a batch reads and writes. A span that has not run yet reads the null line: the fresh-sequence flag.
+        self.read_line = np.zeros((ledger.num_spans, num_slots), dtype=np.int64)
+        self.write_line = np.zeros(num_slots, dtype=np.int64)
+        # The half of the draft ring that holds the last verify's drafts.
+        self.draft_half = np.zeros((ledger.num_spans, num_slots), dtype=np.int64)
+
+    @property
+    def num_open(self) -> int:
+        return self.num_slots - len(self._free)
+
+    @property
+    def num_lines_used(self) -> int:
+        return self._lines.num_used
+
+    @property
+    def num_lines(self) -> int:
+        return self._lines.num_lines
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def open(self, count: int, lease_s: float | None = None, token: bytes = b"", adapter: str = "") -> Opened:
+        """Open `count` sequences with an adapter, by its name, or none: all of them or none.
+
+        The same token within a minute returns the same handles, while any of them is open. Raises RequestError
+        NO_FREE_LINES, INVALID_REQUEST, ADAPTERS_OFF or ADAPTER_UNKNOWN, and DRAINING unless the token is known.
+        """
+        now = self._clock()
+        lease_s = self._checked_lease(lease_s)
+        known = self._tokens.find(token, count, adapter)
+        if known is not None:
+            return known
+        if self.is_draining:
+            raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
+        bound = self.bindings.reserve(adapter, count)
+        try:
+            lines = self._lines.allocate(count)
+        except RequestError:
+            self.bindings.give_back(bound, count)
+            raise
+        slots = np.array([heapq.heappop(self._free) for _ in range(count)], dtype=np.int64)
+        self._handle[slots] = handles = make_handles(slots)
+        self.bindings.put(slots, bound)
+        self._state[slots] = SequenceState.OPEN
+        self._lease_s[slots] = lease_s
+        self._deadline_s[slots] = now + lease_s
+        self.write_line[slots] = lines
+        self.read_line[:, slots] = NULL_LINE
+        self.draft_half[:, slots] = 0
+        for slot in slots.tolist():
+            self.ledger.reset(slot)
+        opened = Opened(handles, lease_s, bound)
+        self._tokens.keep(token, opened)
+        return opened
+
+    def close(self, epoch: int, handles: NDArray[np.uint64]) -> list[SequenceState]:
+        """End sequences; those with steps in flight end when the steps are done. Idempotent."""
+        slots, states = self.lookup(epoch, handles)
+        for i in np.flatnonzero((states == SequenceState.OPEN) | (states == SequenceState.POISONED)).tolist():
+            states[i] = self._end(int(slots[i]), SequenceState.CLOSED)
+        return [SequenceState(state) for state in states.tolist()]
+
+    def renew(self, epoch: int, handles: NDArray[np.uint64], lease_s: float | None = None) -> list[SequenceState]:
+        """Move lease deadlines to `lease_s` from now, or to the lease that the sequence was opened with."""
+        if lease_s is not None:
+            self._checked_lease(lease_s)
+        slots, states = self.lookup(epoch, handles)
+        held = slots[(states == SequenceState.OPEN) | (states == SequenceState.POISONED)]
+        self._deadline_s[held] = self._clock() + (self._lease_s[held] if lease_s is None else lease_s)
+        return [SequenceState(state) for state in states.tolist()]
+
+    def touch(self, slots: Slots) -> None:
+        """Renew the leases of slots whose steps were taken or are over; a later deadline stays."""
+        deadline_s = self._lease_s.take(slots)
+        deadline_s += self._clock()
+        self._deadline_s[slots] = np.maximum(self._deadline_s.take(slots), deadline_s)
+
+    def reap(self) -> int:
+        """End sequences whose lease is over and that have no step in flight; returns how many.
+
+        After a stall of the whole process (this call comes late) clients had no chance to renew: it waits for the next.
+        """
+        now, last_s = self._clock(), self._last_reap_s
+        self._last_reap_s = now
+        if now - last_s > 2 * self._lease_tick_s:
+            return 0
+        held = (self._state == SequenceState.OPEN) | (self._state == SequenceState.POISONED)
+        over = np.flatnonzero(held & (self._deadline_s <= now))
+        over = over[self.ledger.steps_in_flight(over) == 0]
+        for slot in over.tolist():
+            self._end(slot, SequenceState.EXPIRED)
+        self.num_expired += len(over)
+        return len(over)
+
+    def poison(self, slot: int) -> None:
+        """The slot's state can't be trusted: it takes no more steps."""
+        if self._state[slot] == SequenceState.OPEN:
+            self._state[slot] = SequenceState.POISONED
+
+    def settle(self, slots: Slots) -> None:
+        """Steps of these slots are done or dropped: free those that are closing and have none left in flight."""
+        states = self._state.take(slots)
+        if CLOSING not in states.tobytes():
+            return
+        closing = slots[states == SequenceState.CLOSING]
+        for slot in closing[self.ledger.steps_in_flight(closing) == 0].tolist():
+            self._free_slot(slot, SequenceState(int(self._ends_as[slot])))
+
+    def _end(self, slot: int, how: SequenceState) -> SequenceState:
+        if self.ledger.steps_in_flight(np.array([slot]))[0]:
+            self._state[slot], self._ends_as[slot] = SequenceState.CLOSING, how
+            return SequenceState.CLOSING
+        self._free_slot(slot, how)
+        return how
+
+    def _free_slot(self, slot: int, how: SequenceState) -> None:
+        self._former_handle[slot], self._former_state[slot] = self._handle[slot], how
+        self._handle[slot], self._state[slot] = 0, SequenceState.FREE
+        self._lines.release([int(self.write_line[slot])])
+        self.write_line[slot] = NULL_LINE
+        self.read_line[:, slot] = NULL_LINE
+        self.replies.drop(slot)
+        self.ledger.reset(slot)
+        self.bindings.end(slot)
+        heapq.heappush(self._free, slot)
+
+    def _checked_lease(self, lease_s: float | None) -> float:
+        if lease_s is None:
+            return self.default_lease_s
+        if not 0 < lease_s <= self.max_lease_s:
+            raise RequestError(
+                Reason.INVALID_REQUEST,
+                f"lease_ms: expected 1 .. {round(self.max_lease_s * 1000)}, got {round(lease_s * 1000)}",
+                field="lease_ms",
+            )
+        return lease_s
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def lookup(self, epoch: int, handles: NDArray[np.uint64]) -> tuple[Slots, NDArray[np.uint8]]:
+        """Slots int64 [N] and states uint8 [N] (SequenceState) of handles. A slot means nothing when its sequence is
+        gone."""
+        slots = slots_of(handles)
+        if epoch != self.server_epoch:
+            return slots, np.full(len(handles), SequenceState.LOST, dtype=np.uint8)
+        # Nearly always every handle is one that is held: its slot is in range and not free.
+        near, states = self._handle.take(slots, mode="clip"), self._state.take(slots, mode="clip")
+        if near.tobytes() == handles.tobytes() and np.count_nonzero(states) == len(states):
+            return slots, states
+        in_range = slots < self.num_slots
+        slots = np.where(in_range, slots, 0)
+        live = in_range & (handles != 0) & (self._handle[slots] == handles)
+        former = in_range & (handles != 0) & (self._former_handle[slots] == handles)
+        states = np.where(live, self._state[slots], np.where(former, self._former_state[slots], SequenceState.UNKNOWN))
+        return slots, states.astype(np.uint8)
+
+    def _is_any_held(self, handles: NDArray[np.uint64]) -> bool:
+        return bool((self._handle[slots_of(handles)] == handles).any())
+
+    def refusal(self, state: int, slot: int, span: int) -> Refusal:
+        """Why a sequence in this state takes no step on this span."""
+        if state == SequenceState.POISONED:
+            return self.ledger.refusal(Reason.STATE_POISONED, span, slot)
+        if state == SequenceState.CLOSING:
+            state = int(self._ends_as[slot])
+        reason, message = GONE[SequenceState(state)]
+        return Refusal(reason, message)
+
+    def describe(self, epoch: int, handles: NDArray[np.uint64]) -> list[SequenceDescription]:
+        """What is held of each handle. Changes nothing."""
+        now = self._clock()
+        slots, states = self.lookup(epoch, handles)
+        return [
+            self._description(int(slot), SequenceState(state), now)
+            for slot, state in zip(slots.tolist(), states.tolist(), strict=True)
+        ]
+
+    def _description(self, slot: int, state: SequenceState, now: float) -> SequenceDescription:
+        if state not in (SequenceState.OPEN, SequenceState.CLOSING, SequenceState.POISONED):
+            return SequenceDescription(state)
+        done, tail = self.ledger.done, self.ledger.tail
+        return SequenceDescription(
+            state,
+            0.0 if state is SequenceState.CLOSING else max(0.0, float(self._deadline_s[slot]) - now),
+            tuple(
+                SpanProgress(
+                    int(done.step[span, slot]),
+                    int(done.position[span, slot]),
+                    int(tail.step[span, slot] - done.step[span, slot]),
+                    int(done.pending[span, slot]),
+                )
+                for span in range(self.ledger.num_spans)
+            ),
+            self.bindings.of(slot),
+        )
+
+    def commit(
+        self, epoch: int, span: int, handles: NDArray[np.uint64], steps: NDArray[np.int64], accepted: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], dict[int, Refusal]]:
+        """Fix accepted counts of verifies (named by their steps); returns positions int64 [N] and refusals by row."""
+        slots, states = self.lookup(epoch, handles)
+        positions = np.zeros(len(handles), dtype=np.int64)
+        refusals: dict[int, Refusal] = {}
+        for i, (slot, state) in enumerate(zip(slots.tolist(), states.tolist(), strict=True)):
+            if state == SequenceState.OPEN:
+                refusal = self.ledger.commit(span, slot, int(steps[i]), int(accepted[i]))
+            else:
+                refusal = self.refusal(state, slot, span)
+            if state in (SequenceState.OPEN, SequenceState.CLOSING, SequenceState.POISONED):
+                positions[i] = self.ledger.done.position[span, slot]
+            if refusal is not None:
+                refusals[i] = refusal
+        self.touch(np.delete(slots, list(refusals)))
+        return positions, refusals
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless slots, lines, handles, ledger and replies agree. Cheap enough for tests and idle
+        time."""
+        self._lines.check_integrity()
+        self.ledger.check_integrity()
+        free = np.zeros(self.num_slots, dtype=bool)
+        free[self._free] = True
+        if (free != (self._state == SequenceState.FREE)).any() or (free != (self._handle == 0)).any():
+            raise ValueError("sequence table: free slots and states disagree")
+        if (free != (self.write_line == NULL_LINE)).any() or self.num_open != self._lines.num_used:
+            raise ValueError("sequence table: slots and lines disagree")
+        used = self.write_line[~free]
+        if len(np.unique(used)) != len(used):
+            raise ValueError("sequence table: a line belongs to two slots")
+        if ((self.read_line != NULL_LINE) & (self.read_line != self.write_line)).any():
+            raise ValueError("sequence table: a slot reads a line that is not its own")
+        self.bindings.check_integrity()
+        if self.bindings.number[free].any():
+            raise ValueError("sequence table: a free slot has an adapter")

@@ -1,0 +1,223 @@
+"""The command line: what it prints, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline_cli import demo
+from deltaline_cli.main import _parser, bench_options, main
+from deltaline_cli.text import plural, readable_bytes, table
+from deltaline_server.config import Config
+from deltaline_server.errors import Reason
+
+
+def signal_when(number: int, is_time: Callable[[], bool]) -> None:
+    """Send this process a signal as soon as a condition holds, from a thread."""
+
+    def wait() -> None:
+        while not is_time():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    gc.collect()  # an exception that a signal raises in a finaliser is lost, and earlier tests leave objects with some
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_info_tells_what_is_served(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", server.address]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "server          deltaline 0.1.0 on cpu, epoch 0x4d"
+    assert "spans           0: layers 0-1, 1: layers 2-3 (block scope)" in lines
+    assert "adapters        none" in lines
+    assert {line[15] for line in lines} == {" "}
+
+
+def test_info_tells_how_many_adapters_there_may_be(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.info.adapter_bytes, server.info.adapter_slots, server.info.max_adapter_rank = 2 << 30, 8, 64
+    assert main(["info", server.address]) == 0
+    line = "adapters        2.0 GiB of host memory, 8 slots on the device, rank at most 64"
+    assert line in capsys.readouterr().out.splitlines()
+    server.info.adapter_slots = 1
+    assert main(["info", server.address]) == 0
+    assert "2.0 GiB of host memory, 1 slot on the device, rank" in capsys.readouterr().out
+
+
+def test_info_tells_what_streams_there_are(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.info.spans[0].output_streams = server.info.spans[1].input_streams = 4
+    assert main(["info", server.address]) == 0
+    line = "spans           0: layers 0-1 (no streams in, 4 out), 1: layers 2-3 (4 streams in, none out) (block scope)"
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_info_tells_what_pages_there_are(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.info.kv_pages, server.info.kv_page_tokens, server.info.kv_page_bytes = 1000, 64, 2 << 20
+    server.info.max_context = 32768
+    assert main(["info", server.address]) == 0
+    line = "pages           1000 of 64 tokens and 2.0 MiB, at most 32768 tokens of a sequence"
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_load_tells_how_full_it_is(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", server.address]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["state", "lines", "0", "16"]
+    assert lines[-1] == "0 sequences open"
+
+
+def test_bench_steps_every_kind_and_closes_what_it_opened(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--clients", "2", "--rows", "3", "--steps", "40", "--ramp-up", "0", "--drafts", "2"]
+    mix = ["--mix", "prefill=1,decode=1,verify=1", "--prefill-tokens", "5"]
+    assert main(["bench", server.address, *arguments, *mix]) == 0
+    out, err = capsys.readouterr()
+    rows = [(request.kind[0], len(request.kind), request.query_start_loc[-1]) for request in server.requests["Step"]]
+    assert set(rows) == {
+        (layers.ROW_KIND_PREFILL, 1, 5),
+        (layers.ROW_KIND_DECODE, 3, 3),
+        (layers.ROW_KIND_VERIFY, 3, 6),
+    }
+    assert len(rows) == 2 * 3 + 40  # a first step of each kind by each client, and those that are measured
+    assert server.streams == {}
+    speeds = [line.split() for line in out.splitlines()[1:4]]
+    assert [cells[0] for cells in speeds] == ["prefill", "decode", "verify"]
+    assert sum(int(cells[1]) for cells in speeds) == 40
+    assert sum(line.strip().startswith("transport ") for line in out.splitlines()) == 3
+    assert "steps, ramp-up included: 40, " in err
+
+
+@pytest.mark.parametrize(
+    "option", ["clients", "rows", "steps", "drafts", "duration", "rate", "ramp-up", "processes", "timeout"]
+)
+def test_bench_refuses_sizes_that_make_no_sense(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "127.0.0.1:1", f"--{option}", "-1"]) == 1
+    assert f"--{option}: expected " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("65536", 65536), ("2GiB", 2**31), ("0.5mib", 2**19), ("3MB", 3_000_000), ("0", 0)]
+)
+def test_bytes_may_have_the_servers_units(text: str, count: int) -> None:
+    options = bench_options(_parser().parse_args(["bench", "--shared-memory-bytes", text]))
+    assert options.shared_memory_bytes == count
+    config = Config.parse(["--random-init", "x", "--shared-memory-bytes", text], {})
+    assert config.shared_memory_bytes == count
+
+
+@pytest.mark.parametrize("text", ["2GiBs", "MiB", "infGiB", "1.5", "-1", "-1MiB", ""])
+def test_other_bytes_are_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "127.0.0.1:1", f"--shared-memory-bytes={text}"]) == 1
+    assert capsys.readouterr().err.startswith("deltaline: error: --shared-memory-bytes: expected ")
+
+
+@pytest.mark.parametrize(("option", "value", "limit"), [("drafts", "5", "4"), ("rows", "9", "16")])
+def test_bench_refuses_more_than_the_server_takes(
+    server: Any, option: str, value: str, limit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", server.address, "--clients", "2", "--rows", "1", f"--{option}", value]) == 1
+    error = capsys.readouterr().err
+    assert f"--{option}" in error and f"at most {limit} " in error
+    assert server.streams == {}
+
+
+@pytest.fixture
+def at_a_terminal() -> Iterator[None]:
+    """SIGINT interrupts, as at a terminal: a runner in a shell's background starts with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("at_a_terminal")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_closes_what_it_opened(
+    server: Any, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    signal_when(number, lambda: len(server.requests["Step"]) > 8)
+    begin_s = time.monotonic()
+    assert main(["bench", server.address, "--clients", "2", "--rows", "2", "--steps", "100000"]) == 130
+    assert time.monotonic() - begin_s < 10
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert server.streams == {}
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_bench_gives_a_lost_server_up(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(100):
+        server.lose("Step")
+    begin_s = time.monotonic()
+    assert main(["bench", server.address, "--clients", "1", "--rows", "2", "--timeout", "1"]) == 1
+    assert time.monotonic() - begin_s < 5
+    assert capsys.readouterr().err.splitlines()[-1].startswith("deltaline: error: ")
+
+
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("deltaline ")
+
+
+def test_errors_are_one_line(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.refuse("GetLoad", Reason.BUG)
+    assert main(["load", server.address]) == 1
+    assert capsys.readouterr().err == "deltaline: error: refused: BUG\n"
+
+
+def test_demo_tells_why_the_server_did_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = tmp_path / "python"
+    failing.write_text("#!/bin/sh\necho no such model >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(failing))
+    monkeypatch.setattr(demo, "_EXAMPLES", tmp_path)
+    assert main(["demo"]) == 1
+    assert "no such model" in capsys.readouterr().err
+
+
+def test_demo_names_the_packages_that_the_server_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_SERVER_NEEDS", ("sys", "no_such_package"))
+    assert main(["demo"]) == 1
+    error = "deltaline: error: the server needs no_such_package: pip install 'deltaline[server]'\n"
+    assert capsys.readouterr().err == error
+
+
+@pytest.mark.usefixtures("at_a_terminal")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    started, folders = tmp_path / "started", tmp_path / "folders"
+    folders.mkdir()
+    waiting = tmp_path / "python"
+    waiting.write_text(f"#!/bin/sh\necho $$ > {started}.new\nmv {started}.new {started}\nexec sleep 60\n")
+    waiting.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(waiting))
+    monkeypatch.setattr(demo, "_EXAMPLES", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    signal_when(number, started.exists)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert list(folders.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+def test_tables_line_up() -> None:
+    assert table([("a", "1"), ("long", "100")], align="<>") == "a       1\nlong  100"
+    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", (1 << 20) - 1: "1.0 MiB", 3 << 19: "1.5 MiB"}
+    sizes |= {(1 << 30) - 1: "1.0 GiB", 1 << 30: "1.0 GiB", 5 << 39: "2560.0 GiB"}
+    assert {size: readable_bytes(size) for size in sizes} == sizes
+    assert [plural(count, "slot") for count in (0, 1, 2)] == ["slots", "slot", "slots"]

@@ -1,0 +1,166 @@
+"""What the engines' convolution says of wrong arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernels.compat.test_compat_conv1d import DIM, NUM_LINES, ints, normal
+from torch import Tensor
+
+from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update
+
+
+def good_prefill() -> dict[str, Any]:
+    return {
+        "x": normal(5, DIM).t(),
+        "weight": normal(DIM, 4),
+        "bias": normal(DIM),
+        "conv_states": normal(NUM_LINES, 3, DIM).transpose(1, 2),
+        "query_start_loc": torch.tensor([0, 3, 5], dtype=torch.int32),
+        "cache_indices": torch.tensor([1, 2], dtype=torch.int32),
+        "has_initial_state": torch.tensor([True, False]),
+        "validate_data": True,
+    }
+
+
+def good_update() -> dict[str, Any]:
+    return {
+        "x": normal(2, 3, DIM).transpose(1, 2),
+        "conv_state": normal(NUM_LINES, 5, DIM).transpose(1, 2),
+        "weight": normal(DIM, 4),
+        "conv_state_indices": torch.tensor([1, 2], dtype=torch.int32),
+        "num_accepted_tokens": torch.tensor([1, 2], dtype=torch.int32),
+        "validate_data": True,
+    }
+
+
+WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] = [
+    (causal_conv1d_fn, TypeError, "x: expected a tensor, got list", {"x": [1.0]}),
+    (causal_conv1d_fn, TypeError, "x: expected torch.float32", {"x": normal(5, DIM).double().t()}),
+    (causal_conv1d_fn, ValueError, "x: expected shape", {"x": normal(DIM)}),
+    (causal_conv1d_fn, ValueError, "x: expected contiguous channels", {"x": normal(DIM, 5)}),
+    (causal_conv1d_fn, ValueError, "weight: expected shape .dim=24, width., got .4, 24.", {"weight": normal(4, DIM)}),
+    (causal_conv1d_fn, ValueError, "weight: expected a width of 2..6, got 7", {"weight": normal(DIM, 7)}),
+    (causal_conv1d_fn, ValueError, "bias: expected shape", {"bias": normal(DIM - 1)}),
+    (causal_conv1d_fn, ValueError, "bias: expected a contiguous", {"bias": normal(DIM, 2)[:, 0]}),
+    (causal_conv1d_fn, ValueError, "conv_states: expected shape", {"conv_states": normal(NUM_LINES, 3, DIM)}),
+    (causal_conv1d_fn, ValueError, "conv_states: expected the channels", {"conv_states": normal(NUM_LINES, DIM, 3)}),
+    (
+        causal_conv1d_fn,
+        ValueError,
+        "conv_states: expected at least width - 1 = 3 columns, got 2",
+        {"conv_states": normal(NUM_LINES, 2, DIM).transpose(1, 2)},
+    ),
+    (
+        causal_conv1d_fn,
+        ValueError,
+        "conv_states: expected at least 2 lines",
+        {"cache_indices": None, "conv_states": normal(1, 3, DIM).transpose(1, 2)},
+    ),
+    (causal_conv1d_fn, TypeError, "query_start_loc: expected torch.int32", {"query_start_loc": normal(3)}),
+    (causal_conv1d_fn, ValueError, "query_start_loc: expected at least 1", {"query_start_loc": ints()}),
+    (causal_conv1d_fn, ValueError, "query_start_loc: expected offsets", {"query_start_loc": ints(0, 3, 2)}),
+    (causal_conv1d_fn, ValueError, "query_start_loc: expected offsets", {"query_start_loc": ints(0, 3, 6)}),
+    (causal_conv1d_fn, ValueError, "cache_indices: expected shape", {"cache_indices": ints(1)}),
+    (causal_conv1d_fn, ValueError, "cache_indices: expected lines below 9, got 9", {"cache_indices": ints(9, 1)}),
+    (causal_conv1d_fn, ValueError, "cache_indices: expected no line that two", {"cache_indices": ints(1, 1)}),
+    (causal_conv1d_fn, TypeError, "has_initial_state: expected torch.bool", {"has_initial_state": ints(1, 0)}),
+    (causal_conv1d_fn, ValueError, "has_initial_state: expected None", {"conv_states": None}),
+    (causal_conv1d_fn, ValueError, "activation: expected", {"activation": "relu"}),
+    (causal_conv1d_update, ValueError, "x: expected shape .batch, dim.", {"x": normal(DIM)}),
+    (causal_conv1d_update, ValueError, "x: expected shape .tokens, dim.", {"query_start_loc": ints(0, 3, 6)}),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "conv_state: expected at least width - 2 . 3 tokens = 5 columns",
+        {"conv_state": normal(NUM_LINES, 4, DIM).transpose(1, 2)},
+    ),
+    (causal_conv1d_update, ValueError, "conv_state_indices: expected 2 rows", {"conv_state_indices": ints(1, 2, 3)}),
+    (causal_conv1d_update, ValueError, "conv_state_indices: expected lines", {"conv_state_indices": ints(1, 10)}),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "num_accepted_tokens: expected counts of 0..3",
+        {"num_accepted_tokens": ints(1, 4)},
+    ),
+    (causal_conv1d_update, ValueError, "num_accepted_tokens: expected at least 2", {"num_accepted_tokens": ints(1)}),
+    (causal_conv1d_update, ValueError, "conv_state_indices: expected a table", {"initial_state_idx": ints(0, 0)}),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "block_idx_last_scheduled_token: expected a tensor",
+        {"conv_state_indices": ints(1, 2)[:, None], "initial_state_idx": ints(0, 0)},
+    ),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "conv_state_indices: expected no line that one row reads and another writes, got line 1",
+        {
+            "conv_state_indices": torch.tensor([[1, 2], [3, 1]]),
+            "initial_state_idx": ints(0, 0),
+            "block_idx_last_scheduled_token": ints(1, 1),
+        },
+    ),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "max_query_len: expected at least 2",
+        {"x": normal(3, DIM), "query_start_loc": ints(0, 2, 3), "max_query_len": 1},
+    ),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "initial_state_idx: expected blocks of 0..1, got .2, 0.",
+        {
+            "conv_state_indices": torch.tensor([[1, 2], [3, 4]]),
+            "initial_state_idx": ints(2, 0),
+            "block_idx_last_scheduled_token": ints(1, 1),
+        },
+    ),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "block_idx_last_scheduled_token: expected blocks of 0..1, got .1, -1.",
+        {
+            "conv_state_indices": torch.tensor([[1, 2], [3, 4]]),
+            "initial_state_idx": ints(0, 0),
+            "block_idx_last_scheduled_token": ints(1, -1),
+        },
+    ),
+    (
+        causal_conv1d_update,
+        ValueError,
+        "conv_state_indices: expected at least one block",
+        {"conv_state_indices": torch.zeros(2, 0, dtype=torch.int32)},
+    ),
+    (causal_conv1d_fn, TypeError, "pad_slot_id: expected an integer, got None", {"pad_slot_id": None}),
+    (causal_conv1d_update, TypeError, "pad_slot_id: expected an integer, got None", {"pad_slot_id": None}),
+    (causal_conv1d_update, TypeError, "null_block_id: expected an integer, got 'x'", {"null_block_id": "x"}),
+    (causal_conv1d_update, TypeError, "max_query_len: expected an integer, got None", {"max_query_len": None}),
+    (
+        causal_conv1d_fn,
+        ValueError,
+        "query_start_loc: expected offsets that rise within 0..5",
+        {"query_start_loc": ints(0, 3, 9), "validate_data": False},
+    ),
+    (causal_conv1d_update, ValueError, "out: expected shape", {"out": normal(2, DIM)}),
+    (causal_conv1d_update, TypeError, "out: expected torch.float32, got", {"out": normal(2, DIM, 3).half()}),
+]
+
+
+@pytest.mark.parametrize(("function", "error", "message", "change"), WRONG, ids=[message for _, _, message, _ in WRONG])
+def test_the_wrong_argument_is_named(
+    function: Callable[..., Tensor], error: type[Exception], message: str, change: dict[str, Any]
+) -> None:
+    good = good_prefill() if function is causal_conv1d_fn else good_update()
+    function(**good)
+    with pytest.raises(error, match="^" + message):
+        function(**(good | change))
+
+
+def test_what_is_said_of_skipped_rows_is_not_checked() -> None:
+    told = good_update() | {"num_accepted_tokens": ints(99, 2), "conv_state_indices": ints(-1, 2)}
+    assert (causal_conv1d_update(**told)[0] == 0).all()

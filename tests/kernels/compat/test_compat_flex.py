@@ -1,0 +1,328 @@
+"""compat.flex_decoding against eager flex_attention of PyTorch, with its BlockMask."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rigs.kernels.paths import Path
+from rigs.kernels.tolerance import assert_close
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from deltaline_kernels.attention import BlockLists, and_masks, find_modifier
+from deltaline_kernels.compat import flex_decoding
+
+WINDOW = 40
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let PyTorch compute, not trace; it warns that this is slow."""
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@dataclass
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def check(
+        self,
+        path: Path,
+        score: Callable[..., Tensor] | None = None,
+        mask: Callable[..., Tensor] | None = None,
+        **told: Any,
+    ) -> Tensor:
+        """Compare with what eager flex_attention does in fp64 with the functions; return the outputs."""
+        q, k, v = (x.cpu().double() for x in (self.q, self.k, self.v))
+        block_mask = None
+        if mask is not None:
+            block_mask = create_block_mask(mask, len(q), q.shape[1], q.shape[2], k.shape[2], device="cpu")
+        want, aux = flex_attention(
+            q,
+            k.expand(len(q), -1, -1, -1),
+            v.expand(len(q), -1, -1, -1),
+            score_mod=score,
+            block_mask=block_mask,
+            scale=told.get("scale"),
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
+        )
+        o, lse = flex_decoding(self.q, self.k, self.v, return_lse=True, **told)
+        assert_close("o", o, want, path.dtype)
+        assert aux.lse is not None
+        got, lse = lse.double().cpu(), aux.lse
+        assert torch.equal(got.isinf(), lse.isinf())
+        assert_close("lse", got.nan_to_num(0, 0, 0), lse.nan_to_num(0, 0, 0), path.dtype)
+        return o
+
+
+def make(
+    path: Path,
+    B: int = 2,
+    HQ: int = 4,
+    HKV: int = 2,
+    M: int = 3,
+    N: int = 100,
+    D: int = 64,
+    DV: int = 64,
+    lines: int = 0,
+) -> Inputs:
+    generator = torch.Generator().manual_seed(B + 7 * M + N)
+    shapes = ((B, HQ, M, D), (lines or B, HKV, N, D), (lines or B, HKV, N, DV))
+    made = (torch.randn(*shape, generator=generator).to(path.dtype).to(path.device) for shape in shapes)
+    return Inputs(*made)
+
+
+def is_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def in_window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (kv > q - WINDOW)
+
+
+def by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return kv - 20 * h <= q
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"HQ": 6}, {"M": 1, "N": 700}, {"B": 1, "HQ": 7, "HKV": 1, "M": 16}, {"D": 96, "DV": 128}, {"M": 20, "N": 7}],
+    ids=str,
+)
+def test_flex_matches_flex_attention(path: Path, sizes: dict[str, int]) -> None:
+    inputs = make(path, **sizes)
+    inputs.check(path)
+    inputs.check(path, None, is_causal, mask_mod="causal")
+    cap = find_modifier("soft_cap")(3.0)
+    inputs.check(path, lambda s, b, h, q, kv: 3 * torch.tanh(s / 3), is_causal, score_mod=cap, mask_mod="causal")
+
+
+def test_flex_takes_scores_in_turn_and_a_scale(path: Path) -> None:
+    inputs = make(path)
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.3])
+    scores = [find_modifier("alibi")(slopes, per="head"), find_modifier("soft_cap")(2.0)]
+    inputs.check(
+        path,
+        lambda s, b, h, q, kv: 2 * torch.tanh((s + (kv - q) * slopes[h]) / 2),
+        score_mod=scores,
+        scale=0.3,
+        kernel_options={"BLOCK_M": 64},
+    )
+
+
+def test_flex_broadcasts_keys_of_one_sequence(path: Path) -> None:
+    inputs = make(path, B=3, lines=1)
+    o = inputs.check(path)
+    expanded = Inputs(inputs.q, inputs.k.expand(3, -1, -1, -1), inputs.v.expand(3, -1, -1, -1))
+    assert_close("o", expanded.check(path), o, path.dtype)
+
+
+@pytest.mark.parametrize("order", ["heads-first", "keys-first", "longer", "keys-first-longer", "mixed", "columns"])
+def test_flex_takes_any_order_of_memory(path: Path, order: str) -> None:
+    inputs = make(path)
+    k, v = inputs.k, inputs.v
+    poison = torch.full_like(k, torch.nan)
+    if "keys-first" in order:
+        k, v, poison = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v, poison))
+    if "longer" in order:
+        dim = 1 if "keys-first" in order else 2
+        k, v = (torch.cat([*(x.transpose(1, 2) if dim == 1 else x for x in (one, poison))], dim) for one in (k, v))
+        k, v = (x.transpose(1, 2)[:, :, :100] if dim == 1 else x[:, :, :100] for x in (k, v))
+        assert not k.is_contiguous()
+    if order == "mixed":
+        v = v.transpose(1, 2).contiguous().transpose(1, 2)
+    if order == "columns":
+        k, v = torch.stack([k, v], -1).unbind(-1)
+    Inputs(inputs.q.transpose(1, 2).contiguous().transpose(1, 2), k, v).check(path, None, is_causal, mask_mod="causal")
+
+
+@pytest.mark.parametrize("block", [128, (1, 64), (64, 32), (32, 128)], ids=str)
+@pytest.mark.parametrize("mask", [is_causal, in_window, by_head])
+def test_flex_takes_a_block_mask(path: Path, block: Any, mask: Callable[..., Tensor]) -> None:
+    """Lists of blocks by query block and by head; beside them the modifier that means the same."""
+    inputs = make(path, B=2, HQ=4, HKV=2, M=70, N=200)
+    heads = 4 if mask is by_head else None
+    blocks = create_block_mask(mask, None, heads, 70, 200, device=path.device, BLOCK_SIZE=block)
+    parts = {
+        is_causal: find_modifier("causal")(),
+        in_window: and_masks(find_modifier("causal")(), find_modifier("sliding_window")(WINDOW)),
+        # kv - 20 h <= q: a window that looks ahead, from the other side.
+        by_head: find_modifier("prefix_lm")(0),
+    }
+    if mask is by_head:
+        # Of this one there is no shipped modifier: what is compared is which blocks are seen.
+        whole = whole_blocks(blocks, 200)
+        block_q, block_kv = blocks.BLOCK_SIZE
+        inputs.check(path, None, lambda b, h, q, kv: whole[h, q // block_q, kv // block_kv], block_mask=as_full(blocks))
+        return
+    inputs.check(path, None, mask, block_mask=with_garbage(blocks), mask_mod=parts[mask])
+
+
+def whole_blocks(blocks: Any, num_keys: int) -> Tensor:
+    """Return `[H, Q, KV]`: whether a block is in one of the lists."""
+    kinds = BlockLists.from_mask(blocks.to("cpu")).kinds(0)
+    found = torch.zeros(*kinds.shape[:2], -(-num_keys // blocks.BLOCK_SIZE[1]), dtype=torch.bool)
+    found[..., : kinds.shape[2]] = kinds > 0
+    return found
+
+
+def as_full(blocks: Any) -> Any:
+    """Return a mask of whole blocks: those of both lists."""
+    counts, numbers = blocks.kv_num_blocks, blocks.kv_indices
+    full = blocks.full_kv_num_blocks, blocks.full_kv_indices
+    counts, numbers = counts.clone(), torch.cat([numbers, numbers], -1)
+    for at in torch.cartesian_prod(*(torch.arange(size) for size in counts.shape)).tolist():
+        i = tuple(at)
+        n, m = int(counts[i]), int(full[0][i])
+        numbers[(*i, slice(n, n + m))] = full[1][(*i, slice(0, m))]
+        counts[i] = n + m
+    return SimpleNamespace(
+        BLOCK_SIZE=blocks.BLOCK_SIZE,
+        mask_mod=None,
+        kv_num_blocks=torch.zeros_like(counts),
+        kv_indices=numbers,
+        full_kv_num_blocks=counts,
+        full_kv_indices=numbers,
+    )
+
+
+def test_whole_blocks_skip_the_mask_and_never_the_score(path: Path) -> None:
+    """The mask that is passed hides everything: what is seen are whole blocks, with their scores changed."""
+    inputs = make(path, M=64, N=128)
+    blocks = create_block_mask(is_causal, None, None, 64, 128, device=path.device, BLOCK_SIZE=(32, 32))
+    nothing, cap = find_modifier("sink_tokens")(0), find_modifier("soft_cap")(1.5)
+    inputs.check(
+        path,
+        lambda s, b, h, q, kv: 1.5 * torch.tanh(s / 1.5),
+        lambda b, h, q, kv: kv // 32 < q // 32,
+        score_mod=cap,
+        mask_mod=nothing,
+        block_mask=with_garbage(blocks),
+    )
+
+
+def with_garbage(blocks: Any) -> Any:
+    """Return a mask whose lists hold numbers of no block behind their ends."""
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    found = {name: getattr(blocks, name).clone() for name in names}
+    for count, numbers in zip(names[::2], names[1::2], strict=True):
+        is_behind = torch.arange(found[numbers].shape[-1], device=found[count].device) >= found[count][..., None]
+        found[numbers][is_behind] = 1 << 20
+    return SimpleNamespace(BLOCK_SIZE=blocks.BLOCK_SIZE, mask_mod=None, **found)
+
+
+def test_queries_of_a_later_block_have_their_own_lists(path: Path) -> None:
+    """PyTorch's first decode kernel read the lists of the first block of queries for all of them."""
+    inputs = make(path, M=6, N=128)
+    blocks = create_block_mask(
+        lambda b, h, q, kv: kv // 16 == q, None, None, 6, 128, device=path.device, BLOCK_SIZE=(1, 16)
+    )
+    inputs.check(
+        path, None, lambda b, h, q, kv: kv // 16 == q, block_mask=blocks, mask_mod=find_modifier("sink_tokens")(999)
+    )
+
+
+def test_nothing_behind_the_end_of_a_list_is_read(path: Path) -> None:
+    """Numbers there are garbage; and a list of none leaves 0 and -inf."""
+    inputs = make(path, M=2, N=256)
+    numbers = torch.full((1, 1, 2, 16), 1 << 30, dtype=torch.int32, device=path.device)
+    numbers[0, 0, 0, :2] = torch.tensor([3, 7])
+    counts = torch.tensor([[[2, 0]]], dtype=torch.int32, device=path.device)
+    blocks = SimpleNamespace(
+        BLOCK_SIZE=(1, 16),
+        mask_mod=None,
+        kv_num_blocks=counts,
+        kv_indices=numbers,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+    )
+    inputs.check(path, None, lambda b, h, q, kv: (q == 0) & ((kv // 16 == 3) | (kv // 16 == 7)), block_mask=blocks)
+
+
+def call(inputs: Inputs, *, return_lse: bool = False) -> tuple[Tensor, ...]:
+    """Return o, and lse if it is asked for."""
+    found = flex_decoding(inputs.q, inputs.k, inputs.v, return_lse=return_lse)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def test_flex_without_keys_or_queries(path: Path) -> None:
+    o, lse = call(make(path, N=0), return_lse=True)
+    assert torch.equal(o, torch.zeros_like(o)) and bool((lse == -torch.inf).all())
+    assert call(make(path, M=0))[0].shape == (2, 4, 0, 64)
+    assert call(make(path, B=0))[0].shape == (0, 4, 3, 64)
+
+
+def test_flex_names_the_wrong_argument() -> None:
+    path = Path("cpu", torch.float32)
+    good = vars(make(path))
+    names = dict(zip(("query", "key", "value"), good.values(), strict=True))
+
+    def call(**changes: Any) -> None:
+        flex_decoding(**{**names, **changes})
+
+    call()
+    q, k, v = good.values()
+    mask = create_block_mask(is_causal, None, None, 3, 100, device="cpu")
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (
+            TypeError,
+            "score_mod: expected a score modifier .*alibi.*soft_cap.*got function",
+            {"score_mod": lambda s, *_: s},
+        ),
+        (TypeError, "mask_mod: expected a mask modifier .*causal.*got function", {"mask_mod": is_causal}),
+        (TypeError, "mask_mod: expected a mask modifier .*got alibi", {"mask_mod": find_modifier("alibi")(1.0)}),
+        (ValueError, "modifier: expected one of alibi, causal, .*got 'casual'", {"mask_mod": "casual"}),
+        (TypeError, "soft_cap: expected a parameter of float, got NoneType", {"score_mod": "soft_cap"}),
+        (TypeError, "block_mask: its mask_mod is a Python function.*causal", {"block_mask": mask}),
+        (TypeError, "block_mask: expected a BlockMask, got int", {"block_mask": 3}),
+        (
+            ValueError,
+            "block_mask: expected blocks for 3 queries",
+            {
+                "block_mask": create_block_mask(is_causal, None, None, 1, 100, device="cpu", BLOCK_SIZE=(1, 64)),
+                "mask_mod": "causal",
+            },
+        ),
+        (
+            ValueError,
+            "block_mask: expected blocks for 100 keys",
+            {
+                "block_mask": create_block_mask(is_causal, None, None, 3, 64, device="cpu", BLOCK_SIZE=64),
+                "mask_mod": "causal",
+            },
+        ),
+        (
+            ValueError,
+            "blocks: expected lists of 1 or 4 heads, got 3",
+            {"block_mask": create_block_mask(is_causal, None, 3, 3, 100, device="cpu"), "mask_mod": "causal"},
+        ),
+        (ValueError, "query: expected a multiple of the 2 heads", {"query": q[:, :3]}),
+        (
+            ValueError,
+            "key: expected a batch of 1 or 2, got 3",
+            {"key": k.repeat(2, 1, 1, 1)[:3], "value": v.repeat(2, 1, 1, 1)[:3]},
+        ),
+        (TypeError, "value: ", {"value": v.half()}),
+        (ValueError, "value: ", {"value": v[:, :, 1:]}),
+        (TypeError, "scale: ", {"scale": "1"}),
+        (TypeError, "kernel_options: ", {"kernel_options": 3}),
+    ]
+    for kind, message, changes in wrong:
+        with pytest.raises(kind, match=rf"^{message}"):
+            call(**changes)
+    with pytest.raises(TypeError, match=re.escape("alibi, causal, document, logit_bias, prefix_lm")):
+        call(mask_mod=is_causal)

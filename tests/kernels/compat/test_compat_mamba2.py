@@ -1,0 +1,286 @@
+"""The engines' selective state update against a plain one. Whatever must not be read is NaN, and stays NaN."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from rigs.kernels.field_mamba2 import Tokens, field_slots, field_table
+from rigs.kernels.paths import Path
+from rigs.kernels.tolerance import assert_close
+from torch import Tensor
+
+from deltaline_kernels.compat import selective_state_update
+from deltaline_kernels.compat.mamba2_operands import pack_mamba
+
+NUM_SLOTS = 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of a call; `slots` of the rows, or a table; None: row i has slot i. `dense`: one token each, no offsets."""
+
+    lengths: Sequence[int]
+    slots: Any = None
+    accepted: Sequence[int] | None = None
+    dense: bool = False
+    packed: bool = True
+    heads: tuple[int, int, int, int] = (1, 2, 8, 16)
+    states: torch.dtype = torch.float32
+    index: torch.dtype = torch.int32
+    rates: torch.dtype = torch.float32
+    bias: bool = True
+    skip: bool = True
+    gate: bool = False
+    softplus: bool = True
+    out: torch.dtype | None = None
+    pad: int = -1
+    more: int = 0
+
+    @property
+    def starts(self) -> list[int]:
+        return [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
+
+
+CASES = {
+    "decode": Case([1] * 4, [4, 0, 7, 2], dense=True),
+    "decode-of-offsets": Case([1] * 4, [4, 0, 7, 2]),
+    "without-indices": Case([1] * 3, dense=True),
+    "ragged": Case([2, 0, 1, 5], [4, 1, 0, 2], index=torch.int64),
+    "ragged-without-indices": Case([2, 0, 1, 5]),
+    "apart": Case([3, 1], [4, 1], packed=False),
+    "padding": Case([1, 2, 1, 0, 3], [-1, 4, -1, -1, 0]),
+    "padding-with-a-gate": Case([1] * 3, [-1, 4, -1], dense=True, gate=True),
+    "padding-of-vllm": Case([1] * 4, [0, 4, 0, 2], dense=True, pad=0),
+    "padding-of-another-slot": Case([1, 2, 1], [7, 4, -3], pad=7),
+    "only-padding": Case([1, 2], [-1, -7]),
+    "more-slots-than-rows": Case([1, 2], [4, 8], more=3),
+    "no-rows": Case([], []),
+    "groups": Case([2, 1], [3, 8], heads=(2, 4, 12, 24)),
+    "states-of-bf16": Case([3, 1], [4, 2], states=torch.bfloat16),
+    "plain": Case([3, 1], [4, 2], bias=False, skip=False, softplus=False),
+    "gated": Case([3, 1], [4, 2], gate=True),
+    "outputs-of-fp32": Case([3, 1], [4, 2], out=torch.float32),
+    "rates-of-16-bits": Case([2, 1], [4, 2], rates=torch.bfloat16),
+    "first-column-of-a-table": Case([2, 1], [[4, 1], [2, 5]]),
+}
+TABLES = {
+    "verify": Case([3] * 2, [[4, 1, 7], [2, 5, 0]], [1, 3]),
+    "verify-of-one-token": Case([1] * 3, [[4, 1], [2, 5], [8, 3]], [1, 2, 2], dense=True),
+    "ragged": Case([2, 0, 1, 3], [[4, 1, 7], [2, 5, 5], [8, 3, 8], [6, 0, 2]], [3, 1, 1, 2], more=2),
+    "counts-out-of-range": Case([2, 2], [[4, 1], [2, 5]], [0, 9]),
+    "padding": Case([2, 2, 2], [[-1, -1], [4, 1], [-1, 3]], [1, 2, 1]),
+    "padding-of-vllm": Case([2, 2], [[0, 0], [4, 1]], [1, 2], pad=0),
+    "states-of-bf16": Case([3, 2], [[4, 1, 7], [2, 5, 0]], [1, 3], states=torch.bfloat16),
+    "gated": Case([2, 1], [[4, 1], [2, 5]], [2, 1], gate=True),
+}
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_call(case: Case, path: Path) -> tuple[Tokens, dict[str, Any]]:
+    """Make random tokens for the case, NaN where rows are skipped; and the function's keywords, on the device."""
+    G, H, P, S = case.heads
+    T = case.starts[-1]
+    wide = normal(T, H * P + 2 * G * S + 3, seed=0)
+    dt, z = normal(T, H, seed=1), normal(T, H, P, seed=2)
+    for i, slots in enumerate(case.slots or ()):
+        used = slots if isinstance(slots, list) else [slots]
+        if all(slot < 0 or slot == case.pad for slot in used):
+            for tokens in (wide, dt, z):
+                tokens[case.starts[i] : case.starts[i + 1]] = torch.nan
+    wide, dt, z = wide.to(path.dtype), dt.to(path.dtype), z.to(path.dtype)
+    if not case.softplus:
+        dt = dt.abs()
+    x, B, C, _ = wide.to(path.device).split((H * P, G * S, G * S, 3), dim=1)
+    x, B, C = x.unflatten(1, (H, P)), B.unflatten(1, (G, S)), C.unflatten(1, (G, S))
+    if not case.packed:
+        x, B, C = x.contiguous(), B.clone(), C.contiguous()
+    A, D, bias = -normal(H, seed=3).exp(), normal(H, seed=4), normal(H, seed=5)
+    A, D, bias = (values.to(case.rates) for values in (A, D, bias))
+    told: dict[str, Any] = {
+        "x": x,
+        "dt": dt.to(path.device)[..., None].expand(T, H, P),
+        "A": A.to(path.device)[:, None, None].expand(H, P, S),
+        "B": B,
+        "C": C,
+        "dt_softplus": case.softplus,
+        "pad_slot_id": case.pad,
+    }
+    if case.skip:
+        told["D"] = D.to(path.device)[:, None].expand(H, P)
+    if case.bias:
+        told["dt_bias"] = bias.to(path.device)[:, None].expand(H, P)
+    if case.gate:
+        told["z"] = z.to(path.device)
+    if case.out is not None:
+        told["out"] = torch.empty(T, H, P, dtype=case.out, device=path.device)
+    if case.slots is not None:
+        slots = torch.tensor(case.slots, dtype=case.index)
+        more = torch.full((case.more, *slots.shape[1:]), 10**6).to(slots)
+        told["state_batch_indices"] = torch.cat((slots, more)).to(path.device)
+    if case.accepted is not None:
+        told["num_accepted_tokens"] = torch.tensor([*case.accepted, *[7] * case.more]).int().to(path.device)
+    if not case.dense:
+        told["cu_seqlens"] = torch.tensor(case.starts, dtype=case.index, device=path.device)
+    host = Tokens(
+        x.cpu(),
+        dt,
+        A,
+        B.cpu(),
+        C.cpu(),
+        D if case.skip else None,
+        z if case.gate else None,
+        bias if case.bias else None,
+        case.softplus,
+    )
+    return host, told
+
+
+def make_states(case: Case, used: Sequence[int]) -> Tensor:
+    """Return states of slots that are NaN but where they are used."""
+    _, H, P, S = case.heads
+    states = torch.full((NUM_SLOTS, H, P, S), torch.nan)
+    for slot in used:
+        if slot >= 0 and slot != case.pad:
+            states[slot] = normal(H, P, S, seed=10 + slot)
+    return states.to(case.states)
+
+
+def check(got: Tensor, want: Tensor, told: dict[str, Any], pool: Tensor, want_pool: Tensor) -> None:
+    """Compare outputs and states; those that are computed in fp32 as such, whatever the dtype of the tokens."""
+    assert got.shape == told["x"].shape
+    assert got is told["out"] if "out" in told else got.dtype == told["x"].dtype
+    assert_close("y", got, want, told["x"].dtype)
+    assert_close("state", pool, want_pool, torch.float32 if pool.dtype == torch.float32 else torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_update_matches_the_reference(path: Path, name: str) -> None:
+    case = CASES[name]
+    tokens, told = make_call(case, path)
+    slots = list(range(len(case.lengths))) if case.slots is None else case.slots
+    slots = [row[0] if isinstance(row, list) else row for row in slots]
+    want_pool = make_states(case, slots)
+    pool = want_pool.to(path.device, copy=True)
+    kept = {key: x.clone() for key, x in told.items() if isinstance(x, Tensor) and key != "out"}
+    want = field_slots(tokens, case.starts, want_pool, slots, case.pad)
+    check(selective_state_update(pool, **told), want, told, pool, want_pool)
+    assert all(torch.equal(told[key].nan_to_num(7.0), x.nan_to_num(7.0)) for key, x in kept.items())
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_update_of_a_table_matches_the_reference(path: Path, name: str) -> None:
+    case = TABLES[name]
+    tokens, told = make_call(case, path)
+    assert case.accepted is not None
+    first = [row[min(max(n, 1), len(row)) - 1] for row, n in zip(case.slots, case.accepted, strict=True)]
+    want_pool = make_states(case, first)
+    pool = want_pool.to(path.device, copy=True)
+    want = field_table(tokens, case.starts, want_pool, case.slots, case.accepted, case.pad)
+    check(selective_state_update(pool, **told), want, told, pool, want_pool)
+
+
+def test_columns_of_one_tensor_are_not_copied() -> None:
+    for packed in (True, False):
+        _, told = make_call(replace(CASES["decode"], packed=packed), Path("cpu", torch.float32))
+        parts = {name: told[name] for name in ("x", "dt", "A", "B", "C")}
+        operands = pack_mamba(**parts, dt_bias=None, softplus=True)
+        assert (operands.xBC.data_ptr() == told["x"].data_ptr()) == packed
+
+
+def test_arguments_are_named_when_they_are_wrong() -> None:
+    _, good = make_call(CASES["ragged"], Path("cpu", torch.float32))
+    good["state"] = make_states(CASES["ragged"], range(NUM_SLOTS))
+    T, H, P = good["x"].shape
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "x", {"x": good["x"][:, 0]}),
+        (TypeError, "x", {"x": good["x"].double()}),
+        (ValueError, "dt", {"dt": good["dt"].contiguous()}),
+        (ValueError, "A", {"A": good["A"].contiguous()}),
+        (ValueError, "A", {"A": good["A"][:1]}),
+        (ValueError, "B", {"B": good["B"][:1]}),
+        (TypeError, "C", {"C": good["C"].half()}),
+        (ValueError, "C", {"C": good["C"].repeat(1, 2, 1)}),
+        (ValueError, "D", {"D": torch.ones(H, P)}),
+        (ValueError, "dt_bias", {"dt_bias": torch.ones(H)}),
+        (ValueError, "z", {"z": torch.ones(T, H)}),
+        (ValueError, "out", {"out": torch.ones(T, H, 2 * P)[..., ::2]}),
+        (TypeError, "state", {"state": good["state"].half()}),
+        (ValueError, "state", {"state": good["state"].transpose(2, 3).contiguous().transpose(2, 3)}),
+        (ValueError, "state", {"state": good["state"][:2], "state_batch_indices": None}),
+        (TypeError, "state_batch_indices", {"state_batch_indices": torch.ones(4)}),
+        (ValueError, "state_batch_indices", {"state_batch_indices": torch.ones(3, dtype=torch.int32)}),
+        (ValueError, "state_batch_indices", {"state_batch_indices": torch.tensor([4, 1, 99, 2])}),
+        (ValueError, "state_batch_indices", {"state_batch_indices": torch.tensor([4, 1, 2, 2])}),
+        (ValueError, "num_accepted_tokens", {"num_accepted_tokens": torch.ones(4, dtype=torch.int32)}),
+        (ValueError, "cu_seqlens", {"cu_seqlens": torch.tensor([0, 2, 1, 3, 8])}),
+        (ValueError, "cu_seqlens", {"cu_seqlens": torch.zeros(0, dtype=torch.int32)}),
+        (TypeError, "pad_slot_id", {"pad_slot_id": 0.5}),
+    ]
+    for error, name, change in wrong:
+        with pytest.raises(error, match=f"^{name}: expected"):
+            selective_state_update(**(good | change))
+
+
+def test_a_row_longer_than_its_table_is_refused_on_the_cpu() -> None:
+    _, told = make_call(Case([3, 1], [[4, 1], [2, 5]], [1, 2]), Path("cpu", torch.float32))
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected rows of at most 2 tokens, got 3"):
+        selective_state_update(make_states(CASES["ragged"], range(NUM_SLOTS)), **told)
+
+
+def test_engines_may_pass_arguments_by_position() -> None:
+    parameters = inspect.signature(selective_state_update).parameters.values()
+    told = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert " ".join(told) == (
+        "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None pad_slot_id=-1 "
+        "num_accepted_tokens=None cu_seqlens=None out=None"
+    )
+    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_update_runs_in_a_cuda_graph(dtype: torch.dtype) -> None:
+    """A replay follows what the index tensors hold by then, and nothing waits for the device."""
+    path = Path("cuda", dtype)
+    calls = []
+    for case in (CASES["decode"], replace(CASES["ragged"], gate=True), TABLES["verify"]):
+        _, told = make_call(case, path)
+        told["out"] = torch.empty(told["x"].shape, dtype=dtype, device="cuda")
+        told["state"] = make_states(case, range(NUM_SLOTS)).to("cuda")
+        calls.append(told)
+
+    def run() -> list[Tensor]:
+        return [selective_state_update(**told) for told in calls]
+
+    run()
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    calls[0]["state_batch_indices"].copy_(torch.tensor([-1, 8, 3, 1]))
+    calls[1]["cu_seqlens"].copy_(torch.tensor([0, 0, 3, 4, 8]))
+    calls[2]["num_accepted_tokens"].copy_(torch.tensor([3, 2]))
+    changed = [told[name] for told in calls for name in ("state", "out")]
+    before = [x.clone() for x in changed]
+    graph.replay()
+    got = [x.clone() for x in changed]
+    for x, old in zip(changed, before, strict=True):
+        x.copy_(old)
+    run()
+    for x, want in zip(got, changed, strict=True):
+        assert torch.equal(x.nan_to_num(7.0), want.nan_to_num(7.0))

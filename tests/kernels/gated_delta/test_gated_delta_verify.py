@@ -1,0 +1,183 @@
+"""Short rows of the gated delta rule where they are computed at once: of 16-bit tokens, with keys of 64 or 128."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from kernels.gated_delta.test_gated_delta import check_against_reference
+from rigs.kernels.batches import Batch, Layer, Row, make_batch, plan_rows
+from rigs.kernels.paths import Path
+from rigs.kernels.tolerance import assert_close
+
+from deltaline_kernels.gated_delta.heads import Heads
+
+SMALL = Layer(H=1, HV=1, K=64, V=20, M=8)
+CASES = {
+    "verify-1-to-8": (SMALL, [Row(n, verify=True, replayed=8 - n, half=n % 2) for n in range(1, 9)]),
+    "verify-every-replayed-count": (SMALL, [Row(2, verify=True, replayed=r, half=r % 2) for r in range(9)]),
+    "grouped-heads-of-128": (
+        Layer(H=2, HV=4, K=128, V=40, M=5),
+        [Row(5, verify=True, replayed=3), Row(1, replayed=2), Row(4, verify=True, fresh=True)],
+    ),
+    "beside-decode-and-prefill": (
+        SMALL,
+        [
+            Row(1),
+            Row(5, verify=True, replayed=3, half=1),
+            Row(8),
+            Row(3, skipped=True),
+            Row(0, replayed=4),
+            Row(0, to="other"),
+            Row(4, fresh=True),
+            Row(7, replayed=8, half=1, to="other"),
+            Row(20),
+        ],
+    ),
+    "to-anywhere": (
+        SMALL,
+        [
+            Row(4, verify=True, replayed=2, to="other"),
+            Row(3, verify=True, replayed=2, to="nowhere"),
+            Row(2, verify=True, to="other"),
+            Row(2, to="nowhere"),
+            Row(3, verify=True, replayed=1, to="null"),
+            Row(3, to="null"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_delta_of_short_rows_matches_the_reference(path: Path, case: str) -> None:
+    layer, rows = CASES[case]
+    check_against_reference(make_batch(rows, path, layer), path, path.dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids=["one-row", "two-rows"])
+def test_delta_of_many_heads_at_once_matches_the_reference(
+    path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program per several parts of the state, as there is for many rows."""
+    verify = pytest.importorskip("deltaline_kernels.gated_delta.verify", reason="triton is not installed")
+    monkeypatch.setattr(verify, "MANY_HEADS", 1)
+    batch = make_batch([Row(5, verify=True, replayed=4), Row(3, replayed=1)][:rows], path, replace(SMALL, V=52))
+    check_against_reference(batch, path, path.dtype)
+
+
+def test_delta_of_short_rows_rounds_a_16_bit_state_once(path: Path) -> None:
+    rows = [Row(5, verify=True, replayed=3), Row(3)]
+    check_against_reference(make_batch(rows, path, SMALL, state_dtype=torch.bfloat16), path, torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", ["raw-gates", "no-norms", "neither"])
+def test_delta_of_short_rows_takes_gates_and_keys_as_they_come(path: Path, case: str) -> None:
+    batch = make_batch([Row(6, verify=True, replayed=2), Row(3)], path, SMALL)
+    if case != "no-norms":
+        batch = batch.with_raw_gates()
+    if case != "raw-gates":
+        batch = batch.without_norms()
+    check_against_reference(batch, path, path.dtype)
+
+
+@pytest.mark.parametrize("gate", [-60.0, 0.0, 1000.0], ids=["no-decay", "usual", "decay-of-1000"])
+def test_delta_of_short_rows_is_right_for_correlated_keys(path: Path, gate: float) -> None:
+    check_against_reference(make_correlated(path, gate), path, path.dtype)
+
+
+def test_delta_of_short_rows_survives_the_strongest_gates(path: Path) -> None:
+    batch = make_correlated(path, 1000.0)
+    assert batch.A_log is not None
+    batch.A_log.fill_(20.0)
+    batch.a.fill_(1000.0)
+    check_against_reference(batch, path, path.dtype)
+
+
+@pytest.mark.parametrize("gate", [-60.0, 0.0, 1000.0], ids=["no-decay", "usual", "decay-of-1000"])
+def test_delta_replay_beside_tokens_leaves_what_committing_leaves(path: Path, gate: float) -> None:
+    """To the bit where both go through the same kernel, which a row of one token alone does not."""
+    accepted = 4
+    drafted = make_correlated(path, gate)
+    committed = drafted.clone()
+    drafted.run_delta(path)
+    replays = plan_rows([Row(2, verify=True, replayed=accepted), Row(2, replayed=0)], 8, path.device)
+    tokens = slice(4, 8)
+    replace(drafted, rows=replays, qkv=drafted.qkv[tokens], a=drafted.a[tokens], b=drafted.b[tokens]).run_delta(path)
+    commits = plan_rows([Row(accepted, replayed=3, half=1)], 8, path.device)
+    tokens = slice(0, accepted)
+    replace(committed, rows=commits, qkv=committed.qkv[tokens], a=committed.a[tokens], b=committed.b[tokens]).run_delta(
+        path
+    )
+    assert not drafted.state[1].isnan().any()
+    if path.serial:
+        assert torch.equal(drafted.state[1], committed.state[1])
+    assert_close("state", drafted.state[1], committed.state[1], torch.float32)
+
+
+@pytest.mark.parametrize("layer", [Layer(), SMALL], ids=["token-by-token", "at-once"])
+def test_delta_row_does_not_depend_on_its_neighbours(path: Path, layer: Layer) -> None:
+    rows = [Row(1), Row(1), Row(4, verify=True, replayed=2), Row(40, replayed=1)]
+    batch = make_batch(rows, path, layer)
+    whole, again = batch.clone(), batch.clone()
+    want = whole.run_delta(path)
+    assert torch.equal(again.run_delta(path), want)
+    assert torch.equal(again.state.nan_to_num(7.0), whole.state.nan_to_num(7.0))
+    starts = [0, 1, 2, 6, 46]
+    for i, (start, end) in enumerate(pairwise(starts)):
+        others = [row if i == j else replace(row, skipped=True) for j, row in enumerate(rows)]
+        alone = replace(make_batch(rows, path, layer), rows=plan_rows(others, layer.M, path.device))
+        own = torch.arange(alone.qkv.shape[0], device=path.device)
+        own = (own < start) | (own >= end)
+        for tokens in (alone.qkv, alone.a, alone.b):
+            tokens[own] = torch.nan
+        got = alone.run_delta(path)
+        assert torch.equal(got[~own], want[~own])
+        assert not got[own].any()
+        line = 2 * i + 1
+        assert torch.equal(alone.state[line].nan_to_num(7.0), whole.state[line].nan_to_num(7.0))
+        assert torch.equal(alone.drafts[line].nan_to_num(7.0), whole.drafts[line].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("what", ["qkv", "a", "b"])
+def test_a_draft_that_is_not_finite_leaves_those_before_it_alone(path: Path, what: str) -> None:
+    if not path.serial:
+        pytest.skip("where rows go in chunks of 32 tokens it may reach tokens of its row before it")
+    good = make_batch([Row(6, verify=True, replayed=2)], path, SMALL)
+    bad = good.clone()
+    bad = replace(bad, **{what: getattr(bad, what).clone()})
+    getattr(bad, what)[3] = torch.nan
+    want, got = good.run_delta(path), bad.run_delta(path)
+    assert torch.equal(got[:3], want[:3])
+    assert got[3:].isnan().any()
+    assert torch.equal(bad.state[1], good.state[1])
+    assert torch.equal(bad.drafts[1, 1, :3], good.drafts[1, 1, :3])
+
+
+def test_short_rows_that_fit_are_computed_at_once() -> None:
+    verify = pytest.importorskip("deltaline_kernels.gated_delta.verify", reason="triton is not installed")
+
+    def fits(length: int = 5, dtype: torch.dtype = torch.bfloat16, K: int = 128, drafts: int = 8) -> bool:
+        rows = plan_rows([Row(length), Row(0)], 64, "cpu")
+        heads = Heads(2, 4, K, 16, 1.0, 1e-6)
+        answer: bool = verify.can_verify(
+            torch.empty(length, heads.keys, dtype=dtype), torch.empty(1, 2, drafts, 1), heads, rows
+        )
+        return answer
+
+    assert fits() and fits(2) and fits(8) and fits(dtype=torch.float16) and fits(K=64)
+    assert not any((fits(1), fits(9), fits(dtype=torch.float32), fits(K=32), fits(K=96), fits(K=256), fits(drafts=9)))
+
+
+def make_correlated(path: Path, gate: float) -> Batch:
+    """Make eight tokens of a VERIFY with keys that are alike, strengths near 1, and `gate` between usual gates."""
+    batch = make_batch([Row(8, verify=True, replayed=3, half=1)], path, SMALL)
+    keys = SMALL.H * SMALL.K
+    batch.qkv[:, keys : 2 * keys] = 1.0 + 0.01 * batch.qkv[:, keys : 2 * keys]
+    assert batch.A_log is not None
+    batch.A_log.zero_()
+    batch.b.fill_(8.0)
+    # Strong gates between usual ones: only the tokens after the last one may be seen.
+    batch.a[::3] = gate
+    return batch

@@ -1,0 +1,276 @@
+"""mamba2 against its reference, and what must hold between its own runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from rigs.kernels.batches import Row, plan_rows
+from rigs.kernels.mamba_batches import MambaBatch, MambaLayer, make_mamba_batch
+from rigs.kernels.paths import Path
+from rigs.kernels.tolerance import assert_close
+
+from deltaline_kernels import mamba2
+
+PLAIN = MambaLayer()
+ONE = MambaLayer(H=1)
+CASES = {
+    "decode": (PLAIN, [Row(1) for _ in range(5)]),
+    "decode-of-scattered-lines": (PLAIN, [Row(1), Row(1, to="other"), Row(1, fresh=True), Row(1, to="nowhere")]),
+    "one-head-odd-dims": (MambaLayer(H=1, S=5, P=3), [Row(1), Row(3, verify=True, replayed=2), Row(11)]),
+    "groups-of-wide-heads": (MambaLayer(H=6, G=2, S=8, P=35), [Row(1), Row(4, verify=True), Row(33)]),
+    "a-group-per-head": (MambaLayer(H=3, G=3), [Row(1), Row(4, verify=True, replayed=3), Row(9)]),
+    "wide-states": (MambaLayer(H=1, S=70, P=4), [Row(2), Row(37)]),
+    "1-63-64-65": (ONE, [Row(1), Row(63), Row(64, fresh=True), Row(65, to="other")]),
+    "prime": (ONE, [Row(127)]),
+    "heads-of-64-states-of-128": (MambaLayer(H=2, S=128, P=64), [Row(1), Row(3, verify=True, replayed=2), Row(66)]),
+    "heads-of-128-states-of-256": (MambaLayer(H=1, S=256, P=128), [Row(1), Row(0), Row(70, replayed=2)]),
+    "heads-of-32-states-of-16": (MambaLayer(H=4, G=2, S=16, P=32), [Row(1), Row(3, replayed=2), Row(19)]),
+    "chunks-that-follow-each-other": (PLAIN, [Row(n, to="other") for n in (128, 5, 64, 191, 63, 1, 65)]),
+    "empty": (
+        PLAIN,
+        [Row(0), Row(0, to="other"), Row(0, replayed=3, half=1), Row(0, fresh=True), Row(0, to="nowhere")],
+    ),
+    "empty-long": (PLAIN, [Row(5), Row(0, to="other"), Row(0, replayed=3), Row(0)]),
+    "verify-every-replayed-count": (PLAIN, [Row(4, verify=True, replayed=r, half=r % 2) for r in range(5)]),
+    "verify-longer-than-a-chunk": (MambaLayer(M=70), [Row(70, verify=True, replayed=37), Row(33, verify=True)]),
+    "verify-1-to-5-beside-decode": (
+        MambaLayer(M=5),
+        [
+            *(Row(n, verify=True, replayed=5 - n, half=n % 2) for n in range(1, 6)),
+            Row(1, replayed=4),
+            Row(0, replayed=5),
+        ],
+    ),
+    "verify-1-to-9": (
+        MambaLayer(H=1, M=9),
+        [Row(n, verify=n % 4 > 0, replayed=9 - n, half=n % 2) for n in range(1, 10)],
+    ),
+    "verify-of-other-lengths": (PLAIN, [Row(n, verify=True, replayed=1, to="other") for n in range(1, 5)]),
+    "verify-that-writes-nothing": (PLAIN, [Row(4, verify=True, replayed=2, to="nowhere"), Row(2, verify=True)]),
+    "long-replays": (
+        PLAIN,
+        [Row(5, replayed=4), Row(40, replayed=2, half=1, to="other"), Row(9, replayed=3, to="nowhere")],
+    ),
+    "skipped-and-null": (PLAIN, [Row(1, skipped=True), Row(3, to="null"), Row(9, skipped=True), Row(9, to="null")]),
+    "fresh-with-a-count": (
+        PLAIN,
+        [Row(2, fresh=True, replayed=2), Row(3, verify=True, fresh=True, replayed=1), Row(9, fresh=True, replayed=2)],
+    ),
+    "limits": (replace(PLAIN, dt_limit=(0.3, 0.9)), [Row(1), Row(4, verify=True, replayed=1), Row(20)]),
+    "mixed": (
+        PLAIN,
+        [
+            Row(1),
+            Row(4, verify=True, replayed=1, half=1),
+            Row(2, skipped=True),
+            Row(0),
+            Row(3, fresh=True),
+            Row(41),
+            Row(1),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mamba2_matches_the_reference(path: Path, case: str) -> None:
+    layer, rows = CASES[case]
+    check_against_reference(make_mamba_batch(rows, path, layer), path, path.dtype)
+
+
+@pytest.mark.parametrize("case", ["mixed", "verify-that-writes-nothing"])
+def test_mamba2_of_many_heads_matches_the_reference(path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program per several parts of the state, as there is for many rows."""
+    use_many_heads(monkeypatch)
+    layer, rows = CASES[case]
+    check_against_reference(make_mamba_batch(rows, path, layer), path, path.dtype)
+
+
+def test_mamba2_rounds_a_16_bit_state_once(path: Path) -> None:
+    rows = [Row(1), Row(3, verify=True, replayed=2), Row(37)]
+    check_against_reference(make_mamba_batch(rows, path, state_dtype=torch.bfloat16), path, torch.bfloat16)
+
+
+@pytest.mark.parametrize("step", [-60.0, 1000.0], ids=["steps-of-almost-0", "steps-of-1000"])
+def test_mamba2_is_right_for_the_smallest_and_largest_steps(path: Path, step: float) -> None:
+    batch = make_mamba_batch([Row(4, verify=True, replayed=4), Row(66)], path)
+    # Large steps between usual ones: only the tokens from the last one on may be seen.
+    batch.dt[::3] = step
+    check_against_reference(batch, path, path.dtype)
+
+
+def test_mamba2_survives_the_strongest_decay(path: Path) -> None:
+    batch = make_mamba_batch([Row(2, verify=True), Row(40)], path)
+    batch.A_log.fill_(20.0)
+    batch.dt.fill_(1000.0)
+    check_against_reference(batch, path, path.dtype)
+
+
+@pytest.mark.parametrize("what", ["dt", "dt_bias"])
+def test_a_step_that_is_not_finite_is_not_clamped_away(path: Path, what: str) -> None:
+    batch = make_mamba_batch([Row(1), Row(1)], path, replace(PLAIN, dt_limit=(0.1, 0.5)))
+    getattr(batch, what)[..., 1:] = torch.nan
+    y = batch.run(path)
+    assert y[:, 1].isnan().all() and not y[:, 0].isnan().any()
+    assert batch.state[1, 1].isnan().all() and not batch.state[1, 0].isnan().any()
+
+
+def test_mamba2_in_chunks_is_mamba2_token_by_token(exact_path: Path) -> None:
+    chunked = make_mamba_batch([Row(70)], exact_path)
+    serial = chunked.clone()
+    want = [serial.run_part(exact_path, t, t + 1) for t in range(70)]
+    assert_close("y", chunked.run(exact_path), torch.cat(want), torch.float32)
+    assert_close("state", chunked.state, serial.state, torch.float32)
+
+
+def test_mamba2_splits_without_a_seam(exact_path: Path) -> None:
+    whole = make_mamba_batch([Row(70)], exact_path)
+    split = whole.clone()
+    got = [split.run_part(exact_path, *ends) for ends in pairwise([0, 1, 34, 36, 70])]
+    assert_close("y", torch.cat(got), whole.run(exact_path), torch.float32)
+    assert_close("state", split.state, whole.state, torch.float32)
+
+
+def test_mamba2_replays_any_accepted_count(exact_path: Path) -> None:
+    for accepted in range(5):
+        drafted = make_mamba_batch([Row(4, verify=True, half=1)], exact_path)
+        serial = drafted.clone()
+        before = drafted.state.clone()
+        drafted.run(exact_path)
+        assert torch.equal(drafted.state.nan_to_num(7.0), before.nan_to_num(7.0))
+        for t in range(accepted):
+            serial.run_part(exact_path, t, t + 1)
+        got = drafted.run_part(exact_path, 3, 4, Row(1, replayed=accepted, half=0))
+        want = serial.run_part(exact_path, 3, 4)
+        assert_close(f"y, accepted {accepted}", got, want, torch.float32)
+        assert_close(f"state, accepted {accepted}", drafted.state, serial.state, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("step", "many_heads"),
+    [(0.0, False), (5.0, False), (5.0, True), (1000.0, False)],
+    ids=["usual", "large", "large-many-heads", "largest"],
+)
+def test_mamba2_replay_leaves_what_committing_leaves(
+    path: Path, step: float, many_heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit on a GPU, strong decays that scale the tile in between included."""
+    if many_heads:
+        use_many_heads(monkeypatch)
+    layer = MambaLayer(S=17, M=5)
+    for accepted in (1, 5):
+        drafted = make_mamba_batch([Row(5, verify=True, replayed=2, half=1)], path, layer)
+        if step:
+            drafted.A_log.zero_()
+            drafted.dt.fill_(step)
+        committed = drafted.clone()
+        drafted.run(path)
+        drafted.run_part(path, 0, 0, Row(0, replayed=accepted))
+        committed.run_part(path, 0, 0, Row(0, replayed=2, half=1))
+        committed.run_part(path, 0, accepted)
+        assert not drafted.state[1].isnan().any()
+        if path.serial:
+            assert torch.equal(drafted.state[1], committed.state[1])
+        assert_close(f"state, accepted {accepted}", drafted.state, committed.state, torch.float32)
+
+
+def test_mamba2_row_does_not_depend_on_its_neighbours(path: Path) -> None:
+    rows = [Row(1), Row(1), Row(4, verify=True, replayed=2), Row(40, replayed=1)]
+    batch = make_mamba_batch(rows, path)
+    whole, again = batch.clone(), batch.clone()
+    want = whole.run(path)
+    assert torch.equal(again.run(path), want)
+    assert torch.equal(again.state.nan_to_num(7.0), whole.state.nan_to_num(7.0))
+    starts = [0, 1, 2, 6, 46]
+    for i, (start, end) in enumerate(pairwise(starts)):
+        others = [row if i == j else replace(row, skipped=True) for j, row in enumerate(rows)]
+        alone = replace(make_mamba_batch(rows, path), rows=plan_rows(others, PLAIN.M, path.device))
+        other = torch.arange(alone.xBC.shape[0], device=path.device)
+        other = (other < start) | (other >= end)
+        for tokens in (alone.xBC, alone.dt):
+            tokens[other] = torch.nan
+        got = alone.run(path)
+        assert torch.equal(got[~other], want[~other])
+        assert not got[other].any()
+        line = 2 * i + 1
+        assert torch.equal(alone.state[line].nan_to_num(7.0), whole.state[line].nan_to_num(7.0))
+        assert torch.equal(alone.drafts[line].nan_to_num(7.0), whole.drafts[line].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("what", ["xBC", "dt"])
+def test_a_draft_that_is_not_finite_leaves_those_before_it_alone(path: Path, what: str) -> None:
+    if not path.serial:
+        pytest.skip("where rows go in chunks of 64 tokens it may reach tokens of its row before it")
+    good = make_mamba_batch([Row(4, verify=True, replayed=2)], path)
+    bad = good.clone()
+    bad = replace(bad, **{what: getattr(bad, what).clone()})
+    getattr(bad, what)[2] = torch.nan
+    want, got = good.run(path), bad.run(path)
+    assert torch.equal(got[:2], want[:2])
+    assert got[2:].isnan().all()
+    assert torch.equal(bad.state[1], good.state[1])
+    assert torch.equal(bad.drafts[1, 1, :2], good.drafts[1, 1, :2])
+
+
+def test_mamba2_leaves_its_inputs_alone(path: Path) -> None:
+    batch = make_mamba_batch([Row(1), Row(3, verify=True), Row(64)], path, ONE)
+    before = [x.clone() for x in batch.inputs]
+    batch.run(path)
+    assert all(torch.equal(x, y) for x, y in zip(batch.inputs, before, strict=True))
+
+
+def test_mamba2_records_no_gradients(path: Path) -> None:
+    batch = make_mamba_batch([Row(1), Row(3, verify=True, replayed=1), Row(40, replayed=2)], path)
+    for x in batch.inputs:
+        x.requires_grad_()
+    y = batch.run(path)
+    assert not y.requires_grad and not batch.state.requires_grad and not batch.drafts.requires_grad
+
+
+def test_mamba2_names_the_wrong_argument() -> None:
+    good = make_mamba_batch([Row(2)], Path("cpu", torch.float32))
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "xBC", {"xBC": good.xBC[:, 1:]}),
+        (ValueError, "dt", {"dt": good.dt[:1]}),
+        (TypeError, "dt", {"dt": good.dt.double()}),
+        (ValueError, "A_log", {"A_log": torch.zeros(3)}),
+        (TypeError, "D", {"D": None}),
+        (ValueError, "dt_bias", {"dt_bias": torch.zeros(2, 1)}),
+        (TypeError, "state", {"state": good.state.half()}),
+        (ValueError, "state", {"state": torch.zeros(3, 2, 257, 16)}),
+        (ValueError, "drafts", {"drafts": good.drafts[..., 1:].contiguous()}),
+        (ValueError, "state", {"layer": MambaLayer(G=3)}),
+        (ValueError, "num_groups", {"layer": MambaLayer(G=0)}),
+        (ValueError, "dt_limit", {"layer": MambaLayer(dt_limit=(0.5, 0.4))}),
+        (ValueError, "dt_limit", {"layer": MambaLayer(dt_limit=(math.nan, 1.0))}),
+        (ValueError, "dt_limit", {"layer": MambaLayer(dt_limit=(-1.0, 1.0))}),
+    ]
+    for error, name, change in wrong:
+        bad = replace(good, **change)
+        with pytest.raises(error, match=f"^{name}: expected"):
+            bad.run(Path("cpu", torch.float32))
+    with pytest.raises(TypeError, match=r"^rows: expected Rows"):
+        mamba2(*good.inputs, good.state, good.drafts, good.rows.control, num_groups=1)  # type: ignore[arg-type]
+
+
+def use_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let few rows have the tiles of many."""
+    from deltaline_kernels.mamba2 import plan
+
+    monkeypatch.setattr(plan, "MANY_HEADS", 1)
+
+
+def check_against_reference(batch: MambaBatch, path: Path, dtype: torch.dtype) -> None:
+    """Compare outputs, states and drafts, lines that no row may touch included."""
+    reference = batch.clone()
+    want = reference.run_reference()
+    got = batch.run(path)
+    assert got.dtype == path.dtype
+    assert_close("y", got, want, path.dtype if dtype == torch.bfloat16 else dtype)
+    assert_close("state", batch.state, reference.state, dtype)
+    assert_close("drafts", batch.drafts, reference.drafts, path.dtype)

@@ -1,0 +1,148 @@
+"""Short rows of the Mamba2 recurrence where they are computed at once: of 16-bit tokens, with states of 64 or 128."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from kernels.mamba2.test_mamba2 import check_against_reference, use_many_heads
+from rigs.kernels.batches import Row, plan_rows
+from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
+from rigs.kernels.paths import Path
+from rigs.kernels.tolerance import assert_close
+
+from deltaline_kernels.mamba2.heads import Heads
+
+SMALL = MambaLayer(H=2, S=64, P=20, M=8)
+CASES = {
+    "verify-1-to-8": (SMALL, [Row(n, verify=True, replayed=8 - n, half=n % 2) for n in range(1, 9)]),
+    "verify-every-replayed-count": (SMALL, [Row(2, verify=True, replayed=r, half=r % 2) for r in range(9)]),
+    "groups-of-heads-of-64": (
+        MambaLayer(H=4, G=2, S=128, P=64, M=5),
+        [Row(5, verify=True, replayed=3), Row(1, replayed=2), Row(4, verify=True, fresh=True)],
+    ),
+    "beside-decode-and-empty": (
+        SMALL,
+        [
+            Row(1),
+            Row(5, verify=True, replayed=3, half=1),
+            Row(8),
+            Row(3, skipped=True),
+            Row(0, replayed=4),
+            Row(0, to="other"),
+            Row(4, fresh=True),
+            Row(7, replayed=8, half=1, to="other"),
+        ],
+    ),
+    "to-anywhere": (
+        SMALL,
+        [
+            Row(4, verify=True, replayed=2, to="other"),
+            Row(3, verify=True, replayed=2, to="nowhere"),
+            Row(2, verify=True, to="other"),
+            Row(2, to="nowhere"),
+            Row(3, verify=True, replayed=1, to="null"),
+            Row(3, to="null"),
+        ],
+    ),
+    "fresh-with-a-count": (SMALL, [Row(2, fresh=True, replayed=2), Row(3, verify=True, fresh=True, replayed=1)]),
+    "limits": (replace(SMALL, dt_limit=(0.3, 0.9)), [Row(4, verify=True, replayed=1), Row(2)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mamba2_of_short_rows_matches_the_reference(path: Path, case: str) -> None:
+    layer, rows = CASES[case]
+    check_against_reference(make_mamba_batch(rows, path, layer), path, path.dtype)
+
+
+def test_mamba2_of_many_short_rows_matches_the_reference(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program per several parts of the state, as there is for many rows."""
+    use_many_heads(monkeypatch)
+    rows = [Row(5, verify=True, replayed=4), Row(3, replayed=1)]
+    check_against_reference(make_mamba_batch(rows, path, replace(SMALL, P=52)), path, path.dtype)
+
+
+def test_mamba2_of_short_rows_rounds_a_16_bit_state_once(path: Path) -> None:
+    rows = [Row(5, verify=True, replayed=3), Row(3)]
+    check_against_reference(make_mamba_batch(rows, path, SMALL, state_dtype=torch.bfloat16), path, torch.bfloat16)
+
+
+@pytest.mark.parametrize("step", [-60.0, 1000.0], ids=["steps-of-almost-0", "steps-of-1000"])
+def test_mamba2_of_short_rows_is_right_for_the_smallest_and_largest_steps(path: Path, step: float) -> None:
+    batch = make_mamba_batch([Row(8, verify=True, replayed=3, half=1)], path, SMALL)
+    # Large steps between usual ones: only the tokens from the last one on may be seen.
+    batch.dt[::3] = step
+    check_against_reference(batch, path, path.dtype)
+
+
+@pytest.mark.parametrize("step", [0.0, 1000.0], ids=["usual", "steps-of-1000"])
+def test_mamba2_replay_beside_tokens_leaves_what_committing_leaves(path: Path, step: float) -> None:
+    """To the bit where both go through the same kernel, which a row of one token alone does not."""
+    accepted = 4
+    drafted = make_mamba_batch([Row(8, verify=True, replayed=3, half=1)], path, SMALL)
+    if step:
+        drafted.dt[::3] = step
+    committed = drafted.clone()
+    drafted.run(path)
+    replays = plan_rows([Row(2, verify=True, replayed=accepted), Row(2, replayed=0)], 8, path.device)
+    replace(drafted, rows=replays, xBC=drafted.xBC[4:8], dt=drafted.dt[4:8]).run(path)
+    commits = plan_rows([Row(accepted, replayed=3, half=1)], 8, path.device)
+    replace(committed, rows=commits, xBC=committed.xBC[:accepted], dt=committed.dt[:accepted]).run(path)
+    assert not drafted.state[1].isnan().any()
+    if path.serial:
+        assert torch.equal(drafted.state[1], committed.state[1])
+    assert_close("state", drafted.state[1], committed.state[1], torch.float32)
+
+
+def test_mamba2_short_row_does_not_depend_on_its_neighbours(path: Path) -> None:
+    rows = [Row(1), Row(2), Row(4, verify=True, replayed=2), Row(5, replayed=1)]
+    batch = make_mamba_batch(rows, path, SMALL)
+    whole, again = batch.clone(), batch.clone()
+    want = whole.run(path)
+    assert torch.equal(again.run(path), want)
+    assert torch.equal(again.state.nan_to_num(7.0), whole.state.nan_to_num(7.0))
+    for i, (start, end) in enumerate(pairwise([0, 1, 3, 7, 12])):
+        others = [row if i == j else replace(row, skipped=True) for j, row in enumerate(rows)]
+        alone = replace(make_mamba_batch(rows, path, SMALL), rows=plan_rows(others, SMALL.M, path.device))
+        other = torch.arange(alone.xBC.shape[0], device=path.device)
+        other = (other < start) | (other >= end)
+        for tokens in (alone.xBC, alone.dt):
+            tokens[other] = torch.nan
+        got = alone.run(path)
+        assert torch.equal(got[~other], want[~other])
+        assert not got[other].any()
+        line = 2 * i + 1
+        assert torch.equal(alone.state[line].nan_to_num(7.0), whole.state[line].nan_to_num(7.0))
+        assert torch.equal(alone.drafts[line].nan_to_num(7.0), whole.drafts[line].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("what", ["xBC", "dt"])
+def test_a_short_draft_that_is_not_finite_leaves_those_before_it_alone(path: Path, what: str) -> None:
+    if not path.serial:
+        pytest.skip("where rows go in chunks of 64 tokens it may reach tokens of its row before it")
+    good = make_mamba_batch([Row(6, verify=True, replayed=2)], path, SMALL)
+    bad = good.clone()
+    bad = replace(bad, **{what: getattr(bad, what).clone()})
+    getattr(bad, what)[3] = torch.nan
+    want, got = good.run(path), bad.run(path)
+    assert torch.equal(got[:3], want[:3])
+    assert got[3:].isnan().all()
+    assert torch.equal(bad.state[1], good.state[1])
+    assert torch.equal(bad.drafts[1, 1, :3], good.drafts[1, 1, :3])
+
+
+def test_short_rows_that_fit_are_computed_at_once() -> None:
+    verify = pytest.importorskip("deltaline_kernels.mamba2.verify", reason="triton is not installed")
+
+    def fits(length: int = 5, dtype: torch.dtype = torch.bfloat16, S: int = 128, drafts: int = 8) -> bool:
+        rows = plan_rows([Row(length), Row(0)], 64, "cpu")
+        heads = Heads(2, 4, 16, S)
+        tokens = torch.empty(length, heads.channels, dtype=dtype)
+        answer: bool = verify.can_verify(tokens, torch.empty(1, 2, drafts, 1), heads, rows)
+        return answer
+
+    assert fits() and fits(2) and fits(8) and fits(dtype=torch.float16) and fits(S=64)
+    assert not any((fits(1), fits(9), fits(dtype=torch.float32), fits(S=32), fits(S=96), fits(S=256), fits(drafts=9)))

@@ -1,0 +1,89 @@
+"""A Prometheus of a test's own: scrapes one server every second with the rules of deploy/prometheus, and is asked for
+what it knows. Needs the program; skips the test where it is not installed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "prometheus"
+START_TIMEOUT_S = 30.0
+_MISSING = "{} is not installed; Debian's package prometheus has it"
+
+
+def program(name: str) -> str:
+    """The path of prometheus or promtool."""
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(_MISSING.format(name))
+    return found
+
+
+class Prometheus:
+    """A running Prometheus, by its address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """What its API answers as data. Raises URLError, also for a query that it refuses."""
+        with urlopen(f"http://{self._address}/api/v1/{path}?{urlencode(parameters)}", timeout=10) as answer:
+            return json.loads(answer.read())["data"]
+
+    def values(self, expression: str) -> list[float]:
+        """The values of a query now, one for each series."""
+        return [float(series["value"][1]) for series in self.get("query", query=expression)["result"]]
+
+    def wait_for(self, expression: str, least: float) -> None:
+        """Return once a query has a value of at least so much."""
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < until_s:
+            try:
+                if any(value >= least for value in self.values(expression)):
+                    return
+            except URLError:  # it starts
+                pass
+            time.sleep(0.2)
+        raise AssertionError(f"{expression}: expected {least} within {START_TIMEOUT_S:g} s")
+
+
+@contextmanager
+def scraping(target: str, folder: Path) -> Iterator[Prometheus]:
+    """Run the Prometheus of deploy/prometheus with this target; it keeps its data in the folder."""
+    binary = program("prometheus")
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))
+    config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(FOLDER / name) for name in config["rule_files"]]
+    [job] = config["scrape_configs"]
+    job["static_configs"] = [{"targets": [target]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [
+        binary,
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+    ]
+    with (folder / "prometheus.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            yield Prometheus(address)
+        finally:
+            process.kill()
+            process.wait()

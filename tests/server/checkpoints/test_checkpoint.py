@@ -1,0 +1,155 @@
+"""Safetensors are read by slice; anything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deltaline_server.checkpoints.checkpoint import (
+    INDEX_FILE,
+    MAX_HEADER_BYTES,
+    SINGLE_FILE,
+    Checkpoint,
+    RandomTensors,
+    TensorInfo,
+)
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.models.config import ModelConfig
+
+ALL = slice(None)
+
+
+def write_shards(directory: Path, files: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Write one tensor per name into its file, and the index."""
+    tensors = {name: torch.randn(6, 4) for name in files}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in files if files[name] == file}, directory / file)
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
+    return tensors
+
+
+def test_a_single_file_is_read_by_slice(tmp_path: Path) -> None:
+    matrix, vector = torch.randn(6, 4), torch.randn(5, dtype=torch.bfloat16)
+    save_file({"matrix": matrix, "vector": vector}, tmp_path / SINGLE_FILE)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.names) == {"matrix", "vector"}
+        assert checkpoint.info("vector") == TensorInfo(SINGLE_FILE, (5,), "BF16")
+        assert torch.equal(checkpoint.read("matrix", slice(1, 3), slice(2, 4)), matrix[1:3, 2:4])
+        assert torch.equal(checkpoint.read("vector", slice(2, 4), ALL), vector[2:4])
+
+
+def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
+    tensors = write_shards(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.info("b").file == "two.safetensors"
+        assert all(torch.equal(checkpoint.read(name, ALL, ALL), tensor) for name, tensor in tensors.items())
+
+
+def test_shards_that_nobody_asks_for_may_be_absent(tmp_path: Path) -> None:
+    tensors = write_shards(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    (tmp_path / "two.safetensors").unlink()
+    with Checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.read("a", ALL, ALL), tensors["a"])
+        with pytest.raises(ModelError, match=r"^two\.safetensors: can't be read"):
+            checkpoint.info("b")
+
+
+def test_a_tensor_that_the_index_promises_must_be_there(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"a": "one.safetensors"})
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match=r"^b: expected in one\.safetensors"):
+        checkpoint.info("b")
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"a": "one.safetensors"})
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match=r"^c: expected in the checkpoint"):
+        checkpoint.read("c", ALL, ALL)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt"])
+def test_pickles_are_refused_and_named(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_bytes(b"cos\nsystem\n")
+    with pytest.raises(ModelError, match=f"expected {SINGLE_FILE} or .*{file} can run code"):
+        Checkpoint(tmp_path)
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"found neither$"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("../model.safetensors", "sub/model.safetensors", "/model.safetensors", "a.bin", "", 3),
+        *("a\0.safetensors", "\ud800.safetensors", "a" * 256 + ".safetensors"),
+    ],
+)
+def test_an_index_stays_in_its_directory(tmp_path: Path, file: object) -> None:
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ModelError, match=r"expected the name of a safetensors file for 'a', got .{1,80}$"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero"), os.mkdir], ids=["fifo", "device", "dir"])
+def test_nothing_but_regular_files_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """Reading the first two would never end."""
+    write_shards(tmp_path, {"a": "one.safetensors"})
+    (tmp_path / "one.safetensors").unlink()
+    make(tmp_path / "one.safetensors")
+    make(tmp_path / "config.json")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match=r"^one\.safetensors: expected a regular"):
+        checkpoint.info("a")
+    with pytest.raises(ModelError, match=r"^config\.json: expected a regular file, got something else$"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text("{}")
+    with pytest.raises(ModelError, match="expected a weight_map"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x08", (MAX_HEADER_BYTES + 1).to_bytes(8, "little"), (9).to_bytes(8, "little") + b"{}      "],
+    ids=["empty", "cut", "above-the-cap", "beyond-the-file"],
+)
+def test_header_lengths_are_checked_before_anything_is_parsed(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / SINGLE_FILE).write_bytes(content)
+    with pytest.raises(ModelError, match=rf"^{SINGLE_FILE}: expected a header within"):
+        Checkpoint(tmp_path)
+
+
+def test_a_header_above_the_cap_is_refused_in_a_file_that_would_hold_it(tmp_path: Path) -> None:
+    with (tmp_path / SINGLE_FILE).open("wb") as file:
+        file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+        file.truncate(MAX_HEADER_BYTES + 16)  # sparse: takes no space
+    with pytest.raises(ModelError, match=rf"^{SINGLE_FILE}: expected a header within .* got {MAX_HEADER_BYTES + 1}"):
+        Checkpoint(tmp_path)
+
+
+def test_a_header_that_is_no_header_is_refused(tmp_path: Path) -> None:
+    (tmp_path / SINGLE_FILE).write_bytes((8).to_bytes(8, "little") + b"garbage!")
+    with pytest.raises(ModelError, match=rf"^{SINGLE_FILE}: expected safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_random_tensors_depend_on_seed_and_name_only() -> None:
+    shapes = {"x.weight": (6, 4), "y.weight": (6, 4), "z.linear_attn.A_log": (8,)}
+    source = RandomTensors(shapes, seed=1)
+    whole = source.read("x.weight", ALL, ALL)
+    assert torch.equal(source.read("x.weight", slice(2, 4), slice(1, 3)), whole[2:4, 1:3])
+    assert torch.equal(RandomTensors({"x.weight": (6, 4)}, seed=1).read("x.weight", ALL, ALL), whole)
+    assert not torch.equal(source.read("y.weight", ALL, ALL), whole)
+    assert not torch.equal(RandomTensors(shapes, seed=2).read("x.weight", ALL, ALL), whole)
+    decay = source.read("z.linear_attn.A_log", ALL, ALL).exp()
+    assert ((decay >= 1) & (decay <= 16)).all()

@@ -1,0 +1,192 @@
+"""What a slot's inbound memory holds after a copy, with the host's memory in place of pinned and of the device's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from deltaline_server.engine.batch_layout import Layout
+from deltaline_server.engine.copier import Copier
+from deltaline_server.engine.staging import CARRIED_BYTES, Slot
+from deltaline_server.span_ends import SpanEnds
+from deltaline_server.step import BatchResult, StepBatch
+
+HIDDEN, TOKENS = 8, 150
+DTYPE = np.dtype(ml_dtypes.bfloat16)
+# One as wide at its end as where it begins, one that begins streams, one that ends them.
+SPANS = [SpanEnds(HIDDEN, 2), SpanEnds(HIDDEN, 2, 0, 4), SpanEnds(HIDDEN, 2, 4, 0)]
+SHORT = Layout(6, 6, TOKENS, has_adapters=True, page_size=16)
+LAYOUTS = [Layout(4, 6, TOKENS, has_adapters, page_size) for has_adapters in (False, True) for page_size in (0, 16)]
+
+
+@pytest.fixture
+def slot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slot]:
+    empty, zeros = torch.empty, torch.zeros
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, **_: empty(*size, dtype=dtype))
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, **_: zeros(*size, dtype=dtype))
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda other: 0.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    copier = Copier()
+    yield Slot([*LAYOUTS, SHORT], SPANS, torch.bfloat16, DTYPE, copier)
+    copier.close()
+
+
+def make_batch(rng: np.random.Generator, layout: Layout, span: int = 0) -> StepBatch:
+    """Three short rows and a long one, with what the layout has room for."""
+    control = np.zeros((7, 5), dtype=np.int32)
+    control[0, 1:] = np.cumsum([1, 3, 2, 100])
+    control[1:, :-1] = rng.integers(0, 50, (6, 4))
+    hidden = rng.standard_normal((106, SPANS[span].input_width)).astype(DTYPE)
+    slots = np.array([1, -1, 0, 2], dtype=np.int32) if layout.has_adapters else None
+    pages = rng.integers(1, 99, (3, 7)).astype(np.int32) if layout.page_size else None
+    return StepBatch(span, control, 3, (hidden[:50], hidden[50:]), None, adapter_slots=slots, new_pages=pages)
+
+
+def test_a_batch_comes_as_its_layout_says(slot: Slot) -> None:
+    rng, stream = np.random.default_rng(0), Any
+    for layout in LAYOUTS * 2:  # each also over what others left
+        batch = make_batch(rng, layout)
+        slot.copy_in(batch, layout, stream)  # type: ignore[arg-type]
+        control, hidden, adapter_slots, new_pages = slot.inputs(layout, 0)
+        assert control[:, :3].tolist() == batch.control[:, :3].tolist()
+        assert control[1:, 4].tolist() == batch.control[1:, 3].tolist()
+        assert control[1:3, [3, 5]].tolist() == [[-1, -1], [-1, -1]], "rows that the batch has not are skipped"
+        assert hidden[:106].view(torch.int16).tolist() == np.concatenate(batch.hidden).view(np.int16).tolist()
+        assert (adapter_slots is None) == (not layout.has_adapters) and (new_pages is None) == (not layout.page_size)
+        if adapter_slots is not None:
+            assert adapter_slots.tolist() == [1, -1, 0, -1, 2, -1]
+        if new_pages is not None and batch.new_pages is not None:
+            assert new_pages.shape == (3, layout.num_pages) == (3, 15)
+            assert new_pages[:, :7].tolist() == batch.new_pages.tolist() and not new_pages[:, 7:].any()
+
+
+def test_a_span_without_pages_leaves_their_region_alone(slot: Slot) -> None:
+    layout, rng = LAYOUTS[1], np.random.default_rng(1)
+    batch = make_batch(rng, layout)
+    batch.new_pages = None
+    slot.copy_in(batch, layout, Any)  # type: ignore[arg-type]
+    assert slot.inputs(layout, 0).control[:, :3].tolist() == batch.control[:, :3].tolist()
+
+
+@pytest.mark.parametrize("wanted", [None, [0, 3, 105], []], ids=["all", "some", "none"])
+@pytest.mark.parametrize("span", range(len(SPANS)))
+def test_what_a_span_makes_comes_back_in_its_own_width(slot: Slot, span: int, wanted: list[int] | None) -> None:
+    rng, layout, ends = np.random.default_rng(2), LAYOUTS[0], SPANS[span]
+    batch = make_batch(rng, layout, span)
+    batch.wanted = None if wanted is None else np.array(wanted, dtype=np.int64)
+    sent = slot.copy_in(batch, layout, Any)  # type: ignore[arg-type]
+    hidden = slot.inputs(layout, span).hidden
+    assert hidden.shape == (TOKENS, ends.input_width)
+    assert torch.equal(hidden[:106].view(torch.int16), torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)))
+    sizes, outputs = slot.outputs(layout, span)
+    assert (sizes.shape, outputs.shape) == ((TOKENS,), (TOKENS, ends.output_width))
+    sizes[:], made = 1.0, torch.randn(TOKENS, ends.output_width).bfloat16()
+    outputs.copy_(made)
+    slot.select(batch, layout, sent)
+    slot.copy_out(batch, layout, Any)  # type: ignore[arg-type]
+    result = slot.wait(batch, layout)
+    expected = made[:106] if wanted is None else made[torch.tensor(wanted, dtype=torch.int64)]
+    assert result.hidden.shape == expected.shape and result.finite.all()
+    assert np.array_equal(result.hidden.view(np.int16), expected.view(torch.int16).numpy())
+
+
+@pytest.mark.parametrize("wanted", [None, [0, 3, 105], []], ids=["all", "some", "none"])
+@pytest.mark.parametrize("is_placed", [False, True])
+@pytest.mark.parametrize("span", range(len(SPANS)))
+def test_a_small_batch_is_carried_by_its_graph(
+    slot: Slot, span: int, is_placed: bool, wanted: list[int] | None
+) -> None:
+    rng, ends = np.random.default_rng(3), SPANS[span]
+    before = make_batch(rng, LAYOUTS[0], span)  # leaves its own in the memory, and that it was not carried
+    slot.copy_in(before, LAYOUTS[0], Any)  # type: ignore[arg-type]
+    batch = make_batch(rng, SHORT, span)
+    batch.num_short, batch.wanted = 4, None if wanted is None else np.array(wanted, dtype=np.int64)
+    made = torch.randn(TOKENS, ends.output_width).bfloat16()
+    expected = made[:106] if wanted is None else made[torch.tensor(wanted, dtype=torch.int64)]
+    into = np.full(expected.shape, np.nan, dtype=DTYPE)
+    batch.into = (into[:1], into[1:]) if is_placed else ()
+    slot.write(batch, SHORT)
+    slot.carry_in(SHORT, span, Any)  # type: ignore[arg-type]
+    control, hidden, adapter_slots, new_pages = slot.inputs(SHORT, span)
+    assert control[:, :4].tolist() == batch.control[:, :4].tolist()
+    assert control[1:3, 4:].tolist() == [[-1] * 3] * 2 and control[0, 4:].tolist() == [106] * 3
+    assert torch.equal(hidden[:106].view(torch.int16), torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)))
+    assert adapter_slots is not None and adapter_slots.tolist() == [1, -1, 0, 2, -1, -1]
+    assert new_pages is not None and batch.new_pages is not None
+    assert new_pages[:, :7].tolist() == batch.new_pages.tolist() and not new_pages[:, 7:].any()
+    sizes, outputs = slot.outputs(SHORT, span)
+    sizes[:] = 1.0
+    outputs.copy_(made)
+    slot.carry_out(SHORT, span)
+    result = slot.wait(batch, SHORT)
+    assert result.is_placed == is_placed and result.finite.all()
+    returned = into if is_placed else result.hidden
+    assert np.array_equal(returned.view(np.int16), expected.view(torch.int16).numpy())
+    assert result.hidden.shape == ((0, ends.output_width) if is_placed else expected.shape)
+
+
+def test_graphs_of_short_rows_with_few_bytes_are_carried(slot: Slot) -> None:
+    assert slot.carries(SHORT, 0) and not any(slot.carries(layout, 0) for layout in LAYOUTS)
+    tokens = CARRIED_BYTES // SPANS[0].input_bytes
+    for span, wide in enumerate((1, 4, 4)):  # the wider end counts
+        fits = Layout(6, 6, tokens // wide * 3 // 4)
+        assert slot.carries(fits, span) and not slot.carries(replace(fits, tokens=tokens // wide), span)
+
+
+def test_skipped_rows_are_so_on_both_sides(slot: Slot) -> None:
+    slot.write(make_batch(np.random.default_rng(4), SHORT), SHORT)
+    slot.skip_rows(SHORT)
+    for _ in range(2):  # what is sent later is what is there
+        control, _, adapter_slots, new_pages = slot.inputs(SHORT, 0)
+        assert (control[1:3] == -1).all() and not control[0].any() and not control[3:].any()
+        assert adapter_slots is not None and (adapter_slots == -1).all()
+        assert new_pages is not None and not new_pages.any()
+        slot.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
+
+
+def test_a_slot_takes_batches_of_both_ways_in_turns(slot: Slot) -> None:
+    rng, large = np.random.default_rng(5), LAYOUTS[0]
+    expected = np.zeros((TOKENS, HIDDEN), dtype=np.int16)
+    into = np.full((106, HIDDEN), np.nan, dtype=DTYPE)
+
+    def compute(layout: Layout) -> None:
+        sizes, outputs = slot.outputs(layout, 0)
+        sizes[:] = 1.0
+        outputs.copy_(torch.randn(TOKENS, HIDDEN))
+        expected[:] = outputs.view(torch.int16).numpy()
+
+    def carried(*places: np.ndarray[Any, Any]) -> BatchResult:
+        batch = make_batch(rng, SHORT)
+        batch.num_short, batch.into = 4, places
+        slot.write(batch, SHORT)
+        slot.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
+        compute(SHORT)
+        slot.carry_out(SHORT, 0)
+        return slot.wait(batch, SHORT)
+
+    def by_parts(*wanted: int) -> BatchResult:
+        batch = make_batch(rng, large)
+        batch.wanted = np.array(wanted, dtype=np.int64)
+        sent = slot.copy_in(batch, large, Any)  # type: ignore[arg-type]
+        compute(large)
+        slot.select(batch, large, sent)
+        slot.copy_out(batch, large, Any)  # type: ignore[arg-type]
+        return slot.wait(batch, large)
+
+    for _ in range(2):
+        placed = carried(into)
+        assert placed.is_placed and np.array_equal(into.view(np.int16), expected[:106])
+        parts = by_parts(3, 105)
+        assert not parts.is_placed and np.array_equal(parts.hidden.view(np.int16), expected[[3, 105]])
+        into[:] = np.nan
+        assert carried(into[:50], into[50:]).is_placed and np.array_equal(into.view(np.int16), expected[:106])
+        whole = carried()
+        assert not whole.is_placed and np.array_equal(whole.hidden.view(np.int16), expected[:106])

@@ -1,0 +1,91 @@
+"""What is read from config.json about attention: as transformers reads it, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.layers.shapes import AttentionShape
+from deltaline_server.models.config import MixerKind, ModelConfig
+
+TEXT: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention"] * 2,
+    "rms_norm_eps": 1e-6,
+}
+NEXT = {"model_type": "qwen3_next", "num_experts": 0}
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "next": NEXT,
+    "heads": {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32, "attention_bias": True},
+    "theta": {"rope_theta": 5e6, "partial_rotary_factor": 0.5, "max_position_embeddings": 1000},
+    "parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.125}},
+    "both": {"rope_theta": 1e3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "old": {"rope_theta": 1e3, "rope_scaling": {"type": "default"}},
+    "scaling": NEXT | {"rope_scaling": {"rope_type": "default", "rope_theta": 7e3}, "rope_parameters": None},
+    "mrope": {"rope_parameters": {"rope_theta": 1e7, "mrope_section": [11, 11, 10], "mrope_interleaved": True}},
+}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_sizes_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is the oracle")
+    raw = TEXT | changes
+    shape = ModelConfig.from_mapping(raw).shapes[MixerKind.ATTENTION]
+    classes = {"qwen3_next": transformers.Qwen3NextConfig, "qwen3_5_text": transformers.Qwen3_5TextConfig}
+    theirs = classes[raw["model_type"]](**{key: value for key, value in raw.items() if key != "model_type"})
+    rope = theirs.rope_parameters
+    assert rope["rope_type"] == "default"
+    assert shape == AttentionShape(
+        theirs.num_attention_heads,
+        theirs.num_key_value_heads,
+        theirs.head_dim,
+        int(theirs.head_dim * rope["partial_rotary_factor"]),
+        rope["rope_theta"],
+        theirs.max_position_embeddings,
+        theirs.attention_bias,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters.rope_type: expected 'default', got",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type: expected 'default', got 'linear'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "rope_parameters.'factor': expected none"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.'full_attention': expected none"),
+        ({"rope_parameters": ["default"]}, "rope_parameters: expected an object"),
+        ({"rope_theta": 0}, "rope_theta: expected a positive number that fp32 holds, got 0"),
+        (
+            {"partial_rotary_factor": 1.5},
+            "partial_rotary_factor: expected an even number of rotated channels in 2..256",
+        ),
+        ({"head_dim": 12}, "partial_rotary_factor: expected an even number of rotated channels in 2..12, got nothing"),
+        ({"head_dim": 512}, r"head_dim: expected an integer in 1..256, got 512"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 2}, "num_attention_heads: expected a multiple of num_key"),
+        ({"attention_bias": 1}, "attention_bias: expected true or false, got 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings: expected an integer"),
+    ],
+    ids=lambda value: value.split(":")[0] if isinstance(value, str) else "",
+)
+def test_what_is_not_served_is_told_by_name(changes: dict[str, Any], message: str) -> None:
+    config = ModelConfig.from_mapping(TEXT | changes)
+    assert MixerKind.ATTENTION not in config.shapes
+    assert config.unserved[MixerKind.ATTENTION].startswith(message)
+
+
+def test_a_context_is_within_what_the_checkpoint_was_made_for() -> None:
+    config = ModelConfig.from_mapping(TEXT | {"max_position_embeddings": 100})
+    assert config.with_context(0) is config
+    shape = config.with_context(60).shapes[MixerKind.ATTENTION]
+    assert isinstance(shape, AttentionShape) and shape.max_positions == 60
+    with pytest.raises(ModelError, match=r"--max-context: expected at most 100 \(max_position_embeddings\), got 101"):
+        config.with_context(101)

@@ -1,0 +1,248 @@
+"""What a checkpoint must hold for a served layer, and how it is shared out and packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rigs.layer_weights import block_weights, mixer_weights
+from torch import Tensor
+
+from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorInfo
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.layers.gated_delta_net import GatedDeltaNetWeights
+from deltaline_server.layers.shapes import GatedDeltaNetShape
+from deltaline_server.models.config import MixerKind, ModelConfig, Scope
+from deltaline_server.models.weights import LayerLoader, expected_tensors, random_init
+
+LINEAR = MixerKind.GATED_DELTA_NET
+CPU = torch.device("cpu")
+WHOLE = Placement(CPU, torch.float32)
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "num_experts": 0,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention"] * 2,
+    "rms_norm_eps": 1e-6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+}
+NEXT = ModelConfig.from_mapping(CONFIG)
+QWEN3_5 = ModelConfig.from_mapping(CONFIG | {"model_type": "qwen3_5_text"})
+
+
+class MemoryTensors:
+    """Tensors in memory, as a source."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        dtypes = {torch.float32: "F32", torch.int8: "I8"}
+        return TensorInfo("memory", tuple(self.tensors[name].shape), dtypes[self.tensors[name].dtype])
+
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        tensor = self.tensors[name]
+        return tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]
+
+
+def memory(config: ModelConfig, prefix: str = "model.layers.") -> MemoryTensors:
+    """Two whole layers of a config, in memory."""
+    shapes = expected_tensors(config, LINEAR, Scope.BLOCK)
+    return MemoryTensors(
+        {f"{prefix}{i}.{name}": torch.randn(shape) for i in range(2) for name, shape in shapes.items()}
+    )
+
+
+def load_mixer(source: MemoryTensors, config: ModelConfig, rank: int = 0, world_size: int = 1) -> GatedDeltaNetWeights:
+    placement = Placement(CPU, torch.float32, rank, world_size)
+    return mixer_weights(LayerLoader(source, config, [1], Scope.MIXER, placement), config, 1)
+
+
+def sections(config: ModelConfig, in_proj: Tensor, world_size: int = 1) -> tuple[Tensor, ...]:
+    """Split packed rows into q, k, v, z, b, a."""
+    shape = config.shapes[LINEAR].shard(world_size)
+    assert isinstance(shape, GatedDeltaNetShape)
+    heads = shape.num_value_heads
+    return tuple(in_proj.split((shape.keys, shape.keys, shape.values, shape.values, heads, heads)))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5"])
+@pytest.mark.parametrize("scope", list(Scope))
+def test_checkpoints_as_transformers_writes_them(
+    tmp_path: Path, write_checkpoint: Callable[..., Any], model_type: str, scope: Scope
+) -> None:
+    model = write_checkpoint(tmp_path, model_type, hidden=32, layers=2, head_dim=8, max_shard_size="20KB")
+    config = ModelConfig.from_directory(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        loader = LayerLoader(checkpoint, config, range(2), scope, WHOLE)
+        mixer = mixer_weights(loader, config, 1)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(mixer.out_proj, model.get_decoder().layers[1].linear_attn.out_proj.weight)
+
+
+@pytest.mark.parametrize("prefix", ["layers.", "language_model.layers.", "model.language_model.layers."])
+def test_prefixes(prefix: str) -> None:
+    source = memory(QWEN3_5, prefix)
+    norm = load_mixer(source, QWEN3_5).norm
+    assert torch.equal(norm, source.tensors[f"{prefix}1.linear_attn.norm.weight"])
+
+
+def test_two_prefixes_are_refused() -> None:
+    tensors = memory(QWEN3_5).tensors | memory(QWEN3_5, "layers.").tensors
+    with pytest.raises(ModelError, match=r"^layers: expected tensors named .* got \['layers\.', 'model\.layers\.'\]"):
+        LayerLoader(MemoryTensors(tensors), QWEN3_5, [1], Scope.MIXER, WHOLE)
+
+
+@pytest.mark.parametrize("name", sorted(expected_tensors(NEXT, LINEAR, Scope.BLOCK)))
+def test_a_missing_tensor_is_named(name: str) -> None:
+    source = memory(NEXT)
+    del source.tensors[f"model.layers.1.{name}"]
+    with pytest.raises(ModelError, match=rf"^model\.layers\.1\.{name}: expected shape .*, found nothing$"):
+        LayerLoader(source, NEXT, [0, 1], Scope.BLOCK, WHOLE)
+
+
+@pytest.mark.parametrize("name", sorted(expected_tensors(QWEN3_5, LINEAR, Scope.BLOCK)))
+def test_a_misshapen_tensor_is_named(name: str) -> None:
+    source = memory(QWEN3_5)
+    shape = list(source.tensors[f"model.layers.1.{name}"].shape)
+    source.tensors[f"model.layers.1.{name}"] = torch.zeros(shape[0] + 1, *shape[1:])
+    with pytest.raises(ModelError, match=rf"^model\.layers\.1\.{name}: expected shape \[.*\], got \[{shape[0] + 1}"):
+        LayerLoader(source, QWEN3_5, [0, 1], Scope.BLOCK, WHOLE)
+
+
+@pytest.mark.parametrize("scope", list(Scope))
+def test_an_extra_tensor_is_named(scope: Scope) -> None:
+    source = memory(NEXT)
+    source.tensors["model.layers.1.linear_attn.conv1d.bias"] = torch.zeros(3)
+    with pytest.raises(ModelError, match=r"^model\.layers\.1\.linear_attn\.conv1d\.bias: expected no such tensor"):
+        LayerLoader(source, NEXT, [1], scope, WHOLE)
+    assert LayerLoader(source, NEXT, [0], scope, WHOLE).shapes == {0: NEXT.shapes[LINEAR]}
+
+
+def test_a_quantised_tensor_is_named() -> None:
+    source = memory(NEXT)
+    name = "model.layers.0.linear_attn.out_proj.weight"
+    source.tensors[name] = source.tensors[name].to(torch.int8)
+    with pytest.raises(ModelError, match=rf"^{name}: expected dtype F32 or BF16 or F16, got I8"):
+        LayerLoader(source, NEXT, [0], Scope.MIXER, WHOLE)
+
+
+def test_experts_are_refused_in_block_scope_and_passed_over_in_mixer_scope(
+    tmp_path: Path, write_checkpoint: Callable[..., Any]
+) -> None:
+    write_checkpoint(tmp_path, "qwen3_next", hidden=32, layers=2, head_dim=8, num_experts=2, mlp_only_layers=[0])
+    config = ModelConfig.from_directory(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        with pytest.raises(
+            ModelError, match=r"^layer 1: expected a dense MLP in block scope, got a mixture of experts"
+        ):
+            LayerLoader(checkpoint, config, [0, 1], Scope.BLOCK, WHOLE)
+        dense = LayerLoader(checkpoint, config, [0], Scope.BLOCK, WHOLE)
+        assert block_weights(dense, config, 0).gate_up.shape == (2 * 384, 32)
+        mixers = LayerLoader(checkpoint, config, [0, 1], Scope.MIXER, WHOLE)
+        assert mixer_weights(mixers, config, 1).in_proj.shape[1] == 32
+
+
+def test_attention_that_is_not_as_it_is_served_is_refused_where_it_is_asked_for() -> None:
+    changes = {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": {"rope_type": "yarn"}}
+    config = ModelConfig.from_mapping(CONFIG | changes)
+    why = r"rope_parameters\.rope_type: expected 'default', got 'yarn'"
+    with pytest.raises(ModelError, match=rf"^layer 1: expected gated_delta_net, got attention \({why}\)$"):
+        LayerLoader(memory(config), config, [0, 1], Scope.MIXER, WHOLE)
+    assert LayerLoader(memory(config), config, [0], Scope.MIXER, WHOLE).shapes == {0: config.shapes[LINEAR]}
+
+
+def test_interleaved_projections_are_sorted_as_the_checkpoint_model_does(
+    tmp_path: Path, write_checkpoint: Callable[..., Any]
+) -> None:
+    model = write_checkpoint(tmp_path, "qwen3_next", hidden=32, layers=1, head_dim=8, value_heads=6)
+    theirs = model.get_decoder().layers[0].linear_attn
+    config = ModelConfig.from_directory(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        ours = mixer_weights(LayerLoader(checkpoint, config, [0], Scope.MIXER, WHOLE), config, 0).in_proj
+    # The rows of the stored weights, as if they were a sequence of projected tokens.
+    stored = theirs.in_proj_qkvz.weight.t()[None], theirs.in_proj_ba.weight.t()[None]
+    expected = [part.flatten(2)[0].t() for part in theirs.fix_query_key_value_ordering(*stored)]
+    assert all(torch.equal(a, b) for a, b in zip(sections(config, ours), expected, strict=True))
+
+
+@pytest.mark.parametrize("config", [NEXT, QWEN3_5], ids=["interleaved", "separate"])
+def test_the_shares_of_two_ranks_make_the_whole(config: ModelConfig) -> None:
+    source = memory(config)
+    whole, *ranks = load_mixer(source, config), load_mixer(source, config, 0, 2), load_mixer(source, config, 1, 2)
+    shared = zip(*(sections(config, rank.in_proj, 2) for rank in ranks), strict=True)
+    assert torch.equal(torch.cat([torch.cat(pair) for pair in shared]), whole.in_proj)
+    shape = config.shapes[LINEAR].shard(2)
+    assert isinstance(shape, GatedDeltaNetShape)
+    parts = [rank.conv.split((shape.keys, shape.keys, shape.values), dim=1) for rank in ranks]
+    assert torch.equal(torch.cat([torch.cat(pair, dim=1) for pair in zip(*parts, strict=True)], dim=1), whole.conv)
+    assert torch.equal(torch.cat([rank.A_log for rank in ranks]), whole.A_log)
+    assert torch.equal(torch.cat([rank.dt_bias for rank in ranks]), whole.dt_bias)
+    assert torch.equal(torch.cat([rank.out_proj for rank in ranks], dim=1), whole.out_proj)
+    assert all(torch.equal(rank.norm, whole.norm) for rank in ranks)
+
+
+def test_the_mlp_is_shared_out_by_its_inner_columns() -> None:
+    source = memory(NEXT)
+    whole, *ranks = (
+        block_weights(LayerLoader(source, NEXT, [1], Scope.BLOCK, placement), NEXT, 1)
+        for placement in (WHOLE, *(Placement(CPU, torch.float32, rank, 2) for rank in (0, 1)))
+    )
+    halves = zip(*(rank.gate_up.chunk(2) for rank in ranks), strict=True)
+    assert torch.equal(torch.cat([torch.cat(pair) for pair in halves]), whole.gate_up)
+    assert torch.equal(torch.cat([rank.down for rank in ranks], dim=1), whole.down)
+    assert torch.equal(whole.input_norm, 1 + source.tensors["model.layers.1.input_layernorm.weight"])
+
+
+def test_packed_weights_have_the_asked_dtype_and_their_own_memory() -> None:
+    source = memory(QWEN3_5)
+    mixer = mixer_weights(LayerLoader(source, QWEN3_5, [0], Scope.MIXER, Placement(CPU, torch.bfloat16)), QWEN3_5, 0)
+    assert (mixer.in_proj.dtype, mixer.conv.dtype, mixer.out_proj.dtype) == (torch.bfloat16,) * 3
+    assert (mixer.A_log.dtype, mixer.dt_bias.dtype, mixer.norm.dtype) == (torch.float32,) * 3
+    assert mixer.conv.shape == (4, 56)
+    assert mixer.conv.is_contiguous()
+    source.tensors["model.layers.0.linear_attn.A_log"].zero_()
+    assert mixer.A_log.any()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "message"),
+    [(0, 0, "world_size: expected at least 1"), (2, 2, "rank: expected 0..1, got 2"), (-1, 1, "rank: expected")],
+)
+def test_a_placement_that_cannot_be_is_refused(rank: int, world_size: int, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        Placement(CPU, torch.float32, rank, world_size)
+
+
+def test_ranks_must_divide_the_heads_and_the_mlp() -> None:
+    with pytest.raises(ModelError, match="world_size: expected a divisor of 2 key heads, got 3"):
+        LayerLoader(memory(NEXT), NEXT, [0], Scope.MIXER, Placement(CPU, torch.float32, 0, 3))
+    odd = ModelConfig.from_mapping(CONFIG | {"intermediate_size": 35})
+    with pytest.raises(ModelError, match="world_size: expected a divisor of intermediate_size 35, got 2"):
+        LayerLoader(memory(odd), odd, [0], Scope.BLOCK, Placement(CPU, torch.float32, 0, 2))
+
+
+@pytest.mark.parametrize("config", [NEXT, QWEN3_5], ids=["interleaved", "separate"])
+def test_random_weights_are_the_same_for_every_rank_and_choice_of_layers(config: ModelConfig) -> None:
+    def draw(layers: list[int], rank: int, world_size: int) -> GatedDeltaNetWeights:
+        source = random_init(config, layers, Scope.BLOCK, seed=7)
+        placement = Placement(CPU, torch.float32, rank, world_size)
+        return mixer_weights(LayerLoader(source, config, layers, Scope.BLOCK, placement), config, 1)
+
+    whole, part = draw([0, 1], 0, 1), draw([1], 1, 2)
+    assert torch.equal(part.out_proj, whole.out_proj[:, 12:])
+    assert torch.equal(part.A_log, whole.A_log[3:])

@@ -1,0 +1,430 @@
+"""Rows with adapters: they wait for the device's slots in order, hold up nobody, and run under their own adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, reason
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.step import OutputRows, StepResult
+from deltaline_server.tables.adapter_places import GRACE_S
+from deltaline_server.tables.sequence import SequenceState
+from deltaline_server.tables.sequence_adapters import BASE
+
+TOKEN = b"0123456789abcdef"
+
+
+async def turns(count: int = 10) -> None:
+    """Let the event loop do what is ready, and what that makes ready."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Wait until something holds, for five seconds."""
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def check(rig: Rig) -> None:
+    """Nothing is lost, and no batch holds a slot."""
+    rig.scheduler.settle()
+    rig.table.check_integrity()
+    assert rig.device.used == []
+    assert not any(rig.adapter_slots.is_busy(number) for number in rig.registry.bound())
+
+
+async def test_a_row_waits_for_its_adapter_and_the_others_for_nothing() -> None:
+    rig = Rig(adapter_slots=2)
+    rig.load("1", "2")
+    (base,), (one,), (two,) = rig.open(), rig.open(adapter="1"), rig.open(adapter="2")
+    waits = rig.submit(rig.request((one, PREFILL, 1, 0, -1, [5, 6])))
+    for step in range(1, 4):  # one after the other, though the first copy never ends
+        assert outputs(await rig.step((base, DECODE, step, step - 1, -1, [1]))) == [checksum([1] * step)]
+    assert rig.engine.batches[-1].adapter_slots is None
+    also = rig.submit(rig.request((two, DECODE, 1, 0, -1, [3])))
+    await turns()
+    assert not waits.done() and not also.done() and rig.scheduler.residency.num_waiting == 2
+    rig.device.finish(1)
+    assert outputs(await also) == [checksum([3], 2)]
+    assert not waits.done()
+    rig.device.finish()
+    assert outputs(await waits) == [checksum([5], 1), checksum([5, 6], 1)]
+    assert rig.scheduler.residency.num_waiting == 0
+    check(rig)
+
+
+async def test_one_batch_mixes_adapters_base_rows_and_lengths() -> None:
+    rig = Rig(adapter_slots=3, chunk_tokens=128)
+    rig.load("1", "2", "3")
+    handles = [*rig.open(2), *rig.open(2, "1"), *rig.open(2, "2"), *rig.open(1, "3")]
+    adapters = [0, 0, 1, 1, 2, 2, 3]
+    await warm(rig, handles[2:])
+    order = [2, 0, 4, 1, 6, 3, 5]
+    lengths = {0: 1, 1: 9, 2: 7, 3: 1, 4: 1, 5: 8, 6: 1}
+    rows = []
+    for i in order:
+        step, position = (1, 0) if i < 2 else (2, 1)
+        rows.append((handles[i], PREFILL, step, position, -1, [float(i)] * lengths[i]))
+    result = await rig.step(*rows)
+    slots = rig.engine.batches[-1].adapter_slots
+    assert slots is not None and slots.dtype == np.int32 and (slots == -1).sum() == 2
+    for row, i in enumerate(order):
+        before = [] if i < 2 else [9.0]
+        expected = [checksum(before + [float(i)] * n, adapters[i]) for n in range(1, lengths[i] + 1)]
+        assert outputs(result, row) == expected
+    check(rig)
+
+
+async def warm(rig: Rig, handles: list[int]) -> None:
+    """A first step of each sequence, with copies that end at once."""
+    pending = rig.submit(rig.request(*((handle, DECODE, 1, 0, -1, [9.0]) for handle in handles)))
+    while not pending.done():
+        await turns()
+        while rig.device.running:
+            rig.device.finish()
+    await pending
+
+
+async def test_steps_of_a_sequence_stay_in_order_while_they_wait() -> None:
+    rig = Rig(adapter_slots=1, eager=False)
+    rig.load("1")
+    (a,) = rig.open(adapter="1")
+    pending = [
+        rig.submit(rig.request((a, PREFILL, 1, 0, -1, [1] * 70))),
+        rig.submit(rig.request((a, DECODE, 2, 70, -1, [2]))),
+        rig.submit(rig.request((a, DECODE, 3, 71, -1, [3]))),
+    ]
+    await turns()
+    assert rig.engine.batches == []
+    rig.device.finish()
+    await turns()
+    rig.engine.release()
+    results = await asyncio.gather(*pending)
+    tokens = [1.0] * 70 + [2, 3]
+    assert [outputs(result)[-1] for result in results] == [checksum(tokens[:n], 1) for n in (70, 71, 72)]
+    check(rig)
+
+
+async def test_a_repeated_step_is_answered_without_its_adapter() -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1", "2")
+    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
+    await warm(rig, [one])
+    await warm(rig, [two])  # the only slot has the other adapter now
+    result = await asyncio.wait_for(rig.step((one, DECODE, 1, 0, -1, [9])), 5)
+    assert outputs(result) == [checksum([9], 1)]
+    assert rig.device.running == []
+
+
+async def test_a_deadline_passes_while_the_device_has_nothing_else_to_do() -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1", "2")
+    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
+    late = rig.submit(rig.request((one, DECODE, 1, 0, -1, [9]), deadline_s=rig.now + 0.5))
+    waits = rig.submit(rig.request((two, DECODE, 1, 0, -1, [8])))
+    rig.now += 1
+    assert reason(await asyncio.wait_for(late, 5)) is Reason.QUEUE_DEADLINE
+    rig.device.finish()  # for nobody: the slot is given on once its grace is over
+    rig.now += GRACE_S
+    await until(lambda: rig.device.running)
+    rig.device.finish()
+    assert outputs(await asyncio.wait_for(waits, 5)) == [checksum([8], 2)]
+    assert (await rig.step((one, DECODE, 1, 0, -1, [9]), deadline_s=rig.now - 1)).refusals
+    check(rig)
+
+
+async def test_an_adapter_that_nobody_waits_for_any_more_is_not_brought() -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1", "2")
+    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
+    waits = rig.submit(rig.request((one, DECODE, 1, 0, -1, [9])))
+    late = rig.submit(rig.request((two, DECODE, 1, 0, -1, [8]), deadline_s=rig.now + 0.5))
+    rig.now += 1
+    assert reason(await asyncio.wait_for(late, 5)) is Reason.QUEUE_DEADLINE
+    await until(lambda: rig.scheduler.residency.num_waiting == 1)
+    rig.device.finish()
+    await waits
+    await asyncio.sleep(0.05)
+    assert (rig.device.running, rig.adapter_slots.num_copies) == ([], 1)
+
+
+async def test_a_slot_is_not_overwritten_under_a_batch() -> None:
+    rig = Rig(adapter_slots=1, eager=False)
+    rig.load("1", "2")
+    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
+    first = rig.submit(rig.request((one, DECODE, 1, 0, -1, [9])))
+    await turns()
+    rig.device.finish()
+    await turns()
+    assert len(rig.engine.waiting) == 1
+    second = rig.submit(rig.request((two, DECODE, 1, 0, -1, [8])))
+    behind = rig.submit(rig.request((one, DECODE, 2, 1, -1, [7])))
+    await asyncio.sleep(0.05)
+    assert rig.device.running == [] and len(rig.engine.waiting) == 1  # the one that waits goes before a later batch
+    rig.engine.release()
+    assert outputs(await first) == [checksum([9], 1)]
+    for pending, expected in ((second, checksum([8], 2)), (behind, checksum([9, 7], 1))):
+        await until(lambda: rig.device.running)
+        rig.device.finish()
+        assert outputs(await pending) == [expected]
+    check(rig)
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+async def test_a_batch_that_failed_lets_go(tokens: int) -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1", "2")
+    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
+    rig.engine.fail_next = True
+    failed = rig.submit(rig.request((one, PREFILL, 1, 0, -1, [9] * tokens)))
+    await turns()
+    rig.device.finish()
+    assert reason(await failed) is Reason.STATE_POISONED
+    await warm(rig, [two])
+    check(rig)
+
+
+async def test_a_copy_that_failed_is_tried_again() -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1")
+    (one,) = rig.open(adapter="1")
+    waits = rig.submit(rig.request((one, DECODE, 1, 0, -1, [9])))
+    for _ in range(3):
+        await until(lambda: rig.device.running)
+        rig.device.finish(is_copied=False)
+        await turns()
+        assert not waits.done() and not rig.device.running  # not at once: it may fail for a while
+    await until(lambda: rig.device.running)
+    rig.device.finish()
+    assert outputs(await waits) == [checksum([9], 1)]
+
+
+async def test_a_sequence_that_closes_while_it_waits_keeps_its_adapter_until_its_step_is_done() -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1")
+    (one,) = rig.open(adapter="1")
+    waits = rig.submit(rig.request((one, DECODE, 1, 0, -1, [9])))
+    handles = np.array([one], dtype=np.uint64)
+    assert rig.table.close(rig.table.server_epoch, handles) == [SequenceState.CLOSING]
+    assert rig.registry.unload("1", drain=True) == 1
+    rig.device.finish()
+    assert outputs(await waits) == [checksum([9], 1)]
+    rig.scheduler.settle()
+    assert (rig.registry.num_registered, rig.table.bindings.num_bound, rig.device.slots) == (0, 0, [None])
+    check(rig)
+
+
+async def test_a_stopped_scheduler_refuses_rows_that_wait() -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1")
+    (one,) = rig.open(adapter="1")
+    waits = rig.submit(rig.request((one, DECODE, 1, 0, -1, [9])))
+    await turns()
+    rig.scheduler.stop()
+    assert reason(await asyncio.wait_for(waits, 5)) is Reason.STOPPING
+    await asyncio.wait_for(rig.scheduler.drained(), 5)
+
+
+async def test_a_long_prompt_goes_on_when_its_adapter_was_away() -> None:
+    rig = Rig(adapter_slots=1, slots=4)
+    rig.load("1", "2")
+    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
+    prompt = [float(i % 5) for i in range(64 * 6 + 3)]
+    long = rig.submit(rig.request((one, PREFILL, 1, 0, -1, prompt), output=OutputRows.LAST))
+    decodes: list[asyncio.Future[StepResult]] = []
+    step = 1
+    while not long.done():
+        if not decodes or decodes[-1].done():
+            decodes.append(rig.submit(rig.request((two, DECODE, step, step - 1, -1, [1]))))
+            step += 1
+        await turns(3)
+        if rig.device.running:
+            rig.device.finish()
+    assert outputs(await long) == [checksum(prompt, 1)]
+    while not decodes[-1].done():
+        await asyncio.sleep(0.001)
+        if rig.device.running:
+            rig.device.finish()
+    assert [outputs(done.result()) for done in decodes] == [[checksum([1] * n, 2)] for n in range(1, step)]
+    assert rig.adapter_slots.num_evicted > 2
+    check(rig)
+
+
+async def copies_that_end(rig: Rig, seconds: float, draw: random.Random | None = None) -> None:
+    """End each copy after a while, some of them badly; for ever."""
+    while True:
+        await asyncio.sleep(seconds)
+        for _ in range(len(rig.device.running)):
+            rig.device.finish(0, draw is None or draw.random() < 0.95)
+
+
+async def test_30_adapters_take_turns_in_2_slots() -> None:
+    rig = Rig(slots=40, adapter_slots=2)
+    names = [str(number) for number in range(1, 31)]
+    rig.load(*names)
+    done = dict.fromkeys(names, 0)
+    lead: list[int] = []
+
+    async def one(name: str) -> None:
+        (handle,) = rig.open(adapter=name)
+        for step in range(1, 11):
+            result = await rig.step((handle, DECODE, step, step - 1, -1, [2]))
+            assert outputs(result) == [checksum([2] * step, int(name))]
+            done[name] += 1
+            lead.append(max(done.values()) - min(done.values()))
+
+    copier = asyncio.create_task(copies_that_end(rig, 0.0005))
+    await asyncio.wait_for(asyncio.gather(*map(one, names)), 60)
+    copier.cancel()
+    assert set(done.values()) == {10}
+    assert max(lead) <= 3, "somebody was passed over"
+    check(rig)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_churn(seed: int) -> None:
+    """Sequences of eight adapters and of none over three slots live random lives; adapters come and go, batches and
+    copies fail: every output is that of the sequence's own adapter."""
+    rig, draw = Rig(slots=24, spans=2, adapter_slots=3, long_rows=2), random.Random(seed)
+    rig.load(*map(str, range(1, 9)))
+    next_number, num_steps = 9, 0
+
+    async def one() -> None:
+        nonlocal num_steps
+        names = [entry.name for entry in rig.registry.describe() if entry.state != 3]
+        name = draw.choice([*names, ""])
+        (handle,) = rig.open(adapter=name)
+        adapter, state = int(name or 0), [list[float]() for _ in range(2)]
+        for step in range(1, draw.randrange(2, 6)):
+            for span in range(2):
+                kind, tokens = PREFILL, [float(draw.randrange(9)) for _ in range(draw.choice([1, 3, 70, 150]))]
+                row = (handle, kind, step, len(state[span]), -1, tokens)
+                result = await rig.step(row, span=span)
+                if result.refusals:
+                    assert reason(result) is Reason.STATE_POISONED and draw_failed
+                    rig.table.close(rig.table.server_epoch, np.array([handle], dtype=np.uint64))
+                    return
+                expected = [checksum(state[span] + tokens[: n + 1], adapter) for n in range(len(tokens))]
+                assert outputs(result) == expected
+                state[span] += tokens
+                num_steps += 1
+        rig.table.close(rig.table.server_epoch, np.array([handle], dtype=np.uint64))
+
+    async def worker() -> None:
+        nonlocal next_number
+        for _ in range(12):
+            await one()
+            if draw.random() < 0.2:
+                rig.load(str(next_number))
+                next_number += 1
+            if draw.random() < 0.2:
+                names = [entry.name for entry in rig.registry.describe() if entry.state != 3]
+                if names:
+                    rig.registry.unload(draw.choice(names), drain=True)
+            if draw.random() < 0.1:
+                draw_failed.append(True)
+                rig.engine.fail_next = True
+
+    draw_failed: list[bool] = []
+    copier = asyncio.create_task(copies_that_end(rig, 0.001, draw))
+    await asyncio.wait_for(asyncio.gather(*(worker() for _ in range(10))), 60)
+    copier.cancel()
+    assert num_steps > 300
+    assert rig.table.num_open == 0 and rig.table.bindings.num_bound == 0
+    check(rig)
+
+
+async def test_a_verify_is_committed_under_its_adapter() -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1")
+    (one,) = rig.open(adapter="1")
+    await warm(rig, [one])
+    await rig.step((one, VERIFY, 2, 1, -1, [5, 6, 7]))
+    result = await rig.step((one, DECODE, 3, 3, 2, [8]))
+    assert outputs(result) == [checksum([9, 5, 6, 8], 1)]
+
+
+async def test_a_batch_without_adapters_takes_none() -> None:
+    rig = Rig(adapter_slots=2)
+    rig.load("1")
+    (base,) = rig.open()
+    assert rig.scheduler.residency.begin() is None
+    await rig.step((base, DECODE, 1, 0, -1, [1]))
+    rig.open(adapter="1")
+    await rig.step((base, DECODE, 2, 1, -1, [1]))
+    assert [batch.adapter_slots for batch in rig.engine.batches] == [None, None]
+    assert rig.adapter_slots.num_copies == 0
+
+
+# -- opening and ending ------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_bound_is_told_and_ends_with_the_sequence() -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1", "2")
+    one, base = rig.table.open(2, adapter="1"), rig.table.open(1)
+    assert (one.adapter.name, one.adapter.content_hash, base.adapter) == ("1", b"1", BASE)
+    handles = np.concatenate([one.handles, base.handles])
+    described = rig.table.describe(rig.table.server_epoch, handles)
+    assert [(d.adapter.name, d.adapter.content_hash) for d in described] == [("1", b"1")] * 2 + [("", b"")]
+    assert rig.registry.bound() == {1: 2} and rig.table.bindings.num_bound == 2
+    with pytest.raises(RequestError) as error:
+        rig.registry.unload("1", drain=False)
+    assert error.value.refusal.reason is Reason.ADAPTER_IN_USE
+    rig.table.close(rig.table.server_epoch, one.handles[:1])
+    rig.now += 61
+    rig.table.reap()  # comes late, so it waits for the next
+    rig.table.reap()
+    assert rig.table.num_open == 0 and rig.registry.bound() == {} and rig.table.bindings.num_bound == 0
+    assert rig.table.describe(rig.table.server_epoch, one.handles)[0].adapter == BASE
+    assert rig.registry.unload("1", drain=False) == 0
+    rig.table.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("adapter_slots", "name", "expected"), [(1, "x", Reason.ADAPTER_UNKNOWN), (0, "1", Reason.ADAPTERS_OFF)]
+)
+async def test_what_there_is_not_is_not_bound(adapter_slots: int, name: str, expected: Reason) -> None:
+    rig = Rig(adapter_slots=adapter_slots)
+    with pytest.raises(RequestError) as error:
+        rig.open(2, name)
+    assert error.value.refusal.reason is expected
+    assert rig.table.num_open == 0
+    rig.table.check_integrity()
+
+
+async def test_sequences_that_find_no_lines_bind_nothing() -> None:
+    rig = Rig(slots=2, adapter_slots=1)
+    rig.load("1")
+    with pytest.raises(RequestError) as error:
+        rig.open(3, "1")
+    assert error.value.refusal.reason is Reason.NO_FREE_LINES
+    assert rig.registry.bound() == {}
+    rig.table.check_integrity()
+
+
+async def test_an_open_token_is_for_one_adapter_and_for_one_content() -> None:
+    rig = Rig(adapter_slots=1)
+    rig.load("1", "2")
+    first = rig.table.open(2, token=TOKEN, adapter="1")
+    for adapter in ("2", ""):
+        with pytest.raises(RequestError) as error:
+            rig.table.open(2, token=TOKEN, adapter=adapter)
+        assert (error.value.refusal.reason, error.value.refusal.field) == (Reason.INVALID_REQUEST, "open_token")
+    rig.registry.unload("1", drain=True)
+    rig.registry.reserve(10)
+    rig.registry.register("1", type(rig.registry.content(1))(b"77"), False)  # type: ignore[call-arg]
+    again = rig.table.open(2, token=TOKEN, adapter="1")
+    assert again is first and again.adapter.content_hash == b"1"
+    assert rig.registry.bound() == {1: 2}
+    assert rig.table.open(1, adapter="1").adapter.content_hash == b"77"
+    await warm(rig, first.handles[:1].tolist())  # under what it was opened with
+    assert rig.engine.adapter[0, 1] == 1
+    rig.table.check_integrity()

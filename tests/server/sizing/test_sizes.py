@@ -1,0 +1,211 @@
+"""The calculator says what the server allocates, for every family; and the command prints it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deltaline_cli import main
+from deltaline_server.checkpoints.checkpoint import Checkpoint
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.config import Config
+from deltaline_server.engine.engine import Engine
+from deltaline_server.layers.state_pool import LayerState
+from deltaline_server.models.config import Scope
+from deltaline_server.models.model import Model, load_model, open_plan
+from deltaline_server.models.weights import random_init
+from deltaline_server.runtime import Runtime, model_options
+from deltaline_server.sizing.sizes import size
+from deltaline_server.telemetry.metrics import Metrics
+
+GATED_DELTA_NET = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention"] * 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
+MAMBA2 = {
+    "model_type": "mamba2",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 32,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "n_groups": 2,
+    "use_bias": True,
+}
+HYBRID = GATED_DELTA_NET | {
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1000,
+}
+MODELS = {
+    "gated_delta_net": GATED_DELTA_NET,
+    "mamba2": MAMBA2,
+    "hybrid": HYBRID,
+    "streams": HYBRID | {"hc_mult": 4},
+}
+# Modules whose objects hold weights.
+OWN = "deltaline_server", "deltaline_kernels.mhc"
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"dtype": "bfloat16", "state_dtype": "bfloat16", "max_sequences": 5, "max_draft_tokens": 3},
+    {"scope": "mixer", "page_size": 16, "max_context": 100, "adapter_bytes": 1 << 20, "adapter_slots": 3},
+    {"layers": "1:2", "state_bytes": 3 << 20},
+]
+
+
+def config_of(folder: Path, model: dict[str, Any], **options: Any) -> Config:
+    path = folder / "config.json"
+    path.write_text(json.dumps(model))
+    defaults: dict[str, Any] = {"device": "cpu", "max_sequences": 8, "max_draft_tokens": 4}
+    return Config(random_init=str(path), **(defaults | options))
+
+
+def tensors_of(model: Model) -> Iterator[torch.Tensor]:
+    """Every tensor of a model's layers, once; not the slots of adapters."""
+    seen, left = set(), list[Any](model._stacks)
+    slots = {
+        id(weights) for layer in model._places if model.adapters for weights in model.adapters.layer(layer).values()
+    }
+    while left:
+        thing: Any = left.pop()
+        if id(thing) in seen or id(thing) in slots or isinstance(thing, type):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            yield thing
+        elif isinstance(thing, dict | tuple | list) or type(thing).__module__.startswith(OWN):
+            left += gc.get_referents(thing)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_calculated_is_what_the_server_allocates(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(tmp_path, MODELS[name], **options)
+    sizes = size(config, None)
+    runtime = Runtime.build(config, Metrics([]), lambda: 0.0, lambda *_: None)
+    info, pool, model = runtime.info(), runtime.pool, runtime.model
+    Engine.close(runtime.engine)
+
+    assert sizes.fits and sizes.state.line_bytes == info.sequence_state_bytes == pool.bytes_per_sequence
+    assert sizes.state.total_bytes == pool.total_bytes
+    assert sum(len(layer.layers) for layer in sizes.layers) == model.num_layers
+    lines = {tensor.data_ptr(): tensor.nbytes for state in pool.layers for tensor in vars(state).values()}
+    assert sum(lines.values()) == sizes.state.total_bytes
+    by_kind = {layer.kind: layer for layer in sizes.layers}
+    for state in pool.layers:
+        if isinstance(state, LayerState):
+            [layer] = [layer for layer in sizes.layers if layer.line]
+            rows = config.max_sequences + 1
+            assert layer.line == {part: tensor.nbytes // rows for part, tensor in vars(state).items()}
+        else:
+            page_bytes = (state.k_pages.nbytes + state.v_pages.nbytes) // len(state.k_pages)
+            assert by_kind["attention"].token_bytes * config.page_size == page_bytes
+    kv = sizes.state.kv
+    pages = (0, 0, 0, 0) if kv is None else (kv.num_pages, kv.page_size, kv.page_bytes, kv.max_context)
+    assert pages == (info.kv_pages, info.kv_page_tokens, info.kv_page_bytes, info.max_context)
+    assert sizes.adapter_bytes == (0 if model.adapters is None else model.adapters.total_bytes)
+    assert sizes.weight_bytes == sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors_of(model))
+
+
+@pytest.mark.parametrize("name", ["streams", "mamba2-streams"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("ends", ["expand", "head", "both"])
+def test_weights_of_streams_are_what_the_server_loads(name: str, dtype: str, ends: str, tmp_path: Path) -> None:
+    """A head where a span has it, and terms where streams are bf16, as those of this Mamba2 model never are."""
+    given = MAMBA2 | {"hc_mult": 2} if name == "mamba2-streams" else MODELS[name]
+    spans = f"0:1,1:{given['num_hidden_layers']}"
+    config = config_of(tmp_path, given, dtype=dtype, stream_ends=ends, spans=spans)
+    held = list(tensors_of(load_model(model_options(config))))
+    assert size(config, None).weight_bytes == sum(tensor.nbytes for tensor in held)
+    assert any(t.ndim == 3 and t.dtype == torch.bfloat16 for t in held) == (name == "streams" and dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("context", [1, 64, 500])
+def test_a_budget_holds_so_many_sequences_and_not_one_more(name: str, context: int, tmp_path: Path) -> None:
+    budget = 5_000_000
+
+    def holds(count: int) -> bool:
+        config = config_of(tmp_path, MODELS[name], max_sequences=count, state_bytes=budget)
+        sizes = size(config, None)
+        kv = sizes.state.kv
+        return sizes.fits and (kv is None or kv.num_pages >= count * -(-context // kv.page_size))
+
+    count = size(config_of(tmp_path, MODELS[name], state_bytes=budget), context).sequences_in(budget)
+    assert count > 3 and holds(count) and not holds(count + 1)
+
+
+def test_what_a_budget_does_not_hold_is_told(tmp_path: Path) -> None:
+    sizes = size(config_of(tmp_path, HYBRID, max_sequences=100, state_bytes=1 << 19), 64)
+    assert not sizes.fits and 0 < sizes.sequences_in(1 << 19) < 100
+    assert sizes.sequences_in(10) == 0
+
+
+def test_a_checkpoint_is_sized_by_its_names_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, HYBRID, dtype="float32")
+    with open_plan(model_options(config)) as plan:
+        source = random_init(plan.config, plan.layers, Scope.BLOCK, 0)
+        tensors = {name: source.read(name, slice(None), slice(None)) for name in source.names}
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(Checkpoint, "read", None)
+    sized, random = size(replace(config, model=str(tmp_path), random_init=None), 64), size(config, 64)
+    assert (sized.weight_bytes, sized.sequence_bytes) == (random.weight_bytes, random.sequence_bytes)
+
+
+def test_wrong_options_are_refused_as_the_server_does(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="--layers"):
+        size(config_of(tmp_path, HYBRID, layers="0:9"), None)
+    with pytest.raises(ValueError, match=r"--context: expected 1 \.\. 1000 tokens, .*\(--max-context\), got 1001"):
+        size(config_of(tmp_path, HYBRID), 1001)
+
+
+def test_the_command_prints_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config_of(tmp_path, HYBRID)
+    model = ["--random-init", str(tmp_path / "config.json"), "--dtype", "float32", "--page-size", "16"]
+    budget = ["--state-bytes", "16MiB", "--max-sequences", "10", "--context", "100"]
+    assert main.main(["size", *model, *budget]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "qwen3_5_text, block scope, spans 0:3, float32, state in float32"
+    assert [line.split()[:2] for line in lines[3:5]] == [["gated_delta_net", "1"], ["attention", "2"]]
+    assert lines[-3].startswith("a sequence of 100 tokens: ") and lines[-3].endswith(", 7 pages")
+    assert lines[-1].startswith("--state-bytes 16777216: room for --max-sequences ")
+    assert main.main(["size", *model, "--state-bytes", "20KiB"]) == 1
+    assert "too little for --max-sequences 256; room for" in capfd.readouterr().out
+    assert main.main(["size", *model, "--contxt", "5"]) == 1
+    assert capfd.readouterr().err == "deltaline: error: unrecognized arguments: --contxt 5\n"
+    assert main.main(["size", "--help"]) == 0
+    assert "usage: deltaline size [--context N] [options of deltaline-server]" in capfd.readouterr().out
+
+
+def test_the_command_names_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("deltaline_cli.demo._SERVER_NEEDS", ("sys", "no_such_package"))
+    assert main.main(["size", "--model", "x"]) == 1
+    assert capsys.readouterr().err == "deltaline: error: size needs no_such_package: pip install 'deltaline[server]'\n"
+
+
+def test_other_commands_refuse_what_they_do_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["load", "--model", "x"])
+    assert "unrecognized arguments: --model" in capsys.readouterr().err

@@ -1,0 +1,252 @@
+"""The registry: names, memory, and adapters that stay as long as somebody uses them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from functools import partial
+
+import pytest
+from rigs.adapter_rig import Clock, FakeContent, FakeDevice
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.tables import adapter_registry
+from deltaline_server.tables.adapter_places import AdapterSlots
+from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry, AdapterState
+
+
+class Rig:
+    def __init__(self, limit_bytes: int = 30, num_slots: int = 2) -> None:
+        self.device = FakeDevice(num_slots)
+        self.slots = AdapterSlots(num_slots, self.device, Clock())
+        self.registry = AdapterRegistry(limit_bytes, self.slots)
+
+    def load(self, name: str, content: bytes = b"", num_bytes: int = 10, is_pinned: bool = False) -> AdapterDescription:
+        made = FakeContent(content or name.encode(), num_bytes)
+        if self.registry.known_hash(name) is not None:
+            return self.registry.confirm(name, made.content_hash, is_pinned)
+        self.registry.reserve(num_bytes)
+        return self.registry.register(name, made, is_pinned)
+
+    @property
+    def names(self) -> list[str]:
+        self.registry.check_integrity()
+        return [one.name for one in self.registry.describe()]
+
+
+def reason_of(error: pytest.ExceptionInfo[RequestError]) -> Reason:
+    return error.value.refusal.reason
+
+
+def test_loading_again_is_loading_once() -> None:
+    rig = Rig()
+    first, again = rig.load("a"), rig.load("a")
+    assert first == again == AdapterDescription("a", b"a", 4, 10, AdapterState.REGISTERED, False, 0, 0)
+    assert (rig.registry.num_loaded, rig.registry.used_bytes) == (1, 10)
+    assert rig.load("a", is_pinned=True).is_pinned
+
+
+def test_another_content_under_a_name_is_refused() -> None:
+    rig = Rig()
+    rig.load("a")
+    with pytest.raises(RequestError) as error:
+        rig.load("a", b"other", is_pinned=True)
+    assert str(error.value) == "the name has another content: unload it first, or choose another name"
+    assert reason_of(error) is Reason.ADAPTER_EXISTS
+    assert rig.load("a") == AdapterDescription("a", b"a", 4, 10, AdapterState.REGISTERED, False, 0, 0)
+
+
+def test_the_least_recently_used_goes_when_memory_is_short() -> None:
+    rig = Rig()
+    for name in "abc":
+        rig.load(name)
+    rig.registry.release(rig.registry.bind("a"))
+    rig.load("b")
+    rig.load("d")
+    assert (rig.names, rig.registry.num_evicted, rig.registry.used_bytes) == (["a", "b", "d"], 1, 30)
+    rig.load("e", num_bytes=20)
+    assert rig.names == ["d", "e"]
+
+
+def test_what_is_bound_pinned_or_busy_does_not_go() -> None:
+    rig = Rig(limit_bytes=40)
+    rig.load("pinned", is_pinned=True)
+    for name in ("bound", "busy", "idle"):
+        rig.load(name)
+    rig.registry.bind("bound")
+    busy = rig.registry.bind("busy")
+    rig.registry.want(busy)
+    rig.registry.release(busy)
+    before = rig.registry.describe()
+    with pytest.raises(RequestError) as error:
+        rig.load("large", num_bytes=20)
+    assert reason_of(error) is Reason.ADAPTER_BYTES_EXHAUSTED
+    assert error.value.refusal.retry_after_s == 1.0
+    assert str(error.value) == (
+        "the adapter takes 20 bytes, and 10 bytes of 40 bytes can be had, as the rest is in use, pinned or being "
+        "loaded: unload adapters, or start the server with more --adapter-bytes"
+    )
+    assert rig.registry.describe() == before
+    rig.load("small")
+    assert rig.names == ["bound", "busy", "pinned", "small"]
+
+
+def test_what_never_fits_is_refused_without_a_hint_to_retry() -> None:
+    rig = Rig()
+    rig.load("a")
+    with pytest.raises(RequestError) as error:
+        rig.registry.reserve(31)
+    assert (reason_of(error), error.value.refusal.retry_after_s) == (Reason.ADAPTER_BYTES_EXHAUSTED, None)
+    assert str(error.value).startswith(
+        "the adapter takes 31 bytes, more than the 30 bytes of the server: start it with"
+    )
+    assert rig.names == ["a"]
+
+
+def test_reserved_memory_is_in_use_until_it_is_given_back() -> None:
+    rig = Rig()
+    rig.registry.reserve(25)
+    with pytest.raises(RequestError):
+        rig.load("a")
+    rig.registry.unreserve(25)
+    rig.load("a")
+    assert (rig.names, rig.registry.used_bytes) == (["a"], 10)
+
+
+def test_the_number_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_registry, "MAX_ADAPTERS", 2)
+    rig = Rig(limit_bytes=1000)
+    for name in "abc":
+        rig.load(name)
+    assert rig.names == ["b", "c"]
+    for name in "bc":
+        rig.registry.bind(name)
+    with pytest.raises(RequestError) as error:
+        rig.load("d")
+    assert reason_of(error) is Reason.ADAPTER_BYTES_EXHAUSTED
+    assert str(error.value).startswith("the server keeps 2 adapters at most, all in use")
+
+
+def test_an_evicted_adapter_leaves_its_slot_cleared() -> None:
+    rig = Rig()
+    number = [rig.load("a"), rig.registry.bind("a")][1]
+    assert isinstance(number, int)
+    rig.registry.want(number)
+    rig.device.finish()
+    assert rig.registry.describe()[0].state is AdapterState.RESIDENT
+    rig.registry.release(number)
+    rig.load("b", num_bytes=30)
+    assert rig.device.slots == [None, None]
+
+
+def test_a_name_that_is_not_there_is_unknown() -> None:
+    rig = Rig()
+    unload = partial(rig.registry.unload, drain=True)
+    for call, hint in ((rig.registry.bind, ": load it first"), (unload, "")):
+        with pytest.raises(RequestError) as error:
+            call("a")
+        assert (reason_of(error), str(error.value)) == (Reason.ADAPTER_UNKNOWN, f"no adapter has this name{hint}")
+
+
+def test_unloading_what_is_in_use_is_refused() -> None:
+    rig = Rig()
+    rig.load("a")
+    number = rig.registry.bind("a", 3)
+    with pytest.raises(RequestError) as error:
+        rig.registry.unload("a", drain=False)
+    assert (reason_of(error), error.value.refusal.metadata) == (Reason.ADAPTER_IN_USE, {"sequences": "3"})
+    rig.registry.release(number, 3)
+    assert rig.registry.unload("a", drain=False) == 0
+    assert (rig.names, rig.registry.used_bytes) == ([], 0)
+
+
+def test_draining_keeps_the_content_for_those_who_have_it_and_frees_the_name() -> None:
+    rig = Rig()
+    rig.load("a", b"old")
+    number = rig.registry.bind("a", 2)
+    assert rig.registry.unload("a", drain=True) == 2
+    with pytest.raises(RequestError):
+        rig.registry.bind("a")
+    rig.load("a", b"new")
+    assert [(one.content_hash, one.state) for one in rig.registry.describe()] == [
+        (b"new", AdapterState.REGISTERED),
+        (b"old", AdapterState.DRAINING),
+    ]
+    assert rig.registry.content(number).content_hash == b"old"
+    assert rig.registry.content(rig.registry.bind("a")).content_hash == b"new"
+    rig.registry.want(number)
+    rig.device.finish()
+    rig.registry.release(number)
+    assert rig.device.slots.count(b"old") == 1
+    rig.registry.release(number)
+    assert (rig.names, rig.device.slots) == (["a"], [None, None])
+
+
+def test_each_that_leaves_is_a_line_of_the_log_without_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    for name in ("evicted", "unloaded", "drained"):
+        rig.load(name, name[:1].encode() * 32)
+    number = rig.registry.bind("drained", 2)
+    with caplog.at_level(logging.INFO):
+        rig.load("large", b"l" * 32, num_bytes=10)
+        rig.registry.unload("unloaded", drain=True)
+        rig.registry.unload("drained", drain=True)
+        rig.registry.release(number)
+        rig.registry.release(number)
+    drained = {"content": "64" * 8, "rank": 4, "size_bytes": 10}
+    assert [(record.getMessage(), vars(record)["fields"]) for record in caplog.records] == [
+        ("adapter evicted", drained | {"content": "65" * 8}),
+        ("adapter unloaded", drained | {"content": "75" * 8}),
+        ("adapter drains", drained | {"sequences": 2}),
+        ("adapter drained", drained),
+    ]
+
+
+def test_releasing_what_is_not_bound_is_a_bug() -> None:
+    rig = Rig()
+    rig.load("a")
+    for number in (1, 99):
+        with pytest.raises(ValueError, match="expected one that 1 sequences have bound"):
+            rig.registry.release(number)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_churn(seed: int) -> None:
+    """Loads, sequences, batches and unloads of few names with changing contents: a sequence always reads the content
+    that it was opened with."""
+    rig, draw = Rig(limit_bytes=60, num_slots=3), random.Random(seed)
+    sequences: list[tuple[int, bytes]] = []
+    batches: list[tuple[int, int]] = []
+    num_read = 0
+    for turn in range(3000):
+        name = draw.choice("abcdefgh")
+        action = draw.random()
+        try:
+            if action < 0.2:
+                rig.load(name, b"%s %d" % (name.encode(), turn // 50), draw.choice([5, 10, 20]), draw.random() < 0.05)
+            elif action < 0.4 and len(sequences) < 12:
+                number = rig.registry.bind(name)
+                sequences.append((number, rig.registry.content(number).content_hash))
+            elif action < 0.45:
+                rig.registry.unload(name, drain=draw.random() < 0.5)
+        except RequestError:
+            pass
+        if sequences and draw.random() < 0.5:
+            number, content = draw.choice(sequences)
+            slot = rig.registry.take(number)
+            if slot is not None:
+                assert rig.device.slots[slot] == content == rig.registry.content(number).content_hash
+                batches.append((number, slot))
+                rig.device.used.append(slot)
+                num_read += 1
+        if batches and draw.random() < 0.5:
+            number, slot = batches.pop(0)
+            rig.device.used.remove(slot)
+            rig.slots.let_go([number])
+        if rig.device.running and draw.random() < 0.6:
+            rig.device.finish(draw.randrange(len(rig.device.running)))
+        if sequences and draw.random() < 0.15:
+            number, _ = sequences.pop(draw.randrange(len(sequences)))
+            rig.registry.release(number)
+        rig.registry.check_integrity()
+    assert num_read > 100

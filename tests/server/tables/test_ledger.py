@@ -1,0 +1,116 @@
+"""The ledger's short way for plain rows admits what its long way admits, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltaline_server.span_ends import SpanEnds
+from deltaline_server.step import OutputRows, RowKind, StepForm, StepRequest
+from deltaline_server.tables.admission import Admission
+from deltaline_server.tables.ledger import StepLedger
+
+NUM_SLOTS, MAX_IN_FLIGHT = 6, 2
+
+
+def make_request(kinds: list[int], steps: list[int], positions: list[int], accepted: list[int]) -> StepRequest:
+    """Rows of 1 token, a prefill's of 3."""
+    lengths = [3 if kind == RowKind.PREFILL else 1 for kind in kinds]
+    form = StepForm(
+        server_epoch=1,
+        span=1,
+        handle=np.zeros(len(kinds), np.uint64),
+        kind=np.array(kinds, np.uint8),
+        accepted=np.array(accepted, np.int32),
+        query_start_loc=np.cumsum([0, *lengths]),
+        output=OutputRows.ALL,
+        priority=0,
+        ends=SpanEnds(4, 4),
+    )
+    hidden = np.zeros((sum(lengths), 4), np.float32)
+    return StepRequest(form, np.array(steps, np.int64), np.array(positions, np.int64), hidden)
+
+
+def judge_both(ledger: StepLedger, request: StepRequest, slots: list[int]) -> Admission | None:
+    """Judge a request both ways; whatever the short way admits, the long way admits with the same values."""
+    at = np.array(slots)
+    plain = ledger.judge_plain(request, at)
+    is_next = request.step == ledger.tail.step[request.form.span, at] + 1
+    if plain is not None:
+        assert is_next.all()
+        admission, refusals = ledger.judge(request, np.arange(len(at)), at, request.form.lengths)
+        assert not refusals
+        # What names a commit counts only where there is one.
+        for name in {field.name for field in fields(Admission)} - {"commit_position", "commit_ordinal"}:
+            np.testing.assert_array_equal(getattr(plain, name), getattr(admission, name), name)
+    return plain
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_short_way_admits_as_the_long_way(data: st.DataObject) -> None:
+    ledger = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT)
+    nudge = st.sampled_from([0] * 12 + [1, -1])
+    for _ in range(data.draw(st.integers(1, 6))):
+        slots = data.draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=4, unique=True))
+        kind = st.sampled_from(data.draw(st.sampled_from([[1], [2], [1, 2], [1, 2, 3]])))
+        kinds = [data.draw(kind) for _ in slots]
+        accepted = [data.draw(st.sampled_from([-1] * 12 + [0, 1])) for _ in slots]
+        steps = [int(ledger.tail.step[1, slot]) + 1 + data.draw(nudge) for slot in slots]
+        positions = [int(ledger.tail.position[1, slot]) + data.draw(nudge) for slot in slots]
+        request = make_request(kinds, steps, positions, accepted)
+        admission = judge_both(ledger, request, slots)
+        if admission is None and all(s == ledger.tail.step[1, slot] + 1 for s, slot in zip(steps, slots, strict=True)):
+            at = np.array(slots)
+            admission, _ = ledger.judge(request, np.arange(len(at)), at, request.form.lengths)
+        if admission is not None and len(admission.rows):
+            ledger.take(1, admission)
+            if data.draw(st.booleans()):
+                ledger.begin(1, admission, np.arange(len(admission.rows)))
+                ledger.finish(1, admission, np.arange(len(admission.rows)))
+                ledger.check_integrity()
+
+
+def test_plain_rows_go_the_short_way() -> None:
+    ledger = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT)
+    for step in (1, 2):
+        request = make_request([1, 1], [step] * 2, [3 * (step - 1)] * 2, [-1] * 2)
+        admission = judge_both(ledger, request, [4, 2])
+        assert admission is not None
+        ledger.take(1, admission)
+    assert ledger.tail.position[1].tolist() == [0, 0, 6, 0, 6, 0]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "steps", "positions", "accepted"),
+    [
+        pytest.param([2, 3], [2, 2], [1, 1], [-1, -1], id="verify"),
+        pytest.param([2, 2], [2, 2], [1, 1], [-1, 0], id="commit"),
+        pytest.param([2, 2], [2, 3], [1, 1], [-1, -1], id="gap"),
+        pytest.param([2, 2], [2, 1], [1, 0], [-1, -1], id="again"),
+        pytest.param([2, 2], [2, 2], [1, 2], [-1, -1], id="position"),
+    ],
+)
+def test_other_rows_do_not(kinds: list[int], steps: list[int], positions: list[int], accepted: list[int]) -> None:
+    ledger = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT)
+    first = judge_both(ledger, make_request([2, 2], [1, 1], [0, 0], [-1, -1]), [0, 1])
+    assert first is not None
+    ledger.take(1, first)
+    assert judge_both(ledger, make_request(kinds, steps, positions, accepted), [0, 1]) is None
+
+
+def test_no_more_steps_than_the_limit_are_in_flight() -> None:
+    ledger = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT)
+    for step in range(1, MAX_IN_FLIGHT + 1):
+        admission = judge_both(ledger, make_request([2], [step], [step - 1], [-1]), [3])
+        assert admission is not None
+        ledger.take(1, admission)
+        last = admission
+    request = make_request([2], [MAX_IN_FLIGHT + 1], [MAX_IN_FLIGHT], [-1])
+    assert judge_both(ledger, request, [3]) is None
+    ledger.finish(1, last, np.arange(1))
+    assert judge_both(ledger, request, [3]) is not None

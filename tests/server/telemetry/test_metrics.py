@@ -1,0 +1,147 @@
+"""The metrics are there from the start, count what happens, and are scraped over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deltaline import wire
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import layer_service_pb2_grpc
+from deltaline_server.app import Server
+from deltaline_server.errors import Reason
+from deltaline_server.scheduling.observer import BatchTiming
+from deltaline_server.step import RowKind
+from deltaline_server.telemetry.metrics import SECONDS_BUCKETS, Metrics, StageSeconds
+
+SERVICE = pb.DESCRIPTOR.services_by_name["LayerService"]
+HIDDEN = 32
+
+
+def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+@pytest.mark.parametrize("method", [method.name for method in SERVICE.methods])
+def test_methods_are_zero_before_they_are_called(method: str) -> None:
+    kind = "bidi_stream" if method == "StepStream" else "unary"
+    labels = {"grpc_type": kind, "grpc_service": "deltaline.v1.LayerService", "grpc_method": method}
+    metrics = Metrics([SERVICE])
+    assert sample(metrics, "grpc_server_started_total", **labels) == 0
+    assert sample(metrics, "grpc_server_msg_received_total", **labels) == 0
+    assert sample(metrics, "grpc_server_handling_seconds_count", **labels) == 0
+    for code in ("OK", "InvalidArgument", "Canceled", "Internal"):
+        assert sample(metrics, "grpc_server_handled_total", **labels, grpc_code=code) == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 50e-6, 51e-6, 0.003, 10.0, 11.0])
+def test_observation_is_in_every_bucket_from_its_own_up(seconds: float) -> None:
+    stages = StageSeconds()
+    stages.observe("compute", RowKind.DECODE, seconds)
+    family = next(stages.collect())
+    found = {
+        s.labels["le"]: s.value
+        for s in family.samples
+        if s.name.endswith("_bucket") and s.labels["stage"] == "compute" and s.labels["kind"] == "decode"
+    }
+    assert found == {str(bound): float(seconds <= bound) for bound in SECONDS_BUCKETS} | {"+Inf": 1.0}
+
+
+def test_batch_counts_each_kind_that_it_holds() -> None:
+    metrics = Metrics([])
+    num_of_kind = {RowKind.DECODE: 2, RowKind.PREFILL: 1, RowKind.VERIFY: 0}
+    queued = [(RowKind.DECODE, 1, 0.1), (RowKind.DECODE, 1, 0.2)]
+    metrics.batch_done(BatchTiming(num_of_kind, 70, queued, 1e-3, 2e-3, 3e-3, busy_s=7e-3))
+    metrics.batch_done(BatchTiming({RowKind.PREFILL: 1}, 1, [], 1e-3, 2e-3, 3e-3, busy_s=1e-3))
+    assert sample(metrics, "deltaline_device_busy_seconds_total") == pytest.approx(8e-3)
+    count, total = "deltaline_stage_seconds_count", "deltaline_stage_seconds_sum"
+    assert sample(metrics, count, stage="queue", kind="decode") == 2
+    assert sample(metrics, total, stage="queue", kind="decode") == pytest.approx(0.3)
+    assert sample(metrics, count, stage="queue", kind="prefill") == 0
+    assert sample(metrics, count, stage="compute", kind="prefill") == 2
+    assert sample(metrics, total, stage="copy_out", kind="decode") == pytest.approx(3e-3)
+    assert sample(metrics, count, stage="compute", kind="verify") == 0
+    assert sample(metrics, "deltaline_batch_rows_sum") == 4
+    assert sample(metrics, "deltaline_batch_tokens_sum") == 71
+
+
+@pytest.mark.parametrize(("num_adapters", "label"), [(1, "1"), (5, "8"), (8, "8"), (256, "256"), (1000, "256")])
+def test_rows_with_adapters_are_counted_by_how_many_their_batch_had(num_adapters: int, label: str) -> None:
+    metrics = Metrics([])
+    metrics.batch_done(BatchTiming({RowKind.DECODE: 9}, 9, [], 0, 0, 0, 0))
+    timing = BatchTiming({RowKind.DECODE: 1001}, 1001, [], 0, 0, 0, 0, num_adapter_rows=1000, num_adapters=num_adapters)
+    metrics.batch_done(timing)
+    counts = {bound: sample(metrics, "deltaline_adapter_rows_total", adapters=str(2**bound)) for bound in range(9)}
+    assert {str(2**bound): count for bound, count in counts.items() if count} == {label: 1000}
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    metrics = Metrics([])
+    metrics.refused(Reason.STEP_GAP, 3)
+    assert sample(metrics, "deltaline_refused_total", reason="STEP_GAP") == 3
+    assert sample(metrics, "deltaline_refused_total", reason="QUEUE_FULL") == 0
+
+
+async def scrape(port: int) -> dict[str, float]:
+    """The samples of a server, keyed by name and label values, in the order of the labels' names."""
+
+    def get() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+            return str(response.read().decode())
+
+    families = text_string_to_metric_families(await asyncio.to_thread(get))
+    return {
+        "|".join([s.name, *(s.labels[label] for label in sorted(s.labels))]): s.value
+        for family in families
+        for s in family.samples
+    }
+
+
+async def test_counters_move_with_the_calls(make_server: Callable[..., Server]) -> None:
+    async with make_server(metrics_port=0) as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        before = await scrape(server.metrics_port)
+        opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=2))
+        step = pb.StepRequest(
+            server_epoch=opened.server_epoch,
+            sequence=opened.sequence,
+            kind=[pb.ROW_KIND_PREFILL, pb.ROW_KIND_VERIFY],
+            step=[1, 1],
+            position=[0, 0],
+            query_start_loc=[0, 5, 8],
+            hidden=wire.encode(np.ones((8, HIDDEN), np.float32)),
+        )
+        await stub.Step(step)
+        await stub.Step(step)
+        step.server_epoch = 0
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Step(step)
+        after = await scrape(server.metrics_port)
+    step_rpc = "Step|deltaline.v1.LayerService|unary"
+    moved = {name: value - before[name] for name, value in after.items() if value != before[name]}
+    expected = {
+        f"grpc_server_started_total|{step_rpc}": 3,
+        f"grpc_server_handled_total|OK|{step_rpc}": 2,
+        f"grpc_server_handled_total|InvalidArgument|{step_rpc}": 1,
+        f"grpc_server_msg_received_total|{step_rpc}": 3,
+        f"grpc_server_msg_sent_total|{step_rpc}": 2,
+        f"grpc_server_handling_seconds_count|{step_rpc}": 3,
+        "deltaline_steps_total|executed": 2,
+        "deltaline_steps_total|replayed": 2,
+        "deltaline_refused_total|INVALID_REQUEST": 1,
+        "deltaline_drafts_total": 3,
+        "deltaline_lines_used": 2,
+        "deltaline_sequences_open": 2,
+        "deltaline_stage_seconds_count|prefill|queue": 1,
+        "deltaline_stage_seconds_count|verify|compute": 1,
+        "deltaline_batch_tokens_sum": 8,
+    }
+    assert {name: moved.get(name) for name in expected} == expected
+    assert (after["deltaline_lines_total"], after["deltaline_sequences_expired_total"]) == (8, 0)
