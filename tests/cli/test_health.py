@@ -48,18 +48,18 @@ def test_status_is_one_line_and_an_exit_code(
     servicer.set("" if service else SERVICE, Status.SERVING if status != "SERVING" else Status.NOT_SERVING)
     servicer.set(service, Status.ServingStatus.Value(status))
     flags = [] if service else ["--liveness"]
-    for run in (health.main, lambda arguments: main.main(["health", *arguments])):
+    for run in (command.main, lambda arguments: main.main(["health", *arguments])):
         assert run([address, *flags]) == int(status != "SERVING")
         assert capsys.readouterr().out == f"{address}: {status}\n"
 
 
 def test_a_service_that_the_server_has_not_is_an_error(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert health.main([address]) == 1
+    assert command.main([address]) == 1
     assert capsys.readouterr().out.startswith(f"{address}: NOT_FOUND")
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert health.main(["127.0.0.1:1", "--timeout", "2"]) == 1
+    assert command.main(["127.0.0.1:1", "--timeout", "2"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 and lines[0].startswith("127.0.0.1:1: UNAVAILABLE: ")
 
@@ -73,7 +73,7 @@ def test_a_server_that_does_not_answer_is_given_up(
     health_pb2_grpc.add_HealthServicer_to_server(servicer, again)
     port = again.add_insecure_port("127.0.0.1:0")
     again.start()
-    assert health.main([f"127.0.0.1:{port}", "--timeout", "0.3"]) == 1
+    assert command.main([f"127.0.0.1:{port}", "--timeout", "0.3"]) == 1
     assert f":{port}: DEADLINE_EXCEEDED" in capsys.readouterr().out
     released.set()
     again.stop(None).wait()
@@ -95,13 +95,13 @@ def test_the_address_is_this_machines(
     if port is not None:
         monkeypatch.setenv("DELTALINE_PORT", port)
     monkeypatch.setattr(command, "ask", lambda *_: "SERVING")
-    assert health.main([]) == 0
+    assert command.main([]) == 0
     assert capsys.readouterr().out == f"{address}: SERVING\n"
 
 
 @pytest.mark.parametrize("address", ["", "\udcff:1", "a\nb:1"])
 def test_an_address_that_is_none_is_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert health.main([address]) == 1
+    assert command.main([address]) == 1
     [line] = capsys.readouterr().out.splitlines()
     assert line.endswith(": no address: expected host:port, or unix:/path")
 
@@ -109,7 +109,7 @@ def test_an_address_that_is_none_is_one_line(address: str, capsys: pytest.Captur
 @pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "0", "1e300", "x"])
 def test_a_timeout_is_a_time_to_wait(address: str, timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        health.main([address, "--timeout", timeout])
+        command.main([address, "--timeout", timeout])
     assert f"--timeout: expected a number of seconds above 0, an hour at most, got {timeout!r}" in (
         capsys.readouterr().err
     )

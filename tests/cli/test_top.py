@@ -213,7 +213,7 @@ def test_a_metrics_url_that_is_none_is_told(server: Any) -> None:
 
 
 def test_without_a_terminal_frames_follow_one_another(server: Any) -> None:
-    command = [sys.executable, "-m", "deltaline_client", "top", server.address, "--interval", "0.1"]
+    command = [sys.executable, "-m", "deltaline_cli", "top", server.address, "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         heads, begin_s = 0, time.monotonic()

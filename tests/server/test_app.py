@@ -419,7 +419,7 @@ def test_command_serves_until_a_signal_and_exits_with_0(model_file: str) -> None
         assert process.stderr is not None
         events = [json.loads(process.stderr.readline()) for _ in range(4)]
         assert [event["message"] for event in events] == ["loading", "loaded", "prepared", "ready"]
-        check = [sys.executable, "-m", "deltaline_client", "health"]
+        check = [sys.executable, "-m", "deltaline_cli", "health"]
         assert subprocess.run([*check, events[3]["address"]], env=environ, capture_output=True).returncode == 0
         process.send_signal(signal.SIGTERM)
         rest = [json.loads(line) for line in process.stderr]

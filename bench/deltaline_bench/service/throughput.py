@@ -64,7 +64,7 @@ async def _bench(host: Host, shared_memory_bytes: int) -> dict[str, Any]:
         "output": file,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "deltaline_client", "bench", host.address, *flags]
+    command = [sys.executable, "-m", "deltaline_cli", "bench", host.address, *flags]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )

@@ -407,7 +407,7 @@ async def test_a_collector_has_all_spans_when_the_server_has_stopped(
         names[span.name] = names.get(span.name, 0) + 1
     assert {name: names[name] for name in (STREAM, "batch", *STAGES)} == dict.fromkeys((STREAM, "batch", *STAGES), 30)
     told = {attribute.key: attribute.value.string_value for attribute in resources[0].resource.attributes}
-    assert (told["layer_service.name"], told["deployment.environment.name"]) == ("deltaline", "test")
+    assert (told["service.name"], told["deployment.environment.name"]) == ("deltaline", "test")
 
 
 async def test_a_collector_that_is_not_there_holds_nothing_up(make_server: Callable[..., Server]) -> None:
