@@ -242,7 +242,7 @@ class Server:
         self._layer_service = LayerService(
             table=table,
             scheduler=scheduler,
-            limits=runtime.request_limits(),
+            served=runtime.served(),
             observer=self.metrics,
             clock=self._clock,
             tracing=self._tracing,

@@ -1,10 +1,10 @@
-"""Whether values are finite: one look at every element of a tensor.
-
-Knows bits, not requests.
-"""
+"""One look at every byte of a tensor: whether its values are finite, and its checksum; by threads where it is large."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,12 @@ _BITS: dict[np.dtype[Any], tuple[np.dtype[Any], np.dtype[Any], int]] = {
 # Elements that are looked at twice in a row. Fewer would lie in a core's own cache (a fifth faster), but after each
 # block a thread waits for the interpreter's lock, and the event loop for the thread: decodes beside a prefill notice.
 BLOCK = 1 << 23
+
+CHECKSUM_BYTES = 32
+# Tensors from this size on are looked at by threads: smaller ones take less time than waking these.
+LARGE_BYTES, THREADS = 1 << 20, 8
+# Fewest elements of a part: each waits for the interpreter's lock a few times, and the event loop for it.
+PART = 1 << 20
 
 
 def all_finite(values: NDArray[Any]) -> bool:
@@ -50,3 +56,34 @@ def finite_rows(values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.b
     sound: NDArray[np.bool_] = largest(words, first) < negative
     sound &= largest(words.view(signed), first) < exponent
     return sound
+
+
+def checksum(values: NDArray[Any]) -> bytes:
+    """A cryptographic checksum of the bytes of contiguous `values`; a gibibyte takes one to two seconds."""
+    return hashlib.blake2b(values.view(np.uint8).data, digest_size=CHECKSUM_BYTES).digest()
+
+
+class FiniteCheck:
+    """Threads that look at large tensors, so that the event loop need not. `close` ends them."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="finite")
+
+    async def all_finite(self, values: NDArray[Any]) -> bool:
+        """As the function of this name, with all threads at once."""
+        run, words = asyncio.get_running_loop().run_in_executor, values.reshape(-1)
+        part = max(PART, -(-len(words) // THREADS))
+        parts = (words[begin : begin + part] for begin in range(0, len(words), part))
+        return all(await asyncio.gather(*(run(self._pool, all_finite, part) for part in parts)))
+
+    async def finite_rows(self, values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """As the function of this name, with one thread: few tensors need it."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, finite_rows, values, starts)
+
+    def begin_checksum(self, values: NDArray[Any]) -> Future[bytes]:
+        """Begin to compute `checksum`, behind what was asked for before."""
+        return self._pool.submit(checksum, values)
+
+    def close(self) -> None:
+        """Finish what was begun and end the threads."""
+        self._pool.shutdown()

@@ -34,8 +34,8 @@ def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
         ("adapters_registered", "Adapters in host memory.", of_adapters(lambda a: a.registry.num_registered)),
         ("adapters_resident", "Adapters on the device.", of_adapters(lambda a: a.slots.num_resident)),
         ("adapter_bytes", "Host memory of adapters.", of_adapters(lambda a: a.registry.used_bytes)),
-        ("adapter_sequences", "Sequences open that have an adapter.", lambda: table.bindings.num_bound),
-        ("adapter_rows_waiting", "Rows that wait for their adapter.", lambda: scheduler.residency.num_waiting),
+        ("adapter_sequences", "Sequences open that have an adapter.", lambda: table.adapters.num_bound),
+        ("adapter_rows_waiting", "Rows that wait for their adapter.", lambda: scheduler.adapter_wait.num_waiting),
         ("device_bytes", "Device memory that tensors are given from.", lambda: counts().bytes),
     ):
         metrics.gauge(f"deltaline_{name}", text, read)

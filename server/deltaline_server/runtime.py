@@ -23,8 +23,8 @@ from deltaline_server.adapters.copier import CallSoon
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
-from deltaline_server.engine.executor import BatchLimits, Executor, Report, make_executor
-from deltaline_server.front.requests import RequestLimits
+from deltaline_server.engine.executor import Executor, Report, make_executor
+from deltaline_server.front.requests import Served
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.memory.pinning import CudaPinning
@@ -33,13 +33,13 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.scheduling.observer import Observer
-from deltaline_server.scheduling.queue import Limits
 from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.step import Limits
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
 from deltaline_server.tables.pages import PagePool
-from deltaline_server.tables.sequence_adapters import Bindings
+from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
 
 MAX_STEPS_IN_FLIGHT = 8
@@ -79,8 +79,8 @@ class Runtime:
             for shape in dict.fromkeys(model.shapes):
                 check_kernels(model.device, model.dtype, shape, options, model.stream_sizes)
         pool = model.make_pool(options)
-        bounds = batch_limits(config)
-        executor = make_executor(model, pool, bounds)
+        limits = make_limits(config)
+        executor = make_executor(model, pool, limits)
         engine = Engine(executor, model.device)
         num_spans = len(model.spans)
         adapters = Adapters.build(config, model, loaded, clock, call_soon)
@@ -88,24 +88,16 @@ class Runtime:
             lines=LinePool(config.max_sequences, engine.zero_lines, page_pool(model, pool)),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
             replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
-            bindings=Bindings(config.max_sequences, None if adapters is None else adapters.registry),
+            adapters=SequenceAdapters(config.max_sequences, None if adapters is None else adapters.registry),
             num_slots=config.max_sequences,
             default_lease_s=config.default_lease_ms / 1000,
             max_lease_s=config.max_lease_ms / 1000,
             lease_tick_s=config.lease_tick_s,
             clock=clock,
         )
-        limits = Limits(
-            queue_rows=config.queue_rows,
-            queue_bytes=config.queue_bytes,
-            chunk_tokens=config.chunk_tokens,
-            max_short=config.max_draft_tokens,
-            short_rows=bounds.short_rows,
-            long_rows=bounds.long_rows,
-        )
         scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
         if adapters is not None:
-            adapters.slots.on_copied = scheduler.residency.copied
+            adapters.slots.on_copied = scheduler.adapter_wait.copied
         regions = Regions(
             limit_bytes=config.shared_memory_bytes,
             default_lease_s=config.default_lease_ms / 1000,
@@ -143,19 +135,9 @@ class Runtime:
         await asyncio.to_thread(self.engine.close)
         await self.regions.close()
 
-    def request_limits(self) -> RequestLimits:
-        """What a request may ask of this model."""
-        return RequestLimits(
-            spans=self.model.ends,
-            dtype=self.model.numpy_dtype,
-            max_sequences=self.config.max_sequences,
-            max_draft_tokens=self.config.max_draft_tokens,
-            inline_limit_bytes=self.config.inline_limit_bytes,
-            queue_rows=self.config.queue_rows,
-            queue_bytes=self.config.queue_bytes,
-            max_lease_ms=self.config.max_lease_ms,
-            regions=self.regions,
-        )
+    def served(self) -> Served:
+        """What requests are read against."""
+        return Served(make_limits(self.config), self.model.ends, self.model.numpy_dtype, self.regions)
 
     def info(self) -> pb.GetServerInfoResponse:
         """What GetServerInfo tells."""
@@ -219,10 +201,19 @@ def check(config: Config) -> None:
     check_model(model_options(config), state_options(config))
 
 
-def batch_limits(config: Config) -> BatchLimits:
-    """The most that a batch can have."""
-    rows = min(config.batch_rows, config.max_sequences)
-    return BatchLimits(rows, min(MAX_LONG_ROWS, config.max_sequences), config.chunk_tokens)
+def make_limits(config: Config) -> Limits:
+    """The bounds of requests, of the queue and of batches."""
+    return Limits(
+        max_sequences=config.max_sequences,
+        max_draft_tokens=config.max_draft_tokens,
+        max_lease_ms=config.max_lease_ms,
+        inline_limit_bytes=config.inline_limit_bytes,
+        queue_rows=config.queue_rows,
+        queue_bytes=config.queue_bytes,
+        chunk_tokens=config.chunk_tokens,
+        short_rows=min(config.batch_rows, config.max_sequences),
+        long_rows=min(MAX_LONG_ROWS, config.max_sequences),
+    )
 
 
 def model_options(config: Config) -> ModelOptions:

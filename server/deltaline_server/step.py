@@ -1,10 +1,11 @@
-"""One step request on its way through the server: what was asked, and what became of it.
+"""What a step is on its way through the server: what is asked, what the engine computes, what became of each row.
 
-Plain arrays: no protobuf (requests.py makes these, replies.py reads them), no torch, no policy.
+Plain arrays: no protobuf, no torch, no rules.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
-from deltaline_server.examiner import CHECKSUM_BYTES
-from deltaline_server.finite import all_finite, finite_rows
-from deltaline_server.span_ends import SpanEnds
+from deltaline_server.finite import CHECKSUM_BYTES, all_finite, finite_rows
+
+Shape = tuple[int, ...]
 
 # A row's request is kept whole up to this size, as a checksum beyond it.
 WHOLE_REQUEST_BYTES = 16384
@@ -50,6 +51,89 @@ class RowOutcome(IntEnum):
 
 
 @dataclass(frozen=True)
+class SpanShapes:
+    """The hidden state of one token: `[hidden]`, or `[streams, hidden]` where there are residual streams.
+
+    Everything between the wire and the layers has one row of values per token, `width` of them.
+    input_streams, output_streams: 0 where there is no such dimension. itemsize: bytes of a value.
+    """
+
+    hidden_size: int
+    itemsize: int
+    input_streams: int = 0
+    output_streams: int = 0
+
+    @cached_property
+    def input_shape(self) -> Shape:
+        """What enters the span."""
+        return self._shape(self.input_streams)
+
+    @cached_property
+    def output_shape(self) -> Shape:
+        """What leaves it."""
+        return self._shape(self.output_streams)
+
+    @cached_property
+    def input_width(self) -> int:
+        """Values of a token that enters the span."""
+        return math.prod(self.input_shape)
+
+    @cached_property
+    def output_width(self) -> int:
+        """Values of a token that leaves it."""
+        return math.prod(self.output_shape)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes of a token that enters the span."""
+        return self.input_width * self.itemsize
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """Bytes of a token that leaves it."""
+        return self.output_width * self.itemsize
+
+    @property
+    def streams(self) -> dict[str, int]:
+        """Streams of both ends, as deltaline.v1.LayerSpan names them."""
+        return {"input_streams": self.input_streams, "output_streams": self.output_streams}
+
+    def _shape(self, streams: int) -> Shape:
+        return (streams, self.hidden_size) if streams else (self.hidden_size,)
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who a call is from. number: what tables keep of it, by slot."""
+
+    number: int
+    name: str
+
+
+# Everybody, as long as calls carry neither a certificate nor a token.
+ANONYMOUS = Principal(0, "anonymous")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of requests, of the queue and of batches; constant while the process lives.
+
+    queue_rows, queue_bytes: all that may wait or run, so that a larger step would never be taken. A batch has at most
+    short_rows rows of max_draft_tokens tokens or fewer, and long_rows others, with chunk_tokens tokens in all.
+    """
+
+    max_sequences: int
+    max_draft_tokens: int
+    max_lease_ms: int
+    inline_limit_bytes: int
+    queue_rows: int
+    queue_bytes: int
+    chunk_tokens: int
+    short_rows: int
+    long_rows: int
+
+
+@dataclass(frozen=True)
 class OutputMemory:
     """Where a request's outputs go: bytes of a region, uint8 [size], and how the reply names them."""
 
@@ -65,7 +149,7 @@ class StepForm:
     A decode loop sends one form again and again: what follows from it is found once. No array of it is ever written.
 
     handle uint64 [N], none twice; kind uint8 [N]; accepted int32 [N], -1 for no commit; query_start_loc int64 [N + 1],
-    sound. ends: what a token of the span is.
+    sound. shapes: what a token of the span is.
     """
 
     server_epoch: int
@@ -76,9 +160,9 @@ class StepForm:
     query_start_loc: NDArray[np.int64]
     output: OutputRows
     priority: int
-    ends: SpanEnds
+    shapes: SpanShapes
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return len(self.handle)
 
@@ -119,14 +203,14 @@ class StepForm:
     @cached_property
     def output_bytes(self) -> int:
         """Bytes of the outputs in a reply that has those of all rows."""
-        return int(self.output_start[-1]) * self.ends.output_bytes
+        return int(self.output_start[-1]) * self.shapes.output_bytes
 
     @cached_property
     def kept_bytes(self) -> NDArray[np.int64]:
         """Bytes that each row and its reply take while they are kept, int64 [N]."""
-        row_bytes = self.lengths * self.ends.input_bytes
+        row_bytes = self.lengths * self.shapes.input_bytes
         requests = np.where(row_bytes <= WHOLE_REQUEST_BYTES, row_bytes, CHECKSUM_BYTES)
-        kept: NDArray[np.int64] = requests + self.output_counts * self.ends.output_bytes
+        kept: NDArray[np.int64] = requests + self.output_counts * self.shapes.output_bytes
         return kept
 
     @cached_property
@@ -148,8 +232,9 @@ class StepRequest:
     hidden: NDArray[Any]
     deadline_s: float | None = None
     """When the rows must have begun, on the scheduler's monotonic clock; None for no limit."""
+    principal: Principal = ANONYMOUS
     client: str = ""
-    """Who asks, as far as the connection tells; clients of one priority get equal shares of the prefill tokens."""
+    """The connection that asks; clients of one priority get equal shares of the prefill tokens."""
     is_input_shared: bool = False
     """Whether `hidden` lies in memory that the client shares, and has promised not to touch."""
     output_memory: OutputMemory | None = None
@@ -201,7 +286,7 @@ class StepResult:
     """What became of each row of a StepRequest.
 
     outcome uint8 [N] (RowOutcome); position int64 [N] after the step; output_start_loc int64 [N + 1] into
-    hidden [rows, *ends.output_shape]; refusals by row index; timing None when nothing was computed for it.
+    hidden [rows, *shapes.output_shape]; refusals by row index; timing None when nothing was computed for it.
     """
 
     outcome: NDArray[np.uint8]
@@ -219,12 +304,12 @@ class StepBatch:
     """What the engine computes at once: rows of one span, short rows first.
 
     control int32 [7, N + 1]: query_start_loc, read_line, write_line, num_committed, num_replayed, draft_half, position
-    (the layout of deltaline_kernels.Rows). hidden: pieces [tokens, width] of one dtype, at least one, that follow one
+    (the layout of deltaline_kernels.Rows). hidden: buffers [tokens, width] of one dtype, at least one, that follow one
     another in row order; they stay where the requests have them. wanted int64 [rows]: packed tokens whose outputs go
-    back, None for all. into: memory of clients where the outputs of each piece are to be in the end [rows, width],
+    back, None for all. into: memory of clients where the outputs of each buffer are to be in the end [rows, width],
     empty unless all have such a place; an engine that can write there saves a copy. copied_bytes: of what crosses
-    between host and device, what is not in shared memory. adapter_slots int32 [N]: the slot of each row's adapter, -1
-    for none; None when no row has one. new_pages int32 [3, n]: line, place and page of those that begin
+    between host and device, what is not in shared memory. adapter_places int32 [N]: where each row's adapter is on the
+    device, -1 for none; None when no row has one. new_pages int32 [3, n]: line, place and page of those that begin
     within the rows' tokens, so that the device knows each before it needs it; None where the span's layers have none.
     """
 
@@ -235,7 +320,7 @@ class StepBatch:
     wanted: NDArray[np.int64] | None
     into: tuple[NDArray[Any], ...] = ()
     copied_bytes: int = 0
-    adapter_slots: NDArray[np.int32] | None = None
+    adapter_places: NDArray[np.int32] | None = None
     new_pages: NDArray[np.int32] | None = None
 
     @property

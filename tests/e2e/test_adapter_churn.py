@@ -138,8 +138,8 @@ async def test_200_adapters_over_8_slots(make_server: Callable[..., Server], tmp
         table, adapters = server.runtime.table, server.runtime.adapters
         assert adapters is not None
         table.check_integrity()
-        assert (table.num_open, table.bindings.num_bound, adapters.registry.bound()) == (0, 0, {})
-        assert server.runtime.scheduler.residency.num_waiting == 0
+        assert (table.num_open, table.adapters.num_bound, adapters.registry.bound()) == (0, 0, {})
+        assert server.runtime.scheduler.adapter_wait.num_waiting == 0
         slots, registry = adapters.slots, adapters.registry
         assert len(churn.errors) == NUM_SEQUENCES and max(churn.errors) < TOLERANCE
         assert churn.longest_base_s < BASE_S

@@ -300,7 +300,7 @@ async def test_no_step_waits_for_a_copy_to_the_device(
         others = [programs[0], Program(programs[1].steps[1:])]
         outputs = await asyncio.wait_for(run_together(tenant.client, [base, quick], others), 20)
         assert not waits.done() and not gate.is_set()
-        assert server.runtime.scheduler.residency.num_waiting == 1
+        assert server.runtime.scheduler.adapter_wait.num_waiting == 1
         gate.set()
         check(fleet, programs, [outputs[0], first[0] + outputs[1], (await waits)[0]], hashes)
 
@@ -360,7 +360,7 @@ async def test_a_server_stops_while_an_adapter_is_on_its_way(
         monkeypatch.setattr(AdapterStore, "write", lambda *_: gate.wait(30))
         waits = asyncio.ensure_future(tenant.layers.Step(step_of(server, one.handle)))
         async with asyncio.timeout(10):
-            while not server.runtime.scheduler.residency.num_waiting:  # noqa: ASYNC110
+            while not server.runtime.scheduler.adapter_wait.num_waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         asyncio.get_running_loop().call_later(0.5, gate.set)
         await asyncio.wait_for(server.stop(), 20)

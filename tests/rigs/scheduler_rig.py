@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rigs.adapter_rig import FakeContent, FakeDevice
+from rigs.limits import make_limits
 
 from deltaline_server.errors import Reason
 from deltaline_server.scheduling.observer import BatchTiming
-from deltaline_server.scheduling.queue import Limits
 from deltaline_server.scheduling.scheduler import Scheduler
-from deltaline_server.span_ends import SpanEnds
 from deltaline_server.step import (
     BatchResult,
     OutputRows,
     RowKind,
     RowOutcome,
+    SpanShapes,
     StepBatch,
     StepForm,
     StepRequest,
@@ -37,7 +37,7 @@ from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
 from deltaline_server.tables.pages import PagePool
-from deltaline_server.tables.sequence_adapters import Bindings
+from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
 
 MAX_DRAFT = 4
@@ -102,13 +102,13 @@ class ChecksumEngine:
     @staticmethod
     def slots_of(batch: StepBatch) -> list[int]:
         """The slots on the device that a batch uses."""
-        slots = [] if batch.adapter_slots is None else sorted(set(batch.adapter_slots.tolist()) - {-1})
-        assert batch.adapter_slots is None or slots, "a batch without adapters has no slots at all"
+        slots = [] if batch.adapter_places is None else sorted(set(batch.adapter_places.tolist()) - {-1})
+        assert batch.adapter_places is None or slots, "a batch without adapters has no slots at all"
         return slots
 
     def adapter_of(self, batch: StepBatch, row: int) -> int:
         """The adapter that a row of a batch is computed with, 0 for none."""
-        slot = -1 if batch.adapter_slots is None else int(batch.adapter_slots[row])
+        slot = -1 if batch.adapter_places is None else int(batch.adapter_places[row])
         if slot == -1:
             return 0
         assert self.device is not None and slot >= 0
@@ -239,7 +239,7 @@ class Rig:
             lines=self.lines,
             ledger=StepLedger(spans, slots, max_in_flight=8),
             replies=KeptReplies(spans, slots, reply_bytes),
-            bindings=Bindings(slots, self.registry if adapter_slots else None),
+            adapters=SequenceAdapters(slots, self.registry if adapter_slots else None),
             num_slots=slots,
             default_lease_s=60.0,
             max_lease_s=3600.0,
@@ -249,12 +249,19 @@ class Rig:
         self.scheduler = Scheduler(
             table=self.table,
             engine=self.engine,
-            limits=Limits(queue_rows, queue_bytes, chunk_tokens, MAX_DRAFT, batch_rows, long_rows),
+            limits=make_limits(
+                max_draft_tokens=MAX_DRAFT,
+                queue_rows=queue_rows,
+                queue_bytes=queue_bytes,
+                chunk_tokens=chunk_tokens,
+                short_rows=batch_rows,
+                long_rows=long_rows,
+            ),
             observer=self.counts,
             clock=lambda: self.now,
         )
 
-        self.adapter_slots.on_copied = self.scheduler.residency.copied
+        self.adapter_slots.on_copied = self.scheduler.adapter_wait.copied
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         self.zeroed += lines.tolist()
@@ -282,7 +289,7 @@ class Rig:
             "query_start_loc": np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
             "output": OutputRows.ALL,
             "priority": 0,
-            "ends": SpanEnds(2, 4),
+            "shapes": SpanShapes(2, 4),
         }
         step: dict[str, Any] = {
             "step": np.array([row[2] for row in rows], dtype=np.int64),

@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deltaline_server.examiner import PART, THREADS, Examiner
-from deltaline_server.finite import BLOCK, all_finite, finite_rows
+from deltaline_server.finite import BLOCK, PART, THREADS, FiniteCheck, all_finite, finite_rows
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 
@@ -23,7 +22,7 @@ async def test_a_value_that_is_not_finite_is_found_anywhere(dtype: type, value: 
     assert values.size > BLOCK > THREADS * PART // 2
     values[::2] = -info.max
     values[1, ::3] = info.smallest_subnormal
-    check = Examiner()
+    check = FiniteCheck()
     assert all_finite(values) and await check.all_finite(values)
     flat = values.reshape(-1)
     part = -(-len(flat) // THREADS)
@@ -39,7 +38,7 @@ async def test_a_value_that_is_not_finite_is_found_anywhere(dtype: type, value: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 async def test_few_values_are_looked_at_too(dtype: type) -> None:
-    check = Examiner()
+    check = FiniteCheck()
     for count in (1, 2, THREADS + 1, PART, PART + 1):
         values: Any = np.ones((1, count), dtype)
         assert await check.all_finite(values)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from deltaline_server.span_ends import SpanEnds
-from deltaline_server.step import OutputRows, StepForm, StepRequest
+from deltaline_server.step import OutputRows, SpanShapes, StepForm, StepRequest
 
 
 def make_request(
-    starts: NDArray[np.int64], hidden: NDArray[Any], ends: SpanEnds, output: OutputRows = OutputRows.ALL
+    starts: NDArray[np.int64], hidden: NDArray[Any], ends: SpanShapes, output: OutputRows = OutputRows.ALL
 ) -> StepRequest:
     column = np.zeros(len(starts) - 1, dtype=np.int64)
     form = StepForm(
@@ -26,7 +25,7 @@ def make_request(
         query_start_loc=starts,
         output=output,
         priority=0,
-        ends=ends,
+        shapes=ends,
     )
     return StepRequest(form, column, column, hidden)
 
@@ -34,16 +33,16 @@ def make_request(
 @pytest.mark.parametrize(
     ("ends", "output", "message_bytes", "kept_bytes"),
     [
-        (SpanEnds(8, 4), OutputRows.ALL, 6 * 32, [64, 128, 192]),
-        (SpanEnds(8, 4, 0, 3), OutputRows.ALL, 6 * 96, [128, 256, 384]),
-        (SpanEnds(8, 4, 3, 0), OutputRows.ALL, 6 * 96, [128, 256, 384]),
-        (SpanEnds(8, 4, 3, 3), OutputRows.ALL, 6 * 96, [192, 384, 576]),
-        (SpanEnds(8, 4, 0, 3), OutputRows.LAST, 3 * 96, [32 + 96, 64 + 96, 96 + 96]),
-        (SpanEnds(8, 4, 3, 0), OutputRows.NONE, 6 * 96, [96, 192, 288]),
+        (SpanShapes(8, 4), OutputRows.ALL, 6 * 32, [64, 128, 192]),
+        (SpanShapes(8, 4, 0, 3), OutputRows.ALL, 6 * 96, [128, 256, 384]),
+        (SpanShapes(8, 4, 3, 0), OutputRows.ALL, 6 * 96, [128, 256, 384]),
+        (SpanShapes(8, 4, 3, 3), OutputRows.ALL, 6 * 96, [192, 384, 576]),
+        (SpanShapes(8, 4, 0, 3), OutputRows.LAST, 3 * 96, [32 + 96, 64 + 96, 96 + 96]),
+        (SpanShapes(8, 4, 3, 0), OutputRows.NONE, 6 * 96, [96, 192, 288]),
     ],
 )
 def test_bytes_count_the_streams_of_either_end(
-    ends: SpanEnds, output: OutputRows, message_bytes: int, kept_bytes: list[int]
+    ends: SpanShapes, output: OutputRows, message_bytes: int, kept_bytes: list[int]
 ) -> None:
     hidden = np.zeros((6, ends.input_width), np.float32)
     request = make_request(np.array([0, 1, 3, 6]), hidden, ends, output)
@@ -59,7 +58,7 @@ def test_rows_with_a_value_that_is_not_finite_are_found(dtype: type, value: floa
     hidden[::2] = -info.max
     hidden[1, 2] = info.smallest_subnormal
     starts = np.array([0, 1, 4, 6])
-    request = make_request(starts, hidden, SpanEnds(5, hidden.dtype.itemsize))
+    request = make_request(starts, hidden, SpanShapes(5, hidden.dtype.itemsize))
     assert request.finite_rows() is None
     hidden[3, 4] = value
     finite = request.finite_rows()

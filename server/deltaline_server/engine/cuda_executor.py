@@ -15,13 +15,13 @@ from triton import knobs
 
 from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.copier import Copier
-from deltaline_server.engine.executor import BatchLimits, DeviceCounts, Launched, Report
+from deltaline_server.engine.executor import DeviceCounts, Launched, Report
 from deltaline_server.engine.graphs import Bucket, Graphs, make_buckets
 from deltaline_server.engine.line_zeroing import LineZeroing
 from deltaline_server.engine.staging import Slot
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
-from deltaline_server.step import BatchResult, StepBatch
+from deltaline_server.step import BatchResult, Limits, StepBatch
 
 # One batch is copied in, one computed, one copied out.
 NUM_SLOTS = 3
@@ -32,7 +32,7 @@ class CudaExecutor:
 
     is_asynchronous = True
 
-    def __init__(self, model: Model, pool: StatePool, limits: BatchLimits) -> None:
+    def __init__(self, model: Model, pool: StatePool, limits: Limits) -> None:
         self._model, self._pool = model, pool
         self._in, self._compute, self._out = (torch.cuda.Stream(model.device) for _ in range(3))
         self._copier = Copier()

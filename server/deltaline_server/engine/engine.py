@@ -1,7 +1,4 @@
-"""The engine: owns the device thread, which computes batches in the order in which they were submitted.
-
-Knows order, failures and who is told. Knows no device (executor.py), no RPC, no sequence and no queue (scheduler.py).
-"""
+"""The engine: owns the device thread, which computes batches in the order in which they were submitted."""
 
 from __future__ import annotations
 
@@ -33,16 +30,21 @@ SMALL_BYTES = 1 << 20
 YIELD_S = 50e-6
 
 
-@dataclass(frozen=True)
-class _Run:
+@dataclass(slots=True, eq=False)
+class _Submitted:
+    """A batch, who is told of it, and, once it was launched, what the executor knows of it."""
+
     batch: StepBatch
     on_done: OnDone
+    launched: Launched | None = None
 
-
-@dataclass(frozen=True)
-class _Out:
-    run: _Run
-    launched: Launched
+    def is_done(self) -> bool:
+        """Whether it is done; so is one whose device can't tell, which its result will say."""
+        assert self.launched is not None
+        try:
+            return self.launched.is_done()
+        except Exception:
+            return True
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,13 @@ class Engine:
 
     def __init__(self, executor: Executor, device: torch.device) -> None:
         self._executor, self._device = executor, device
-        self._jobs: queue.SimpleQueue[_Run | _Zero | _Prepare | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[_Out | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Submitted | _Zero | _Prepare | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, name="device", daemon=False)]
         if executor.is_asynchronous:
             self._threads.append(threading.Thread(target=self._collect, name="results", daemon=False))
         self._lock = threading.Lock()
-        self._polled: deque[_Out] = deque()
+        self._polled: deque[_Submitted] = deque()
         self._unfinished = self._queued = 0
         self._turn = time.monotonic()
         self._is_started = self._is_closed = self._has_failed = False
@@ -105,16 +107,17 @@ class Engine:
         batch in front of it is polled. The batch's arrays must stay as they are until it is told. Raises RuntimeError
         after `close`.
         """
-        run = _Run(batch, on_done)
+        submitted = _Submitted(batch, on_done)
         if polls and self._executor.is_asynchronous and batch.copied_bytes <= SMALL_BYTES and self._may_launch():
-            self._polled.append(_Out(run, self._launch(run)))
+            self._launch(submitted)
+            self._polled.append(submitted)
         else:
-            self._put(run)
+            self._put(submitted)
 
     def poll(self) -> bool:
         """Tell the results of batches that are done and wait for this; return whether more of them are to come."""
-        while (out := self._take_polled()) is not None:
-            self._deliver(out)
+        while self._polled and (done := self._take_polled()) is not None:
+            self._deliver(done)
         if self._polled and self._queued:
             time.sleep(YIELD_S)
         return bool(self._polled)
@@ -131,7 +134,7 @@ class Engine:
         self._take_turn(finished=1)
 
     def heartbeat_s(self) -> float:
-        """Seconds since a thread last began or ended a job while there is work; 0.0 when idle."""
+        """Seconds since a thread last began or ended a task while there is work; 0.0 when idle."""
         with self._lock:
             return time.monotonic() - self._turn if self._unfinished else 0.0
 
@@ -145,20 +148,20 @@ class Engine:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._jobs.put(None)
-        while (out := self._take_polled(waits=True)) is not None:
-            self._deliver(out)
+            self._tasks.put(None)
+        while (done := self._take_polled(waits=True)) is not None:
+            self._deliver(done)
         if self._is_started:
             for thread in self._threads:
                 thread.join()
             self._executor.close()
             torch.set_float32_matmul_precision(self._precision)
 
-    def _put(self, job: _Run | _Zero | _Prepare) -> None:
+    def _put(self, task: _Submitted | _Zero | _Prepare) -> None:
         with self._lock:
             self._begin()
             self._queued += 1
-            self._jobs.put(job)
+            self._tasks.put(task)
 
     def _may_launch(self) -> bool:
         """Whether the device has all that was submitted, so that the caller may launch a batch; it is counted then."""
@@ -168,17 +171,17 @@ class Engine:
             self._begin()
             return True
 
-    def _take_polled(self, waits: bool = False) -> _Out | None:
+    def _take_polled(self, waits: bool = False) -> _Submitted | None:
         """The first batch that waits to be polled, if it is done or the caller waits for it; None if there is none."""
         with self._lock:
-            if not self._polled or not (waits or _is_done(self._polled[0])):
+            if not self._polled or not (waits or self._polled[0].is_done()):
                 return None
             self._turn = time.monotonic()
             self._unfinished -= 1  # before it is told: whoever hears of it may launch the next one
             return self._polled.popleft()
 
     def _begin(self) -> None:
-        """Count a job, with the lock held."""
+        """Count a task, with the lock held."""
         if self._is_closed:
             raise RuntimeError("engine: expected an open engine, got a closed one")
         if self._unfinished == 0:
@@ -188,33 +191,33 @@ class Engine:
     def _serve(self) -> None:
         """The device thread."""
         with torch.inference_mode(), self._on_device():
-            while (job := self._jobs.get()) is not None:
+            while (task := self._tasks.get()) is not None:
                 self._take_turn()
-                self._take_turn(finished=self._do(job), dequeued=1)
-                del job  # nothing of it is held while the thread waits: its arrays may lie in memory to be unmapped
+                self._take_turn(finished=self._do(task), dequeued=1)
+                del task  # nothing of it is held while the thread waits: its arrays may lie in memory to be unmapped
         self._launched.put(None)
 
-    def _do(self, job: _Run | _Zero | _Prepare) -> bool:
-        """Do a job; whether it is finished, and not only launched."""
-        if isinstance(job, _Run):
-            out = _Out(job, self._launch(job))
+    def _do(self, task: _Submitted | _Zero | _Prepare) -> bool:
+        """Do a task; whether it is finished, and not only launched."""
+        if isinstance(task, _Submitted):
+            self._launch(task)
             if self._executor.is_asynchronous:
-                self._launched.put(out)
+                self._launched.put(task)
                 return False
-            self._deliver(out)
-        elif isinstance(job, _Zero):
-            self._zero(job.lines)
+            self._deliver(task)
+        elif isinstance(task, _Zero):
+            self._zero(task.lines)
         else:
-            self._prepare(job)
+            self._prepare(task)
         return True
 
     def _collect(self) -> None:
         """The thread that waits for results."""
         with torch.inference_mode(), self._on_device():
-            while (out := self._launched.get()) is not None:
-                self._deliver(out)
+            while (launched := self._launched.get()) is not None:
+                self._deliver(launched)
                 self._take_turn(finished=1)
-                del out
+                del launched
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """Make the device the thread's current one."""
@@ -226,23 +229,25 @@ class Engine:
             self._unfinished -= finished
             self._queued -= dequeued
 
-    def _launch(self, run: _Run) -> Launched:
+    def _launch(self, submitted: _Submitted) -> None:
+        batch = submitted.batch
         if not self._has_failed:
             try:
-                return self._executor.launch(run.batch)
+                submitted.launched = self._executor.launch(batch)
+                return
             except Exception:
-                self._batch_failed(run.batch)
-        return Launched(lambda: True, lambda: _failure(run.batch))
+                self._batch_failed(batch)
+        submitted.launched = Launched(lambda: True, lambda: _failure(batch))
 
-    def _deliver(self, out: _Out) -> None:
-        run = out.run
-        result = _failure(run.batch)
+    def _deliver(self, submitted: _Submitted) -> None:
+        assert submitted.launched is not None
         try:
-            result = out.launched.result()
+            result = submitted.launched.result()
         except Exception:
-            self._batch_failed(run.batch)
+            self._batch_failed(submitted.batch)
+            result = _failure(submitted.batch)
         try:
-            run.on_done(result)
+            submitted.on_done(result)
         except Exception:
             logger.exception("the receiver of a batch's result failed")
 
@@ -261,21 +266,13 @@ class Engine:
             logger.exception("zeroing %d lines failed; the engine stops computing", len(lines))
             self._has_failed = True
 
-    def _prepare(self, job: _Prepare) -> None:
+    def _prepare(self, task: _Prepare) -> None:
         try:
-            self._executor.prepare(job.report)
+            self._executor.prepare(task.report)
         except Exception as error:
-            job.done.set_exception(error)
+            task.done.set_exception(error)
         else:
-            job.done.set_result(None)
-
-
-def _is_done(out: _Out) -> bool:
-    """Whether a batch is done; so is one whose device can't tell, which its result will say."""
-    try:
-        return out.launched.is_done()
-    except Exception:
-        return True
+            task.done.set_result(None)
 
 
 def _failure(batch: StepBatch) -> BatchResult:

@@ -19,7 +19,7 @@ from deltaline_kernels import Rows
 from deltaline_kernels.rows import NUM_FIELDS
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
-from deltaline_server.step import BatchResult, StepBatch, sound_rows
+from deltaline_server.step import BatchResult, Limits, StepBatch, sound_rows
 
 Report = Callable[[int, int], None]
 
@@ -29,15 +29,6 @@ class Launched(NamedTuple):
 
     is_done: Callable[[], bool]
     result: Callable[[], BatchResult]
-
-
-@dataclass(frozen=True)
-class BatchLimits:
-    """The most that a batch can have: short rows, long rows, and tokens of long rows."""
-
-    short_rows: int
-    long_rows: int
-    chunk_tokens: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,7 @@ class Executor(Protocol):
         """Tell what was compiled, captured and allocated so far. May be called from any thread."""
 
 
-def make_executor(model: Model, pool: StatePool, limits: BatchLimits) -> Executor:
+def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
     """Make what computes batches within the limits on the model's device."""
     if model.device.type == "cpu":
         return CpuExecutor(model, pool)
@@ -100,7 +91,7 @@ class CpuExecutor:
             trial = trial_batch(self._model, self._pool, span, [1, self._pool.max_draft + 1])
             self._compute(trial)
             if self._model.adapters is not None:
-                self._compute(replace(trial, adapter_slots=np.array([-1, 0], dtype=np.int32)))
+                self._compute(replace(trial, adapter_places=np.array([-1, 0], dtype=np.int32)))
 
     def launch(self, batch: StepBatch) -> Launched:
         result = self._compute(batch)
@@ -127,7 +118,7 @@ class CpuExecutor:
         integers = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).view(f"i{model.dtype.itemsize}")
         hidden = _as_tensor(integers).view(model.dtype)
         wanted = None if batch.wanted is None else _as_tensor(batch.wanted)
-        adapter_slots = None if batch.adapter_slots is None else _as_tensor(batch.adapter_slots)
+        adapter_slots = None if batch.adapter_places is None else _as_tensor(batch.adapter_places)
         new_pages = None if batch.new_pages is None else _as_tensor(batch.new_pages)
         copied_s = time.perf_counter()
         longest = int(np.diff(batch.control[0]).max(initial=0))

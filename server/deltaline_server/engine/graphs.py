@@ -15,11 +15,11 @@ import torch
 
 from deltaline_kernels import Rows
 from deltaline_server.engine.batch_layout import Layout
-from deltaline_server.engine.executor import BatchLimits, Report, token_sizes
+from deltaline_server.engine.executor import Report, token_sizes
 from deltaline_server.engine.staging import Slot
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
-from deltaline_server.step import StepBatch
+from deltaline_server.step import Limits, StepBatch
 
 # Tokens of long rows of the smallest graph that has any.
 FEWEST_LONG_TOKENS = 256
@@ -49,7 +49,7 @@ class Bucket:
         )
 
 
-def make_buckets(limits: BatchLimits, max_draft: int, has_adapters: bool = False, page_size: int = 0) -> list[Bucket]:
+def make_buckets(limits: Limits, max_draft: int, has_adapters: bool = False, page_size: int = 0) -> list[Bucket]:
     """The buckets for every batch within the limits, in the order in which they are to be tried.
 
     Short rows that decode: powers of two. Where they may have several tokens, each with so many that rows have 4, 8,
@@ -123,7 +123,7 @@ class Graphs:
         short, num_rows = batch.num_short, batch.control.shape[1] - 1
         sizes = short, num_rows - short, batch.num_tokens
         is_decode = sizes == (num_rows, 0, num_rows)  # of one token each, since no row is empty
-        key = num_rows, batch.adapter_slots is not None
+        key = num_rows, batch.adapter_places is not None
         if is_decode and key in self._decodes:
             return self._decodes[key]
         if is_decode:

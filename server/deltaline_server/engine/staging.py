@@ -16,8 +16,7 @@ from torch import Tensor
 from deltaline_kernels.rows import NUM_FIELDS
 from deltaline_server.engine.batch_layout import NUM_PAGE_FIELDS, Layout, fill_adapters, fill_control, fill_pages
 from deltaline_server.engine.copier import Copier
-from deltaline_server.span_ends import SpanEnds
-from deltaline_server.step import BatchResult, StepBatch, sound_rows
+from deltaline_server.step import BatchResult, SpanShapes, StepBatch, sound_rows
 
 # Most bytes that cross either way with a graph's own copies: within the time that asking for copies one by one takes.
 CARRIED_BYTES = 1 << 20
@@ -56,7 +55,7 @@ class Slot:
     def __init__(
         self,
         layouts: Sequence[Layout],
-        ends: Sequence[SpanEnds],
+        ends: Sequence[SpanShapes],
         dtype: torch.dtype,
         numpy_dtype: np.dtype[Any],
         copier: Copier,
@@ -222,8 +221,8 @@ class Slot:
         inbound = self._inbound.array
         fields = inbound[: layout.field_bytes].view(np.int32).reshape(layout.fields)
         fill_control(fields[:NUM_FIELDS], batch, layout)
-        if batch.adapter_slots is not None:
-            fill_adapters(fields[NUM_FIELDS], batch.adapter_slots, batch.num_short, layout)
+        if batch.adapter_places is not None:
+            fill_adapters(fields[NUM_FIELDS], batch.adapter_places, batch.num_short, layout)
         if batch.new_pages is not None:
             fill_pages(inbound[_page_bytes(layout)].view(np.int32).reshape(NUM_PAGE_FIELDS, -1), batch.new_pages)
 

@@ -1,11 +1,11 @@
-"""How much streams may make the server hold: steps, and bytes of their tensors. Knows neither messages nor gRPC."""
+"""Flow control: how much streams may make the server hold, steps and bytes of their tensors."""
 
 from __future__ import annotations
 
 import asyncio
 
 
-class AllStreams:
+class SharedBudget:
     """The bytes that all streams of a server may hold together, and who waits for some."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -17,23 +17,23 @@ class AllStreams:
         """Whether so many bytes more fit."""
         return self._bytes + num_bytes <= self._max_bytes
 
-    def take(self, num_bytes: int) -> None:
+    def acquire(self, num_bytes: int) -> None:
         """Take bytes, whether they fit or not."""
         self._bytes += num_bytes
 
-    def give(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Give bytes back, and let all who wait look again."""
         self._bytes -= num_bytes
         for freed in self._waiting:
             freed.set()
         self._waiting.clear()
 
-    def tell(self, freed: asyncio.Event) -> None:
+    def notify(self, freed: asyncio.Event) -> None:
         """Set this event, once, when bytes are given back."""
         self._waiting.add(freed)
 
 
-class StreamRoom:
+class StreamWindow:
     """Bounds the steps of a stream from when they are taken until their replies are written.
 
     A step's bytes are those of its request's tensor or of its reply's, whichever has more, so this bounds both
@@ -41,33 +41,33 @@ class StreamRoom:
     however large it is and whatever others hold: readers that stand still slow the others down, and don't stop them.
     """
 
-    def __init__(self, max_steps: int, max_bytes: int, all_streams: AllStreams) -> None:
-        self._max_steps, self._max_bytes, self._all = max_steps, max_bytes, all_streams
+    def __init__(self, max_steps: int, max_bytes: int, shared: SharedBudget) -> None:
+        self._max_steps, self._max_bytes, self._shared = max_steps, max_bytes, shared
         self._steps = self._bytes = 0
         self._freed = asyncio.Event()
 
-    async def take(self, num_bytes: int) -> None:
+    async def acquire(self, num_bytes: int) -> None:
         """Wait for room for one more step of so many bytes, and take it. For one task at a time."""
         while self._steps and not self._has_room(num_bytes):
             self._freed.clear()
-            self._all.tell(self._freed)
+            self._shared.notify(self._freed)
             await self._freed.wait()
         self._steps += 1
         self._bytes += num_bytes
-        self._all.take(num_bytes)
+        self._shared.acquire(num_bytes)
 
-    def give(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """A step that took so many bytes is over."""
         self._steps -= 1
         self._bytes -= num_bytes
-        self._all.give(num_bytes)
+        self._shared.release(num_bytes)
         self._freed.set()
 
     def close(self) -> None:
         """The stream is over, and its replies are gone with it. Idempotent."""
-        self._all.give(self._bytes)
+        self._shared.release(self._bytes)
         self._steps = self._bytes = 0
 
     def _has_room(self, num_bytes: int) -> bool:
         is_full = self._steps == self._max_steps or self._bytes + num_bytes > self._max_bytes
-        return not is_full and self._all.has_room(num_bytes)
+        return not is_full and self._shared.has_room(num_bytes)

@@ -1,8 +1,4 @@
-"""LayerService: sequences and their steps over gRPC.
-
-Knows protobuf messages and who answers them. Does not know policy (scheduler.py, sequences.py), the device, nor how
-errors reach the client (interceptor.py). A handler only waits for work: an RPC that is cancelled cancels nothing.
-"""
+"""LayerService: sequences and their steps. A handler only waits for work: an RPC that is cancelled cancels nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +11,17 @@ import grpc
 
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Refusal, RequestError
-from deltaline_server.examiner import LARGE_BYTES, Examiner
+from deltaline_server.finite import LARGE_BYTES, FiniteCheck
 from deltaline_server.front import replies, requests
-from deltaline_server.front.flow_control import AllStreams, StreamRoom
+from deltaline_server.front.flow_control import SharedBudget, StreamWindow
 from deltaline_server.front.interceptor import Context, bug, empty_frames
-from deltaline_server.front.requests import RequestLimits
+from deltaline_server.front.principals import principal_of
+from deltaline_server.front.requests import Served
 from deltaline_server.front.step_message import StepMessage, StreamStep
 from deltaline_server.front.step_parser import StepParser
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
-from deltaline_server.step import StepRequest, StepResult
+from deltaline_server.step import Principal, StepRequest, StepResult
 from deltaline_server.tables.sequences import SequenceTable
 
 if TYPE_CHECKING:
@@ -48,18 +45,18 @@ class LayerService:
         *,
         table: SequenceTable,
         scheduler: Scheduler,
-        limits: RequestLimits,
+        served: Served,
         observer: Observer,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
     ) -> None:
         """`observer` counts what streams refuse; `clock` is the scheduler's: monotonic seconds."""
         self._tracing = tracing
-        self._table, self._scheduler, self._limits = table, scheduler, limits
+        self._table, self._scheduler, self._served = table, scheduler, served
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
-        self._all_streams = AllStreams(ALL_STREAMS_BYTES)
-        self._examiner = Examiner()
+        self._budget = SharedBudget(ALL_STREAMS_BYTES)
+        self._finite_check = FiniteCheck()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -80,9 +77,9 @@ class LayerService:
     async def open_sequences(self, message: pb.OpenSequencesRequest, context: Context) -> bytes:
         """Open sequences."""
         self._scheduler.settle()  # it may end sequences, whose lines are free then
-        count = requests.read_count(message, self._limits)
-        lease_s = requests.read_lease_s(message.lease_ms, self._limits)
-        opened = self._table.open(count, lease_s, message.open_token, message.adapter)
+        count = requests.read_count(message, self._served)
+        lease_s = requests.read_lease_s(message.lease_ms, self._served)
+        opened = self._table.open(count, lease_s, message.open_token, message.adapter, principal_of(context))
         response = pb.OpenSequencesResponse(
             server_epoch=self._table.server_epoch,
             sequence=opened.handles.tolist(),
@@ -95,21 +92,23 @@ class LayerService:
         """End sequences."""
         self._scheduler.settle()
         epoch = requests.read_epoch(message.server_epoch)
-        states = self._table.close(epoch, requests.read_handles(message.sequence, self._limits))
+        handles = requests.read_handles(message.sequence, self._served)
+        states = self._table.close(epoch, handles, principal_of(context))
         return replies.close_response(states)
 
     async def describe_sequences(self, message: pb.DescribeSequencesRequest, context: Context) -> bytes:
         """Tell what is held."""
         self._scheduler.settle()
         epoch = requests.read_epoch(message.server_epoch)
-        handles = requests.read_handles(message.sequence, self._limits)
-        return replies.describe_response(handles, self._table.describe(epoch, handles))
+        handles = requests.read_handles(message.sequence, self._served)
+        return replies.describe_response(handles, self._table.describe(epoch, handles, principal_of(context)))
 
     async def renew_leases(self, message: pb.RenewLeasesRequest, context: Context) -> bytes:
         """Move lease deadlines."""
         epoch = requests.read_epoch(message.server_epoch)
-        handles = requests.read_handles(message.sequence, self._limits)
-        states = self._table.renew(epoch, handles, requests.read_lease_s(message.lease_ms, self._limits))
+        handles = requests.read_handles(message.sequence, self._served)
+        lease_s = requests.read_lease_s(message.lease_ms, self._served)
+        states = self._table.renew(epoch, handles, lease_s, principal_of(context))
         return replies.renew_response(states)
 
     async def step(self, message: StepMessage, context: Context) -> bytes:
@@ -117,8 +116,16 @@ class LayerService:
         remaining_s = context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
         done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-        step = self._read(message, context.peer(), until_s)
-        await self._examine(step)
+        step = requests.read_step(
+            message,
+            self._served,
+            now_s=self._clock(),
+            until_s=until_s,
+            principal=principal_of(context),
+            client=context.peer(),
+        )
+        if step.hidden.nbytes >= LARGE_BYTES:
+            await self._examine(step)
         if self._tracing is not None:
             self._tracing.take(step)
         self._scheduler.submit(step, partial(_complete, done))
@@ -131,9 +138,11 @@ class LayerService:
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""
         self._scheduler.settle()
-        commit = requests.read_commit(message, self._limits)
+        commit = requests.read_commit(message, self._served)
         return replies.commit_response(
-            *self._table.commit(commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted)
+            *self._table.commit(
+                commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted, principal_of(context)
+            )
         )
 
     async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[bytes]:
@@ -144,8 +153,8 @@ class LayerService:
         can't be parsed ends the stream once the steps before it are answered; so does `end_streams`.
         """
         answers: asyncio.Queue[tuple[int, int, StepResult | Refusal] | None] = asyncio.Queue()
-        room = StreamRoom(STREAM_STEPS, STREAM_BYTES, self._all_streams)
-        client, remaining_s = context.peer(), context.time_remaining()
+        window = StreamWindow(STREAM_STEPS, STREAM_BYTES, self._budget)
+        principal, client, remaining_s = principal_of(context), context.peer(), context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
         num_taken, begin_span = 0, None
         if self._tracing is not None:
@@ -159,11 +168,11 @@ class LayerService:
             try:
                 async for message in messages:
                     span = None if begin_span is None else begin_span(message.traceparent)
-                    step = self._read_safely(message.step, client, until_s)
+                    step = self._read_safely(message.step, until_s, principal, client)
                     # What is refused holds the message until then.
                     num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(message.step.inline or b"")
-                    await room.take(num_bytes)
-                    if isinstance(step, StepRequest):
+                    await window.acquire(num_bytes)
+                    if isinstance(step, StepRequest) and step.hidden.nbytes >= LARGE_BYTES:
                         await self._examine(step)
                     num_taken += 1
                     told: Callable[[StepResult | Refusal], None] = partial(answer, message.correlation_id, num_bytes)
@@ -189,7 +198,7 @@ class LayerService:
                     correlation_id, num_bytes, result = answered
                     yield self._stream_response(correlation_id, result)  # goes on when gRPC has taken the reply
                     num_answered += 1
-                    room.give(num_bytes)
+                    window.release(num_bytes)
                     del answered, result  # as in take()
             await asyncio.wait((reader,))
             if not reader.cancelled():
@@ -198,36 +207,34 @@ class LayerService:
             self._stream_readers.discard(reader)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-            room.close()
+            window.close()
 
     def close(self) -> None:
         """End its threads; after the last call."""
-        self._examiner.close()
+        self._finite_check.close()
 
     def end_streams(self) -> None:
         """Take no more steps from streams; each ends once those that it has taken are answered."""
         for reader in self._stream_readers:
             reader.cancel()
 
-    def _read(self, message: StepMessage, client: str, until_s: float | None) -> StepRequest:
-        """Check a step; until_s: the RPC's own deadline, None for none. Raises: RequestError."""
-        return requests.read_step(message, self._limits, now_s=self._clock(), until_s=until_s, client=client)
-
-    def _read_safely(self, message: StepMessage, client: str, until_s: float | None) -> StepRequest | Exception:
-        """As `_read`, but what it raises is returned."""
+    def _read_safely(
+        self, message: StepMessage, until_s: float | None, principal: Principal, client: str
+    ) -> StepRequest | Exception:
+        """Check a step; until_s: the RPC's own deadline, None for none. What is raised is returned."""
+        now_s, served = self._clock(), self._served
         try:
-            return self._read(message, client, until_s)
+            return requests.read_step(message, served, now_s=now_s, until_s=until_s, principal=principal, client=client)
         except Exception as error:
             return error
 
     async def _examine(self, step: StepRequest) -> None:
         """Look at a large tensor before the scheduler has to, so that the event loop need not wait for that."""
-        if step.hidden.nbytes >= LARGE_BYTES:
-            step.is_finite = await self._examiner.all_finite(step.hidden)
-            if not step.is_finite:
-                step.finite = await self._examiner.finite_rows(step.hidden, step.form.query_start_loc[:-1])
-            if step.is_kept_as_checksum:
-                step.checksum = self._examiner.begin_checksum(step.hidden)
+        step.is_finite = await self._finite_check.all_finite(step.hidden)
+        if not step.is_finite:
+            step.finite = await self._finite_check.finite_rows(step.hidden, step.form.query_start_loc[:-1])
+        if step.is_kept_as_checksum:
+            step.checksum = self._finite_check.begin_checksum(step.hidden)
 
     def _submit_safely(self, step: StepRequest | Exception, answer: Callable[[StepResult | Refusal], None]) -> None:
         """Hand a step to the scheduler; what that raises, or what is given in place of a step, is refused."""
@@ -250,6 +257,6 @@ class LayerService:
 
 
 def _complete(done: asyncio.Future[StepResult], result: StepResult) -> None:
-    """Give a result to who waits for it, unless he has gone."""
+    """Hand the result to the waiting call, unless it was cancelled."""
     if not done.done():
         done.set_result(result)

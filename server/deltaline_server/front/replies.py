@@ -71,7 +71,7 @@ def _step_pieces(result: StepResult) -> list[wire.Piece]:
     """A serialised StepResponse as pieces: the columns as they lie in their arrays, the outputs as a view."""
     memory, field_pieces = result.output_memory, wire.field_pieces
     tensor = wire.tensor_pieces(result.hidden) if memory is None else [_shared_tensor(result.hidden, memory)]
-    rest = pb.StepResponse(timing=_timing(result.timing))
+    rest = pb.StepResponse() if result.timing is None else pb.StepResponse(timing=_timing(result.timing))
     if result.refusals:
         rest.row_status.extend(row_statuses(result.refusals))
     return [
@@ -128,22 +128,16 @@ def describe_response(handle: NDArray[np.uint64], descriptions: Sequence[Sequenc
     return response.SerializeToString()
 
 
-def _timing(timing: StepTiming | None) -> pb.StepTiming | None:
+def _timing(timing: StepTiming) -> pb.StepTiming:
     """Whole nanoseconds of each stage."""
-    if timing is None:
-        return None
     return pb.StepTiming(
-        queue_ns=_nanoseconds(timing.queue_s),
-        copy_in_ns=_nanoseconds(timing.copy_in_s),
-        compute_ns=_nanoseconds(timing.compute_s),
-        copy_out_ns=_nanoseconds(timing.copy_out_s),
+        queue_ns=max(0, round(timing.queue_s * 1e9)),
+        copy_in_ns=max(0, round(timing.copy_in_s * 1e9)),
+        compute_ns=max(0, round(timing.compute_s * 1e9)),
+        copy_out_ns=max(0, round(timing.copy_out_s * 1e9)),
         batch_rows=timing.batch_rows,
         batch_tokens=timing.batch_tokens,
     )
-
-
-def _nanoseconds(seconds: float) -> int:
-    return max(0, round(seconds * 1e9))
 
 
 def _wire_state(state: SequenceState) -> pb.SequenceState.ValueType:

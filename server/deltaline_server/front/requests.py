@@ -1,7 +1,6 @@
-"""Requests as they come from the wire, turned into checked arrays.
+"""Requests as they come from the wire, turned into checked arrays: every rule that refuses a whole request.
 
-Knows the protobuf messages and every rule that refuses a whole request. Does not know sequences, steps or positions:
-what is wrong with one row is the scheduler's to say. No Python loop over rows.
+What is wrong with one row is the scheduler's to say. No Python loop over rows.
 """
 
 from __future__ import annotations
@@ -20,8 +19,17 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.step_message import Column, Slice, StepMessage
 from deltaline_server.memory.regions import Regions
-from deltaline_server.span_ends import SpanEnds
-from deltaline_server.step import OutputMemory, OutputRows, RowKind, StepForm, StepRequest
+from deltaline_server.step import (
+    ANONYMOUS,
+    Limits,
+    OutputMemory,
+    OutputRows,
+    Principal,
+    RowKind,
+    SpanShapes,
+    StepForm,
+    StepRequest,
+)
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
 OPEN_TOKEN_BYTES = 16
@@ -34,34 +42,25 @@ M = TypeVar("M")
 
 
 @dataclass(frozen=True)
-class RequestLimits:
-    """What a request may ask of this server; constant while the process lives.
+class Served:
+    """What requests are read against: limits, what a token is on each span, its dtype, and where shared memory is."""
 
-    spans: what a token is at their ends. regions: where shared tensors are. queue_rows, queue_bytes: all that may wait,
-    so that a larger step would never be taken.
-    """
-
-    spans: Sequence[SpanEnds]
+    limits: Limits
+    shapes: Sequence[SpanShapes]
     dtype: np.dtype[Any]
-    max_sequences: int
-    max_draft_tokens: int
-    inline_limit_bytes: int
-    queue_rows: int
-    queue_bytes: int
-    max_lease_ms: int
     regions: Regions
 
     @cached_property
     def one_token_offsets(self) -> NDArray[np.int64]:
         """query_start_loc of rows of one token each, as many as a request may have; read-only."""
-        offsets = np.arange(self.max_sequences + 1)
+        offsets = np.arange(self.limits.max_sequences + 1)
         offsets.flags.writeable = False
         return offsets
 
     @cached_property
     def no_commits(self) -> NDArray[np.int32]:
         """`accepted` of rows without a commit, as many as a request may have; read-only."""
-        accepted = np.full(self.max_sequences, -1, np.int32)
+        accepted = np.full(self.limits.max_sequences, -1, np.int32)
         accepted.flags.writeable = False
         return accepted
 
@@ -85,19 +84,19 @@ def parse(parser: Callable[[bytes], M], body: bytes) -> M:
         raise RequestError(Reason.INVALID_REQUEST, "the message can't be parsed") from error
 
 
-def read_count(message: pb.OpenSequencesRequest, limits: RequestLimits) -> int:
+def read_count(message: pb.OpenSequencesRequest, served: Served) -> int:
     """Return how many sequences are asked for, 1 .. max_sequences, after checking the token's length."""
-    if not 1 <= message.count <= limits.max_sequences:
-        raise _invalid("count", f"must be in 1 .. {limits.max_sequences}, got {message.count}")
+    if not 1 <= message.count <= served.limits.max_sequences:
+        raise _invalid("count", f"must be in 1 .. {served.limits.max_sequences}, got {message.count}")
     if len(message.open_token) not in (0, OPEN_TOKEN_BYTES):
         raise _invalid("open_token", f"must have {OPEN_TOKEN_BYTES} bytes or none, got {len(message.open_token)}")
     return message.count
 
 
-def read_lease_s(lease_ms: int, limits: RequestLimits) -> float | None:
+def read_lease_s(lease_ms: int, served: Served) -> float | None:
     """Return a lease in seconds, None for the one that applies by default."""
-    if lease_ms > limits.max_lease_ms:
-        raise _invalid("lease_ms", f"must be in 0 .. {limits.max_lease_ms}, got {lease_ms}")
+    if lease_ms > served.limits.max_lease_ms:
+        raise _invalid("lease_ms", f"must be in 0 .. {served.limits.max_lease_ms}, got {lease_ms}")
     return lease_ms / 1000 if lease_ms else None
 
 
@@ -108,10 +107,10 @@ def read_epoch(server_epoch: int) -> int:
     return server_epoch
 
 
-def read_handles(sequence: Column, limits: RequestLimits) -> NDArray[np.uint64]:
+def read_handles(sequence: Column, served: Served) -> NDArray[np.uint64]:
     """Return 1 .. max_sequences handles, uint64 [N], without repeats."""
-    if not 1 <= len(sequence) <= limits.max_sequences:
-        raise _batch("sequence", f"must have 1 .. {limits.max_sequences} entries, got {len(sequence)}")
+    if not 1 <= len(sequence) <= served.limits.max_sequences:
+        raise _batch("sequence", f"must have 1 .. {served.limits.max_sequences} entries, got {len(sequence)}")
     handle = _array(sequence, np.uint64)
     ordered = handle.copy()
     ordered.sort()
@@ -120,31 +119,38 @@ def read_handles(sequence: Column, limits: RequestLimits) -> NDArray[np.uint64]:
     return handle
 
 
-def read_commit(message: pb.CommitSequencesRequest, limits: RequestLimits) -> CommitRequest:
+def read_commit(message: pb.CommitSequencesRequest, served: Served) -> CommitRequest:
     """Return the arrays of a CommitSequencesRequest. Raises: RequestError."""
     epoch = read_epoch(message.server_epoch)
-    span = _read_span(message.span, limits)
-    handle = read_handles(message.sequence, limits)
+    span = _read_span(message.span, served)
+    handle = read_handles(message.sequence, served)
     step = _read_counters("step", message.step, len(handle))
     accepted = _read_column("accepted", message.accepted, len(handle), np.int32)
     return CommitRequest(epoch, span, handle, step, accepted)
 
 
 def read_step(
-    message: StepMessage, limits: RequestLimits, *, now_s: float, until_s: float | None, client: str = ""
+    message: StepMessage,
+    served: Served,
+    *,
+    now_s: float,
+    until_s: float | None,
+    principal: Principal = ANONYMOUS,
+    client: str = "",
 ) -> StepRequest:
     """Return the arrays of a StepRequest; hidden states are a view, of the message's bytes (read-only) or of a region.
 
-    Args: now_s, the scheduler's clock; until_s, the RPC's own deadline on it, None for none; client, who asks.
+    Args: now_s, the scheduler's clock; until_s, the RPC's own deadline on it, None for none; principal, who asks, by
+    which connection (client).
     Raises: RequestError with the field at fault. What follows from the message's pattern is kept there.
     """
     pattern = message.pattern
     form: StepForm | None = None if pattern is None else pattern.form
     if form is None:
-        form = _read_form(message, limits)
+        form = _read_form(message, served)
         if pattern is not None:
             pattern.form = form
-    hidden = _read_hidden(message, form.ends, limits)
+    hidden, limits = _read_hidden(message, form.shapes, served), served.limits
     if hidden.nbytes > limits.queue_bytes:
         what = f"has {hidden.nbytes} bytes, expected at most {limits.queue_bytes}, all that may wait here"
         raise RequestError(Reason.MESSAGE_TOO_LARGE, f"hidden: {what}", field="hidden")
@@ -153,12 +159,13 @@ def read_step(
         _read_counters("step", message.step, form.num_rows),
         _read_counters("position", message.position, form.num_rows),
         hidden,
-        _read_deadline_s(message.queue_timeout_us, now_s, until_s),
+        _read_deadline_s(message.queue_timeout_us, now_s, until_s) if message.queue_timeout_us else until_s,
+        principal,
         client,
         message.shared is not None,
     )
     if message.output_slice is not None:
-        request.output_memory = _read_output_memory(message.output_slice, request, limits.regions)
+        request.output_memory = _read_output_memory(message.output_slice, request, served.regions)
     elif not request.is_input_shared and form.output_bytes > limits.inline_limit_bytes:
         # Only of a span that makes tokens wider: others give no more than they were sent.
         what = f"outputs of {form.output_bytes} bytes, expected at most {limits.inline_limit_bytes} in a message"
@@ -166,31 +173,32 @@ def read_step(
     return request
 
 
-def _read_form(message: StepMessage, limits: RequestLimits) -> StepForm:
+def _read_form(message: StepMessage, served: Served) -> StepForm:
     """What a step asks of its rows, apart from their numbers. Raises: RequestError."""
     epoch = read_epoch(message.server_epoch)
-    span = _read_span(message.span, limits)
-    handle = read_handles(message.sequence, limits)
-    if len(handle) > limits.queue_rows:
+    span = _read_span(message.span, served)
+    handle = read_handles(message.sequence, served)
+    if len(handle) > served.limits.queue_rows:
         raise _batch(
-            "sequence", f"must have at most {limits.queue_rows} entries, all that may wait here, got {len(handle)}"
+            "sequence",
+            f"must have at most {served.limits.queue_rows} entries, all that may wait here, got {len(handle)}",
         )
     kind = _read_kinds(message.kind, len(handle))
-    accepted = limits.no_commits[: len(handle)]
+    accepted = served.no_commits[: len(handle)]
     if len(message.accepted):
         accepted = _read_column("accepted", message.accepted, len(handle), np.int32)
-    ends = limits.spans[span]
-    query_start_loc = _read_offsets(message.query_start_loc, kind, len(_read_hidden(message, ends, limits)), limits)
+    shapes = served.shapes[span]
+    query_start_loc = _read_offsets(message.query_start_loc, kind, len(_read_hidden(message, shapes, served)), served)
     if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
     output = _read_output(message.output)
-    return StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, ends)
+    return StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, shapes)
 
 
-def _read_span(span: int, limits: RequestLimits) -> int:
+def _read_span(span: int, served: Served) -> int:
     """The index of a declared span."""
-    if span >= len(limits.spans):
-        message = f"must be below {len(limits.spans)}, the number of spans, got {span}"
+    if span >= len(served.shapes):
+        message = f"must be below {len(served.shapes)}, the number of spans, got {span}"
         raise RequestError(Reason.UNKNOWN_SPAN, f"span: {message}", field="span")
     return span
 
@@ -211,8 +219,11 @@ def _read_column(field: str, values: Column, length: int, dtype: type[np.integer
 
 def _read_counters(field: str, values: Column, length: int) -> NDArray[np.int64]:
     """One uint64 per row, cut at MAX_COUNTER."""
-    counters: NDArray[np.int64] = np.minimum(_read_column(field, values, length, np.uint64), MAX_COUNTER).view(np.int64)
-    return counters
+    if len(values) != length:
+        raise _batch(field, f"must have {length} entries, got {len(values)}")
+    counters = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64, length)
+    cut: NDArray[np.int64] = np.minimum(counters, MAX_COUNTER).view(np.int64)
+    return cut
 
 
 def _read_kinds(values: Column, length: int) -> NDArray[np.uint8]:
@@ -225,24 +236,28 @@ def _read_kinds(values: Column, length: int) -> NDArray[np.uint8]:
     return kind.astype(np.uint8)
 
 
-def _read_hidden(message: StepMessage, ends: SpanEnds, limits: RequestLimits) -> NDArray[Any]:
+def _read_hidden(message: StepMessage, shapes: SpanShapes, served: Served) -> NDArray[Any]:
     """The packed hidden states [T, width] in the server's dtype."""
     try:
         if message.shared is None:
             hidden = wire.view(
-                message.dtype, message.shape, message.inline, limit_bytes=limits.inline_limit_bytes, field="hidden"
+                message.dtype,
+                message.shape,
+                message.inline,
+                limit_bytes=served.limits.inline_limit_bytes,
+                field="hidden",
             )
         else:
             dtype, shape = wire.check_header(message.dtype, message.shape, field="hidden")
-            hidden = limits.regions.tensor("hidden", message.shared.region, message.shared.offset, dtype, shape)
+            hidden = served.regions.tensor("hidden", message.shared.region, message.shared.offset, dtype, shape)
     except wire.TensorTooLargeError as error:
         raise RequestError(Reason.MESSAGE_TOO_LARGE, str(error), field=error.field) from error
     except wire.WireError as error:
         raise RequestError(Reason.INVALID_TENSOR, str(error), field=error.field) from error
-    if hidden.dtype != limits.dtype:
-        raise _tensor("hidden.dtype", f"must be {limits.dtype.name}, got {hidden.dtype.name}")
-    if hidden.shape[1:] != ends.input_shape:
-        expected = ", ".join(["tokens", *map(str, ends.input_shape)])
+    if hidden.dtype != served.dtype:
+        raise _tensor("hidden.dtype", f"must be {served.dtype.name}, got {hidden.dtype.name}")
+    if hidden.shape[1:] != shapes.input_shape:
+        expected = ", ".join(["tokens", *map(str, shapes.input_shape)])
         raise _tensor("hidden.shape", f"must be [{expected}], got {list(hidden.shape)}")
     return hidden if hidden.ndim == 2 else hidden.reshape(len(hidden), -1)
 
@@ -253,10 +268,10 @@ def _read_output_memory(place: Slice, request: StepRequest, regions: Regions) ->
     return regions.output("output_slice", place.region, place.offset, place.size_bytes, needed, request.hidden)
 
 
-def _read_offsets(values: Column, kind: NDArray[np.uint8], num_tokens: int, limits: RequestLimits) -> NDArray[np.int64]:
+def _read_offsets(values: Column, kind: NDArray[np.uint8], num_tokens: int, served: Served) -> NDArray[np.int64]:
     """query_start_loc, int64 [N + 1]: sound, and each row has as many tokens as its kind allows."""
     offsets: NDArray[np.int64] = _read_column("query_start_loc", values, len(kind) + 1, np.int64)
-    one_token_each = limits.one_token_offsets[: len(offsets)]
+    one_token_each = served.one_token_offsets[: len(offsets)]
     if num_tokens == len(kind) and offsets.tobytes() == one_token_each.tobytes():
         return one_token_each
     length = np.diff(offsets)
@@ -264,8 +279,8 @@ def _read_offsets(values: Column, kind: NDArray[np.uint8], num_tokens: int, limi
         raise _batch("query_start_loc", f"must start at 0, increase, and end at {num_tokens}, the number of tokens")
     if ((kind == RowKind.DECODE) & (length != 1)).any():
         raise _batch("query_start_loc", "a DECODE row has exactly one token")
-    if ((kind == RowKind.VERIFY) & (length > limits.max_draft_tokens)).any():
-        raise _batch("query_start_loc", f"a VERIFY row has at most {limits.max_draft_tokens} tokens")
+    if ((kind == RowKind.VERIFY) & (length > served.limits.max_draft_tokens)).any():
+        raise _batch("query_start_loc", f"a VERIFY row has at most {served.limits.max_draft_tokens} tokens")
     return offsets
 
 
@@ -277,10 +292,8 @@ def _read_output(output: int) -> OutputRows:
         raise _invalid("output", f"must be ALL, LAST or NONE, got {output}") from error
 
 
-def _read_deadline_s(queue_timeout_us: int, now_s: float, until_s: float | None) -> float | None:
+def _read_deadline_s(queue_timeout_us: int, now_s: float, until_s: float | None) -> float:
     """The earlier of the request's own queue limit and the RPC's deadline, on the scheduler's clock."""
-    if not queue_timeout_us:
-        return until_s
     queue_s = now_s + queue_timeout_us / 1e6
     return queue_s if until_s is None else min(queue_s, until_s)
 

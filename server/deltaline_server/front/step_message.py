@@ -1,9 +1,9 @@
 """Step messages as they lie on the wire: every field found, none checked.
 
-Two parsers with one meaning. The fast one walks over the top-level fields and makes arrays over the message's own
+Two parsers with one meaning. The fast one scans the top-level fields and makes arrays over the message's own
 bytes, so that no tensor is copied; it knows the usual form only, in which each field comes once and packed. Any other
 form is protobuf's to parse or to refuse: that is the slow one. Field numbers and wire types are the descriptors'.
-A message that differs from an earlier one in its numbers and its tensor alone is not walked again (step_parser.py).
+A message that differs from an earlier one in its numbers and its tensor alone is not scanned again (step_parser.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
-from deltaline_server.front.wire_scan import Run, Walk, read_varints
+from deltaline_server.front.wire_scan import Extent, WireScan, read_varints
 
 Column = Sequence[int] | NDArray[Any]
 
-# The most bytes of a packed shape that the walk reads: a longer one has too many dimensions or too large ones.
+# The most bytes of a packed shape that the scan reads: a longer one has too many dimensions or too large ones.
 SHAPE_BYTES = 5 * wire.MAX_RANK
 
 
@@ -59,14 +59,14 @@ class StepMessage(NamedTuple):
     pattern: Pattern | None = None
 
 
-class Runs(NamedTuple):
+class Extents(NamedTuple):
     """Where in a message lie the parts that differ from step to step of the same rows; None for those it has not."""
 
-    step: Run | None
-    position: Run | None
-    inline: Run | None
-    shared: Run | None
-    output_slice: Run | None
+    step: Extent | None
+    position: Extent | None
+    inline: Extent | None
+    shared: Extent | None
+    output_slice: Extent | None
 
 
 class StreamStep(NamedTuple):
@@ -108,18 +108,20 @@ class Pattern:
     form: for whoever reads such messages to keep what follows from those bytes; nothing at first.
     """
 
-    __slots__ = ("_message", "_parts", "_runs", "_size", "form")
+    __slots__ = ("_extents", "_message", "_parts", "_size", "form")
 
-    def __init__(self, body: bytes, begin: int, end: int, message: StepMessage, runs: Runs) -> None:
-        """Remember body[begin:end], a message as `walk_step` found it; no tensor of it, and none of its numbers."""
+    def __init__(self, body: bytes, begin: int, end: int, message: StepMessage, extents: Extents) -> None:
+        """Remember body[begin:end], a message as `scan_step` found it; no tensor of it, and none of its numbers."""
         self.form: Any = None
         nothing = _column(b"", None, np.uint64)
         self._message = message._replace(step=nothing, position=nothing, inline=None)
         self._size = end - begin
-        self._runs = Runs(*(None if run is None else (run[0] - begin, run[1] - begin) for run in runs))
+        self._extents = Extents(
+            *(None if extent is None else (extent[0] - begin, extent[1] - begin) for extent in extents)
+        )
         # Bytes that stay, each with the number of those behind that do not.
         self._parts: list[tuple[bytes, int]] = []
-        for first, last in [*sorted(run for run in runs if run is not None), (end, end)]:
+        for first, last in [*sorted(extent for extent in extents if extent is not None), (end, end)]:
             self._parts.append((body[begin:first], last - first))
             begin = last
 
@@ -129,7 +131,7 @@ class Pattern:
         return sum(len(stays) for stays, _ in self._parts)
 
     def match(self, body: bytes, begin: int, end: int) -> StepMessage | None:
-        """As `walk_step` for a message that differs in these runs alone; None for any other."""
+        """As `scan_step` for a message that differs in these extents alone; None for any other."""
         if end - begin != self._size:
             return None
         at = begin
@@ -137,14 +139,17 @@ class Pattern:
             if not body.startswith(stays, at):
                 return None
             at += len(stays) + length
-        step, position, inline, shared, place = self._runs
+        step, position, inline, shared, place = self._extents
+        counters = []  # copied out: numpy is slow where unaligned
+        for first, last in (step or _EMPTY, position or _EMPTY):
+            counters.append(np.frombuffer(body[begin + first : begin + last], _UINT64))
         shared_slice = None if shared is None else _read_slice(_SHARED_SLICE, body, begin, shared)
         output_slice = None if place is None else _read_slice(_OUTPUT_SLICE, body, begin, place)
         if (shared is None) != (shared_slice is None) or (place is None) != (output_slice is None):
             return None
         return self._message._replace(
-            step=_column(body, step, np.uint64, begin),
-            position=_column(body, position, np.uint64, begin),
+            step=counters[0],
+            position=counters[1],
             inline=None if inline is None else memoryview(body)[begin + inline[0] : begin + inline[1]],
             shared=shared_slice,
             output_slice=output_slice,
@@ -152,14 +157,14 @@ class Pattern:
         )
 
 
-def walk_step(body: bytes, begin: int, end: int) -> tuple[StepMessage, Runs] | None:
+def scan_step(body: bytes, begin: int, end: int) -> tuple[StepMessage, Extents] | None:
     """The StepRequest in body[begin:end] if it has the usual form, else None. Copies no tensor."""
-    found = _STEP.walk(body, begin, end)
+    found = _STEP.scan(body, begin, end)
     if found is None:
         return None
     get = found.get
     kind = _column(body, get("kind"), np.uint8)
-    hidden = _TENSOR.walk(body, *get("hidden", _EMPTY))
+    hidden = _TENSOR.scan(body, *get("hidden", _EMPTY))
     if hidden is None or not kind.tobytes().isascii():  # a kind of more than one byte
         return None
     shape = read_varints(body, hidden.get("shape", _EMPTY), SHAPE_BYTES)
@@ -189,47 +194,45 @@ def walk_step(body: bytes, begin: int, end: int) -> tuple[StepMessage, Runs] | N
         queue_timeout_us=get("queue_timeout_us", 0),
         output_slice=output_slice,
     )
-    return message, Runs(get("step"), get("position"), inline, shared, place)
+    return message, Extents(get("step"), get("position"), inline, shared, place)
 
 
-def walk_stream_step(body: bytes) -> tuple[int, Run, bytes] | None:
-    """The correlation id, the run of the StepRequest and the traceparent of a StepStreamRequest of the usual form, else
-    None."""
-    found = _STREAM_STEP.walk(body, 0, len(body))
+def scan_stream_step(body: bytes) -> tuple[int, Extent, bytes] | None:
+    """The correlation id, the extent of the StepRequest and the traceparent of a StepStreamRequest of the usual form,
+    else None."""
+    found = _STREAM_STEP.scan(body, 0, len(body))
     if found is None or "step" not in found:
         return None
     begin, end = found.get("traceparent", _EMPTY)
     return found.get("correlation_id", 0), found["step"], body[begin:end]
 
 
-_EMPTY: Run = (0, 0)
+_EMPTY: Extent = (0, 0)
 _TENSOR_FIELDS = ("dtype", "shape", "inline", "shared")
-_STEP = Walk(
+_STEP = WireScan(
     pb.StepRequest.DESCRIPTOR,
     *(name for name in StepMessage._fields if name not in (*_TENSOR_FIELDS, "pattern")),
     "hidden",
 )
-_TENSOR = Walk(tensor_pb2.Tensor.DESCRIPTOR, *_TENSOR_FIELDS)
-_SHARED_SLICE = Walk(tensor_pb2.SharedSlice.DESCRIPTOR, "region", "offset")
-_OUTPUT_SLICE = Walk(pb.OutputSlice.DESCRIPTOR, "region", "offset", "size_bytes")
-_STREAM_STEP = Walk(pb.StepStreamRequest.DESCRIPTOR, "correlation_id", "step", "traceparent")
+_TENSOR = WireScan(tensor_pb2.Tensor.DESCRIPTOR, *_TENSOR_FIELDS)
+_SHARED_SLICE = WireScan(tensor_pb2.SharedSlice.DESCRIPTOR, "region", "offset")
+_OUTPUT_SLICE = WireScan(pb.OutputSlice.DESCRIPTOR, "region", "offset", "size_bytes")
+_STREAM_STEP = WireScan(pb.StepStreamRequest.DESCRIPTOR, "correlation_id", "step", "traceparent")
 
 
-def _read_slice(walk: Walk, body: bytes, begin: int, run: Run) -> Slice | None:
-    """A slice of shared memory, its run counted from `begin`; None for any unusual form."""
-    found = walk.walk(body, begin + run[0], begin + run[1])
+def _read_slice(scan: WireScan, body: bytes, begin: int, extent: Extent) -> Slice | None:
+    """A slice of shared memory, its extent counted from `begin`; None for any unusual form."""
+    found = scan.scan(body, begin + extent[0], begin + extent[1])
     return None if found is None else Slice(found.get("region", 0), found.get("offset", 0), found.get("size_bytes", 0))
 
 
-def _column(body: bytes, run: Run | None, dtype: type[np.integer[Any]], at: int = 0) -> NDArray[Any]:
-    """A packed run of fixed numbers, counted from `at`, as an array; empty where there is none.
-
-    Copied: numpy is slow where unaligned.
-    """
-    begin, end = run or _EMPTY
-    return np.frombuffer(body[at + begin : at + end], _LITTLE[dtype])
+def _column(body: bytes, extent: Extent | None, dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    """An extent of packed fixed numbers as an array, a copy of its own; empty where there is none."""
+    begin, end = extent or _EMPTY
+    return np.frombuffer(body[begin:end], _LITTLE[dtype])
 
 
 _LITTLE: dict[type[np.integer[Any]], np.dtype[Any]] = {
     dtype: np.dtype(dtype).newbyteorder("<") for dtype in (np.uint8, np.int32, np.uint32, np.uint64)
 }
+_UINT64 = _LITTLE[np.uint64]

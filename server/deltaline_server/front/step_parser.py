@@ -1,7 +1,6 @@
 """The parser of step messages: remembers what those of the same rows have in common, so that it is read once.
 
-A decode loop sends the same message again and again but for its numbers and its tensor. Knows bytes, not what they
-mean.
+A decode loop sends the same message again and again but for its numbers and its tensor.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from deltaline_server.front.step_message import (
     StepMessage,
     StreamStep,
     from_protobuf,
-    walk_step,
-    walk_stream_step,
+    scan_step,
+    scan_stream_step,
 )
 
-# Patterns that are remembered: a batch that is stepped again after so many others is walked again.
+# Patterns that are remembered: a batch that is stepped again after so many others is scanned again.
 MOST_PATTERNS = 128
 # The most bytes of a message that a pattern keeps, those of some 3,000 rows: nobody has checked them yet, so that a
 # message may have columns of any size.
@@ -37,7 +36,7 @@ class StepParser:
 
     def parse_stream_step(self, body: bytes) -> StreamStep:
         """Parse a StepStreamRequest. Raises: DecodeError for bytes that are not one."""
-        found = walk_stream_step(body)
+        found = scan_stream_step(body)
         if found is not None:
             correlation_id, (begin, end), traceparent = found
             step = self._find(body, begin, end)
@@ -54,14 +53,14 @@ class StepParser:
             message = pattern.match(body, begin, end)
             if message is not None:
                 return message
-        walked = walk_step(body, begin, end)
-        if walked is None:
+        scanned = scan_step(body, begin, end)
+        if scanned is None:
             return None
-        pattern = Pattern(body, begin, end, *walked)
+        pattern = Pattern(body, begin, end, *scanned)
         if pattern.num_bytes > MOST_BYTES:
-            return walked[0]
+            return scanned[0]
         self._patterns.pop(key, None)
         if len(self._patterns) == MOST_PATTERNS:
             del self._patterns[next(iter(self._patterns))]
         self._patterns[key] = pattern
-        return walked[0]._replace(pattern=pattern)
+        return scanned[0]._replace(pattern=pattern)

@@ -1,6 +1,6 @@
-"""Walks over serialised protobuf messages: their top-level fields are found, and nothing is copied or parsed further.
+"""Scans of serialised protobuf messages: their top-level fields are found, and nothing is copied or parsed further.
 
-A walk knows one type of message in its usual form, in which each field comes once and packed; of any other it says that
+A scan knows one type of message in its usual form, in which each field comes once and packed; of any other it says that
 it is unusual. Field numbers and wire types are the descriptors'.
 """
 
@@ -11,10 +11,10 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 # Where a field's content begins and ends in the message.
-Run = tuple[int, int]
+Extent = tuple[int, int]
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
-# The most bytes of a varint that the walk reads: 63 bits, so that nothing is cut and no sign has to be told.
+# The most bytes of a varint that a scan reads: 63 bits, so that nothing is cut and no sign has to be told.
 VARINT_BYTES = 9
 # Beyond it a varint of a narrower type would be cut or have a sign.
 MAX_NARROW = 2**31 - 1
@@ -30,7 +30,7 @@ _WIRE_TYPES = {
 _WIDE = {_F.TYPE_UINT64, _F.TYPE_INT64}
 
 
-class Walk:
+class WireScan:
     """Steps over the top-level fields of one type of message, those named; a message with others is unusual."""
 
     def __init__(self, descriptor: Descriptor, *names: str) -> None:
@@ -48,8 +48,8 @@ class Walk:
             size = {FIXED64: 8, FIXED32: 4}.get(element, 1)
             self._fields[tag] = (name, wire_type, size, -1 if field.type in _WIDE else MAX_NARROW)
 
-    def walk(self, body: bytes, at: int, end: int) -> dict[str, Any] | None:
-        """Each field that is there: int of a number, Run of what has a length. None for any unusual form.
+    def scan(self, body: bytes, at: int, end: int) -> dict[str, Any] | None:
+        """Each field that is there: int of a number, Extent of what has a length. None for any unusual form.
 
         A field that comes twice is unusual too: so a message holds no bytes but those of its fields.
         """
@@ -88,9 +88,9 @@ class Walk:
         return found if at == end else None
 
 
-def read_varints(body: bytes, run: Run, most_bytes: int) -> list[int] | None:
+def read_varints(body: bytes, extent: Extent, most_bytes: int) -> list[int] | None:
     """Packed varints of up to 63 bits; None for wider ones, or for more than so many bytes."""
-    begin, end = run
+    begin, end = extent
     values: list[int] = []
     if end - begin > most_bytes:
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
 from deltaline_server.layers.layer import Layer
-from deltaline_server.span_ends import SpanEnds
+from deltaline_server.step import SpanShapes
 
 
 class Stack(Protocol):
@@ -40,7 +40,7 @@ class PlainStack:
 class HyperStack:
     """Layers whose branches are joined to streams, and the ends of the model that are the span's."""
 
-    def __init__(self, blocks: Sequence[HyperBlock], ends: SpanEnds, streams: int, head: HyperHead | None) -> None:
+    def __init__(self, blocks: Sequence[HyperBlock], ends: SpanShapes, streams: int, head: HyperHead | None) -> None:
         """ends: streams of the input or output 0 where they begin or end here. head: None where they do not end."""
         # Each connection with the place of its layer.
         self._connections = [(i, one) for i, block in enumerate(blocks) for one in block.connections]
@@ -76,7 +76,7 @@ class HyperStack:
 
 
 def make_stack(
-    layers: Sequence[Layer | HyperBlock], ends: SpanEnds, streams: int, load_head: Callable[[], HyperHead]
+    layers: Sequence[Layer | HyperBlock], ends: SpanShapes, streams: int, load_head: Callable[[], HyperHead]
 ) -> Stack:
     """Make the stack of a span's layers. streams: 0 where layers pass on `[T, hidden]`."""
     if not streams:

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from deltaline_kernels import MAX_STREAMS
 from deltaline_server.checkpoints.config_reader import Keys, ModelError
-from deltaline_server.span_ends import SpanEnds
+from deltaline_server.step import SpanShapes
 
 MAX_SINKHORN_ITERS = 1000
 
@@ -61,8 +61,8 @@ def stream_config(keys: Keys) -> StreamConfig | None:
 
 
 def span_ends(
-    spans: Sequence[range], num_layers: int, token: SpanEnds, streams: StreamConfig | None, asked: StreamEnds
-) -> tuple[SpanEnds, ...]:
+    spans: Sequence[range], num_layers: int, token: SpanShapes, streams: StreamConfig | None, asked: StreamEnds
+) -> tuple[SpanShapes, ...]:
     """Return what a token is at the ends of each span of whole layers.
 
     num_layers: of the checkpoint. token: one without streams. streams: None where layers pass on `[hidden]`. asked:
@@ -81,7 +81,7 @@ def span_ends(
             f"--stream-ends: expected a span that ends with layer {num_layers - 1} for the head, got {_lasts(spans)}"
         )
     return tuple(
-        SpanEnds(
+        SpanShapes(
             token.hidden_size,
             token.itemsize,
             0 if asked.expands and span.start == 0 else streams.count,

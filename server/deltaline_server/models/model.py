@@ -32,7 +32,7 @@ from deltaline_server.models.config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.weights import LayerLoader, random_init
-from deltaline_server.span_ends import SpanEnds
+from deltaline_server.step import SpanShapes
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -233,7 +233,7 @@ class ModelPlan:
 
     config: ModelConfig
     spans: tuple[range, ...]
-    ends: tuple[SpanEnds, ...]
+    ends: tuple[SpanShapes, ...]
     streams: int
     layers: list[int]
     layout: AdapterLayout
@@ -266,7 +266,7 @@ def _plan(options: ModelOptions) -> Iterator[ModelPlan]:
         source = checkpoint or random_init(config, layers, options.scope, options.seed)
         loader = LayerLoader(source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
-        token = SpanEnds(config.hidden_size, dtype.itemsize)
+        token = SpanShapes(config.hidden_size, dtype.itemsize)
         ends = span_ends(spans, count, token, streams, options.stream_ends)
         if options.stream_ends.has_head:
             loader.check_head()

@@ -1,7 +1,7 @@
-"""Residency: sees to it that rows whose adapter is not on the device run once it is there.
+"""Rows that wait for their adapter: sees to it that they run once it is on the device.
 
-Such rows are apart from those that may run (ready.py), so nobody waits for them. Knows adapters' numbers and who waits;
-which adapter gets a slot is adapter_places.py's to say.
+Such rows are apart from those that may run (ready.py), so nobody waits for them. Which adapter gets a place on the
+device is adapter_places.py's to say.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from deltaline_server.scheduling.batch_adapters import BatchAdapters
-from deltaline_server.scheduling.ready import ReadyRows
-from deltaline_server.tables.sequence_adapters import Bindings
+from deltaline_server.scheduling.ready import ReadyQueue
+from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 # While rows wait for their adapters the device may have nothing else to do: how often their deadlines are looked at,
 # seconds. An adapter that arrives is told.
@@ -21,18 +21,18 @@ TICK_S = 0.02
 ASK_TICKS = 5
 
 
-class Residency:
+class AdapterWait:
     """The adapters of one scheduler's batches, and the rows of all spans that wait for theirs. For one event loop."""
 
     def __init__(
         self,
-        bindings: Bindings,
-        ready: Sequence[ReadyRows],
+        adapters: SequenceAdapters,
+        ready: Sequence[ReadyQueue],
         guarded: Callable[[Callable[[], None]], None],
         pump: Callable[[], None],
     ) -> None:
         """guarded: calls something, and handles what it raises. pump: drops overdue rows, and runs those that may."""
-        self._bindings, self._ready, self._guarded, self._pump = bindings, ready, guarded, pump
+        self._adapters, self._ready, self._guarded, self._pump = adapters, ready, guarded, pump
         self._arrived: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
         self._num_ticks = 0
@@ -44,8 +44,8 @@ class Residency:
 
     def begin(self) -> BatchAdapters | None:
         """What a batch takes its adapters with; None while no sequence has one."""
-        registry = self._bindings.registry
-        return BatchAdapters(registry, self._watch) if registry is not None and self._bindings.num_bound else None
+        registry = self._adapters.registry
+        return BatchAdapters(registry, self._watch) if registry is not None and self._adapters.num_bound else None
 
     def copied(self, number: int) -> None:
         """An adapter is on the device: the rows that wait for it may run."""
@@ -80,7 +80,7 @@ class Residency:
 
     def _ask_again(self) -> None:
         """Ask for every adapter that rows still wait for; those that nobody waits for any more are not brought."""
-        registry = self._bindings.registry
+        registry = self._adapters.registry
         assert registry is not None
         for number in sorted({number for ready in self._ready for number in ready.parked}):
             if not sum(ready.still_waits(number) for ready in self._ready):

@@ -1,98 +1,64 @@
-"""The verdict on a step request: which rows are new, which came before, which are refused.
-
-Judges only; takes nothing (scheduler.py does).
-"""
+"""Admission: which rows of a step request are new, which came before, which are refused; and what the new ones take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal
-from deltaline_server.scheduling.pending import Join
-from deltaline_server.scheduling.queue import JobQueue
+from deltaline_server.scheduling.pending import Join, PendingStep
+from deltaline_server.scheduling.queue import Queue
 from deltaline_server.step import StepRequest
 from deltaline_server.tables.admission import Admission, Slots
 from deltaline_server.tables.kept_replies import KeptReply
-from deltaline_server.tables.pages import PageClaim, PagePool
+from deltaline_server.tables.pages import PagePool
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
 
 OPEN = bytes([SequenceState.OPEN])
 
 
-@dataclass(slots=True)
-class Verdict:
-    """What is to become of each row of a request; every row is in exactly one of them.
+def admit(request: StepRequest, table: SequenceTable, queue: Queue) -> tuple[PendingStep, Slots]:
+    """Judge every row, and take what the new ones need: bytes of replies, pages, their place in the ledger.
 
-    admission: new steps. kept: rows with a kept reply, joins: rows in flight elsewhere, refusals: the others, by row.
-    slots int64 [N], meaningless for rows whose sequence is not known. claim: the pages that the new steps need, None
-    where steps need none.
+    Returns the pending step, and the slots whose lease the request renews. Raises RequestError (QUEUE_FULL,
+    REPLY_BYTES_EXHAUSTED) when the request can't be taken; then no row was touched.
     """
-
-    slots: Slots
-    admission: Admission
-    kept: dict[int, KeptReply]
-    joins: list[Join]
-    refusals: dict[int, Refusal]
-    claim: PageClaim | None = None
-
-    @property
-    def answered_rows(self) -> NDArray[np.int64]:
-        """Rows that get outputs."""
-        if not self.kept and not self.joins:
-            return self.admission.rows
-        return np.array([*self.admission.rows.tolist(), *self.kept, *(join.row for join in self.joins)], dtype=np.int64)
-
-    @property
-    def live_slots(self) -> Slots:
-        """Slots whose lease this request renews."""
-        if len(self.admission.rows) == len(self.slots):
-            return self.slots
-        return self.slots[self.answered_rows]
-
-
-def judge(request: StepRequest, table: SequenceTable, queue: JobQueue) -> Verdict:
-    """Judge every row of a request against the table, the ledger, the queue and the pages."""
-    verdict = _judge_steps(request, table, queue)
-    if table.pages is not None and request.form.span in table.pages.spans:
-        return _judge_pages(verdict, request, table, table.pages)
-    return verdict
-
-
-def _judge_pages(verdict: Verdict, request: StepRequest, table: SequenceTable, pages: PagePool) -> Verdict:
-    """Refuse the new steps that would make a sequence too long, and those for which there are no pages."""
-    admission, form = verdict.admission, request.form
-    ends = (request.position + form.lengths)[admission.rows]  # drafts need pages as well
-    lines = table.write_line[admission.slots]
-    faults = {}
-    for reason in (Reason.CONTEXT_EXCEEDED, Reason.PAGES_EXHAUSTED):
-        is_bad = ends > pages.max_context if reason is Reason.CONTEXT_EXCEEDED else pages.lacking(lines, ends)
-        if not is_bad.any():
-            continue
-        for i in np.flatnonzero(is_bad).tolist():
-            refusal = table.ledger.refusal(reason, form.span, int(admission.slots[i]))
-            if reason is Reason.CONTEXT_EXCEEDED:
-                told = f"the sequence would have {ends[i]} tokens, at most {pages.max_context} fit (max_context)"
-                refusal = replace(refusal, message=told)
-            faults[int(admission.rows[i])] = refusal
-        kept = np.flatnonzero(~is_bad)
-        admission, ends, lines = admission.only(kept), ends[kept], lines[kept]
-    claim = PageClaim(pages, lines, ends)
-    return replace(verdict, admission=admission, refusals=verdict.refusals | faults, claim=claim)
-
-
-def _judge_steps(request: StepRequest, table: SequenceTable, queue: JobQueue) -> Verdict:
-    """Judge every row but for its pages."""
-    ledger, span = table.ledger, request.form.span
-    slots, states = table.lookup(request.form.server_epoch, request.form.handle)
+    form, ledger, pages = request.form, table.ledger, table.pages
+    slots, states = table.lookup(form.server_epoch, form.handle, request.principal)
     finite = request.finite_rows()
-    if finite is None and states.tobytes() == OPEN * len(states):
-        plain = ledger.judge_plain(request, slots)
-        if plain is not None:
-            return Verdict(slots, plain, {}, [], {})
+    admission: Admission | None = None
+    joins: list[Join] = []
+    refusals: dict[int, Refusal] = {}
+    kept: dict[int, KeptReply] = {}
+    if finite is None and states.tobytes() == OPEN * form.num_rows:
+        admission = ledger.admit_plain(request, slots)
+    if admission is None:
+        admission, joins, refusals, kept = _judge(request, table, queue, slots, states, finite)
+    if pages is not None and form.span not in pages.spans:
+        pages = None
+    if pages is not None:
+        admission = _judge_pages(admission, request, table, pages, refusals)
+    queue.reserve(request, admission, len(joins))
+    if pages is not None:
+        pages.grant(*_pages_of(admission, request, table))
+    ledger.take(form.span, admission)
+    live = np.delete(slots, list(refusals)) if refusals else slots
+    return PendingStep(request, admission, joins, refusals, kept), live
+
+
+def _judge(
+    request: StepRequest,
+    table: SequenceTable,
+    queue: Queue,
+    slots: Slots,
+    states: NDArray[np.uint8],
+    finite: NDArray[np.bool_] | None,
+) -> tuple[Admission, list[Join], dict[int, Refusal], dict[int, KeptReply]]:
+    """Judge every row but for its pages: each is admitted, joins a step in flight, is refused, or has a kept reply."""
+    ledger, span = table.ledger, request.form.span
     is_held = states == SequenceState.OPEN
     refusals = {i: table.refusal(int(states[i]), int(slots[i]), span) for i in np.flatnonzero(~is_held).tolist()}
     held = np.flatnonzero(is_held)
@@ -113,7 +79,7 @@ def _judge_steps(request: StepRequest, table: SequenceTable, queue: JobQueue) ->
             kept[i] = earlier
             del refusals[i]
     new = held[is_new & finite]
-    admission, refused = ledger.judge(request, new, slots[new], request.form.lengths[new])
+    admission, refused = ledger.admit(request, new, slots[new], request.form.lengths[new])
     refusals |= refused
     joins: list[Join] = []
     for i in held[~(stale | gap | is_new)].tolist():
@@ -124,4 +90,34 @@ def _judge_steps(request: StepRequest, table: SequenceTable, queue: JobQueue) ->
             joins.append(found)
         else:
             refusals[i] = found
-    return Verdict(slots, admission, kept, joins, refusals)
+    return admission, joins, refusals, kept
+
+
+def _judge_pages(
+    admission: Admission, request: StepRequest, table: SequenceTable, pages: PagePool, refusals: dict[int, Refusal]
+) -> Admission:
+    """Admit no new steps that would make a sequence too long, nor those for which there are no pages.
+
+    Mutates refusals: it gets those of these rows.
+    """
+    for reason in (Reason.CONTEXT_EXCEEDED, Reason.PAGES_EXHAUSTED):
+        lines, ends = _pages_of(admission, request, table)
+        is_bad = ends > pages.max_context if reason is Reason.CONTEXT_EXCEEDED else pages.lacking(lines, ends)
+        if not is_bad.any():
+            continue
+        for i in np.flatnonzero(is_bad).tolist():
+            refusal = table.ledger.refusal(reason, request.form.span, int(admission.slots[i]))
+            if reason is Reason.CONTEXT_EXCEEDED:
+                text = f"the sequence would have {ends[i]} tokens, at most {pages.max_context} fit (max_context)"
+                refusal = replace(refusal, message=text)
+            refusals[int(admission.rows[i])] = refusal
+        admission = admission.only(np.flatnonzero(~is_bad))
+    return admission
+
+
+def _pages_of(
+    admission: Admission, request: StepRequest, table: SequenceTable
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The lines of the admitted rows, and the tokens for which they need pages, drafts included; int64 [rows] each."""
+    ends = (request.position + request.form.lengths)[admission.rows]
+    return table.write_line[admission.slots], ends

@@ -1,6 +1,6 @@
-"""The pace: how long batches take, learnt from those that ran, and what follows from it for the next one.
+"""The batch-time model: how long batches take, learnt from those that ran, and what follows from it for the next one.
 
-Knows seconds, rows and tokens; not jobs nor clocks (times are arguments, in seconds).
+Times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEMORY_S = 2.0
 _Curve = dict[int, float]
 
 
-class Pace:
+class BatchTimeModel:
     """Smoothed times of batches of each span, by the power of two of their short rows and by the size of their chunks.
 
     Between the sizes that were measured, and beyond them, time is taken to grow linearly.

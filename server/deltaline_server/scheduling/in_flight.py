@@ -1,7 +1,4 @@
-"""Flights: batches that the engine has, and how their results come to the event loop, in order.
-
-Knows the engine and the loop; not what a batch is for.
-"""
+"""Batches in flight: in the engine, and their results back on the event loop, in order."""
 
 from __future__ import annotations
 
@@ -11,8 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from deltaline_server.scheduling.batch import Run
-from deltaline_server.step import BatchResult, StepBatch
+import numpy as np
+
+from deltaline_server.scheduling.batch_adapters import NO_PLACE, BatchAdapters
+from deltaline_server.scheduling.observer import BatchTiming
+from deltaline_server.scheduling.scheduled_rows import ScheduledRows
+from deltaline_server.step import BatchResult, RowKind, StepBatch
 
 # After a batch that was polled the loop stays awake for so long, if nothing is in flight: who waits for a reply to send
 # the next step does so within that time, and a loop that slept is late by its waking and finds its caches cold.
@@ -29,84 +30,136 @@ class BatchEngine(Protocol):
         """Call `on_done` for batches that are done; return whether there are more that only this will tell."""
 
 
-@dataclass
-class _Flight:
-    """A batch, its result when it is there, and when that was."""
+@dataclass(eq=False, slots=True)
+class BatchInFlight:
+    """A batch that the engine has: its rows in order, times on the scheduler's clock, and its result once it is there.
 
-    run: Run
+    began_s: when the device came to it, as far as is known. predicted_s: how long it was expected to compute. adapters:
+    those that it has taken, None where no sequence has any. done_s: when the result was there.
+    """
+
+    scheduled: list[ScheduledRows]
+    batch: StepBatch
+    submitted_s: float
+    began_s: float
+    adapters: BatchAdapters | None = None
+    num_tokens: int = 0
+    num_long_tokens: int = 0
+    predicted_s: float = 0.0
+    busy_s: float = 0.0
+    """What the device's busy time grew by."""
     result: BatchResult | None = None
     done_s: float = 0.0
 
+    def take_outputs(self, result: BatchResult) -> None:
+        """Give each pending step its outputs and, once however many rows of it are here, the stages' times."""
+        taken, num_rows = 0, len(result.finite)
+        for pending in dict.fromkeys([rows.pending for rows in self.scheduled]):
+            timing = pending.timing
+            if not timing.batch_rows:
+                timing.queue_s = self.began_s - pending.arrival_s
+            timing.copy_in_s += result.copy_in_s
+            timing.compute_s += result.compute_s
+            timing.copy_out_s += result.copy_out_s
+            timing.batch_rows, timing.batch_tokens = num_rows, self.num_tokens
+        if result.failed:
+            return
+        hidden, is_alone = result.hidden, len(self.scheduled) == 1
+        for number, rows in enumerate(self.scheduled):
+            places = rows.output_places()
+            if result.is_placed:
+                rows.pending.put_outputs(places, self.batch.into[number])
+            else:
+                count = places.stop - places.start if isinstance(places, slice) else len(places)
+                rows.pending.put_outputs(places, hidden if is_alone else hidden[taken : taken + count])
+                taken += count
 
-class Flights:
+    def answer(self, result: BatchResult) -> bool:
+        """Tell the results of the steps that wait for this batch alone; return whether there was one."""
+        all_finite, row, has_answered = bool(result.finite.all()), 0, False
+        for rows in self.scheduled:
+            pending, end = rows.pending, row + len(rows.index)
+            is_last = rows.is_last and end - row == pending.num_unfinished
+            if is_last and not (pending.joins or pending.has_failures) and (all_finite or result.finite[row:end].all()):
+                pending.finish()
+                has_answered = True
+            row = end
+        return has_answered
+
+    def timing(self, result: BatchResult) -> BatchTiming:
+        """What the observer is told."""
+        num_of_kind = dict.fromkeys(RowKind, 0)
+        queued: list[tuple[RowKind, int, float]] = []
+        for rows in self.scheduled:
+            waited_s = self.began_s - rows.pending.arrival_s
+            for kind, count in rows.num_of_kind.items():
+                if count:
+                    num_of_kind[kind] += count
+                    if not rows.cursor:
+                        queued.append((kind, count, waited_s))
+        batch, stages_s = self.batch, (result.copy_in_s, result.compute_s, result.copy_out_s)
+        timing = BatchTiming(num_of_kind, self.num_tokens, queued, *stages_s, self.busy_s)
+        timing.began_s, timing.scheduled = self.began_s, self.scheduled
+        if batch.adapter_places is not None:
+            places = batch.adapter_places[batch.adapter_places != NO_PLACE]
+            timing.num_adapter_rows, timing.num_adapters = len(places), len(np.unique(places))
+        return timing
+
+
+class InFlight:
     """Batches in the engine, first submitted first. For one event loop."""
 
     def __init__(
-        self, engine: BatchEngine, on_done: Callable[[Run, BatchResult, float], None], clock: Callable[[], float]
+        self, engine: BatchEngine, on_done: Callable[[BatchInFlight, BatchResult], None], clock: Callable[[], float]
     ) -> None:
-        """on_done: called on the loop with each batch, its result and when that was there; it may not raise."""
+        """on_done: called on the loop with each batch and its result; it may not raise."""
         self._engine, self._on_done, self._clock = engine, on_done, clock
-        self._flights: deque[_Flight] = deque()
-        self._polls = self._is_awake = self._is_polling = self._has_polled = False
+        self.batches: deque[BatchInFlight] = deque()
+        self.is_polled = False
+        """Whether the loop looks for results in each of its turns, so that its timers are exact."""
+        self._is_awake = self._is_polling = self._has_polled = False
         self._awake_until_s = float("-inf")
         self._last_s = float("-inf")
 
-    def __len__(self) -> int:
-        return len(self._flights)
-
-    @property
-    def is_polled(self) -> bool:
-        """Whether the loop looks for results in each of its turns, so that its timers are exact."""
-        return self._polls
-
-    @property
-    def first(self) -> Run:
-        """The batch that is done next."""
-        return self._flights[0].run
-
-    def start(self, run: Run) -> None:
+    def start(self, batch: BatchInFlight) -> None:
         """Give a batch to the engine."""
-        loop, flight = asyncio.get_running_loop(), _Flight(run)
+        loop = asyncio.get_running_loop()
 
         def done(result: BatchResult) -> None:
-            flight.done_s = self._clock()
-            flight.result = result  # last: the loop may look at any time
+            batch.done_s = self._clock()
+            batch.result = result  # last: the loop may look at any time
             if self._is_polling:
                 self._has_polled = True
             else:  # a thread of the engine calls
                 loop.call_soon_threadsafe(self._land)
 
-        self._flights.append(flight)
-        self._engine.submit(run.batch, done, polls=True)
-        self._polls = True
+        self.batches.append(batch)
+        self._engine.submit(batch.batch, done, polls=True)
+        self.is_polled = True
         if not self._is_awake:
             self._is_awake = True
             loop.call_soon(self._poll)
 
     def _poll(self) -> None:
-        """Take results that are there, and look again in the loop's next turn: so they are seen at once."""
+        """Take results that are there, and look again in the loop's next turn if there is a reason."""
         self._has_polled, self._is_polling = False, True
         try:
-            self._polls = self._engine.poll()
+            self.is_polled = self._engine.poll()
             self._is_polling = False
             self._land()  # whoever hears of a batch may start the next one, and asks for no second round of polls
         finally:
             self._is_polling = False
-            self._look_again()
-
-    def _look_again(self) -> None:
-        """Poll in the next turn of the loop as well, if there is a reason."""
-        now_s = self._clock()
-        if self._has_polled:
-            self._awake_until_s = now_s + LINGER_S
-        self._is_awake = self._polls or (not self._flights and now_s < self._awake_until_s)
-        if self._is_awake:
-            asyncio.get_running_loop().call_soon(self._poll)
+            now_s = self._clock()
+            if self._has_polled:
+                self._awake_until_s = now_s + LINGER_S
+            self._is_awake = self.is_polled or (not self.batches and now_s < self._awake_until_s)
+            if self._is_awake:
+                asyncio.get_running_loop().call_soon(self._poll)
 
     def _land(self) -> None:
         """Tell results in the order of the batches: one that comes by a thread may overtake one that is polled."""
-        while self._flights and (result := self._flights[0].result) is not None:
-            flight = self._flights.popleft()
+        while self.batches and (result := self.batches[0].result) is not None:
+            batch = self.batches.popleft()
             # A batch was done no sooner than the one before it, whenever each was seen.
-            self._last_s = max(self._last_s, flight.done_s)
-            self._on_done(flight.run, result, self._last_s)
+            batch.done_s = self._last_s = max(self._last_s, batch.done_s)
+            self._on_done(batch, result)

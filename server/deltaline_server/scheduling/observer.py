@@ -1,4 +1,4 @@
-"""Who counts what the scheduler does: the interface that metrics.py implements."""
+"""Who counts what the scheduler does: the interface that metrics and traces implement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from deltaline_server.errors import Reason
-from deltaline_server.scheduling.scheduled_rows import Piece
+from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.step import RowKind
 
 
@@ -16,7 +16,7 @@ class BatchTiming:
     """A batch that is done. num_of_kind: its rows by kind. queued: (kind, rows, seconds from arrival to the device) of
     rows that began with it. busy_s: seconds, not counted with other batches, in which the engine had this one.
     num_adapter_rows: rows with an adapter, of num_adapters different ones. began_s: when the device came to it, as far
-    as is known, on the scheduler's clock. pieces: what it was made of.
+    as is known, on the scheduler's clock. scheduled: its rows.
     """
 
     num_of_kind: Mapping[RowKind, int]
@@ -29,7 +29,7 @@ class BatchTiming:
     num_adapter_rows: int = 0
     num_adapters: int = 0
     began_s: float = 0.0
-    pieces: Sequence[Piece] = ()
+    scheduled: Sequence[ScheduledRows] = ()
 
 
 class Observer(Protocol):

@@ -1,7 +1,4 @@
-"""A job: one step request in the queue, from admission to its result.
-
-Knows its rows' chunks and outputs; not other jobs' order (ready.py), nor steps' rules (ledger.py).
-"""
+"""A pending step: a request with its rows admitted, until its result is told."""
 
 from __future__ import annotations
 
@@ -21,28 +18,28 @@ from deltaline_server.tables.kept_replies import KeptReply
 class RowState:
     """Where an admitted row is. Plain integers: enum members are slow to reach, and these are for arrays.
 
-    WAITING: it has tokens that no batch has taken. RUNNING: all of them are taken, some are in flight. DOOMED: its
+    WAITING: it has tokens that no batch has taken. RUNNING: all of them are taken, some are in flight. DISCARDED: its
     state can't be trusted, and it is refused once nothing of its sequence is in flight.
     """
 
     WAITING: Final = 0
     RUNNING: Final = 1
-    DOOMED: Final = 2
+    DISCARDED: Final = 2
     DONE: Final = 3
     REFUSED: Final = 4
 
 
 @dataclass(frozen=True)
 class Join:
-    """A row whose step is in flight in another job: it takes that job's outcome."""
+    """A row whose step is in flight in another request: it takes that one's outcome."""
 
     row: int
-    source: Job
+    source: PendingStep
     source_row: int
 
 
-class Job:
-    """Admitted rows of a request with their cursors, and the reply being put together.
+class PendingStep:
+    """A request's admitted rows with their cursors, and the reply being put together.
 
     Arrays named after admitted rows are indexed by the position in `admission`; `outcome`, `position` and
     `output_start` by the request's rows. cursor: tokens that batches have taken, in flight or done.
@@ -52,16 +49,14 @@ class Job:
         self,
         request: StepRequest,
         admission: Admission,
-        reserved_bytes: NDArray[np.int64],
-        number: int,
-        arrival_s: float,
-        on_done: Callable[[StepResult], None],
+        joins: list[Join],
+        refusals: dict[int, Refusal],
+        kept: dict[int, KeptReply],
     ) -> None:
-        """on_done: called once, with the whole result."""
+        """joins, refusals and kept (replies of earlier calls, by row): of the rows that were not admitted."""
         form = request.form
         self.request, self.form, self.span, self.admission = request, form, form.span, admission
-        self.number, self.arrival_s = number, arrival_s
-        self._on_done = on_done
+        self.joins, self.refusals = joins, refusals
         rows = admission.rows
         num_rows = len(rows)
         self.is_whole = num_rows == form.num_rows
@@ -69,59 +64,53 @@ class Job:
         self.position: NDArray[np.int64]
         self.begin: NDArray[np.int64]
         self.num_of_kind: Mapping[RowKind, int]
+        self.output_start: NDArray[np.int64]
         if self.is_whole:
             self.kind, self.length, self.begin = form.kind, form.lengths, form.query_start_loc[:-1]
             self.num_of_kind, self.longest = form.num_of_kind, form.longest
+            self.reserved_bytes = form.kept_bytes
             self.outcome = np.full(num_rows, RowOutcome.EXECUTED.value, dtype=np.uint8)
-            self.position = admission.position.copy()
+            self.position, self.output_start = admission.after[1].copy(), form.output_start
         else:
             self.kind, self.length = form.kind[rows], form.lengths[rows]
             self.num_of_kind = count_kinds(self.kind)
             self.begin, self.longest = form.query_start_loc[rows], int(self.length.max(initial=0))
+            self.reserved_bytes = form.kept_bytes[rows]
             self.outcome = np.full(form.num_rows, RowOutcome.REFUSED.value, dtype=np.uint8)
             self.outcome[rows] = RowOutcome.EXECUTED
             self.position = np.zeros(form.num_rows, dtype=np.int64)
-            self.position[rows] = admission.position
+            self.position[rows] = admission.after[1]
+            self._lay_out_outputs([*rows.tolist(), *kept, *(join.row for join in joins)])
         self.cursor = np.zeros(num_rows, dtype=np.int64)
         self.state = np.zeros(num_rows, dtype=np.uint8)
         self.num_unfinished = num_rows
-        self.is_finished = self.is_marred = False
-        """is_marred: whether a row was doomed or refused, so that states must be looked at one by one."""
-        self.reserved_bytes = reserved_bytes
+        self.is_finished = self.has_failures = False
+        """has_failures: whether a row was discarded or refused, so that states must be looked at one by one."""
+        self.number, self.arrival_s = 0, 0.0
+        """Its name in the queue, and when it came to it, on the scheduler's clock."""
+        self.on_done: Callable[[StepResult], None]
+        """Called once, with the whole result."""
         self.adapters: NDArray[np.int64] | None = None
-        """Numbers of the admitted rows' adapters (sequence_adapters.py), None when none has one."""
-        self.refusals: dict[int, Refusal] = {}
-        self.joins: list[Join] = []
-        self.joiners: list[Job] = []
-        """Jobs that wait for this one."""
+        """Numbers of the admitted rows' adapters, None when none has one."""
+        self.joiners: list[PendingStep] = []
+        """Those that wait for this one."""
         self.timing = StepTiming()
-        self.output_start: NDArray[np.int64]
         self._outputs: NDArray[Any] | None = None
+        for row, refusal in refusals.items():
+            self._set_refusal(row, refusal)
+        for row, reply in kept.items():
+            self._replay(row, reply)
 
     @property
     def can_finish(self) -> bool:
         """Whether every row is done or refused, here and where it joined."""
-        return self.num_unfinished == 0 and all(join.source.is_finished for join in self.joins)
-
-    def lay_out_outputs(self, rows: NDArray[np.int64]) -> None:
-        """Give each of these request rows, and no other, its place in the reply.
-
-        In memory of the client's every row has one: kept replies lie there, so the same step sent again must find and
-        leave each where it was, whatever is refused this time.
-        """
-        form = self.form
-        if self.request.output_memory is not None or len(rows) == form.num_rows:
-            self.output_start = form.output_start
-            return
-        counts = np.zeros(form.num_rows, dtype=np.int64)
-        counts[rows] = form.output_counts[rows]
-        self.output_start = np.concatenate(([0], np.cumsum(counts)))
+        return not self.num_unfinished and (not self.joins or all(join.source.is_finished for join in self.joins))
 
     @property
     def outputs(self) -> NDArray[Any]:
         """Outputs [rows, width] of the reply, in row order; rows that are not done are undefined."""
         if self._outputs is None:
-            shape = (int(self.output_start[-1]), self.form.ends.output_width)
+            shape = (int(self.output_start[-1]), self.form.shapes.output_width)
             given, dtype = self.request.output_memory, self.request.hidden.dtype
             self._outputs = np.empty(shape, dtype) if given is None else given.memory.view(dtype).reshape(shape)
         return self._outputs
@@ -140,56 +129,73 @@ class Job:
         return self.outputs[self.output_start[row] : self.output_start[row + 1]]
 
     def refuse(self, index: int, refusal: Refusal) -> None:
-        """An admitted row does not run after all, or its computation failed."""
-        row = int(self.admission.rows[index])
+        """An admitted row (a position in the admission) does not run after all, or its computation failed."""
         self.state[index] = RowState.REFUSED
-        self.is_marred = True
+        self.has_failures = True
         self.num_unfinished -= 1
-        self.set_refusal(row, refusal)
-
-    def set_refusal(self, row: int, refusal: Refusal) -> None:
-        self.outcome[row] = RowOutcome.REFUSED
-        self.position[row] = int(refusal.metadata.get("position", 0))
+        row = int(self.admission.rows[index])
         self.refusals[row] = refusal
-
-    def replay(self, row: int, reply: KeptReply) -> None:
-        """A request row has a kept reply."""
-        self.outcome[row], self.position[row] = RowOutcome.REPLAYED, reply.position
-        place = self.output_of(row)
-        if place.ctypes.data != reply.hidden.ctypes.data:  # else it lies there already, in memory of the client's
-            place[:] = reply.hidden
+        self._set_refusal(row, refusal)
 
     def not_begun(self) -> NDArray[np.int64]:
-        """Admitted rows (positions) of which no batch has taken a token."""
+        """Admitted rows (positions in the admission) of which no batch has taken a token."""
         return np.flatnonzero((self.state == RowState.WAITING) & (self.cursor == 0))
 
     def finish(self) -> None:
-        """Take over the joined rows' outcomes and tell the result. Idempotent."""
-        if self.is_finished:
-            return
+        """Take over the joined rows' outcomes and tell the result. To be called once."""
         self.is_finished = True
         for join in self.joins:
             source = join.source
             refusal = source.refusals.get(join.source_row)
             if refusal is not None:
-                self.set_refusal(join.row, refusal)
+                self.refusals[join.row] = refusal
+                self._set_refusal(join.row, refusal)
                 continue
             self.outcome[join.row] = RowOutcome.JOINED
             self.position[join.row] = source.position[join.source_row]
-            place, outputs = self.output_of(join.row), source.output_of(join.source_row)
-            if place.ctypes.data != outputs.ctypes.data:
-                place[:] = outputs
-        self._on_done(self._result())
+            self._copy_output(join.row, source.output_of(join.source_row))
+        self.on_done(self._result())
+
+    def _lay_out_outputs(self, rows: list[int]) -> None:
+        """Give each of these request rows, and no other, its place in the reply.
+
+        In memory of the client's every row has one: kept replies lie there, so the same step sent again must find and
+        leave each where it was, whatever is refused this time.
+        """
+        form = self.form
+        if self.request.output_memory is not None or len(rows) == form.num_rows:
+            self.output_start = form.output_start
+            return
+        counts = np.zeros(form.num_rows, dtype=np.int64)
+        counts[rows] = form.output_counts[rows]
+        self.output_start = np.concatenate(([0], np.cumsum(counts)))
+
+    def _set_refusal(self, row: int, refusal: Refusal) -> None:
+        self.outcome[row] = RowOutcome.REFUSED
+        self.position[row] = int(refusal.metadata.get("position", 0))
+
+    def _replay(self, row: int, reply: KeptReply) -> None:
+        """A request row has a kept reply."""
+        self.outcome[row], self.position[row] = RowOutcome.REPLAYED, reply.position
+        self._copy_output(row, reply.hidden)
+
+    def _copy_output(self, row: int, values: NDArray[Any]) -> None:
+        """Copy a row's outputs to their place, unless they lie there already, in memory of the client's."""
+        place = self.output_of(row)
+        if place.ctypes.data != values.ctypes.data:
+            place[:] = values
 
     def _result(self) -> StepResult:
-        outputs, start = self.outputs, self.output_start
-        memory = self.request.output_memory
-        if self.refusals and memory is None:
+        start, memory, shapes = self.output_start, self.request.output_memory, self.form.shapes
+        outputs = self.outputs if self._outputs is None else self._outputs
+        refusals = self.refusals
+        if refusals:
+            refusals = dict(sorted(refusals.items()))
             refused, counts = self.outcome == RowOutcome.REFUSED, np.diff(start)
-            if counts[refused].any():  # rows that were refused after they had been given a place
+            if memory is None and counts[refused].any():  # rows that were refused after they had been given a place
                 outputs = outputs[np.repeat(~refused, counts)]
                 start = np.concatenate(([0], np.cumsum(np.where(refused, 0, counts))))
-        if self.form.ends.output_streams:
-            outputs = outputs.reshape(len(outputs), *self.form.ends.output_shape)
-        timing, refusals = self.timing if self.timing.batch_rows else None, dict(sorted(self.refusals.items()))
+        if shapes.output_streams:
+            outputs = outputs.reshape(len(outputs), *shapes.output_shape)
+        timing = self.timing if self.timing.batch_rows else None
         return StepResult(self.outcome, self.position, start, outputs, refusals, timing, memory)

@@ -1,7 +1,7 @@
-"""The cells of one span: which job each step in flight of a slot belongs to, and how far the engine has them.
+"""The step index of one span: which request each step in flight of a slot belongs to, and how far the engine has them.
 
-Arrays by slot, so that a job of many rows enters and leaves with a few vector operations. Knows numbers of jobs and
-steps; not what they are. Which steps are in flight is the ledger's to say.
+Arrays by slot, so that a request of many rows enters and leaves with a few vector operations. Which steps are in flight
+is the ledger's to say.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from deltaline_server.tables.admission import Slots
 _INDEX_BITS = 20
 
 
-class Cells:
+class StepIndex:
     """For each slot: its steps in flight, at most max_in_flight consecutive ones.
 
-    in_flight int64 [slots]: pieces of the slot's rows that the engine has. not_given int64 [slots]: steps that the
+    in_flight int64 [slots]: batches that the engine has with rows of the slot. not_given int64 [slots]: steps that the
     engine does not have up to their last token.
     """
 
     def __init__(self, num_slots: int, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
-        # What every answer of `add` is cut from: no job has more rows than there are slots.
+        # What every answer of `add` is cut from: no request has more rows than there are slots.
         self._every = np.arange(num_slots)
         self._every.flags.writeable = False
         self._entries = np.zeros((num_slots, max_in_flight), dtype=np.int64)
@@ -31,7 +31,7 @@ class Cells:
         self.not_given = np.zeros(num_slots, dtype=np.int64)
 
     def add(self, slots: Slots, steps: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-        """Each slot's next step is a row of job `number`. Returns the rows that have none before them to be given."""
+        """Each slot's next step is a row of request `number`. Returns the rows with none before them to be given."""
         index = self._every[: len(slots)]
         self._entries[slots, steps % self._max_in_flight] = index + (number << _INDEX_BITS)
         before = self.not_given.take(slots)
@@ -39,8 +39,8 @@ class Cells:
         return index[before == 0] if np.count_nonzero(before) else index
 
     def given(self, slots: Slots, steps: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
-        """The engine has these steps whole. Returns the rows behind them, by job: its number, and positions in it in
-        ascending order, whatever the order of the slots."""
+        """The engine has these steps whole. Returns the rows behind them, by request: its number, and positions in its
+        admission in ascending order, whatever the order of the slots."""
         left = self.not_given.take(slots) - 1
         self.not_given[slots] = left
         if not np.count_nonzero(left):
@@ -51,5 +51,5 @@ class Cells:
         return [(int(number), index[numbers == number]) for number in np.unique(numbers)]
 
     def entry(self, slot: int, step: int) -> tuple[int, int]:
-        """The number of the job that has a step in flight, and the row's position in it."""
+        """The number of the request that has a step in flight, and the row's position in its admission."""
         return divmod(int(self._entries[slot, step % self._max_in_flight]), 1 << _INDEX_BITS)

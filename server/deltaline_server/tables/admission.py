@@ -19,7 +19,8 @@ Slots = NDArray[np.int64]
 class Admission:
     """Rows of a request that were taken, in row order: what each does once it runs.
 
-    rows: index into the request. after: the cells' progress once the rows are done, int64 [5, rows] as in Progress.
+    rows: index into the request. after: the progress of their slots on the span once the rows are done, int64 [5, rows]
+    as in Progress: the numbers of their steps and their positions come first.
     commit: accepted count that the row fixes, NO_COMMIT for none; has_commits: whether any may. num_replayed: drafts
     that it folds into the state first; has_replays: whether there are any. is_idle: whether no row's cell has a step in
     flight. Nothing of it changes; it is not frozen because every step makes one.
@@ -48,15 +49,3 @@ class Admission:
             commit_ordinal=self.commit_ordinal[index],
             num_replayed=self.num_replayed[index],
         )
-
-    @property
-    def step(self) -> NDArray[np.int64]:
-        """Number of each row's step."""
-        step: NDArray[np.int64] = self.after[0]
-        return step
-
-    @property
-    def position(self) -> NDArray[np.int64]:
-        """Committed tokens of each cell once its row is done."""
-        position: NDArray[np.int64] = self.after[1]
-        return position

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.examiner import checksum
+from deltaline_server.finite import checksum
 from deltaline_server.step import WHOLE_REQUEST_BYTES, StepRequest
 from deltaline_server.tables.earlier_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer, is_streamed
 

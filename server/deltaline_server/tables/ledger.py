@@ -64,11 +64,11 @@ class StepLedger:
 
     # -- taking steps ----------------------------------------------------------------------------------------------
 
-    def judge_plain(self, request: StepRequest, slots: Slots) -> Admission | None:
-        """Judge a whole request in few operations, if every row is plain; None says nothing, see `judge`.
+    def admit_plain(self, request: StepRequest, slots: Slots) -> Admission | None:
+        """Judge a whole request in few operations, if every row is plain; None says nothing, see `admit`.
 
         Plain rows are prefills and decodes, the next steps of cells that no verify has been at lately, at the cells'
-        positions, without commits and within the limit in flight. `judge` admits the same rows with the same values.
+        positions, without commits and within the limit in flight. `admit` admits the same rows with the same values.
         """
         form, num_rows = request.form, len(slots)
         if form.num_of_kind[RowKind.VERIFY] or form.has_commits:
@@ -99,7 +99,7 @@ class StepLedger:
             is_idle=is_idle,
         )
 
-    def judge(
+    def admit(
         self, request: StepRequest, rows: NDArray[np.int64], slots: Slots, lengths: NDArray[np.int64]
     ) -> tuple[Admission, dict[int, Refusal]]:
         """Judge new steps (each the next of its cell) without taking them.
@@ -160,7 +160,7 @@ class StepLedger:
 
     def take(self, span: int, admission: Admission, index: NDArray[np.int64] | slice = slice(None)) -> None:
         """Rows are admitted, or are what is left at the end of their cells' queues: the tails are as after them."""
-        self._set(self.tail, span, admission, index)
+        self.tail.values[:, span, admission.slots[index]] = admission.after[:, index]
 
     def begin(self, span: int, admission: Admission, index: NDArray[np.int64]) -> dict[int, Refusal]:
         """Rows are about to run for the first time: fix the commits that they carry.
@@ -182,17 +182,16 @@ class StepLedger:
                     refusals[i] = refusal
             committing = np.array([i for i in committing.tolist() if i not in refusals], dtype=np.int64)
         slots = admission.slots[committing]
-        self._committed_step[span, slots] = admission.step[committing] - 1
+        self._committed_step[span, slots] = admission.after[0, committing] - 1
         self._committed_accepted[span, slots] = admission.commit[committing]
         return refusals
 
     def finish(self, span: int, admission: Admission, index: NDArray[np.int64]) -> None:
         """Rows are done: their cells' state is what the admission says. index: positions in the admission."""
-        self._set(self.done, span, admission, slice(None) if len(index) == len(admission.rows) else index)
-
-    @staticmethod
-    def _set(progress: Progress, span: int, admission: Admission, index: NDArray[np.int64] | slice) -> None:
-        progress.values[:, span, admission.slots[index]] = admission.after[:, index]
+        if len(index) == len(admission.rows):
+            self.done.values[:, span, admission.slots] = admission.after
+        else:
+            self.done.values[:, span, admission.slots[index]] = admission.after[:, index]
 
     def fall_back(self, span: int, slot: int) -> None:
         """All admitted steps of the cell that were not done were dropped: the tail is what is done."""

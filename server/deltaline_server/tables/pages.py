@@ -7,7 +7,6 @@ Knows numbers of pages, lines and counts of tokens; not what a page holds (kv_ca
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,16 +99,3 @@ class PagePool:
         """Pages that lines lack for `ends` tokens each, int64 [N]."""
         wanted: NDArray[np.int64] = np.maximum(-(-ends // self.page_size) - self._count.take(lines), 0)
         return wanted
-
-
-@dataclass(frozen=True, eq=False)
-class PageClaim:
-    """Pages that steps need and can get, as long as nobody takes any in between."""
-
-    pool: PagePool
-    lines: Lines
-    ends: NDArray[np.int64]
-
-    def take(self) -> None:
-        """Grant them."""
-        self.pool.grant(self.lines, self.ends)

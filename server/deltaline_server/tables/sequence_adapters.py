@@ -1,8 +1,7 @@
-"""Bindings: which adapter the sequence in each slot has, from its opening to its end.
+"""Which adapter the sequence in each slot has, from its opening to its end.
 
 An adapter is a number of the registry's, which means one content forever. Nothing here changes the adapter of a
-sequence that lives: its state was made under it. Knows slots and numbers; not when sequences open or end
-(sequences.py).
+sequence that lives: its state was made under it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class BoundAdapter:
 BASE = BoundAdapter()
 
 
-class Bindings:
+class SequenceAdapters:
     """The adapter of each slot's sequence. All methods belong to one thread.
 
     Attributes: number int64 [slots], NO_ADAPTER where there is none; num_bound, the sequences that have one.
@@ -99,8 +98,8 @@ class Bindings:
         """Raise ValueError unless the numbers, their count and the registry's agree."""
         numbers, counts = np.unique(self.number[self.number != NO_ADAPTER], return_counts=True)
         if int(counts.sum()) != self.num_bound:
-            raise ValueError("bindings: the count of sequences with an adapter is wrong")
+            raise ValueError("sequence adapters: the count of sequences with an adapter is wrong")
         if self.registry is not None:
             self.registry.check_integrity()
             if dict(zip(numbers.tolist(), counts.tolist(), strict=True)) != self.registry.bound():
-                raise ValueError("bindings: sequences and the registry disagree")
+                raise ValueError("sequence adapters: sequences and the registry disagree")

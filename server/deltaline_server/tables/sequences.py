@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal, RequestError
+from deltaline_server.step import ANONYMOUS, Principal
 from deltaline_server.tables.admission import Slots
 from deltaline_server.tables.handles import MAX_SLOTS, make_handles, slots_of
 from deltaline_server.tables.kept_replies import KeptReplies
@@ -24,7 +25,7 @@ from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import NULL_LINE, LinePool
 from deltaline_server.tables.open_tokens import Opened, OpenTokens
 from deltaline_server.tables.sequence import GONE, SequenceDescription, SequenceState, SpanProgress
-from deltaline_server.tables.sequence_adapters import Bindings
+from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 CLOSING = bytes([SequenceState.CLOSING])
 
@@ -38,7 +39,7 @@ class SequenceTable:
         lines: LinePool,
         ledger: StepLedger,
         replies: KeptReplies,
-        bindings: Bindings,
+        adapters: SequenceAdapters,
         num_slots: int,
         default_lease_s: float,
         max_lease_s: float,
@@ -48,7 +49,7 @@ class SequenceTable:
         if not 1 <= num_slots <= MAX_SLOTS:
             raise ValueError(f"num_slots: expected 1 .. {MAX_SLOTS}, got {num_slots}")
         self.server_epoch = secrets.randbits(63) + 1
-        self.ledger, self.replies, self.bindings = ledger, replies, bindings
+        self.ledger, self.replies, self.adapters = ledger, replies, adapters
         self.default_lease_s, self.max_lease_s = default_lease_s, max_lease_s
         self.num_slots, self.num_expired = num_slots, 0
         self.is_draining = False
@@ -59,8 +60,10 @@ class SequenceTable:
         self._tokens = OpenTokens(num_slots, self._is_any_held, clock)
         self._handle = np.zeros(num_slots, dtype=np.uint64)
         self._state = np.zeros(num_slots, dtype=np.uint8)
+        self._principal = np.zeros(num_slots, dtype=np.int32)
         self._ends_as = np.zeros(num_slots, dtype=np.uint8)
         self._former_handle = np.zeros(num_slots, dtype=np.uint64)
+        self._former_principal = np.zeros(num_slots, dtype=np.int32)
         self._former_state = np.full(num_slots, SequenceState.UNKNOWN, dtype=np.uint8)
         self._lease_s = np.zeros(num_slots)
         self._deadline_s = np.zeros(num_slots)
@@ -84,8 +87,15 @@ class SequenceTable:
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def open(self, count: int, lease_s: float | None = None, token: bytes = b"", adapter: str = "") -> Opened:
-        """Open `count` sequences with an adapter, by its name, or none: all of them or none.
+    def open(
+        self,
+        count: int,
+        lease_s: float | None = None,
+        token: bytes = b"",
+        adapter: str = "",
+        principal: Principal = ANONYMOUS,
+    ) -> Opened:
+        """Open `count` sequences of a principal with an adapter, by its name, or none: all of them or none.
 
         The same token within a minute returns the same handles, while any of them is open. Raises RequestError
         NO_FREE_LINES, INVALID_REQUEST, ADAPTERS_OFF or ADAPTER_UNKNOWN, and DRAINING unless the token is known.
@@ -97,16 +107,17 @@ class SequenceTable:
             return known
         if self.is_draining:
             raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
-        bound = self.bindings.reserve(adapter, count)
+        bound = self.adapters.reserve(adapter, count)
         try:
             lines = self._lines.allocate(count)
         except RequestError:
-            self.bindings.give_back(bound, count)
+            self.adapters.give_back(bound, count)
             raise
         slots = np.array([heapq.heappop(self._free) for _ in range(count)], dtype=np.int64)
         self._handle[slots] = handles = make_handles(slots)
-        self.bindings.put(slots, bound)
+        self.adapters.put(slots, bound)
         self._state[slots] = SequenceState.OPEN
+        self._principal[slots] = principal.number
         self._lease_s[slots] = lease_s
         self._deadline_s[slots] = now + lease_s
         self.write_line[slots] = lines
@@ -118,18 +129,24 @@ class SequenceTable:
         self._tokens.keep(token, opened)
         return opened
 
-    def close(self, epoch: int, handles: NDArray[np.uint64]) -> list[SequenceState]:
+    def close(self, epoch: int, handles: NDArray[np.uint64], principal: Principal = ANONYMOUS) -> list[SequenceState]:
         """End sequences; those with steps in flight end when the steps are done. Idempotent."""
-        slots, states = self.lookup(epoch, handles)
+        slots, states = self.lookup(epoch, handles, principal)
         for i in np.flatnonzero((states == SequenceState.OPEN) | (states == SequenceState.POISONED)).tolist():
             states[i] = self._end(int(slots[i]), SequenceState.CLOSED)
         return [SequenceState(state) for state in states.tolist()]
 
-    def renew(self, epoch: int, handles: NDArray[np.uint64], lease_s: float | None = None) -> list[SequenceState]:
+    def renew(
+        self,
+        epoch: int,
+        handles: NDArray[np.uint64],
+        lease_s: float | None = None,
+        principal: Principal = ANONYMOUS,
+    ) -> list[SequenceState]:
         """Move lease deadlines to `lease_s` from now, or to the lease that the sequence was opened with."""
         if lease_s is not None:
             self._checked_lease(lease_s)
-        slots, states = self.lookup(epoch, handles)
+        slots, states = self.lookup(epoch, handles, principal)
         held = slots[(states == SequenceState.OPEN) | (states == SequenceState.POISONED)]
         self._deadline_s[held] = self._clock() + (self._lease_s[held] if lease_s is None else lease_s)
         return [SequenceState(state) for state in states.tolist()]
@@ -180,13 +197,14 @@ class SequenceTable:
 
     def _free_slot(self, slot: int, how: SequenceState) -> None:
         self._former_handle[slot], self._former_state[slot] = self._handle[slot], how
+        self._former_principal[slot] = self._principal[slot]
         self._handle[slot], self._state[slot] = 0, SequenceState.FREE
         self._lines.release([int(self.write_line[slot])])
         self.write_line[slot] = NULL_LINE
         self.read_line[:, slot] = NULL_LINE
         self.replies.drop(slot)
         self.ledger.reset(slot)
-        self.bindings.end(slot)
+        self.adapters.end(slot)
         heapq.heappush(self._free, slot)
 
     def _checked_lease(self, lease_s: float | None) -> float:
@@ -202,20 +220,24 @@ class SequenceTable:
 
     # -- questions -------------------------------------------------------------------------------------------------
 
-    def lookup(self, epoch: int, handles: NDArray[np.uint64]) -> tuple[Slots, NDArray[np.uint8]]:
+    def lookup(
+        self, epoch: int, handles: NDArray[np.uint64], principal: Principal = ANONYMOUS
+    ) -> tuple[Slots, NDArray[np.uint8]]:
         """Slots int64 [N] and states uint8 [N] (SequenceState) of handles. A slot means nothing when its sequence is
-        gone."""
+        gone; another principal's sequence is UNKNOWN."""
         slots = slots_of(handles)
         if epoch != self.server_epoch:
             return slots, np.full(len(handles), SequenceState.LOST, dtype=np.uint8)
         # Nearly always every handle is one that is held: its slot is in range and not free.
         near, states = self._handle.take(slots, mode="clip"), self._state.take(slots, mode="clip")
-        if near.tobytes() == handles.tobytes() and np.count_nonzero(states) == len(states):
+        is_own = self._principal.take(slots, mode="clip") == principal.number
+        if near.tobytes() == handles.tobytes() and np.count_nonzero(states) == np.count_nonzero(is_own) == len(states):
             return slots, states
         in_range = slots < self.num_slots
         slots = np.where(in_range, slots, 0)
-        live = in_range & (handles != 0) & (self._handle[slots] == handles)
+        live = in_range & is_own & (handles != 0) & (self._handle[slots] == handles)
         former = in_range & (handles != 0) & (self._former_handle[slots] == handles)
+        former &= self._former_principal[slots] == principal.number
         states = np.where(live, self._state[slots], np.where(former, self._former_state[slots], SequenceState.UNKNOWN))
         return slots, states.astype(np.uint8)
 
@@ -231,10 +253,12 @@ class SequenceTable:
         reason, message = GONE[SequenceState(state)]
         return Refusal(reason, message)
 
-    def describe(self, epoch: int, handles: NDArray[np.uint64]) -> list[SequenceDescription]:
+    def describe(
+        self, epoch: int, handles: NDArray[np.uint64], principal: Principal = ANONYMOUS
+    ) -> list[SequenceDescription]:
         """What is held of each handle. Changes nothing."""
         now = self._clock()
-        slots, states = self.lookup(epoch, handles)
+        slots, states = self.lookup(epoch, handles, principal)
         return [
             self._description(int(slot), SequenceState(state), now)
             for slot, state in zip(slots.tolist(), states.tolist(), strict=True)
@@ -256,14 +280,20 @@ class SequenceTable:
                 )
                 for span in range(self.ledger.num_spans)
             ),
-            self.bindings.of(slot),
+            self.adapters.of(slot),
         )
 
     def commit(
-        self, epoch: int, span: int, handles: NDArray[np.uint64], steps: NDArray[np.int64], accepted: NDArray[np.int32]
+        self,
+        epoch: int,
+        span: int,
+        handles: NDArray[np.uint64],
+        steps: NDArray[np.int64],
+        accepted: NDArray[np.int32],
+        principal: Principal = ANONYMOUS,
     ) -> tuple[NDArray[np.int64], dict[int, Refusal]]:
         """Fix accepted counts of verifies (named by their steps); returns positions int64 [N] and refusals by row."""
-        slots, states = self.lookup(epoch, handles)
+        slots, states = self.lookup(epoch, handles, principal)
         positions = np.zeros(len(handles), dtype=np.int64)
         refusals: dict[int, Refusal] = {}
         for i, (slot, state) in enumerate(zip(slots.tolist(), states.tolist(), strict=True)):
@@ -294,6 +324,6 @@ class SequenceTable:
             raise ValueError("sequence table: a line belongs to two slots")
         if ((self.read_line != NULL_LINE) & (self.read_line != self.write_line)).any():
             raise ValueError("sequence table: a slot reads a line that is not its own")
-        self.bindings.check_integrity()
-        if self.bindings.number[free].any():
+        self.adapters.check_integrity()
+        if self.adapters.number[free].any():
             raise ValueError("sequence table: a free slot has an adapter")

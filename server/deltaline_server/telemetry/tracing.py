@@ -35,7 +35,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from deltaline_server import __version__
 from deltaline_server.errors import Refusal
 from deltaline_server.scheduling.observer import BatchTiming, Observer
-from deltaline_server.scheduling.scheduled_rows import Piece
+from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.step import RowOutcome, StepRequest, StepResult
 
 _log = logging.getLogger(__name__)
@@ -133,8 +133,8 @@ class Tracing:
         """An observer that tells `inner` everything, and makes the spans of batches."""
         return _TracedObserver(inner, self)
 
-    def batch(self, timing: BatchTiming, traced: Sequence[Piece]) -> None:
-        """Make the spans of a batch, of which these pieces' steps are recorded, and of their stages.
+    def batch(self, timing: BatchTiming, traced: Sequence[ScheduledRows]) -> None:
+        """Make the spans of a batch, of which these rows' steps are recorded, and of their stages.
 
         The stages of a batch are laid end to end from when the device came to it: that they took so long is measured,
         when each began is not.
@@ -143,14 +143,14 @@ class Tracing:
         times_ns = [offset_ns + round(timing.began_s * 1e9)]
         for seconds in (timing.copy_in_s, timing.compute_s, timing.copy_out_s):
             times_ns.append(times_ns[-1] + round(seconds * 1e9))
-        steps: dict[int, Piece] = {id(piece.job): piece for piece in traced}
+        steps: dict[int, ScheduledRows] = {id(rows.pending): rows for rows in traced}
         batch = self._batches.start_span(
             "batch",
             context=Context(),
             start_time=times_ns[0],
-            links=[Link(_span_of(piece).get_span_context()) for piece in steps.values()],
+            links=[Link(_span_of(rows).get_span_context()) for rows in steps.values()],
             attributes={
-                "deltaline.span": traced[0].job.span,
+                "deltaline.span": traced[0].pending.span,
                 "deltaline.rows": sum(timing.num_of_kind.values()),
                 "deltaline.tokens": timing.num_tokens,
                 **{f"deltaline.rows.{kind.name.lower()}": n for kind, n in timing.num_of_kind.items() if n},
@@ -158,12 +158,12 @@ class Tracing:
         )
         batch.end(times_ns[-1])
         link = [Link(batch.get_span_context())]
-        for key, piece in steps.items():
-            parent = trace.set_span_in_context(_span_of(piece), Context())
-            if timing.began_s - piece.job.arrival_s == piece.job.timing.queue_s:  # its first batch (batch.py)
-                arrival_ns = offset_ns + round(piece.job.arrival_s * 1e9)
+        for key, rows in steps.items():
+            parent = trace.set_span_in_context(_span_of(rows), Context())
+            if timing.began_s - rows.pending.arrival_s == rows.pending.timing.queue_s:  # its first batch (batch.py)
+                arrival_ns = offset_ns + round(rows.pending.arrival_s * 1e9)
                 self._calls.start_span("queue", parent, start_time=arrival_ns).end(times_ns[0])
-            tokens = sum(int(other.lengths.sum()) for other in traced if id(other.job) == key)
+            tokens = sum(int(other.lengths.sum()) for other in traced if id(other.pending) == key)
             self._calls.start_span("copy_in", parent, start_time=times_ns[0]).end(times_ns[1])
             attributes = {"deltaline.tokens": tokens}
             self._calls.start_span("compute", parent, start_time=times_ns[1], links=link, attributes=attributes).end(
@@ -242,7 +242,7 @@ class _TracedObserver:
         """Count a batch, and trace it if a step of it is."""
         self._inner.batch_done(timing)
         with _harmless():
-            traced = [piece for piece in timing.pieces if piece.job.request.trace is not None]
+            traced = [rows for rows in timing.scheduled if rows.pending.request.trace is not None]
             if traced:
                 self._tracing.batch(timing, traced)
 
@@ -293,7 +293,7 @@ def describe_result(span: Span, result: StepResult) -> None:
         span.set_attribute("deltaline.reasons", reasons)
 
 
-def _span_of(piece: Piece) -> Span:
-    span = piece.job.request.trace
+def _span_of(rows: ScheduledRows) -> Span:
+    span = rows.pending.request.trace
     assert isinstance(span, Span)
     return span

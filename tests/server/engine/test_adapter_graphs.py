@@ -13,12 +13,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from rigs.adapter_cases import fill_slots, random_adapter
+from rigs.limits import make_limits
 from server.engine.test_graphs import CHUNK, CONFIG, MAX_DRAFT, NUM_LINES, WAIT_S, Sequences, find
 
 from deltaline_server.adapters.copier import AdapterCopier
 from deltaline_server.engine.batch_layout import Layout, fill_adapters
 from deltaline_server.engine.engine import Engine
-from deltaline_server.engine.executor import BatchLimits, CpuExecutor, Executor, make_executor
+from deltaline_server.engine.executor import CpuExecutor, Executor, make_executor
 from deltaline_server.engine.graphs import make_buckets
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, load_model
@@ -30,7 +31,7 @@ TOLERANCE = 3e-2
 
 
 def test_batches_with_adapters_have_buckets_of_their_own() -> None:
-    limits = BatchLimits(12, 3, 1000)
+    limits = make_limits(short_rows=12, long_rows=3, chunk_tokens=1000)
     plain, buckets = make_buckets(limits, 4), make_buckets(limits, 4, has_adapters=True)
     assert [bucket for bucket in buckets if not bucket.layout.has_adapters] == plain
     assert len(buckets) == 2 * len(plain)
@@ -73,7 +74,9 @@ class Side:
         )
         self.model: Model = load_model(options)
         pool = self.model.make_pool(StateOptions(NUM_LINES, MAX_DRAFT))
-        self.executor: Executor = make_executor(self.model, pool, BatchLimits(NUM_LINES, 2, CHUNK))
+        self.executor: Executor = make_executor(
+            self.model, pool, make_limits(short_rows=NUM_LINES, long_rows=2, chunk_tokens=CHUNK)
+        )
         self.engine = Engine(self.executor, self.model.device)
         self.engine.start()
         self.engine.prepare(lambda done, total: None).result(WAIT_S)
@@ -134,7 +137,7 @@ def gpu(config: Path, plain: Side) -> Iterator[Side]:
 def with_adapters(batch: StepBatch, rng: np.random.Generator, slots: Sequence[int]) -> StepBatch:
     """The batch with adapters of these slots, -1 for none."""
     num_rows = batch.control.shape[1] - 1
-    return replace(batch, adapter_slots=rng.choice(np.array(slots, dtype=np.int32), num_rows))
+    return replace(batch, adapter_places=rng.choice(np.array(slots, dtype=np.int32), num_rows))
 
 
 def values(result: BatchResult) -> NDArray[np.float32]:
@@ -157,8 +160,8 @@ def test_the_cpu_takes_rows_with_adapters_and_others_stay_as_they_are(cpu: Side)
     batch = Sequences(1).batch(8, verify=False)
     slots = np.array([0, -1, 3, 6, -1, 0, 4, -1], dtype=np.int32)
     slots.setflags(write=False)
-    mixed = replace(batch, adapter_slots=slots)
-    none = replace(batch, adapter_slots=np.full(8, -1, dtype=np.int32))
+    mixed = replace(batch, adapter_places=slots)
+    none = replace(batch, adapter_places=np.full(8, -1, dtype=np.int32))
     results = []
     for each in (batch, none, mixed, mixed):
         results += cpu.run([each])
@@ -180,7 +183,7 @@ def test_a_model_without_slots_refuses_adapters(config: Path) -> None:
     model = load_model(options)
     assert model.adapters is None
     executor = CpuExecutor(model, model.make_pool(StateOptions(NUM_LINES, MAX_DRAFT)))
-    batch = replace(Sequences(1).batch(1), adapter_slots=np.zeros(1, dtype=np.int32))
+    batch = replace(Sequences(1).batch(1), adapter_places=np.zeros(1, dtype=np.int32))
     with pytest.raises(ValueError, match="adapter_slots: expected None, as this model has no adapter slots"):
         executor.launch(batch)
 
@@ -215,9 +218,9 @@ def test_rows_without_adapters_are_bitwise_those_of_a_server_without(gpu: Side, 
     [expected] = plain.run([fresh])
     for slots in ([-1], range(-1, 5)):
         batch = with_adapters(fresh, rng, slots)
-        assert batch.adapter_slots is not None
+        assert batch.adapter_places is not None
         [result] = gpu.run([batch])
-        is_base = batch.adapter_slots < 0
+        is_base = batch.adapter_places < 0
         np.testing.assert_array_equal(bits(result)[is_base], bits(expected)[is_base])
         assert (bits(result) == bits(expected)).all(axis=1).sum() == is_base.sum()
         gpu.forget()
@@ -232,7 +235,7 @@ def test_a_row_does_not_depend_on_its_neighbours_adapters(gpu: Side) -> None:
         gpu.forget()
         slots = rng.integers(-1, 5, 8, dtype=np.int32)
         slots[3] = 2
-        results += gpu.run([replace(batch, adapter_slots=slots)])
+        results += gpu.run([replace(batch, adapter_places=slots)])
     for result in results:
         np.testing.assert_array_equal(bits(result)[3], bits(results[0])[3])
     assert len({result.hidden.tobytes() for result in results}) > 1

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from rigs.limits import make_limits
 
 from deltaline_server.engine.engine import Engine
-from deltaline_server.engine.executor import BatchLimits, CpuExecutor, make_executor
+from deltaline_server.engine.executor import CpuExecutor, make_executor
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.models.model import Model, ModelOptions, load_model
 from deltaline_server.step import BatchResult, StepBatch
@@ -37,7 +38,7 @@ CONFIG = {
     "linear_conv_kernel_dim": 4,
 }
 WAIT_S = 100.0
-LIMITS = BatchLimits(short_rows=8, long_rows=4, chunk_tokens=160)
+LIMITS = make_limits(short_rows=8, long_rows=4, chunk_tokens=160)
 LoadFunction = Callable[..., Model]
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from rigs.limits import make_limits
 
 from deltaline_kernels import Rows
 from deltaline_server.engine.batch_layout import Layout, fill_pages
 from deltaline_server.engine.copier import Copier
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import (
-    BatchLimits,
     DeviceCounts,
     Executor,
     Launched,
@@ -76,7 +76,7 @@ DTYPE = np.dtype(ml_dtypes.bfloat16)
 @pytest.mark.parametrize(("rows", "draft"), [(1, 1), (1, 4), (6, 3), (64, 8), (100, 5)])
 def test_every_batch_within_the_limits_has_a_bucket_and_a_small_one(rows: int, draft: int) -> None:
     chunk = 1000
-    buckets = make_buckets(BatchLimits(rows, 3, chunk), draft)
+    buckets = make_buckets(make_limits(short_rows=rows, long_rows=3, chunk_tokens=chunk), draft)
     assert len(set(buckets)) == len(buckets) < 60
     for short in range(1, rows + 1):
         decode = find(buckets, [1] * short, draft)
@@ -94,7 +94,7 @@ def test_every_batch_within_the_limits_has_a_bucket_and_a_small_one(rows: int, d
 @pytest.mark.parametrize("lengths", [[1] * 9, [1] * 8 + [200] * 4, [1040]], ids=["short", "rows", "tokens"])
 def test_a_batch_beyond_the_limits_is_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="within the limits"):
-        find(make_buckets(BatchLimits(8, 3, 1000), 4), lengths, 4)
+        find(make_buckets(make_limits(short_rows=8, long_rows=3, chunk_tokens=1000), 4), lengths, 4)
 
 
 def find(buckets: list[Bucket], lengths: list[int], draft: int, has_adapters: bool = False) -> Bucket:
@@ -105,7 +105,7 @@ def find(buckets: list[Bucket], lengths: list[int], draft: int, has_adapters: bo
     control = np.zeros((7, len(lengths) + 1), dtype=np.int32)
     control[0, 1:] = np.cumsum(lengths)
     slots = np.full(len(lengths), -1, dtype=np.int32) if has_adapters else None
-    return graphs.find(StepBatch(0, control, sum(n <= draft for n in lengths), (), None, adapter_slots=slots))
+    return graphs.find(StepBatch(0, control, sum(n <= draft for n in lengths), (), None, adapter_places=slots))
 
 
 @pytest.mark.parametrize("has_adapters", [False, True])
@@ -121,7 +121,7 @@ def test_the_pages_of_a_batch_lie_behind_its_fields(has_adapters: bool) -> None:
 
 
 def test_buckets_of_a_model_with_pages_have_room_for_them() -> None:
-    limits = BatchLimits(100, 3, 1000)
+    limits = make_limits(short_rows=100, long_rows=3, chunk_tokens=1000)
     plain, buckets = make_buckets(limits, 5), make_buckets(limits, 5, page_size=16)
     assert [replace(bucket, layout=replace(bucket.layout, page_size=0)) for bucket in buckets] == plain
     rng = np.random.default_rng(0)
@@ -194,7 +194,7 @@ class Twins:
             pool = model.make_pool(StateOptions(NUM_LINES, MAX_DRAFT, page_size=PAGE_SIZE, limit_bytes=1 << 28))
             self.num_pages = 0 if pool.kv is None else pool.kv.num_pages
             self.paged_spans, self.ends = model.paged_spans, model.ends
-            limits = BatchLimits(NUM_LINES, 2, CHUNK)
+            limits = make_limits(short_rows=NUM_LINES, long_rows=2, chunk_tokens=CHUNK)
             executor = make_executor(model, pool, limits) if replays else Launches(model, pool)
             engine = Engine(executor, model.device)
             engine.start()

@@ -15,13 +15,12 @@ import torch
 from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.copier import Copier
 from deltaline_server.engine.staging import CARRIED_BYTES, Slot
-from deltaline_server.span_ends import SpanEnds
-from deltaline_server.step import BatchResult, StepBatch
+from deltaline_server.step import BatchResult, SpanShapes, StepBatch
 
 HIDDEN, TOKENS = 8, 150
 DTYPE = np.dtype(ml_dtypes.bfloat16)
 # One as wide at its end as where it begins, one that begins streams, one that ends them.
-SPANS = [SpanEnds(HIDDEN, 2), SpanEnds(HIDDEN, 2, 0, 4), SpanEnds(HIDDEN, 2, 4, 0)]
+SPANS = [SpanShapes(HIDDEN, 2), SpanShapes(HIDDEN, 2, 0, 4), SpanShapes(HIDDEN, 2, 4, 0)]
 SHORT = Layout(6, 6, TOKENS, has_adapters=True, page_size=16)
 LAYOUTS = [Layout(4, 6, TOKENS, has_adapters, page_size) for has_adapters in (False, True) for page_size in (0, 16)]
 
@@ -47,7 +46,7 @@ def make_batch(rng: np.random.Generator, layout: Layout, span: int = 0) -> StepB
     hidden = rng.standard_normal((106, SPANS[span].input_width)).astype(DTYPE)
     slots = np.array([1, -1, 0, 2], dtype=np.int32) if layout.has_adapters else None
     pages = rng.integers(1, 99, (3, 7)).astype(np.int32) if layout.page_size else None
-    return StepBatch(span, control, 3, (hidden[:50], hidden[50:]), None, adapter_slots=slots, new_pages=pages)
+    return StepBatch(span, control, 3, (hidden[:50], hidden[50:]), None, adapter_places=slots, new_pages=pages)
 
 
 def test_a_batch_comes_as_its_layout_says(slot: Slot) -> None:

@@ -18,10 +18,9 @@ from rigs.layer_calls import HIDDEN, HeldEngine, detail, make_step, reason_of, r
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2, layer_service_pb2_grpc
 from deltaline.v1 import layer_service_pb2 as pb
-from deltaline_server import examiner, step
+from deltaline_server import finite, step
 from deltaline_server.app import Server
-from deltaline_server.examiner import checksum
-from deltaline_server.finite import finite_rows
+from deltaline_server.finite import checksum, finite_rows
 from deltaline_server.front import layer_service
 from deltaline_server.tables import kept_replies
 
@@ -122,7 +121,7 @@ async def test_rows_of_a_large_tensor_are_told_apart_by_a_thread(stub: Any, monk
         threads.append(threading.current_thread().name)
         return finite_rows(values, starts)
 
-    monkeypatch.setattr(examiner, "finite_rows", noted)
+    monkeypatch.setattr(finite, "finite_rows", noted)
     monkeypatch.delattr(step, "finite_rows")  # the loop's
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=2))
     request = make_step(opened)
@@ -132,7 +131,7 @@ async def test_rows_of_a_large_tensor_are_told_apart_by_a_thread(stub: Any, monk
     answer = await stub.Step(request)
     assert list(answer.outcome) == [pb.ROW_OUTCOME_EXECUTED, pb.ROW_OUTCOME_REFUSED]
     assert reason_of(answer.row_status[0].status) == "NON_FINITE_INPUT"
-    assert len(threads) == 1 and threads[0].startswith("examiner")
+    assert len(threads) == 1 and threads[0].startswith("finite")
 
 
 async def test_large_prefill_of_which_little_comes_back_is_kept_as_a_checksum_by_threads(
@@ -147,7 +146,7 @@ async def test_large_prefill_of_which_little_comes_back_is_kept_as_a_checksum_by
         threads.append(threading.current_thread().name)
         return checksum(values)
 
-    monkeypatch.setattr(examiner, "checksum", noted)
+    monkeypatch.setattr(finite, "checksum", noted)
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
     tokens = np.random.default_rng(0).standard_normal((9, HIDDEN)).astype(np.float32)
 
@@ -159,7 +158,7 @@ async def test_large_prefill_of_which_little_comes_back_is_kept_as_a_checksum_by
         return request
 
     first = await stub.Step(prefill(tokens, pb.OUTPUT_ROWS_LAST))
-    assert len(threads) == 1 and threads[0].startswith("examiner")
+    assert len(threads) == 1 and threads[0].startswith("finite")
     again = await stub.Step(prefill(tokens, pb.OUTPUT_ROWS_LAST))
     assert list(again.outcome) == [pb.ROW_OUTCOME_REPLAYED] and again.hidden == first.hidden
     tokens[3, 2] += 1

@@ -10,29 +10,29 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from rigs.limits import make_limits
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front import requests
-from deltaline_server.front.requests import MAX_COUNTER, RequestLimits
+from deltaline_server.front.requests import MAX_COUNTER, Served
 from deltaline_server.front.step_message import from_protobuf
 from deltaline_server.memory.regions import Regions
-from deltaline_server.span_ends import SpanEnds
-from deltaline_server.step import OutputRows
+from deltaline_server.step import OutputRows, SpanShapes
 
 HIDDEN = 8
-LIMITS = RequestLimits(
-    spans=[SpanEnds(HIDDEN, 4)] * 2,
-    dtype=np.dtype(np.float32),
-    max_sequences=4,
-    max_draft_tokens=3,
-    inline_limit_bytes=1024,
-    queue_rows=64,
-    queue_bytes=1 << 20,
-    max_lease_ms=1000,
-    regions=Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=time.monotonic),
+LIMITS = make_limits(max_sequences=4, max_draft_tokens=3)
+SERVED = Served(
+    LIMITS,
+    [SpanShapes(HIDDEN, 4)] * 2,
+    np.dtype(np.float32),
+    Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=time.monotonic),
 )
+
+
+def served_with(**changes: int) -> Served:
+    return replace(SERVED, limits=replace(LIMITS, **changes))
 
 
 def hidden(tokens: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
@@ -55,8 +55,8 @@ def make_step() -> pb.StepRequest:
     )
 
 
-def read(message: pb.StepRequest, limits: RequestLimits = LIMITS, **times: Any) -> Any:
-    return requests.read_step(from_protobuf(message), limits, **({"now_s": 100.0, "until_s": None} | times))
+def read(message: pb.StepRequest, served: Served = SERVED, **times: Any) -> Any:
+    return requests.read_step(from_protobuf(message), served, **({"now_s": 100.0, "until_s": None} | times))
 
 
 def test_sound_step_becomes_arrays() -> None:
@@ -177,13 +177,13 @@ def test_faulty_step_is_refused(name: str) -> None:
 
 
 def test_what_the_queue_could_never_take_is_refused_for_good() -> None:
-    small = replace(LIMITS, queue_bytes=8 * HIDDEN * 4 - 1)
+    small = served_with(queue_bytes=8 * HIDDEN * 4 - 1)
     with pytest.raises(RequestError, match="has 256 bytes, expected at most 255") as caught:
         read(make_step(), small)
     assert (caught.value.refusal.reason, caught.value.refusal.retry_after_s) == (Reason.MESSAGE_TOO_LARGE, None)
-    read(make_step(), replace(LIMITS, queue_bytes=8 * HIDDEN * 4, queue_rows=3))
+    read(make_step(), served_with(queue_bytes=8 * HIDDEN * 4, queue_rows=3))
     with pytest.raises(RequestError, match="at most 2 entries, all that may wait here, got 3") as caught:
-        read(make_step(), replace(LIMITS, queue_rows=2))
+        read(make_step(), served_with(queue_rows=2))
     assert (caught.value.refusal.reason, caught.value.refusal.retry_after_s) == (Reason.INVALID_BATCH, None)
 
 
@@ -198,28 +198,28 @@ def test_refusal_of_a_repeated_sequence_does_not_name_it() -> None:
 @pytest.mark.parametrize("count", [0, 5, 2**32 - 1])
 def test_open_of_a_wrong_count_is_refused(count: int) -> None:
     with pytest.raises(RequestError, match="count"):
-        requests.read_count(pb.OpenSequencesRequest(count=count), LIMITS)
+        requests.read_count(pb.OpenSequencesRequest(count=count), SERVED)
 
 
 @pytest.mark.parametrize("length", [1, 15, 17])
 def test_open_token_of_a_wrong_length_is_refused(length: int) -> None:
     with pytest.raises(RequestError, match="open_token"):
-        requests.read_count(pb.OpenSequencesRequest(count=1, open_token=bytes(length)), LIMITS)
+        requests.read_count(pb.OpenSequencesRequest(count=1, open_token=bytes(length)), SERVED)
 
 
 def test_lease_is_in_seconds_and_limited() -> None:
-    assert requests.read_lease_s(0, LIMITS) is None
-    assert requests.read_lease_s(1000, LIMITS) == 1.0
+    assert requests.read_lease_s(0, SERVED) is None
+    assert requests.read_lease_s(1000, SERVED) == 1.0
     with pytest.raises(RequestError, match="lease_ms"):
-        requests.read_lease_s(1001, LIMITS)
+        requests.read_lease_s(1001, SERVED)
 
 
 def test_commit_needs_a_step_and_a_count_per_sequence() -> None:
     message = pb.CommitSequencesRequest(server_epoch=5, sequence=[1, 2], step=[3, 2**64 - 1], accepted=[0, -7])
-    commit = requests.read_commit(message, LIMITS)
+    commit = requests.read_commit(message, SERVED)
     assert (commit.step.tolist(), commit.accepted.tolist()) == ([3, MAX_COUNTER], [0, -7])
     for field in ("step", "accepted"):
         short = pb.CommitSequencesRequest.FromString(message.SerializeToString())
         getattr(short, field).pop()
         with pytest.raises(RequestError, match=field):
-            requests.read_commit(short, LIMITS)
+            requests.read_commit(short, SERVED)

@@ -11,35 +11,31 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rigs.limits import make_limits
 
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2, tensor_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import RequestError
-from deltaline_server.front.requests import RequestLimits, read_step
-from deltaline_server.front.step_message import Pattern, Runs, StepMessage, from_protobuf, walk_step
+from deltaline_server.front.requests import Served, read_step
+from deltaline_server.front.step_message import Extents, Pattern, StepMessage, from_protobuf, scan_step
 from deltaline_server.front.step_parser import MOST_BYTES, MOST_PATTERNS, StepParser
-from deltaline_server.front.wire_scan import Walk
+from deltaline_server.front.wire_scan import WireScan
 from deltaline_server.memory.regions import Region, Regions
-from deltaline_server.span_ends import SpanEnds
-from deltaline_server.step import StepRequest
+from deltaline_server.step import SpanShapes, StepRequest
 
 HIDDEN = 4
 REGION = 2**64 - 3
-LIMITS = RequestLimits(
-    spans=[SpanEnds(HIDDEN, 2)] * 2,
-    dtype=np.dtype(ml_dtypes.bfloat16),
-    max_sequences=8,
-    max_draft_tokens=3,
-    inline_limit_bytes=1024,
-    queue_rows=64,
-    queue_bytes=1 << 20,
-    max_lease_ms=1000,
-    regions=Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=lambda: 0.0),
+LIMITS = make_limits(max_sequences=8, max_draft_tokens=3)
+SERVED = Served(
+    LIMITS,
+    [SpanShapes(HIDDEN, 2)] * 2,
+    np.dtype(ml_dtypes.bfloat16),
+    Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=lambda: 0.0),
 )
 MEMORY = np.full(4096, 0x3F, np.uint8)
 # What a client has made, in memory that nobody else sees.
-LIMITS.regions._regions[REGION] = Region(REGION, MEMORY, -1, b"", 1.0, 1.0)
+SERVED.regions._regions[REGION] = Region(REGION, MEMORY, -1, b"", 1.0, 1.0)
 NUMBERS = {
     "uint64": st.sampled_from([0, 1, 2**62, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1),
     "uint32": st.sampled_from([0, 1, 2**31, 2**32 - 1]) | st.integers(0, 5),
@@ -66,7 +62,7 @@ def by_protobuf(body: bytes) -> dict[str, Any] | None:
 def outcome(message: StepMessage) -> Any:
     """The request's arrays or its error, in values that compare."""
     try:
-        request = read_step(message, LIMITS, now_s=0.0, until_s=None)
+        request = read_step(message, SERVED, now_s=0.0, until_s=None)
     except RequestError as error:
         return error.refusal
     form, memory = request.form, request.output_memory
@@ -81,13 +77,13 @@ def check(body: bytes) -> bool:
     """All parsers agree about a body; returns whether the fast one took it."""
     expected = by_protobuf(body)
     parser = StepParser()
-    walked = walk_step(body, 0, len(body))
-    if walked is not None:
-        message, runs = walked
+    scanned = scan_step(body, 0, len(body))
+    if scanned is not None:
+        message, extents = scanned
         assert plain(message) == expected
         reference = outcome(from_protobuf(pb.StepRequest.FromString(body)))
         assert outcome(message) == reference
-        check_pattern(Pattern(body, 0, len(body), message, runs), body, runs)
+        check_pattern(Pattern(body, 0, len(body), message, extents), body, extents)
         assert [outcome(parser.parse_step(body)) for _ in range(2)] == [reference, reference]
     if expected is None:
         with pytest.raises(DecodeError):
@@ -95,14 +91,14 @@ def check(body: bytes) -> bool:
     else:
         assert plain(parser.parse_step(body)) == expected
     check_in_stream(parser, body, expected)
-    return walked is not None
+    return scanned is not None
 
 
-def check_pattern(pattern: Pattern, body: bytes, runs: Runs) -> None:
+def check_pattern(pattern: Pattern, body: bytes, extents: Extents) -> None:
     """A pattern takes its own message and those with other numbers and tensors, as protobuf does; no others."""
     matched = pattern.match(body, 0, len(body))
     assert matched is not None and plain(matched) == by_protobuf(body)
-    differing = {at for run in runs if run is not None for at in range(*run)}
+    differing = {at for run in extents if run is not None for at in range(*run)}
     for at in {*range(0, len(body), 1 + len(body) // 24), *sorted(differing)[:9]}:
         changed = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
         found = pattern.match(b"head" + changed + b"tail", 4, 4 + len(body))
@@ -112,8 +108,8 @@ def check_pattern(pattern: Pattern, body: bytes, runs: Runs) -> None:
             assert plain(found) == by_protobuf(changed)
             assert outcome(found._replace(pattern=None)) == outcome(from_protobuf(pb.StepRequest.FromString(changed)))
         else:
-            assert (runs.shared and at in range(*runs.shared)) or (
-                runs.output_slice and at in range(*runs.output_slice)
+            assert (extents.shared and at in range(*extents.shared)) or (
+                extents.output_slice and at in range(*extents.output_slice)
             )
 
 
@@ -148,7 +144,7 @@ def messages(draw: st.DrawFn) -> pb.StepRequest:
         return draw(st.one_of(st.just(sound), st.just(sound), st.lists(NUMBERS[name], max_size=6)))
 
     tokens = draw(st.sampled_from([count, count, 3]))
-    hidden = wire.encode(np.arange(tokens * HIDDEN).reshape(tokens, HIDDEN).astype(LIMITS.dtype))
+    hidden = wire.encode(np.arange(tokens * HIDDEN).reshape(tokens, HIDDEN).astype(SERVED.dtype))
     if draw(st.booleans()):
         hidden.dtype = draw(st.sampled_from([0, 1, 2, 3, 4, -1]))  # type: ignore[assignment]
         del hidden.shape[:]
@@ -286,18 +282,18 @@ def sound(count: int = 3) -> pb.StepRequest:
         step=[1] * count,
         position=[0] * count,
         query_start_loc=range(count + 1),
-        hidden=wire.encode(np.ones((count, HIDDEN), LIMITS.dtype)),
+        hidden=wire.encode(np.ones((count, HIDDEN), SERVED.dtype)),
         priority=-8,
         queue_timeout_us=2**40,
     )
 
 
-def test_usual_form_is_walked() -> None:
+def test_usual_form_is_scanned() -> None:
     assert check(sound().SerializeToString())
     assert check(pb.StepRequest().SerializeToString())
 
 
-def test_every_field_is_walked() -> None:
+def test_every_field_is_scanned() -> None:
     message = sound()
     message.accepted.extend([-1, 0, 2])
     message.output = pb.OUTPUT_ROWS_LAST
@@ -306,7 +302,7 @@ def test_every_field_is_walked() -> None:
     assert check(message.SerializeToString())
 
 
-def test_step_in_shared_memory_is_walked() -> None:
+def test_step_in_shared_memory_is_scanned() -> None:
     message = sound()
     message.hidden.shared.CopyFrom(tensor_pb2.SharedSlice(region=REGION, offset=128))
     message.output_slice.CopyFrom(pb.OutputSlice(region=REGION, offset=2048, size_bytes=1024))
@@ -335,7 +331,7 @@ def test_of_two_payloads_the_last_one_counts() -> None:
 
 
 def read(body: bytes) -> StepRequest:
-    return read_step(StepParser().parse_step(body), LIMITS, now_s=0.0, until_s=None)
+    return read_step(StepParser().parse_step(body), SERVED, now_s=0.0, until_s=None)
 
 
 @pytest.mark.parametrize("span", [b"\x10\x01", b"\x10\x81\x00"], ids=["two bytes", "three bytes"])
@@ -347,19 +343,19 @@ def test_elements_are_a_view_where_they_are_aligned(span: bytes) -> None:
     is_view = np.shares_memory(hidden.view(np.uint8), np.frombuffer(body, np.uint8))
     assert is_view == (body.index(message.hidden.inline) % 2 == 0)
     assert hidden.flags.aligned and not hidden.flags.writeable
-    np.testing.assert_array_equal(hidden, np.ones((3, HIDDEN), LIMITS.dtype))
+    np.testing.assert_array_equal(hidden, np.ones((3, HIDDEN), SERVED.dtype))
 
 
 def test_field_with_a_longer_tag_is_no_field_of_a_walk() -> None:
     with pytest.raises(ValueError, match="at most 15"):
-        Walk(admin_service_pb2.GetServerInfoResponse.DESCRIPTOR, "sequence_state_bytes")
+        WireScan(admin_service_pb2.GetServerInfoResponse.DESCRIPTOR, "sequence_state_bytes")
 
 
 def test_of_many_batches_the_last_ones_are_remembered() -> None:
     parser = StepParser()
 
     def body(handle: int) -> bytes:
-        hidden = wire.encode(np.zeros((1, HIDDEN), LIMITS.dtype))
+        hidden = wire.encode(np.zeros((1, HIDDEN), SERVED.dtype))
         message = pb.StepRequest(
             server_epoch=1, sequence=[handle], kind=[pb.ROW_KIND_DECODE], step=[1], position=[0], hidden=hidden
         )
@@ -390,13 +386,13 @@ def test_columns_that_nobody_has_checked_are_not_remembered_at_any_length(column
 def test_a_pattern_keeps_no_message_alive() -> None:
     """No slice, view or base of an array of what is remembered has more bytes than the columns."""
     parser = StepParser()
-    hidden = wire.encode(np.zeros((64, HIDDEN), LIMITS.dtype))
-    for size in (1000, 2000):  # walked, then matched
+    hidden = wire.encode(np.zeros((64, HIDDEN), SERVED.dtype))
+    for size in (1000, 2000):  # scanned, then matched
         values: dict[str, Any] = {"sequence": [7], "kind": [pb.ROW_KIND_PREFILL], "step": [1], "position": [size]}
         request = pb.StepRequest(server_epoch=1, hidden=hidden, query_start_loc=[0, 64], **values)
         pattern = parser.parse_step(request.SerializeToString()).pattern
         assert pattern is not None
-        read_step(parser.parse_step(request.SerializeToString()), LIMITS, now_s=0.0, until_s=None)
+        read_step(parser.parse_step(request.SerializeToString()), SERVED, now_s=0.0, until_s=None)
         form = pattern.form
         arrays = [form.handle, form.kind, form.accepted, form.query_start_loc, form.lengths, form.kept_bytes]
         arrays += [value for value in pattern._message if isinstance(value, np.ndarray)]

@@ -16,7 +16,7 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server.app import STOP_GRACE_S, Server
 from deltaline_server.front import layer_service
-from deltaline_server.front.flow_control import StreamRoom
+from deltaline_server.front.flow_control import StreamWindow
 from deltaline_server.front.layer_service import STREAM_STEPS
 
 
@@ -185,12 +185,12 @@ async def test_refused_steps_take_room_until_their_answers_are_written(
 ) -> None:
     taken: list[int] = []
 
-    class Noted(StreamRoom):
-        async def take(self, num_bytes: int) -> None:
+    class Noted(StreamWindow):
+        async def acquire(self, num_bytes: int) -> None:
             taken.append(num_bytes)
-            await super().take(num_bytes)
+            await super().acquire(num_bytes)
 
-    monkeypatch.setattr(layer_service, "StreamRoom", Noted)
+    monkeypatch.setattr(layer_service, "StreamWindow", Noted)
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
     stream = stub.StepStream()
     step = make_step(opened, span=9)

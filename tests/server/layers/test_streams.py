@@ -27,7 +27,7 @@ from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model, open_weights
-from deltaline_server.span_ends import SpanEnds
+from deltaline_server.step import SpanShapes
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "streams.py"
 TOLERANCE = 1e-4
@@ -181,11 +181,11 @@ def test_the_ends_of_the_model(make_oracle: MakeOracle, device: str, model_type:
     whole = serve(oracle.options(device, stream_ends=StreamEnds.BOTH))
     assert_close(whole.step(hidden, [1], [20], read_line=[0]), theirs)
     parts = serve(oracle.options(device, spans=[range(0, 2), range(2, 3)], stream_ends=StreamEnds.BOTH))
-    assert parts.model.ends == (SpanEnds(HIDDEN, 4, 0, STREAMS), SpanEnds(HIDDEN, 4, STREAMS, 0))
+    assert parts.model.ends == (SpanShapes(HIDDEN, 4, 0, STREAMS), SpanShapes(HIDDEN, 4, STREAMS, 0))
     between = parts.step(hidden, [1], [20], read_line=[0])
     assert_close(parts.step(between, [1], [20], span=1, read_line=[0]), theirs)
     plain = serve(oracle.options(device, spans=[range(0, 2), range(2, 3)]))
-    assert plain.model.ends == (SpanEnds(HIDDEN, 4, STREAMS, STREAMS),) * 2
+    assert plain.model.ends == (SpanShapes(HIDDEN, 4, STREAMS, STREAMS),) * 2
     assert torch.equal(plain.step(hidden[:, None].expand(-1, STREAMS, -1), [1], [20], read_line=[0]), between)
 
 
@@ -286,7 +286,7 @@ def test_an_empty_batch(make_oracle: MakeOracle, device: str) -> None:
 def test_the_mixer_of_a_layer_knows_no_streams(make_oracle: MakeOracle, device: str) -> None:
     oracle = make_oracle("qwen3_next")
     served = serve(oracle.options(device, scope=Scope.MIXER, layers=range(1, 2)))
-    assert served.model.ends == (SpanEnds(HIDDEN, 4),)
+    assert served.model.ends == (SpanShapes(HIDDEN, 4),)
     hidden, cache = torch.randn(20, HIDDEN), oracle.cache()
     theirs = oracle.model.base_model.layers[1].linear_attn(hidden[None], cache_params=cache)[0]
     assert_close(served.step(hidden, [1], [20], read_line=[0]), theirs)

@@ -47,16 +47,16 @@ async def test_a_row_waits_for_its_adapter_and_the_others_for_nothing() -> None:
     waits = rig.submit(rig.request((one, PREFILL, 1, 0, -1, [5, 6])))
     for step in range(1, 4):  # one after the other, though the first copy never ends
         assert outputs(await rig.step((base, DECODE, step, step - 1, -1, [1]))) == [checksum([1] * step)]
-    assert rig.engine.batches[-1].adapter_slots is None
+    assert rig.engine.batches[-1].adapter_places is None
     also = rig.submit(rig.request((two, DECODE, 1, 0, -1, [3])))
     await turns()
-    assert not waits.done() and not also.done() and rig.scheduler.residency.num_waiting == 2
+    assert not waits.done() and not also.done() and rig.scheduler.adapter_wait.num_waiting == 2
     rig.device.finish(1)
     assert outputs(await also) == [checksum([3], 2)]
     assert not waits.done()
     rig.device.finish()
     assert outputs(await waits) == [checksum([5], 1), checksum([5, 6], 1)]
-    assert rig.scheduler.residency.num_waiting == 0
+    assert rig.scheduler.adapter_wait.num_waiting == 0
     check(rig)
 
 
@@ -73,7 +73,7 @@ async def test_one_batch_mixes_adapters_base_rows_and_lengths() -> None:
         step, position = (1, 0) if i < 2 else (2, 1)
         rows.append((handles[i], PREFILL, step, position, -1, [float(i)] * lengths[i]))
     result = await rig.step(*rows)
-    slots = rig.engine.batches[-1].adapter_slots
+    slots = rig.engine.batches[-1].adapter_places
     assert slots is not None and slots.dtype == np.int32 and (slots == -1).sum() == 2
     for row, i in enumerate(order):
         before = [] if i < 2 else [9.0]
@@ -148,7 +148,7 @@ async def test_an_adapter_that_nobody_waits_for_any_more_is_not_brought() -> Non
     late = rig.submit(rig.request((two, DECODE, 1, 0, -1, [8]), deadline_s=rig.now + 0.5))
     rig.now += 1
     assert reason(await asyncio.wait_for(late, 5)) is Reason.QUEUE_DEADLINE
-    await until(lambda: rig.scheduler.residency.num_waiting == 1)
+    await until(lambda: rig.scheduler.adapter_wait.num_waiting == 1)
     rig.device.finish()
     await waits
     await asyncio.sleep(0.05)
@@ -217,7 +217,7 @@ async def test_a_sequence_that_closes_while_it_waits_keeps_its_adapter_until_its
     rig.device.finish()
     assert outputs(await waits) == [checksum([9], 1)]
     rig.scheduler.settle()
-    assert (rig.registry.num_registered, rig.table.bindings.num_bound, rig.device.slots) == (0, 0, [None])
+    assert (rig.registry.num_registered, rig.table.adapters.num_bound, rig.device.slots) == (0, 0, [None])
     check(rig)
 
 
@@ -337,7 +337,7 @@ async def test_churn(seed: int) -> None:
     await asyncio.wait_for(asyncio.gather(*(worker() for _ in range(10))), 60)
     copier.cancel()
     assert num_steps > 300
-    assert rig.table.num_open == 0 and rig.table.bindings.num_bound == 0
+    assert rig.table.num_open == 0 and rig.table.adapters.num_bound == 0
     check(rig)
 
 
@@ -355,11 +355,11 @@ async def test_a_batch_without_adapters_takes_none() -> None:
     rig = Rig(adapter_slots=2)
     rig.load("1")
     (base,) = rig.open()
-    assert rig.scheduler.residency.begin() is None
+    assert rig.scheduler.adapter_wait.begin() is None
     await rig.step((base, DECODE, 1, 0, -1, [1]))
     rig.open(adapter="1")
     await rig.step((base, DECODE, 2, 1, -1, [1]))
-    assert [batch.adapter_slots for batch in rig.engine.batches] == [None, None]
+    assert [batch.adapter_places for batch in rig.engine.batches] == [None, None]
     assert rig.adapter_slots.num_copies == 0
 
 
@@ -374,7 +374,7 @@ async def test_what_is_bound_is_told_and_ends_with_the_sequence() -> None:
     handles = np.concatenate([one.handles, base.handles])
     described = rig.table.describe(rig.table.server_epoch, handles)
     assert [(d.adapter.name, d.adapter.content_hash) for d in described] == [("1", b"1")] * 2 + [("", b"")]
-    assert rig.registry.bound() == {1: 2} and rig.table.bindings.num_bound == 2
+    assert rig.registry.bound() == {1: 2} and rig.table.adapters.num_bound == 2
     with pytest.raises(RequestError) as error:
         rig.registry.unload("1", drain=False)
     assert error.value.refusal.reason is Reason.ADAPTER_IN_USE
@@ -382,7 +382,7 @@ async def test_what_is_bound_is_told_and_ends_with_the_sequence() -> None:
     rig.now += 61
     rig.table.reap()  # comes late, so it waits for the next
     rig.table.reap()
-    assert rig.table.num_open == 0 and rig.registry.bound() == {} and rig.table.bindings.num_bound == 0
+    assert rig.table.num_open == 0 and rig.registry.bound() == {} and rig.table.adapters.num_bound == 0
     assert rig.table.describe(rig.table.server_epoch, one.handles)[0].adapter == BASE
     assert rig.registry.unload("1", drain=False) == 0
     rig.table.check_integrity()

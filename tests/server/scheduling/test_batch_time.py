@@ -6,7 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from deltaline_server.scheduling.batch_time import CHUNK_STRETCH, MEMORY_S, MIN_CHUNK_TOKENS, SHORT_MEMORY_S, Pace
+from deltaline_server.scheduling.batch_time import (
+    CHUNK_STRETCH,
+    MEMORY_S,
+    MIN_CHUNK_TOKENS,
+    SHORT_MEMORY_S,
+    BatchTimeModel,
+)
 
 # Seconds of a device whose batches have a fixed part: a chunk a quarter as long takes more than a quarter of the time.
 FIXED_S, TOKEN_S, SHORT_S = 0.2e-3, 1.05e-6, 0.67e-3
@@ -17,7 +23,7 @@ def seconds(num_short: int, tokens: int) -> float:
     return (SHORT_S if num_short else 0.0) + (FIXED_S + TOKEN_S * tokens if tokens else 0.0)
 
 
-def serve(pace: Pace, rounds: int) -> list[int]:
+def serve(pace: BatchTimeModel, rounds: int) -> list[int]:
     """Batches of chunks, of which every other one has decodes too, each measured; returns their tokens."""
     chunks = []
     for number in range(rounds):
@@ -28,7 +34,7 @@ def serve(pace: Pace, rounds: int) -> list[int]:
 
 
 def test_a_prefill_alone_has_the_whole_budget() -> None:
-    pace = Pace(1, 4096)
+    pace = BatchTimeModel(1, 4096)
     assert pace.chunk_tokens(0, 0, 0.0) == 4096
     pace.measured(0, ROWS, 0, SHORT_S, 5.0)
     assert pace.chunk_tokens(0, 0, 5.0 + SHORT_MEMORY_S / 2) < 4096
@@ -37,7 +43,7 @@ def test_a_prefill_alone_has_the_whole_budget() -> None:
 
 @pytest.mark.parametrize("learns_long_first", [True, False])
 def test_chunks_settle_at_the_largest_that_decodes_can_bear(learns_long_first: bool) -> None:
-    pace = Pace(1, 4096)
+    pace = BatchTimeModel(1, 4096)
     if learns_long_first:
         pace.measured(0, 0, 4096, seconds(0, 4096), 0.0)
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
@@ -50,7 +56,7 @@ def test_chunks_settle_at_the_largest_that_decodes_can_bear(learns_long_first: b
 
 def test_chunks_stay_large_when_small_ones_cost_more_by_the_token() -> None:
     """Measured per token, a small chunk once chosen would make all that follow small too."""
-    pace = Pace(1, 4096)
+    pace = BatchTimeModel(1, 4096)
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
     for _ in range(20):
         pace.measured(0, ROWS, 256, seconds(ROWS, 256), 0.0)
@@ -59,7 +65,7 @@ def test_chunks_stay_large_when_small_ones_cost_more_by_the_token() -> None:
 
 
 def test_chunks_are_the_smallest_where_nothing_is_known() -> None:
-    pace = Pace(1, 4096)
+    pace = BatchTimeModel(1, 4096)
     assert pace.chunk_tokens(0, ROWS, 0.0) == MIN_CHUNK_TOKENS
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
     assert pace.chunk_tokens(0, ROWS, 0.0) == MIN_CHUNK_TOKENS
@@ -67,14 +73,14 @@ def test_chunks_are_the_smallest_where_nothing_is_known() -> None:
 
 @pytest.mark.parametrize("budget", [64, 256, 300, 1000, 4096])
 def test_chunks_are_within_the_budget(budget: int) -> None:
-    pace = Pace(1, budget)
+    pace = BatchTimeModel(1, budget)
     assert pace.chunk_tokens(0, 0, 0.0) == budget
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
     assert all(min(budget, MIN_CHUNK_TOKENS) <= chunk <= budget for chunk in serve(pace, 40))
 
 
 def test_times_between_and_beyond_what_was_measured() -> None:
-    pace = Pace(1, 4096)
+    pace = BatchTimeModel(1, 4096)
     assert pace.predicted_s(0, ROWS, 512) == 0.0
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
     assert pace.predicted_s(0, 2 * ROWS, 0) == SHORT_S  # the nearest number
@@ -92,14 +98,14 @@ def test_times_between_and_beyond_what_was_measured() -> None:
 
 
 def test_a_stall_counts_little() -> None:
-    pace = Pace(1, 4096)
+    pace = BatchTimeModel(1, 4096)
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
     pace.measured(0, ROWS, 0, 1000 * SHORT_S, 0.0)
     assert pace.predicted_s(0, ROWS, 0) < 1.5 * SHORT_S
 
 
 def test_a_stall_does_not_rule_out_a_size_for_good() -> None:
-    pace = Pace(1, 4096)
+    pace = BatchTimeModel(1, 4096)
     pace.measured(0, ROWS, 0, SHORT_S, 0.0)
     assert serve(pace, 20)[-1] == 1024
     for _ in range(20):
@@ -111,6 +117,6 @@ def test_a_stall_does_not_rule_out_a_size_for_good() -> None:
 
 
 def test_spans_have_their_own_times() -> None:
-    pace = Pace(2, 4096)
+    pace = BatchTimeModel(2, 4096)
     pace.measured(1, ROWS, 0, SHORT_S, 0.0)
     assert pace.predicted_s(0, ROWS, 0) == 0.0

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.engine.engine import SMALL_BYTES, Engine
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
-from deltaline_server.scheduling.batch import Run
-from deltaline_server.scheduling.in_flight import LINGER_S, Flights
+from deltaline_server.scheduling.in_flight import LINGER_S, BatchInFlight, InFlight
 from deltaline_server.step import BatchResult, StepBatch
 
 WAIT_S = 20.0
@@ -210,15 +209,15 @@ async def test_results_come_to_the_loop_in_the_order_of_the_batches(engine: Engi
     all_landed = asyncio.Event()
     sizes = [64, SMALL_BYTES + 4, 64, 64, SMALL_BYTES + 4, SMALL_BYTES + 4, 64]
 
-    def land(run: Run, result: BatchResult, done_s: float) -> None:
+    def land(batch: BatchInFlight, result: BatchResult) -> None:
         landed.append(result.compute_s)
         if len(landed) == len(sizes):
             all_landed.set()
 
-    flights = Flights(engine, land, time.monotonic)
+    in_flight = InFlight(engine, land, time.monotonic)
     for size in sizes:
-        flights.start(Run(0, [], make_batch(size), 0.0, 0.0))
-    assert len(flights) == len(sizes)
+        in_flight.start(BatchInFlight([], make_batch(size), 0.0, 0.0))
+    assert len(in_flight.batches) == len(sizes)
     for _ in sizes:
         await asyncio.sleep(0.002)
         await asyncio.to_thread(device.finish_one)
@@ -244,19 +243,19 @@ async def test_a_thread_that_is_sooner_waits_for_the_batch_before_it() -> None:
 
     engine, landed, times = Hasty(), list[float](), list[float]()
 
-    def land(run: Run, result: BatchResult, done_s: float) -> None:
+    def land(batch: BatchInFlight, result: BatchResult) -> None:
         landed.append(result.compute_s)
-        times.append(done_s)
+        times.append(batch.done_s)
 
-    flights = Flights(engine, land, time.monotonic)
+    in_flight = InFlight(engine, land, time.monotonic)
     for _ in range(2):
-        flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+        in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
     await asyncio.to_thread(engine.waiting.pop(1), BatchResult(np.zeros((0, 1)), np.ones(1, bool), compute_s=2.0))
     await asyncio.sleep(0.01)
     assert not landed
     engine.may_poll = True
     await asyncio.sleep(0.01)
-    assert landed == [1.0, 2.0] and not len(flights)
+    assert landed == [1.0, 2.0] and not len(in_flight.batches)
     assert times == sorted(times)  # or the device would have been busy for a negative time
 
 
@@ -269,16 +268,16 @@ async def test_it_is_polled_once_in_a_turn_however_many_batches_follow(engine: E
         return poll()
 
     engine.poll = counted  # type: ignore[method-assign]
-    landed: list[Run] = []
+    landed: list[BatchInFlight] = []
 
-    def land(run: Run, result: BatchResult, done_s: float) -> None:
-        landed.append(run)
+    def land(batch: BatchInFlight, result: BatchResult) -> None:
+        landed.append(batch)
         if len(landed) < 6:
-            flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+            in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
 
     now_s = 5.0
-    flights = Flights(engine, land, lambda: now_s)
-    flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+    in_flight = InFlight(engine, land, lambda: now_s)
+    in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
     for count in range(1, 7):
         device.finish_one()
         end_s = time.monotonic() + WAIT_S
@@ -313,8 +312,8 @@ async def test_the_loop_stays_awake_for_the_next_step_but_not_beside_a_batch_of_
         return len(polls)
 
     engine.poll = counted  # type: ignore[method-assign]
-    now_s, landed = 5.0, list[Run]()
-    flights = Flights(engine, lambda run, result, done_s: landed.append(run), lambda: now_s)
+    now_s, landed = 5.0, list[BatchInFlight]()
+    in_flight = InFlight(engine, lambda batch, result: landed.append(batch), lambda: now_s)
 
     async def has_landed(count: int) -> None:
         device.finish_one()
@@ -323,15 +322,15 @@ async def test_the_loop_stays_awake_for_the_next_step_but_not_beside_a_batch_of_
             assert time.monotonic() < end_s
             await asyncio.sleep(0)
 
-    flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+    in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
     await has_landed(1)
     assert await num_polls() == 10
-    flights.start(Run(0, [], make_batch(SMALL_BYTES + 4), 0.0, 0.0))
+    in_flight.start(BatchInFlight([], make_batch(SMALL_BYTES + 4), 0.0, 0.0))
     await num_polls()
     assert await num_polls() == 0, "its threads need the interpreter"
     await has_landed(2)
     assert await num_polls() == 0
-    flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+    in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
     await has_landed(3)
     assert await num_polls() == 10
     now_s += LINGER_S
@@ -363,28 +362,28 @@ class Prompt:
 
 @pytest.mark.parametrize("by_thread", [False, True])
 async def test_the_loop_stays_awake_only_after_a_batch_that_it_polled(by_thread: bool) -> None:
-    engine, landed = Prompt(by_thread), list[Run]()
-    flights = Flights(engine, lambda run, result, done_s: landed.append(run), lambda: 5.0)
-    flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+    engine, landed = Prompt(by_thread), list[BatchInFlight]()
+    in_flight = InFlight(engine, lambda batch, result: landed.append(batch), lambda: 5.0)
+    in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
     for _ in range(10):
         await asyncio.sleep(0)
     assert len(landed) == 1
     assert engine.num_polls == (1 if by_thread else 10)
-    flights._clock = lambda: 5.0 + LINGER_S  # or this loop would stay awake for ever
+    in_flight._clock = lambda: 5.0 + LINGER_S  # or this loop would stay awake for ever
 
 
 async def test_polling_goes_on_after_a_fault_of_who_is_told() -> None:
-    engine, landed = Prompt(by_thread=False), list[Run]()
+    engine, landed = Prompt(by_thread=False), list[BatchInFlight]()
 
-    def land(run: Run, result: BatchResult, done_s: float) -> None:
-        landed.append(run)
+    def land(batch: BatchInFlight, result: BatchResult) -> None:
+        landed.append(batch)
         if len(landed) == 1:
             raise RuntimeError("a planted fault")
 
     faults: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context["exception"]))
-    flights = Flights(engine, land, time.monotonic)
+    in_flight = InFlight(engine, land, time.monotonic)
     for _ in range(2):
-        flights.start(Run(0, [], make_batch(), 0.0, 0.0))
+        in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
         await asyncio.sleep(3 * LINGER_S)
     assert len(landed) == 2 and len(faults) == 1

@@ -16,7 +16,7 @@ import pytest
 from rigs.scheduler_rig import DECODE, MAX_DRAFT, PREFILL, VERIFY, Rig, checksum, outputs, reason
 
 from deltaline_server.errors import Reason
-from deltaline_server.scheduling.in_flight import Flights
+from deltaline_server.scheduling.in_flight import InFlight
 from deltaline_server.step import BatchResult, OutputRows, RowKind, RowOutcome, StepBatch, StepResult
 
 
@@ -143,7 +143,7 @@ class Load:
         self.loop = JumpingLoop()
         self.rig = Rig(slots=slots, queue_rows=4096, queue_bytes=1 << 28, reply_bytes=1 << 28, chunk_tokens=2048)
         self.engine = TimedEngine(self.rig, self.loop)
-        self.rig.scheduler._flights = Flights(self.engine, self.rig.scheduler._landed, self.loop.time)
+        self.rig.scheduler._in_flight = InFlight(self.engine, self.rig.scheduler._landed, self.loop.time)
         self.rig.scheduler._clock = self.loop.time
         self.latencies: list[float] = []
         self.prefilled: dict[str, int] = {}

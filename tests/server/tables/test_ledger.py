@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltaline_server.span_ends import SpanEnds
-from deltaline_server.step import OutputRows, RowKind, StepForm, StepRequest
+from deltaline_server.step import OutputRows, RowKind, SpanShapes, StepForm, StepRequest
 from deltaline_server.tables.admission import Admission
 from deltaline_server.tables.ledger import StepLedger
 
@@ -29,7 +28,7 @@ def make_request(kinds: list[int], steps: list[int], positions: list[int], accep
         query_start_loc=np.cumsum([0, *lengths]),
         output=OutputRows.ALL,
         priority=0,
-        ends=SpanEnds(4, 4),
+        shapes=SpanShapes(4, 4),
     )
     hidden = np.zeros((sum(lengths), 4), np.float32)
     return StepRequest(form, np.array(steps, np.int64), np.array(positions, np.int64), hidden)
@@ -38,11 +37,11 @@ def make_request(kinds: list[int], steps: list[int], positions: list[int], accep
 def judge_both(ledger: StepLedger, request: StepRequest, slots: list[int]) -> Admission | None:
     """Judge a request both ways; whatever the short way admits, the long way admits with the same values."""
     at = np.array(slots)
-    plain = ledger.judge_plain(request, at)
+    plain = ledger.admit_plain(request, at)
     is_next = request.step == ledger.tail.step[request.form.span, at] + 1
     if plain is not None:
         assert is_next.all()
-        admission, refusals = ledger.judge(request, np.arange(len(at)), at, request.form.lengths)
+        admission, refusals = ledger.admit(request, np.arange(len(at)), at, request.form.lengths)
         assert not refusals
         # What names a commit counts only where there is one.
         for name in {field.name for field in fields(Admission)} - {"commit_position", "commit_ordinal"}:
@@ -66,7 +65,7 @@ def test_short_way_admits_as_the_long_way(data: st.DataObject) -> None:
         admission = judge_both(ledger, request, slots)
         if admission is None and all(s == ledger.tail.step[1, slot] + 1 for s, slot in zip(steps, slots, strict=True)):
             at = np.array(slots)
-            admission, _ = ledger.judge(request, np.arange(len(at)), at, request.form.lengths)
+            admission, _ = ledger.admit(request, np.arange(len(at)), at, request.form.lengths)
         if admission is not None and len(admission.rows):
             ledger.take(1, admission)
             if data.draw(st.booleans()):

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deltaline_server.tables.lines import LinePool
-from deltaline_server.tables.pages import PageClaim, PagePool
+from deltaline_server.tables.pages import PagePool
 
 
 def ints(*values: int) -> NDArray[np.int64]:
@@ -64,9 +64,9 @@ def test_who_comes_first_gets_the_last_pages() -> None:
     assert pool.lacking(lines[1:], ends[1:]).tolist() == [False, False, False]
     assert pool.num_used == 1
     with pytest.raises(ValueError, match="expected tokens on 3 more pages at most, got 5"):
-        PageClaim(pool, lines, ends).take()
+        pool.grant(lines, ends)
     assert pool.num_used == 1
-    PageClaim(pool, lines[[0, 3]], ends[[0, 3]]).take()
+    pool.grant(lines[[0, 3]], ends[[0, 3]])
     assert pool.num_used == 4
 
 

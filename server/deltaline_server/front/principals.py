@@ -1,0 +1,11 @@
+"""Who a call is from."""
+
+from __future__ import annotations
+
+from deltaline_server.front.interceptor import Context
+from deltaline_server.step import ANONYMOUS, Principal
+
+
+def principal_of(context: Context) -> Principal:
+    """The principal of a call: everybody is anonymous, since calls carry neither certificates nor tokens."""
+    return ANONYMOUS
