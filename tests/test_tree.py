@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load"}
-MAX_LINES = 300
-MAX_LINES_CHUNKED_KERNEL = 400
+MAX_LINES = 400
+MAX_FILES_IN_A_FOLDER = 15
 MAX_KERNEL_ARGUMENTS = 16
 
 
@@ -46,6 +47,41 @@ def kernels(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.name, len(arguments) - len(constants)
 
 
+def modules() -> dict[str, Path]:
+    """Every module of the four packages by its import name."""
+    found = {}
+    for path in sources():
+        parts = path.relative_to(ROOT).with_suffix("").parts[1:]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(tree: ast.AST, known: Iterable[str]) -> set[str]:
+    """The known modules that a module imports, wherever it does so."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in known else node.module)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return found & set(known)
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Name the modules that import each other, directly or by others: what is left when all others have been removed,
+    again and again, that import nothing which is left, or which nothing that is left imports."""
+    left = dict(graph)
+    while True:
+        imported = {target for module in left for target in left[module] & left.keys() if target != module}
+        over = [module for module in left if module not in imported or not left[module] & left.keys() - {module}]
+        if not over:
+            return sorted(left)
+        for module in over:
+            del left[module]
+
+
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -54,12 +90,23 @@ def name_of(path: Path) -> str:
 def test_source_file_keeps_the_rules(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    limit = MAX_LINES_CHUNKED_KERNEL if path.parts[-3] == "deltaline_kernels" and "chunk" in path.stem else MAX_LINES
     too_wide = [name for name, count in kernels(tree) if count > MAX_KERNEL_ARGUMENTS]
-    assert len(text.splitlines()) <= limit
+    assert len(text.splitlines()) <= MAX_LINES
     assert path.stem not in SAYS_NOTHING
     assert list(unsafe(tree)) == []
     assert too_wide == []
+
+
+def test_no_modules_import_each_other() -> None:
+    known = modules()
+    assert circles({name: imports(ast.parse(path.read_text()), known) for name, path in known.items()}) == []
+
+
+def test_folders_are_small_and_say_what_they_are() -> None:
+    counts = Counter(path.parent for path in sources())
+    assert {name_of(folder): count for folder, count in counts.items() if count > MAX_FILES_IN_A_FOLDER} == {}
+    packages = [path for name, path in modules().items() if path.stem == "__init__" and name.startswith("deltaline_")]
+    assert [name_of(path) for path in packages if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
 def test_containers_are_not_packages() -> None:
@@ -71,6 +118,12 @@ def test_packages_say_that_they_are_typed() -> None:
     packages = [path.parent for folder in CONTAINERS for path in (ROOT / folder).glob("*/__init__.py")]
     assert len(packages) == len(CONTAINERS) + 1  # the client has the command beside it
     assert [name_of(package) for package in packages if not (package / "py.typed").exists()] == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert imports(ast.parse("def f():\n    from a.b import c\n    import d"), ["a.b.c", "a.b", "d"]) == {"a.b.c", "d"}
 
 
 @pytest.mark.parametrize(

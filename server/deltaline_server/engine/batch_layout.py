@@ -1,7 +1,4 @@
-"""How a batch lies in a slot: its layout, and how what is told of its rows is written there.
-
-Knows arrays of the host; no device (staging.py).
-"""
+"""How a batch lies in buffers: its layout, and how what is told of its rows is written there."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from numpy.typing import NDArray
 from deltaline_kernels.rows import NUM_FIELDS
 from deltaline_server.step import StepBatch
 
-# Bytes between whose multiples tensors of a slot begin.
+# Bytes between whose multiples tensors of buffers begin.
 ALIGNMENT = 256
 # What is told of a page that begins: its line, its place there, its number.
 NUM_PAGE_FIELDS = 3
@@ -23,9 +20,9 @@ NUM_PAGE_FIELDS = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """How a batch lies in a slot: rows and tokens in all, of which the first rows are for short ones.
+    """How a batch lies in buffers: rows and tokens in all, of which the first rows are for short ones.
 
-    has_adapters: behind the control of the rows are the slots of their adapters, as one more field. page_size: behind
+    has_adapters: behind the control of the rows are the places of their adapters, as one more field. page_size: behind
     these are the pages that begin within the rows' tokens, as many as that can be; 0 where layers have no pages.
     """
 
@@ -74,12 +71,12 @@ def fill_control(fields: NDArray[np.int32], batch: StepBatch, layout: Layout) ->
     fields[0, end:] = control[0, num_rows]
 
 
-def fill_adapters(field: NDArray[np.int32], adapter_slots: NDArray[np.int32], num_short: int, layout: Layout) -> None:
-    """Write the slots `[N]` of a batch's adapters in a layout `[rows + 1]`; the other rows have none."""
-    first_long, end = layout.short_rows, layout.short_rows + len(adapter_slots) - num_short
+def fill_adapters(field: NDArray[np.int32], adapter_places: NDArray[np.int32], num_short: int, layout: Layout) -> None:
+    """Write the places `[N]` of a batch's adapters in a layout `[rows + 1]`; the other rows have none."""
+    first_long, end = layout.short_rows, layout.short_rows + len(adapter_places) - num_short
     field[num_short:] = -1
-    field[:num_short] = adapter_slots[:num_short]
-    field[first_long:end] = adapter_slots[num_short:]
+    field[:num_short] = adapter_places[:num_short]
+    field[first_long:end] = adapter_places[num_short:]
 
 
 def fill_pages(region: NDArray[np.int32], new_pages: NDArray[np.int32]) -> None:

@@ -1,7 +1,7 @@
 """Computing batches on a GPU: copy in, computation and copy out, replayed from graphs.
 
 Of large batches each has a stream of its own: while one computes, the next is copied in and the one before copied out.
-A small one is a single replay. Knows the model, its state and slots; no threads and no queue (engine.py).
+A small one is a single replay.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from deltaline_server.engine.copier import Copier
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
 from deltaline_server.engine.graphs import Bucket, Graphs, make_buckets
 from deltaline_server.engine.line_zeroing import LineZeroing
-from deltaline_server.engine.staging import Slot
+from deltaline_server.engine.staging import BatchBuffers
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
 from deltaline_server.step import BatchResult, Limits, StepBatch
 
 # One batch is copied in, one computed, one copied out.
-NUM_SLOTS = 3
+NUM_BUFFERS = 3
 
 
 class CudaExecutor:
-    """Streams, slots and graphs of one device, which is the current one of the thread that launches."""
+    """Streams, buffers and graphs of one device, which is the current one of the thread that launches."""
 
     is_asynchronous = True
 
@@ -39,57 +39,57 @@ class CudaExecutor:
         self._num_compiled = 0
         # Not the hook of jitted functions: for it Triton writes their constants as JSON, which modifiers are not.
         knobs.compilation.listener = self._count_compiled
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[BatchBuffers] = queue.SimpleQueue()
         page_size = 0 if pool.kv is None else pool.kv.page_size
         self._buckets = make_buckets(limits, pool.max_draft, model.adapters is not None, page_size)
         self._graphs = Graphs(model, pool, self._buckets)
 
     def prepare(self, report: Report) -> None:
-        """Allocate the slots and capture the graphs, which compiles the kernels and takes the memory they need."""
+        """Allocate the buffers and capture the graphs, which compiles the kernels and takes the memory they need."""
         model = self._model
         layouts = [bucket.layout for bucket in self._buckets]
         sizes = model.ends, model.dtype, model.numpy_dtype
         # Whoever launches writes to them, and need not be in inference mode, which takes time to enter.
         with torch.inference_mode(False):
-            slots = [Slot(layouts, *sizes, self._copier) for _ in range(NUM_SLOTS)]
+            sets = [BatchBuffers(layouts, *sizes, self._copier) for _ in range(NUM_BUFFERS)]
         # What was allocated and zeroed so far was so on the stream that other threads use.
         torch.cuda.synchronize(model.device)
         with torch.cuda.stream(self._compute):
-            self._graphs.capture(slots, report)
+            self._graphs.capture(sets, report)
             self._zeroing = LineZeroing(self._pool)
         torch.cuda.synchronize(model.device)
-        for slot in slots:
-            self._free.put(slot)
+        for buffers in sets:
+            self._free.put(buffers)
 
     def launch(self, batch: StepBatch) -> Launched:
         bucket = self._graphs.find(batch)
-        slot = self._free.get()
+        buffers = self._free.get()
         try:
-            if slot.carries(bucket.layout, batch.span):
-                slot.write(batch, bucket.layout)
+            if buffers.carries(bucket.layout, batch.span):
+                buffers.write(batch, bucket.layout)
                 torch.cuda.set_stream(self._compute)
-                self._graphs.replay(slot, batch.span, bucket)
-                slot.end(self._compute)
+                self._graphs.replay(buffers, batch.span, bucket)
+                buffers.end(self._compute)
             else:
-                self._launch_by_parts(slot, batch, bucket)
+                self._launch_by_parts(buffers, batch, bucket)
         except BaseException:
-            self._free.put(slot)
+            self._free.put(buffers)
             raise
-        return Launched(slot.is_done, lambda: self._finish(slot, batch, bucket.layout))
+        return Launched(buffers.is_done, lambda: self._finish(buffers, batch, bucket.layout))
 
-    def _launch_by_parts(self, slot: Slot, batch: StepBatch, bucket: Bucket) -> None:
+    def _launch_by_parts(self, buffers: BatchBuffers, batch: StepBatch, bucket: Bucket) -> None:
         """Copy in, compute and copy out, each on its stream."""
         torch.cuda.set_stream(self._in)
-        wanted = slot.copy_in(batch, bucket.layout, self._in)
+        wanted = buffers.copy_in(batch, bucket.layout, self._in)
         torch.cuda.set_stream(self._compute)
-        self._compute.wait_event(slot.events[1])
-        slot.events[2].record(self._compute)
-        self._graphs.replay(slot, batch.span, bucket)
-        slot.select(batch, bucket.layout, wanted)
-        slot.events[3].record(self._compute)
+        self._compute.wait_event(buffers.events[1])
+        buffers.events[2].record(self._compute)
+        self._graphs.replay(buffers, batch.span, bucket)
+        buffers.select(batch, bucket.layout, wanted)
+        buffers.events[3].record(self._compute)
         torch.cuda.set_stream(self._out)
-        self._out.wait_event(slot.events[3])
-        slot.copy_out(batch, bucket.layout, self._out)
+        self._out.wait_event(buffers.events[3])
+        buffers.copy_out(batch, bucket.layout, self._out)
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         torch.cuda.set_stream(self._compute)
@@ -114,11 +114,11 @@ class CudaExecutor:
             memory.get("reserved_bytes.all.current", 0),
         )
 
-    def _finish(self, slot: Slot, batch: StepBatch, layout: Layout) -> BatchResult:
+    def _finish(self, buffers: BatchBuffers, batch: StepBatch, layout: Layout) -> BatchResult:
         try:
-            return slot.wait(batch, layout)
+            return buffers.wait(batch, layout)
         finally:
-            self._free.put(slot)
+            self._free.put(buffers)
 
     def _count_compiled(self, **_: object) -> None:
         """What Triton calls after it has compiled a kernel or loaded it from its cache."""

@@ -1,8 +1,7 @@
-"""CUDA graphs of batches: captured once per slot, span and bucket, replayed for every batch that fits.
+"""CUDA graphs of batches: captured once per set of buffers, span and bucket, replayed for every batch that fits.
 
 A bucket is so many short rows, long rows and tokens, with or without adapters; a batch is padded to it with rows that
-are skipped. So a batch without adapters costs what it costs on a server without. Knows the model, its state and the
-slots' layouts, not how a batch came to the device (staging.py).
+are skipped. So a batch without adapters costs what it costs on a server without.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from deltaline_kernels import Rows
 from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.executor import Report, token_sizes
-from deltaline_server.engine.staging import Slot
+from deltaline_server.engine.staging import BatchBuffers
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
 from deltaline_server.step import Limits, StepBatch
@@ -88,7 +87,7 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 class Graphs:
-    """Graphs of every slot and span by bucket. One stream replays them one after the other: they share their memory."""
+    """Graphs by buffers, span and bucket. One stream replays them one after the other: they share their memory."""
 
     def __init__(self, model: Model, pool: StatePool, buckets: list[Bucket]) -> None:
         self._model, self._pool, self._buckets = model, pool, buckets
@@ -100,22 +99,22 @@ class Graphs:
     def num_captured(self) -> int:
         return len(self._graphs)
 
-    def capture(self, slots: Sequence[Slot], report: Report) -> None:
-        """Capture every bucket of every slot and span, the largest first, on the current stream, which replays them."""
+    def capture(self, sets: Sequence[BatchBuffers], report: Report) -> None:
+        """Capture each bucket of all buffers and spans, the largest first, on the current stream, which replays them."""
         spans, stream = range(len(self._model.spans)), torch.cuda.current_stream()
         memory = torch.cuda.graph_pool_handle()
-        total = len(slots) * len(spans) * len(self._buckets)
+        total = len(sets) * len(spans) * len(self._buckets)
         for bucket in reversed(self._buckets):
-            for number, slot in enumerate(slots):
-                slot.skip_rows(bucket.layout)  # what runs meanwhile touches no line
+            for number, buffers in enumerate(sets):
+                buffers.skip_rows(bucket.layout)  # what runs meanwhile touches no line
                 for span in spans:
                     if number == 0:
-                        self._compute(slot, span, bucket)  # compiles, and lets libraries choose what they do once
+                        self._compute(buffers, span, bucket)  # compiles, and lets libraries choose what they do once
                     stream.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, memory, stream=stream, capture_error_mode="thread_local"):
-                        self._compute(slot, span, bucket)
-                    self._graphs[id(slot), span, bucket] = graph
+                        self._compute(buffers, span, bucket)
+                    self._graphs[id(buffers), span, bucket] = graph
                     report(len(self._graphs), total)
 
     def find(self, batch: StepBatch) -> Bucket:
@@ -141,24 +140,24 @@ class Graphs:
             + (", adapters" if key[1] else "")
         )
 
-    def replay(self, slot: Slot, span: int, bucket: Bucket) -> None:
-        """Compute what the slot's inputs hold into its outputs, on the current stream."""
-        self._graphs[id(slot), span, bucket].replay()
+    def replay(self, buffers: BatchBuffers, span: int, bucket: Bucket) -> None:
+        """Compute what the buffers' inputs hold into their outputs, on the current stream."""
+        self._graphs[id(buffers), span, bucket].replay()
 
-    def _compute(self, slot: Slot, span: int, bucket: Bucket) -> None:
+    def _compute(self, buffers: BatchBuffers, span: int, bucket: Bucket) -> None:
         layout, stream = bucket.layout, torch.cuda.current_stream()
-        carries = slot.carries(layout, span)
+        carries = buffers.carries(layout, span)
         if carries:
-            slot.carry_in(layout, span, stream)
-            slot.events[2].record(stream)
-        control, hidden, adapter_slots, new_pages = slot.inputs(layout, span)
+            buffers.carry_in(layout, span, stream)
+            buffers.events[2].record(stream)
+        control, hidden, adapter_places, new_pages = buffers.inputs(layout, span)
         rows = Rows(control, layout.short_rows, bucket.longest_short, bucket.longest)
         if span not in self._model.paged_spans:
             new_pages = None
-        output = self._model.forward(span, hidden, rows, self._pool, adapter_slots, new_pages)
-        sizes, outputs = slot.outputs(layout, span)
+        output = self._model.forward(span, hidden, rows, self._pool, adapter_places, new_pages)
+        sizes, outputs = buffers.outputs(layout, span)
         outputs.copy_(output)
         sizes.copy_(token_sizes(output))
         if carries:
-            slot.events[3].record(stream)
-            slot.carry_out(layout, span)
+            buffers.events[3].record(stream)
+            buffers.carry_out(layout, span)

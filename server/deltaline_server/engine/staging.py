@@ -1,6 +1,6 @@
-"""Slots: pinned and device memory through which batches and their outputs cross between host and GPU.
+"""Batch buffers: pinned and device memory through which batches and their outputs cross between host and GPU.
 
-A slot belongs to one batch from its launch until its result is taken. Knows layouts and streams, no model and no state.
+They belong to one batch from its launch until its result is taken.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from deltaline_server.step import BatchResult, SpanShapes, StepBatch, sound_rows
 
 # Most bytes that cross either way with a graph's own copies: within the time that asking for copies one by one takes.
 CARRIED_BYTES = 1 << 20
-# Smaller arrays are sooner copied than asked where they lie.
+# Below this size a copy takes less time than finding out whether the array is pinned.
 DIRECT_BYTES = 1 << 16
-# Views of a slot's memory that are remembered.
+# Views of the memory that are remembered.
 MOST_PARTS = 1024
 
 
 class Inputs(NamedTuple):
     """What a batch gives the layers, on the device.
 
-    control int32 `[7, rows + 1]`, hidden `[T, width]`; where the layout has them adapter_slots int32 `[rows]` and
+    control int32 `[7, rows + 1]`, hidden `[T, width]`; where the layout has them adapter_places int32 `[rows]` and
     new_pages int32 `[3, pages]`, else None.
     """
 
     control: Tensor
     hidden: Tensor
-    adapter_slots: Tensor | None
+    adapter_places: Tensor | None
     new_pages: Tensor | None
 
 
-class Slot:
+class BatchBuffers:
     """Memory of one batch in flight, allocated once, and the events that time its stages.
 
-    Inbound: control int32 `[7, rows + 1]`, with the slots of adapters `[8, rows + 1]`, pages int32 `[3, pages]` where
+    Inbound: control int32 `[7, rows + 1]`, with the places of adapters `[8, rows + 1]`, pages int32 `[3, pages]` where
     the layout has some, then hidden `[T, width]`; outbound: sizes fp32 `[T]`, then outputs `[T, width]`, each as
     wide as the span has it. Events: 0 and 1 around the copy in, 2 and 3 around the computation, 4 after the copy out.
 
     A batch comes and goes in one of two ways. `copy_in`, `select` and `copy_out` ask for copies of just its bytes, from
-    and to pinned memory of clients where there is some. If the slot `carries` its layout, `write` and `end` go around a
+    and to pinned memory of clients where there is some. If they `carries` its layout, `write` and `end` go around a
     graph that captured `carry_in` and `carry_out`, copies of the whole layout: one call of the driver in place of
     fifteen. Either way `wait` takes the result.
     """
@@ -80,9 +80,9 @@ class Slot:
         fields = device[: layout.field_bytes].view(torch.int32).view(layout.fields)
         ends = self._ends[span]
         hidden = device[begin : begin + layout.tokens * ends.input_bytes].view(self._dtype)
-        adapter_slots = fields[NUM_FIELDS, :-1] if layout.has_adapters else None
+        adapter_places = fields[NUM_FIELDS, :-1] if layout.has_adapters else None
         pages = device[_page_bytes(layout)].view(torch.int32).view(NUM_PAGE_FIELDS, -1) if layout.num_pages else None
-        return Inputs(fields[:NUM_FIELDS], hidden.view(-1, ends.input_width), adapter_slots, pages)
+        return Inputs(fields[:NUM_FIELDS], hidden.view(-1, ends.input_width), adapter_places, pages)
 
     def outputs(self, layout: Layout, span: int) -> tuple[Tensor, Tensor]:
         """Sizes and outputs of a batch of this layout and span on the device."""
@@ -128,8 +128,10 @@ class Slot:
         self._outbound.receive(0, layout.size_bytes + layout.tokens * self._ends[span].output_bytes)
 
     def end(self, stream: torch.cuda.Stream) -> None:
-        """What was asked for on a stream ends a batch. Not a part of a graph: until its turn came, such an event would
-        tell of the batch before."""
+        """Mark the end of a batch on a stream.
+
+        The event is not a part of the graph: until that one's turn came, it would tell of the batch before.
+        """
         self.events[4].record(stream)
 
     def copy_in(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> Tensor | None:
@@ -151,8 +153,8 @@ class Slot:
         if batch.wanted is not None:
             wanted = self._wanted.array[: batch.wanted.nbytes].view(np.int64)
             wanted[:] = batch.wanted
-        self.events[0].record(stream)  # told the stream, it is sooner done than when it has to ask
-        # What lies in pinned memory goes from where it is; all else by way of this slot's, neighbours at once.
+        self.events[0].record(stream)  # given the stream: looking up the current one takes longer
+        # What lies in pinned memory goes from where it is; all else by way of these, neighbours at once.
         for before, first, last, source in pinned:
             inbound.send(before, first)
             inbound.device[first:last].copy_(source, non_blocking=True)
@@ -171,7 +173,7 @@ class Slot:
     def copy_out(self, batch: StepBatch, layout: Layout, stream: torch.cuda.Stream) -> None:
         """Begin to copy sizes and the wanted outputs to the host on a stream, the current one.
 
-        Outputs go to this slot's memory, or straight to batch.into if all of that is pinned.
+        Outputs go to these memory, or straight to batch.into if all of that is pinned.
         """
         outbound, begin, token_bytes = self._outbound, layout.size_bytes, self._ends[batch.span].output_bytes
         places = [_as_pinned(into) for into in batch.into]

@@ -1,4 +1,4 @@
-"""What a slot's inbound memory holds after a copy, with the host's memory in place of pinned and of the device's."""
+"""What a buffers's inbound memory holds after a copy, with the host's memory in place of pinned and of the device's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.copier import Copier
-from deltaline_server.engine.staging import CARRIED_BYTES, Slot
+from deltaline_server.engine.staging import CARRIED_BYTES, BatchBuffers
 from deltaline_server.step import BatchResult, SpanShapes, StepBatch
 
 HIDDEN, TOKENS = 8, 150
@@ -26,7 +26,7 @@ LAYOUTS = [Layout(4, 6, TOKENS, has_adapters, page_size) for has_adapters in (Fa
 
 
 @pytest.fixture
-def slot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slot]:
+def buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchBuffers]:
     empty, zeros = torch.empty, torch.zeros
     monkeypatch.setattr(torch, "empty", lambda *size, dtype, **_: empty(*size, dtype=dtype))
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, **_: zeros(*size, dtype=dtype))
@@ -34,7 +34,7 @@ def slot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slot]:
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
     copier = Copier()
-    yield Slot([*LAYOUTS, SHORT], SPANS, torch.bfloat16, DTYPE, copier)
+    yield BatchBuffers([*LAYOUTS, SHORT], SPANS, torch.bfloat16, DTYPE, copier)
     copier.close()
 
 
@@ -49,12 +49,12 @@ def make_batch(rng: np.random.Generator, layout: Layout, span: int = 0) -> StepB
     return StepBatch(span, control, 3, (hidden[:50], hidden[50:]), None, adapter_places=slots, new_pages=pages)
 
 
-def test_a_batch_comes_as_its_layout_says(slot: Slot) -> None:
+def test_a_batch_comes_as_its_layout_says(buffers: BatchBuffers) -> None:
     rng, stream = np.random.default_rng(0), Any
     for layout in LAYOUTS * 2:  # each also over what others left
         batch = make_batch(rng, layout)
-        slot.copy_in(batch, layout, stream)  # type: ignore[arg-type]
-        control, hidden, adapter_slots, new_pages = slot.inputs(layout, 0)
+        buffers.copy_in(batch, layout, stream)  # type: ignore[arg-type]
+        control, hidden, adapter_slots, new_pages = buffers.inputs(layout, 0)
         assert control[:, :3].tolist() == batch.control[:, :3].tolist()
         assert control[1:, 4].tolist() == batch.control[1:, 3].tolist()
         assert control[1:3, [3, 5]].tolist() == [[-1, -1], [-1, -1]], "rows that the batch has not are skipped"
@@ -67,31 +67,33 @@ def test_a_batch_comes_as_its_layout_says(slot: Slot) -> None:
             assert new_pages[:, :7].tolist() == batch.new_pages.tolist() and not new_pages[:, 7:].any()
 
 
-def test_a_span_without_pages_leaves_their_region_alone(slot: Slot) -> None:
+def test_a_span_without_pages_leaves_their_region_alone(buffers: BatchBuffers) -> None:
     layout, rng = LAYOUTS[1], np.random.default_rng(1)
     batch = make_batch(rng, layout)
     batch.new_pages = None
-    slot.copy_in(batch, layout, Any)  # type: ignore[arg-type]
-    assert slot.inputs(layout, 0).control[:, :3].tolist() == batch.control[:, :3].tolist()
+    buffers.copy_in(batch, layout, Any)  # type: ignore[arg-type]
+    assert buffers.inputs(layout, 0).control[:, :3].tolist() == batch.control[:, :3].tolist()
 
 
 @pytest.mark.parametrize("wanted", [None, [0, 3, 105], []], ids=["all", "some", "none"])
 @pytest.mark.parametrize("span", range(len(SPANS)))
-def test_what_a_span_makes_comes_back_in_its_own_width(slot: Slot, span: int, wanted: list[int] | None) -> None:
+def test_what_a_span_makes_comes_back_in_its_own_width(
+    buffers: BatchBuffers, span: int, wanted: list[int] | None
+) -> None:
     rng, layout, ends = np.random.default_rng(2), LAYOUTS[0], SPANS[span]
     batch = make_batch(rng, layout, span)
     batch.wanted = None if wanted is None else np.array(wanted, dtype=np.int64)
-    sent = slot.copy_in(batch, layout, Any)  # type: ignore[arg-type]
-    hidden = slot.inputs(layout, span).hidden
+    sent = buffers.copy_in(batch, layout, Any)  # type: ignore[arg-type]
+    hidden = buffers.inputs(layout, span).hidden
     assert hidden.shape == (TOKENS, ends.input_width)
     assert torch.equal(hidden[:106].view(torch.int16), torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)))
-    sizes, outputs = slot.outputs(layout, span)
+    sizes, outputs = buffers.outputs(layout, span)
     assert (sizes.shape, outputs.shape) == ((TOKENS,), (TOKENS, ends.output_width))
     sizes[:], made = 1.0, torch.randn(TOKENS, ends.output_width).bfloat16()
     outputs.copy_(made)
-    slot.select(batch, layout, sent)
-    slot.copy_out(batch, layout, Any)  # type: ignore[arg-type]
-    result = slot.wait(batch, layout)
+    buffers.select(batch, layout, sent)
+    buffers.copy_out(batch, layout, Any)  # type: ignore[arg-type]
+    result = buffers.wait(batch, layout)
     expected = made[:106] if wanted is None else made[torch.tensor(wanted, dtype=torch.int64)]
     assert result.hidden.shape == expected.shape and result.finite.all()
     assert np.array_equal(result.hidden.view(np.int16), expected.view(torch.int16).numpy())
@@ -101,63 +103,63 @@ def test_what_a_span_makes_comes_back_in_its_own_width(slot: Slot, span: int, wa
 @pytest.mark.parametrize("is_placed", [False, True])
 @pytest.mark.parametrize("span", range(len(SPANS)))
 def test_a_small_batch_is_carried_by_its_graph(
-    slot: Slot, span: int, is_placed: bool, wanted: list[int] | None
+    buffers: BatchBuffers, span: int, is_placed: bool, wanted: list[int] | None
 ) -> None:
     rng, ends = np.random.default_rng(3), SPANS[span]
     before = make_batch(rng, LAYOUTS[0], span)  # leaves its own in the memory, and that it was not carried
-    slot.copy_in(before, LAYOUTS[0], Any)  # type: ignore[arg-type]
+    buffers.copy_in(before, LAYOUTS[0], Any)  # type: ignore[arg-type]
     batch = make_batch(rng, SHORT, span)
     batch.num_short, batch.wanted = 4, None if wanted is None else np.array(wanted, dtype=np.int64)
     made = torch.randn(TOKENS, ends.output_width).bfloat16()
     expected = made[:106] if wanted is None else made[torch.tensor(wanted, dtype=torch.int64)]
     into = np.full(expected.shape, np.nan, dtype=DTYPE)
     batch.into = (into[:1], into[1:]) if is_placed else ()
-    slot.write(batch, SHORT)
-    slot.carry_in(SHORT, span, Any)  # type: ignore[arg-type]
-    control, hidden, adapter_slots, new_pages = slot.inputs(SHORT, span)
+    buffers.write(batch, SHORT)
+    buffers.carry_in(SHORT, span, Any)  # type: ignore[arg-type]
+    control, hidden, adapter_slots, new_pages = buffers.inputs(SHORT, span)
     assert control[:, :4].tolist() == batch.control[:, :4].tolist()
     assert control[1:3, 4:].tolist() == [[-1] * 3] * 2 and control[0, 4:].tolist() == [106] * 3
     assert torch.equal(hidden[:106].view(torch.int16), torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)))
     assert adapter_slots is not None and adapter_slots.tolist() == [1, -1, 0, 2, -1, -1]
     assert new_pages is not None and batch.new_pages is not None
     assert new_pages[:, :7].tolist() == batch.new_pages.tolist() and not new_pages[:, 7:].any()
-    sizes, outputs = slot.outputs(SHORT, span)
+    sizes, outputs = buffers.outputs(SHORT, span)
     sizes[:] = 1.0
     outputs.copy_(made)
-    slot.carry_out(SHORT, span)
-    result = slot.wait(batch, SHORT)
+    buffers.carry_out(SHORT, span)
+    result = buffers.wait(batch, SHORT)
     assert result.is_placed == is_placed and result.finite.all()
     returned = into if is_placed else result.hidden
     assert np.array_equal(returned.view(np.int16), expected.view(torch.int16).numpy())
     assert result.hidden.shape == ((0, ends.output_width) if is_placed else expected.shape)
 
 
-def test_graphs_of_short_rows_with_few_bytes_are_carried(slot: Slot) -> None:
-    assert slot.carries(SHORT, 0) and not any(slot.carries(layout, 0) for layout in LAYOUTS)
+def test_graphs_of_short_rows_with_few_bytes_are_carried(buffers: BatchBuffers) -> None:
+    assert buffers.carries(SHORT, 0) and not any(buffers.carries(layout, 0) for layout in LAYOUTS)
     tokens = CARRIED_BYTES // SPANS[0].input_bytes
     for span, wide in enumerate((1, 4, 4)):  # the wider end counts
         fits = Layout(6, 6, tokens // wide * 3 // 4)
-        assert slot.carries(fits, span) and not slot.carries(replace(fits, tokens=tokens // wide), span)
+        assert buffers.carries(fits, span) and not buffers.carries(replace(fits, tokens=tokens // wide), span)
 
 
-def test_skipped_rows_are_so_on_both_sides(slot: Slot) -> None:
-    slot.write(make_batch(np.random.default_rng(4), SHORT), SHORT)
-    slot.skip_rows(SHORT)
+def test_skipped_rows_are_so_on_both_sides(buffers: BatchBuffers) -> None:
+    buffers.write(make_batch(np.random.default_rng(4), SHORT), SHORT)
+    buffers.skip_rows(SHORT)
     for _ in range(2):  # what is sent later is what is there
-        control, _, adapter_slots, new_pages = slot.inputs(SHORT, 0)
+        control, _, adapter_slots, new_pages = buffers.inputs(SHORT, 0)
         assert (control[1:3] == -1).all() and not control[0].any() and not control[3:].any()
         assert adapter_slots is not None and (adapter_slots == -1).all()
         assert new_pages is not None and not new_pages.any()
-        slot.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
+        buffers.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
 
 
-def test_a_slot_takes_batches_of_both_ways_in_turns(slot: Slot) -> None:
+def test_a_slot_takes_batches_of_both_ways_in_turns(buffers: BatchBuffers) -> None:
     rng, large = np.random.default_rng(5), LAYOUTS[0]
     expected = np.zeros((TOKENS, HIDDEN), dtype=np.int16)
     into = np.full((106, HIDDEN), np.nan, dtype=DTYPE)
 
     def compute(layout: Layout) -> None:
-        sizes, outputs = slot.outputs(layout, 0)
+        sizes, outputs = buffers.outputs(layout, 0)
         sizes[:] = 1.0
         outputs.copy_(torch.randn(TOKENS, HIDDEN))
         expected[:] = outputs.view(torch.int16).numpy()
@@ -165,20 +167,20 @@ def test_a_slot_takes_batches_of_both_ways_in_turns(slot: Slot) -> None:
     def carried(*places: np.ndarray[Any, Any]) -> BatchResult:
         batch = make_batch(rng, SHORT)
         batch.num_short, batch.into = 4, places
-        slot.write(batch, SHORT)
-        slot.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
+        buffers.write(batch, SHORT)
+        buffers.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
         compute(SHORT)
-        slot.carry_out(SHORT, 0)
-        return slot.wait(batch, SHORT)
+        buffers.carry_out(SHORT, 0)
+        return buffers.wait(batch, SHORT)
 
     def by_parts(*wanted: int) -> BatchResult:
         batch = make_batch(rng, large)
         batch.wanted = np.array(wanted, dtype=np.int64)
-        sent = slot.copy_in(batch, large, Any)  # type: ignore[arg-type]
+        sent = buffers.copy_in(batch, large, Any)  # type: ignore[arg-type]
         compute(large)
-        slot.select(batch, large, sent)
-        slot.copy_out(batch, large, Any)  # type: ignore[arg-type]
-        return slot.wait(batch, large)
+        buffers.select(batch, large, sent)
+        buffers.copy_out(batch, large, Any)  # type: ignore[arg-type]
+        return buffers.wait(batch, large)
 
     for _ in range(2):
         placed = carried(into)

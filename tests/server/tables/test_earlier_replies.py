@@ -15,7 +15,7 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server.app import Server
 from deltaline_server.runtime import MAX_STEPS_IN_FLIGHT
-from deltaline_server.tables.earlier_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer
+from deltaline_server.tables.kept_replies import KEPT_STEPS, EarlierReplies, PrefillAnswer
 
 TOKENS = 3
 

@@ -1,0 +1,110 @@
+"""How many calls of our own functions a decode step takes: they are what the service costs besides its layers.
+
+A number here grows only with a decision (docs/adr) that says what is had for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+
+import deltaline_client
+import deltaline_kernels
+import deltaline_server
+from deltaline import wire
+from deltaline_client import Client
+from deltaline_server.app import Server
+
+MOST = {"server": 170, "client": 80, "kernels": 120, "wire": 15}
+ROWS, WARM_UP, STEPS = 16, 10, 100
+PACKAGES = {"server": deltaline_server, "client": deltaline_client, "kernels": deltaline_kernels}
+
+
+class CallCounter:
+    """Counts the calls of our functions in threads that begin while it is installed, and in the one that installs it.
+
+    A generator or coroutine counts each time it goes on; what runs in C does not count.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.is_on = False
+        folders = {str(Path(str(package.__file__)).parent) + "/": name for name, package in PACKAGES.items()}
+        self._folders = folders | {str(wire.__file__): "wire"}
+        self._part_of: dict[str, str | None] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        before = sys.getprofile()
+        threading.setprofile(self._noted)
+        sys.setprofile(self._noted)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+            threading.setprofile(None)
+
+    def _noted(self, frame: FrameType, event: str, argument: object) -> None:
+        if self.is_on and event == "call":
+            file = frame.f_code.co_filename
+            if file not in self._part_of:
+                found = [name for folder, name in self._folders.items() if file.startswith(folder)]
+                self._part_of[file] = found[0] if found else None
+            part = self._part_of[file]
+            if part is not None:
+                self.calls[part] += 1
+
+
+@contextmanager
+def served(server: Server) -> Iterator[str]:
+    """Run a server on a thread of its own; gives its address."""
+    is_ready, addresses, stops = threading.Event(), list[str](), list[Callable[[], object]]()
+
+    async def serve() -> None:
+        async with server:
+            stop, loop = asyncio.Event(), asyncio.get_running_loop()
+            addresses.append(server.address)
+            stops.append(lambda: loop.call_soon_threadsafe(stop.set))
+            is_ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert is_ready.wait(60)
+        yield addresses[0]
+    finally:
+        for stop in stops:
+            stop()
+        thread.join()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_decode_takes_few_calls(make_server: Callable[..., Server]) -> None:
+    counter, steps = CallCounter(), list[Counter[str]]()
+    hidden = np.random.default_rng(0).standard_normal((ROWS, 64), dtype=np.float32)
+    with counter.installed(), served(make_server()) as address, Client(address) as client:
+        sequences = client.open_many(ROWS)
+        for step in range(WARM_UP + STEPS):
+            time.sleep(0.005)  # what the step before left to do is done
+            counter.calls.clear()
+            counter.is_on = True
+            client.decode(sequences, hidden)
+            time.sleep(0.005)
+            counter.is_on = False
+            if step >= WARM_UP:
+                steps.append(Counter(counter.calls))
+    medians = {part: statistics.median(calls[part] for calls in steps) for part in MOST}
+    assert all(medians.values()), "nothing was counted"
+    assert {part: count for part, count in medians.items() if count > MOST[part]} == {}
