@@ -1,6 +1,6 @@
 """Log lines: one event per line, as text for people or JSON for collectors.
 
-Knows formats. Does not know events; nobody hands it tensors, handles or request bytes.
+Nobody hands it tensors, handles or request bytes.
 """
 
 from __future__ import annotations

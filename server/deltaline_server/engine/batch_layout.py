@@ -1,4 +1,4 @@
-"""How a batch lies in buffers: its layout, and how what is told of its rows is written there."""
+"""How a batch lies in buffers: its layout, and how the control of its rows is written there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deltaline_server.step import StepBatch
 
 # Bytes between whose multiples tensors of buffers begin.
 ALIGNMENT = 256
-# What is told of a page that begins: its line, its place there, its number.
+# Of a page that begins: its line, its place there, its number.
 NUM_PAGE_FIELDS = 3
 
 

@@ -1,4 +1,4 @@
-"""Copies between arrays of the host. Knows bytes alone."""
+"""Copies between arrays of the host."""
 
 from __future__ import annotations
 

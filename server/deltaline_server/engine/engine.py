@@ -32,7 +32,7 @@ YIELD_S = 50e-6
 
 @dataclass(slots=True, eq=False)
 class _Submitted:
-    """A batch, who is told of it, and, once it was launched, what the executor knows of it."""
+    """A batch, who waits for its result, and, once it was launched, how to ask for that."""
 
     batch: StepBatch
     on_done: OnDone
@@ -63,7 +63,7 @@ class Engine:
 
     `submit`, `zero_lines` and `poll` wait for no computation and belong to one thread. Where a device computes by
     itself, a second thread waits for its results, so that the next batch is launched meanwhile. Threads wake slowly: a
-    small batch of a caller who polls is launched by `submit` and told by `poll`, when no thread has one to launch.
+    small batch of a caller who polls is launched by `submit` and completed by `poll`, when no thread has one to launch.
     """
 
     def __init__(self, executor: Executor, device: torch.device) -> None:
@@ -103,8 +103,8 @@ class Engine:
         """Compute a batch. `on_done` is called once, also when the computation fails: on a thread of the engine, or, if
         the caller polls, by `poll`.
 
-        Batches are computed in the order of submission and told in it, but that a thread may tell one before the polled
-        batch in front of it is polled. The batch's arrays must stay as they are until it is told. Raises RuntimeError
+        Batches are computed and completed in the order of submission, but that a thread may complete one before the
+        polled batch in front of it. The batch's arrays must stay as they are until then. Raises RuntimeError
         after `close`.
         """
         submitted = _Submitted(batch, on_done)
@@ -115,7 +115,7 @@ class Engine:
             self._put(submitted)
 
     def poll(self) -> bool:
-        """Tell the results of batches that are done and wait for this; return whether more of them are to come."""
+        """Complete batches that are done and wait for this; return whether more of them are to come."""
         while self._polled and (done := self._take_polled()) is not None:
             self._deliver(done)
         if self._polled and self._queued:
@@ -177,7 +177,7 @@ class Engine:
             if not self._polled or not (waits or self._polled[0].is_done()):
                 return None
             self._turn = time.monotonic()
-            self._unfinished -= 1  # before it is told: whoever hears of it may launch the next one
+            self._unfinished -= 1  # before on_done, which may launch the next one
             return self._polled.popleft()
 
     def _begin(self) -> None:

@@ -100,7 +100,7 @@ class Graphs:
         return len(self._graphs)
 
     def capture(self, sets: Sequence[BatchBuffers], report: Report) -> None:
-        """Capture each bucket of all buffers and spans, the largest first, on the current stream, which replays them."""
+        """Capture each bucket of all buffers and spans, largest first, on the current stream, which replays them."""
         spans, stream = range(len(self._model.spans)), torch.cuda.current_stream()
         memory = torch.cuda.graph_pool_handle()
         total = len(sets) * len(spans) * len(self._buckets)

@@ -1,4 +1,4 @@
-"""Zeroing lines on a GPU: one launch for all layers, a graph. Knows the state pool; not whose lines they are."""
+"""Zeroing lines on a GPU: one launch for all layers, a graph."""
 
 from __future__ import annotations
 

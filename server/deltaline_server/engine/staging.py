@@ -216,7 +216,7 @@ class BatchBuffers:
         )
 
     def _write_fields(self, batch: StepBatch, layout: Layout) -> None:
-        """Write what is told of a batch's rows to the host's memory.
+        """Write the control of a batch's rows to the host's memory.
 
         Rows of the layout that the batch has not have no token and are skipped.
         """

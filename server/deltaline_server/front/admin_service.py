@@ -1,7 +1,4 @@
-"""AdminService: what is served, how full the server is, shared memory, and the drain.
-
-Knows protobuf messages; the drain itself is the application's (app.py), the memory regions.py's.
-"""
+"""AdminService: what is served, how full the server is, shared memory, and the drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC's options for a server: every limit is explicit. Knows names of options; opens nothing."""
+"""gRPC's options for a server: every limit is explicit."""
 
 from __future__ import annotations
 

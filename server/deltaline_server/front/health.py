@@ -1,6 +1,6 @@
 """grpc.health.v1: whether the process lives ("") and whether LayerService takes new work.
 
-Knows two yes-or-no questions and who may ask; touches no device: liveness is the device thread's heartbeat.
+Touches no device: liveness is the device thread's heartbeat.
 """
 
 from __future__ import annotations

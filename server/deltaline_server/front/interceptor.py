@@ -1,6 +1,6 @@
 """What surrounds every RPC: parsing, errors, and the standard gRPC metrics.
 
-Knows calls, not what they do. A handler behind it gets parsed messages; it may raise `RequestError`, and whatever else
+A handler behind it gets parsed messages; it may raise `RequestError`, and whatever else
 it raises reaches the client as INTERNAL with an id that the log has beside the traceback, and nothing more.
 """
 

@@ -175,12 +175,12 @@ class LayerService:
                     if isinstance(step, StepRequest) and step.hidden.nbytes >= LARGE_BYTES:
                         await self._examine(step)
                     num_taken += 1
-                    told: Callable[[StepResult | Refusal], None] = partial(answer, message.correlation_id, num_bytes)
+                    on_done: Callable[[StepResult | Refusal], None] = partial(answer, message.correlation_id, num_bytes)
                     if span is None:
-                        self._submit_safely(step, told)
+                        self._submit_safely(step, on_done)
                     else:
                         with span:
-                            self._submit_safely(step, span.ending(step, told))
+                            self._submit_safely(step, span.ending(step, on_done))
                     # Nothing of a step is held while the stream waits: it may lie in memory to be unmapped.
                     del message, step
             finally:

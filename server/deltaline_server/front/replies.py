@@ -1,8 +1,4 @@
-"""Replies and statuses as they go on the wire.
-
-Knows the protobuf messages and google.rpc.Status with its details. Does not know why something was refused, nor gRPC's
-calls: it makes messages and bytes.
-"""
+"""Replies and statuses as they go on the wire."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from deltaline_server.scheduling.ready import ReadyQueue
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 # While rows wait for their adapters the device may have nothing else to do: how often their deadlines are looked at,
-# seconds. An adapter that arrives is told.
+# seconds. An adapter that arrives is reported at once.
 TICK_S = 0.02
 # So many ticks later their adapters are asked for again: one may have been promised to others, or gone wrong. With
 # hundreds of them that takes milliseconds.

@@ -87,7 +87,7 @@ class BatchInFlight:
         return has_answered
 
     def timing(self, result: BatchResult) -> BatchTiming:
-        """What the observer is told."""
+        """What the observer counts."""
         num_of_kind = dict.fromkeys(RowKind, 0)
         queued: list[tuple[RowKind, int, float]] = []
         for rows in self.scheduled:

@@ -38,7 +38,7 @@ class Admission:
     is_idle: bool
 
     def only(self, index: NDArray[np.int64]) -> Admission:
-        """These rows (positions in the admission) alone. What is told of any row may be so of one that is left out."""
+        """These rows (positions in the admission) alone. The flags may speak of rows that are left out."""
         return replace(
             self,
             rows=self.rows[index],

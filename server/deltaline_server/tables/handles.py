@@ -1,7 +1,4 @@
-"""Handles: what names a sequence, 40 random bits over the number of its slot.
-
-Knows bits; not which handles are held (sequences.py).
-"""
+"""Handles: what names a sequence, 40 random bits over the number of its slot."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The step ledger: how far each cell (span, slot) is, and the rules by which a step is taken, applied or refused.
 
-Knows numbers of steps, positions and accepted counts, as arrays by slot; not queues, bytes or devices. Each cell is
-kept twice: `done` is what the state on the device has, `tail` is what it will have once every admitted step is done.
-A new step is judged by the tail; when an admitted step is dropped, the tail falls back to what is done.
+Each cell is kept twice: `done` is what the state on the device has, `tail` is what it will have once every admitted
+step is done. A new step is judged by the tail; when an admitted step is dropped, the tail falls back to what is done.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class StepLedger:
         in_flight = last_step - self.done.step[span, slots]
         faults.append((in_flight >= self.max_in_flight, Reason.TOO_MANY_IN_FLIGHT))
         reason = np.zeros(len(rows), dtype=np.int64)
-        for number, (fault, _) in enumerate(faults, start=1):  # the last one wins: the most basic fault is told
+        for number, (fault, _) in enumerate(faults, start=1):  # the last one wins: the most basic fault is reported
             np.putmask(reason, fault, number)
         refusals = {
             int(rows[i]): self.refusal(faults[reason[i] - 1][1], span, int(slots[i]), accepted=int(accepted[i]))

@@ -1,8 +1,4 @@
-"""The lines of the state pool: which are free and which are in use.
-
-Knows line numbers and reference counts, and that pages go with lines (pages.py); not what a line holds (state_pool.py)
-nor whose it is (sequences.py).
-"""
+"""The lines of the state pool: which are free and which are in use. A line's pages go with it."""
 
 from __future__ import annotations
 

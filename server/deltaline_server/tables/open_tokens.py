@@ -1,7 +1,4 @@
-"""Open tokens: which sequences a client's random token has opened, so that a retry gets the same ones.
-
-Knows tokens and handles; opens nothing (sequences.py).
-"""
+"""Open tokens: which sequences a client's random token has opened, so that a retry gets the same ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The pages of keys and values: which are free, and which line has which.
 
-Knows numbers of pages, lines and counts of tokens; not what a page holds (kv_cache.py) nor whose a line is
-(sequences.py). Nothing here grows with the tokens of a sequence but its row of the table.
+Nothing here grows with the tokens of a sequence but its row of the table.
 """
 
 from __future__ import annotations

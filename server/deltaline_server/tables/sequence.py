@@ -1,7 +1,4 @@
-"""One sequence as its owner sees it: its state, and how far it is.
-
-Plain values; the table (sequences.py) makes them, replies.py sends them.
-"""
+"""One sequence as its owner sees it: its state, and how far it is."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from deltaline_server.tables.sequence_adapters import BASE, BoundAdapter
 
 
 class SequenceState(IntEnum):
-    """How it stands with a sequence; the values of deltaline.v1.SequenceState, FREE apart."""
+    """The state of a sequence; the values of deltaline.v1.SequenceState, FREE apart."""
 
     FREE = 0
     OPEN = 1

@@ -1,6 +1,6 @@
 """The sequence table: handles, leases and life cycle of sequences, as arrays by slot.
 
-Knows slots, handles and time; not queues, devices or wire formats. A slot's progress is in its ledger, its kept
+A slot's progress is in its ledger, its kept
 replies in its replies, its state in a line of the pool. Time is the `clock` argument (monotonic seconds).
 
 Life of a slot:  FREE -> open -> OPEN (-> POISONED) -> close or lease over -> [CLOSING while steps are in flight] ->
