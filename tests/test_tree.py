@@ -15,7 +15,7 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load"}
-MAX_LINES = 300
+MAX_LINES = 400
 MAX_LINES_CHUNKED_KERNEL = 400
 MAX_KERNEL_ARGUMENTS = 16
 

@@ -12,8 +12,7 @@ from google.protobuf.message import Message
 
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
-from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, TransportError, Unavailable
-from deltaline_client._own_exceptions import Disconnected
+from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disconnected, TransportError, Unavailable
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits

@@ -11,8 +11,7 @@ import grpc
 
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
-from deltaline_client._exceptions import DeltalineError
-from deltaline_client._own_exceptions import Disconnected
+from deltaline_client._exceptions import DeltalineError, Disconnected
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits

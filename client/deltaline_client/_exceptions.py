@@ -1,4 +1,4 @@
-"""The errors of the client. Knows reasons; not statuses (`_statuses`), nor when a call is sent again (`_retry`).
+"""The errors of the client, each with the reason that the service gives for it.
 
     except deltaline_client.StateError:  # the state is gone: open a new sequence, prefill it again
 
@@ -58,7 +58,7 @@ DeltalineError
 │   ├── Stopping
 │   └── Bug
 ├── Disconnected             raised here: the client was disconnected before or during the call
-└── StepError                some rows of a batch failed; carries the results of all of them (defined in `_rows`)
+└── StepError                some rows of a batch failed; carries the results of all of them (defined in `_steps.rows`)
 """
 
 from __future__ import annotations
@@ -159,6 +159,24 @@ class MessageTooLarge(RequestError):
     reason = "MESSAGE_TOO_LARGE"
 
 
+class InvalidAdapter(RequestError):
+    """The adapter's name or its files can't be taken; the message names the key or the tensor."""
+
+    reason = "INVALID_ADAPTER"
+
+
+class AdapterUnknown(RequestError):
+    """No adapter has this name (any more)."""
+
+    reason = "ADAPTER_UNKNOWN"
+
+
+class InvalidSharedMemory(RequestError):
+    """A slice of shared memory is out of its region, or the server does not have the region (any more)."""
+
+    reason = "INVALID_SHARED_MEMORY"
+
+
 class CapacityError(DeltalineError):
     """The server is full; nothing ran."""
 
@@ -167,6 +185,54 @@ class QueueDeadline(CapacityError):
     """The row waited longer for the device than it was allowed to."""
 
     reason = "QUEUE_DEADLINE"
+
+
+class AdapterBytesExhausted(CapacityError):
+    """The adapters in use leave too little memory for another."""
+
+    reason = "ADAPTER_BYTES_EXHAUSTED"
+
+
+class UploadTimeout(CapacityError):
+    """The bytes of an adapter did not reach the server in time."""
+
+    reason = "UPLOAD_TIMEOUT"
+
+
+class NoFreeLines(CapacityError):
+    """Fewer state lines are free than sequences were asked for."""
+
+    reason = "NO_FREE_LINES"
+
+
+class QueueFull(CapacityError):
+    """Too many rows or bytes wait for the device."""
+
+    reason = "QUEUE_FULL"
+
+
+class ReplyBytesExhausted(CapacityError):
+    """The reply could not be kept for a retry, so the step was not begun."""
+
+    reason = "REPLY_BYTES_EXHAUSTED"
+
+
+class TooManyInFlight(CapacityError):
+    """Too many steps of one sequence are in flight."""
+
+    reason = "TOO_MANY_IN_FLIGHT"
+
+
+class PagesExhausted(CapacityError):
+    """Too few pages of keys and values are free for the step; closing sequences frees theirs."""
+
+    reason = "PAGES_EXHAUSTED"
+
+
+class SharedMemoryExhausted(CapacityError):
+    """The server has no more memory to share."""
+
+    reason = "SHARED_MEMORY_EXHAUSTED"
 
 
 class StateError(DeltalineError):
@@ -261,6 +327,38 @@ class PredecessorRefused(ConflictError):
     reason = "PREDECESSOR_REFUSED"
 
 
+class AdapterExists(ConflictError):
+    """The name has an adapter with other content."""
+
+    reason = "ADAPTER_EXISTS"
+
+
+class AdapterInUse(ConflictError):
+    """Sequences use the adapter."""
+
+    reason = "ADAPTER_IN_USE"
+
+
+class AdaptersOff(ConflictError):
+    """The server holds no adapters, or has no folder of them."""
+
+    reason = "ADAPTERS_OFF"
+
+
+class SharedMemoryOff(ConflictError):
+    """The server shares no memory."""
+
+    reason = "SHARED_MEMORY_OFF"
+
+
+class StepUnfinished(ConflictError):
+    """An earlier step of the sequence has an unknown outcome: resume it, or make the identical call again."""
+
+
+class SequenceBusy(ConflictError):
+    """Another call is stepping the same span of the sequence right now."""
+
+
 class ServerError(DeltalineError):
     """The server is going away, or has a bug."""
 
@@ -281,3 +379,10 @@ class Bug(ServerError):
     """Something failed inside the server."""
 
     reason = "BUG"
+
+
+class Disconnected(DeltalineError):
+    """The client was disconnected and sends nothing more; a call that was under way may have taken effect."""
+
+    def __init__(self) -> None:
+        super().__init__("the client was disconnected")

@@ -14,7 +14,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
 from deltaline_client import ProtocolError, QueueFull
-from deltaline_client._steps.messages import StepAnswer, read_stream_response, step_request, stream_request
+from deltaline_client._transport.messages import StepAnswer, read_stream_response, step_request, stream_request
 
 
 def response(rows: int = 3, **fields: Any) -> layers.StepStreamResponse:

@@ -23,18 +23,13 @@ from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
 from deltaline_client._arrays import Array, Shape
-from deltaline_client._exceptions import DeltalineError, ProtocolError
-from deltaline_client._shared_exceptions import InvalidSharedMemory
+from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
 from deltaline_client._shared_memory.arena import Arena
-from deltaline_client._steps.messages import StepAnswer
-from deltaline_client._transport.flow import Flow, Method, Sleep, call
+from deltaline_client._transport.flow import Flow, Sleep, call
+from deltaline_client._transport.messages import StepAnswer
+from deltaline_client._transport.methods import CREATE_MEMORY, RELEASE_MEMORY
 from deltaline_client._transport.retry import Attempts
 from deltaline_client._types import ServerInfo
-
-_ADMIN = "/deltaline.v1.AdminService/"
-
-CREATE = Method(_ADMIN + "CreateSharedMemory", admin.CreateSharedMemoryRequest, admin.CreateSharedMemoryResponse)
-RELEASE = Method(_ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryRequest, admin.ReleaseSharedMemoryResponse)
 
 CREATE_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 1.0
@@ -130,7 +125,7 @@ class SharedMemory:
                 self._give_up("the server has it off")
                 return
             request = admin.CreateSharedMemoryRequest(size_bytes=self._size_bytes)
-            response = yield from call(CREATE, request, CREATE_TIMEOUT_S)
+            response = yield from call(CREATE_MEMORY, request, CREATE_TIMEOUT_S)
             try:
                 arena = Arena(_open(response))
             except (OSError, ValueError) as error:
@@ -221,7 +216,7 @@ class SharedMemory:
 
     def _release(self, number: int) -> Flow[None]:
         try:
-            yield from call(RELEASE, admin.ReleaseSharedMemoryRequest(region=number), RELEASE_TIMEOUT_S)
+            yield from call(RELEASE_MEMORY, admin.ReleaseSharedMemoryRequest(region=number), RELEASE_TIMEOUT_S)
         except DeltalineError as error:  # its lease ends it
             _log.debug("shared memory could not be released: %s", error)
 

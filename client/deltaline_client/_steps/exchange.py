@@ -18,18 +18,18 @@ from deltaline_client._exceptions import (
     CapacityError,
     DeadlineExceeded,
     DeltalineError,
+    InvalidSharedMemory,
     MessageTooLarge,
     ProtocolError,
     QueueDeadline,
     TransportError,
 )
-from deltaline_client._shared_exceptions import InvalidSharedMemory
 from deltaline_client._shared_memory.regions import Placement, answered
 from deltaline_client._state import ClientState
-from deltaline_client._steps.messages import StepAnswer
 from deltaline_client._steps.requests import Requests, Sent, Wave, requests_in_flight
 from deltaline_client._steps.sequence import Job
 from deltaline_client._transport.flow import Flow, Receive, Send, Sleep
+from deltaline_client._transport.messages import StepAnswer
 from deltaline_client._transport.retry import is_retryable
 from deltaline_client._transport.statuses import from_status
 from deltaline_client._types import RowOutcome, ServerInfo, StepOptions, StepTiming

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from deltaline_client._exceptions import DuplicateSequence
-from deltaline_client._own_exceptions import SequenceBusy
+from deltaline_client._exceptions import DuplicateSequence, SequenceBusy
 from deltaline_client._steps.sequence import Progress, SequenceRecord
 
 

@@ -19,11 +19,11 @@ from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Proto
 from deltaline_client._shared_memory.regions import Placement, answered
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.exchange import Exchange
-from deltaline_client._steps.messages import StepAnswer
 from deltaline_client._steps.requests import OUTPUT_ROWS, Sent, Wave, message, request_fields
 from deltaline_client._steps.rows import RowResult, StepResult
 from deltaline_client._steps.sequence import NO_COMMIT, Job, Progress
 from deltaline_client._transport.flow import Flow, Receive, Send
+from deltaline_client._transport.messages import StepAnswer
 from deltaline_client._types import RowOutcome, ServerInfo, StepOptions, StepTiming
 
 _OUTCOMES = {int(outcome): outcome for outcome in RowOutcome}

@@ -15,12 +15,10 @@ import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array
-from deltaline_client._exceptions import MessageTooLarge
-from deltaline_client._heap import keep_freed_memory
-from deltaline_client._shared_exceptions import SharedMemoryExhausted
+from deltaline_client._exceptions import MessageTooLarge, SharedMemoryExhausted
 from deltaline_client._shared_memory.regions import Placement, SharedMemory
-from deltaline_client._steps.messages import shared_step_request, step_request
 from deltaline_client._steps.sequence import Job, Part
+from deltaline_client._transport.messages import shared_step_request, step_request
 from deltaline_client._types import ServerInfo, StepOptions
 
 # Most bytes of the steps that a long row is cut into: smaller ones overlap transfer and compute better, larger ones
@@ -167,7 +165,6 @@ class Requests:
 
     def _steps(self, job: Job) -> Iterator[Part]:
         """The steps of a long row that are to be sent: those cut before, then new ones."""
-        keep_freed_memory()
         yield from list(job.parts)
         while job.tokens_cut < len(job.hidden) and job.lost is None:
             yield job.cut(min(self._chunk, len(job.hidden) - job.tokens_cut))

@@ -20,8 +20,8 @@ from deltaline_client._exceptions import (
     DeltalineError,
     NothingToCommit,
     StepStale,
+    StepUnfinished,
 )
-from deltaline_client._own_exceptions import StepUnfinished
 from deltaline_client._state import ClientState
 from deltaline_client._types import Output, RowOutcome
 

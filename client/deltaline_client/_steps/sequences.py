@@ -9,9 +9,10 @@ from typing import TypeVar
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import ProtocolError
-from deltaline_client._state import CLOSE, DESCRIBE, DRAIN, LOAD, OPEN, RENEW, ClientState, retried
+from deltaline_client._state import ClientState, retried
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.flow import Flow
+from deltaline_client._transport.methods import CLOSE, DESCRIBE, DRAIN, LOAD, OPEN, RENEW
 from deltaline_client._types import SequenceDescription, SequenceState, ServerLoad
 
 S = TypeVar("S", bound=SequenceRecord)

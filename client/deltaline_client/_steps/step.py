@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from deltaline_client._own_exceptions import StepUnfinished
+from deltaline_client._exceptions import StepUnfinished
 from deltaline_client._state import ClientState, info
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.exchange import Exchange

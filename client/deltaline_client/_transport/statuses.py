@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-# Their errors are looked for below.
-from deltaline_client import _adapter_exceptions, _capacity_exceptions, _shared_exceptions  # noqa: F401
 from deltaline_client._exceptions import (
     Cancelled,
     CapacityError,
