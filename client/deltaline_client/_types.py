@@ -100,13 +100,12 @@ class ServerInfo:
     def input_shape(self, span: int = 0) -> tuple[int, ...]:
         """What one token is where it enters a span: (hidden_size,), or (streams, hidden_size)."""
         # What a span is that the server has not, it says itself.
-        return self._shape(self.spans[span].input_streams if span < len(self.spans) else 0)
+        streams = self.spans[span].input_streams if span < len(self.spans) else 0
+        return (streams, self.hidden_size) if streams else (self.hidden_size,)
 
     def output_shape(self, span: int = 0) -> tuple[int, ...]:
         """What one token is where it leaves a span."""
-        return self._shape(self.spans[span].output_streams if span < len(self.spans) else 0)
-
-    def _shape(self, streams: int) -> tuple[int, ...]:
+        streams = self.spans[span].output_streams if span < len(self.spans) else 0
         return (streams, self.hidden_size) if streams else (self.hidden_size,)
 
     @classmethod

@@ -41,7 +41,7 @@ _MEMORY_FILE = "/memfd:deltaline"
 _log = logging.getLogger(__name__)
 
 
-Request: TypeAlias = tuple[object, ...]
+RequestKey: TypeAlias = tuple[object, ...]
 """What makes a request the same as an earlier one: its steps, in order."""
 
 
@@ -100,7 +100,7 @@ class SharedMemory:
         self._making = threading.Lock()
         self._region: tuple[int, Arena] | None = None
         # Of requests that may still reach the server, which would then write their outputs.
-        self._unsettled: dict[Request, Placement] = {}
+        self._unsettled: dict[RequestKey, Placement] = {}
         self._to_release: list[int] = []
 
     def ready(self, limits: ServerInfo, attempts: Attempts) -> Flow[None]:
@@ -138,7 +138,7 @@ class SharedMemory:
         finally:
             self._making.release()
 
-    def place(self, request: Request, hidden: Sequence[Array], output_shape: Shape) -> Placement | None:
+    def place(self, request: RequestKey, hidden: Sequence[Array], output_shape: Shape) -> Placement | None:
         """Put the rows of a request, each [n, *input_shape], beside each other in the region, with room for outputs.
 
         output_shape: of all of these.
@@ -172,7 +172,7 @@ class SharedMemory:
             return None
         return Placement(number, packed, arena.offset(packed) or 0, room, arena.offset(room) or 0)
 
-    def settle(self, request: Request, placement: Placement, *, is_over: bool) -> None:
+    def end_attempt(self, request: RequestKey, placement: Placement, *, is_over: bool) -> None:
         """Tell how an attempt ended. Not over: the server may still read and write the placement for this request.
 
         Then its memory is held until the same request is over after all, or until the region's end.
