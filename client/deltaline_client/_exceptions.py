@@ -65,6 +65,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+BY_REASON: dict[str, type[DeltalineError]] = {}
+"""The service's reasons, and the exception that each is raised as."""
+
 
 class DeltalineError(Exception):
     """Base of everything that this package raises about the service.
@@ -73,6 +76,11 @@ class DeltalineError(Exception):
     """
 
     reason: str = ""
+
+    def __init_subclass__(cls, *, reason: str = "") -> None:
+        if reason:
+            cls.reason = reason
+            BY_REASON[reason] = cls
 
     def __init__(
         self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
@@ -105,250 +113,172 @@ class RequestError(DeltalineError):
     """The request or one of its rows is wrong."""
 
 
-class InvalidRequest(RequestError):
+class InvalidRequest(RequestError, reason="INVALID_REQUEST"):
     """A field of the request is out of its range."""
 
-    reason = "INVALID_REQUEST"
 
-
-class InvalidTensor(RequestError):
+class InvalidTensor(RequestError, reason="INVALID_TENSOR"):
     """The hidden states have the wrong type, shape or size."""
 
-    reason = "INVALID_TENSOR"
 
-
-class InvalidBatch(RequestError):
+class InvalidBatch(RequestError, reason="INVALID_BATCH"):
     """The arrays of the batch do not fit each other."""
 
-    reason = "INVALID_BATCH"
 
-
-class DuplicateSequence(RequestError):
+class DuplicateSequence(RequestError, reason="DUPLICATE_SEQUENCE"):
     """A sequence is in the batch twice."""
 
-    reason = "DUPLICATE_SEQUENCE"
 
-
-class UnknownSpan(RequestError):
+class UnknownSpan(RequestError, reason="UNKNOWN_SPAN"):
     """The server has not declared this span."""
 
-    reason = "UNKNOWN_SPAN"
 
-
-class AcceptedOutOfRange(RequestError):
+class AcceptedOutOfRange(RequestError, reason="ACCEPTED_OUT_OF_RANGE"):
     """More draft tokens accepted than were verified, or fewer than none."""
 
-    reason = "ACCEPTED_OUT_OF_RANGE"
 
-
-class NonFiniteInput(RequestError):
+class NonFiniteInput(RequestError, reason="NON_FINITE_INPUT"):
     """The row's hidden states hold an infinity or a NaN."""
 
-    reason = "NON_FINITE_INPUT"
 
-
-class ContextExceeded(RequestError):
+class ContextExceeded(RequestError, reason="CONTEXT_EXCEEDED"):
     """The sequence would have more tokens than the server's max_context."""
 
-    reason = "CONTEXT_EXCEEDED"
 
-
-class MessageTooLarge(RequestError):
+class MessageTooLarge(RequestError, reason="MESSAGE_TOO_LARGE"):
     """The tensor is larger than the server takes inline, or than all that may wait there."""
 
-    reason = "MESSAGE_TOO_LARGE"
 
-
-class InvalidAdapter(RequestError):
+class InvalidAdapter(RequestError, reason="INVALID_ADAPTER"):
     """The adapter's name or its files can't be taken; the message names the key or the tensor."""
 
-    reason = "INVALID_ADAPTER"
 
-
-class AdapterUnknown(RequestError):
+class AdapterUnknown(RequestError, reason="ADAPTER_UNKNOWN"):
     """No adapter has this name (any more)."""
 
-    reason = "ADAPTER_UNKNOWN"
 
-
-class InvalidSharedMemory(RequestError):
+class InvalidSharedMemory(RequestError, reason="INVALID_SHARED_MEMORY"):
     """A slice of shared memory is out of its region, or the server does not have the region (any more)."""
-
-    reason = "INVALID_SHARED_MEMORY"
 
 
 class CapacityError(DeltalineError):
     """The server is full; nothing ran."""
 
 
-class QueueDeadline(CapacityError):
+class QueueDeadline(CapacityError, reason="QUEUE_DEADLINE"):
     """The row waited longer for the device than it was allowed to."""
 
-    reason = "QUEUE_DEADLINE"
 
-
-class AdapterBytesExhausted(CapacityError):
+class AdapterBytesExhausted(CapacityError, reason="ADAPTER_BYTES_EXHAUSTED"):
     """The adapters in use leave too little memory for another."""
 
-    reason = "ADAPTER_BYTES_EXHAUSTED"
 
-
-class UploadTimeout(CapacityError):
+class UploadTimeout(CapacityError, reason="UPLOAD_TIMEOUT"):
     """The bytes of an adapter did not reach the server in time."""
 
-    reason = "UPLOAD_TIMEOUT"
 
-
-class NoFreeLines(CapacityError):
+class NoFreeLines(CapacityError, reason="NO_FREE_LINES"):
     """Fewer state lines are free than sequences were asked for."""
 
-    reason = "NO_FREE_LINES"
 
-
-class QueueFull(CapacityError):
+class QueueFull(CapacityError, reason="QUEUE_FULL"):
     """Too many rows or bytes wait for the device."""
 
-    reason = "QUEUE_FULL"
 
-
-class ReplyBytesExhausted(CapacityError):
+class ReplyBytesExhausted(CapacityError, reason="REPLY_BYTES_EXHAUSTED"):
     """The reply could not be kept for a retry, so the step was not begun."""
 
-    reason = "REPLY_BYTES_EXHAUSTED"
 
-
-class TooManyInFlight(CapacityError):
+class TooManyInFlight(CapacityError, reason="TOO_MANY_IN_FLIGHT"):
     """Too many steps of one sequence are in flight."""
 
-    reason = "TOO_MANY_IN_FLIGHT"
 
-
-class PagesExhausted(CapacityError):
+class PagesExhausted(CapacityError, reason="PAGES_EXHAUSTED"):
     """Too few pages of keys and values are free for the step; closing sequences frees theirs."""
 
-    reason = "PAGES_EXHAUSTED"
 
-
-class SharedMemoryExhausted(CapacityError):
+class SharedMemoryExhausted(CapacityError, reason="SHARED_MEMORY_EXHAUSTED"):
     """The server has no more memory to share."""
-
-    reason = "SHARED_MEMORY_EXHAUSTED"
 
 
 class StateError(DeltalineError):
     """The state of the sequence is gone; open a new one."""
 
 
-class SequenceUnknown(StateError):
+class SequenceUnknown(StateError, reason="SEQUENCE_UNKNOWN"):
     """Never opened here, or closed too long ago to be remembered."""
 
-    reason = "SEQUENCE_UNKNOWN"
 
-
-class SequenceClosed(StateError):
+class SequenceClosed(StateError, reason="SEQUENCE_CLOSED"):
     """It was closed."""
 
-    reason = "SEQUENCE_CLOSED"
 
-
-class SequenceExpired(StateError):
+class SequenceExpired(StateError, reason="SEQUENCE_EXPIRED"):
     """Its lease ran out."""
 
-    reason = "SEQUENCE_EXPIRED"
 
-
-class StateLost(StateError):
+class StateLost(StateError, reason="STATE_LOST"):
     """The server process that held it is gone."""
 
-    reason = "STATE_LOST"
 
-
-class StatePoisoned(StateError):
+class StatePoisoned(StateError, reason="STATE_POISONED"):
     """A computation failed or gave a value that is not finite."""
-
-    reason = "STATE_POISONED"
 
 
 class ConflictError(DeltalineError):
     """The caller and the server disagree about how far the sequence is."""
 
 
-class StepStale(ConflictError):
+class StepStale(ConflictError, reason="STEP_STALE"):
     """The step was done long ago."""
 
-    reason = "STEP_STALE"
 
-
-class StepGap(ConflictError):
+class StepGap(ConflictError, reason="STEP_GAP"):
     """The step is not the next one."""
 
-    reason = "STEP_GAP"
 
-
-class StepConflict(ConflictError):
+class StepConflict(ConflictError, reason="STEP_CONFLICT"):
     """The same step was sent before with other content."""
 
-    reason = "STEP_CONFLICT"
 
-
-class PositionMismatch(ConflictError):
+class PositionMismatch(ConflictError, reason="POSITION_MISMATCH"):
     """The server has committed another number of tokens."""
 
-    reason = "POSITION_MISMATCH"
 
-
-class VerifyPending(ConflictError):
+class VerifyPending(ConflictError, reason="VERIFY_PENDING"):
     """A verify waits for its commit."""
 
-    reason = "VERIFY_PENDING"
 
-
-class NothingToCommit(ConflictError):
+class NothingToCommit(ConflictError, reason="NOTHING_TO_COMMIT"):
     """No verify waits for a commit."""
 
-    reason = "NOTHING_TO_COMMIT"
 
-
-class CommitConflict(ConflictError):
+class CommitConflict(ConflictError, reason="COMMIT_CONFLICT"):
     """Another accepted count was fixed for this verify before."""
 
-    reason = "COMMIT_CONFLICT"
 
-
-class SpanTooFarAhead(ConflictError):
+class SpanTooFarAhead(ConflictError, reason="SPAN_TOO_FAR_AHEAD"):
     """Another span of the sequence is too far behind."""
 
-    reason = "SPAN_TOO_FAR_AHEAD"
 
-
-class PredecessorRefused(ConflictError):
+class PredecessorRefused(ConflictError, reason="PREDECESSOR_REFUSED"):
     """An earlier step in flight of the same sequence was refused, so this one was too."""
 
-    reason = "PREDECESSOR_REFUSED"
 
-
-class AdapterExists(ConflictError):
+class AdapterExists(ConflictError, reason="ADAPTER_EXISTS"):
     """The name has an adapter with other content."""
 
-    reason = "ADAPTER_EXISTS"
 
-
-class AdapterInUse(ConflictError):
+class AdapterInUse(ConflictError, reason="ADAPTER_IN_USE"):
     """Sequences use the adapter."""
 
-    reason = "ADAPTER_IN_USE"
 
-
-class AdaptersOff(ConflictError):
+class AdaptersOff(ConflictError, reason="ADAPTERS_OFF"):
     """The server holds no adapters, or has no folder of them."""
 
-    reason = "ADAPTERS_OFF"
 
-
-class SharedMemoryOff(ConflictError):
+class SharedMemoryOff(ConflictError, reason="SHARED_MEMORY_OFF"):
     """The server shares no memory."""
-
-    reason = "SHARED_MEMORY_OFF"
 
 
 class StepUnfinished(ConflictError):
@@ -363,22 +293,16 @@ class ServerError(DeltalineError):
     """The server is going away, or has a bug."""
 
 
-class Draining(ServerError):
+class Draining(ServerError, reason="DRAINING"):
     """The server takes no new sequences."""
 
-    reason = "DRAINING"
 
-
-class Stopping(ServerError):
+class Stopping(ServerError, reason="STOPPING"):
     """The server is stopping."""
 
-    reason = "STOPPING"
 
-
-class Bug(ServerError):
+class Bug(ServerError, reason="BUG"):
     """Something failed inside the server."""
-
-    reason = "BUG"
 
 
 class Disconnected(DeltalineError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client._arrays import Array
@@ -26,6 +27,10 @@ class ClientState:
         self._info: ServerInfo | None = None
         self._shared = SharedMemory(shared_memory_bytes)
         self._holding = threading.Lock()
+
+    def _run(self, flow: Flow[Any]) -> Any:
+        """Drive a flow to its end: gives its result, or a coroutine that does."""
+        raise NotImplementedError
 
     def _attempts(self, timeout_s: float | None = None) -> Attempts:
         return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)

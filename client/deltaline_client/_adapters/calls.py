@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline_client._adapters.types import AdapterList, AdapterState, LoadedAdapter
@@ -27,6 +28,9 @@ class AdaptersRecord:
 
     def __init__(self, client: ClientState) -> None:
         self._client = client
+
+    def _run(self, flow: Flow[Any]) -> Any:
+        return self._client._run(flow)
 
 
 def load(

@@ -26,7 +26,6 @@ from deltaline_client._arrays import Array, Shape
 from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
 from deltaline_client._shared_memory.arena import Arena
 from deltaline_client._transport.flow import Flow, Sleep, call
-from deltaline_client._transport.messages import StepAnswer
 from deltaline_client._transport.methods import CREATE_MEMORY, RELEASE_MEMORY
 from deltaline_client._transport.retry import Attempts
 from deltaline_client._types import ServerInfo
@@ -75,14 +74,12 @@ class Placement:
         return told == (self.region, self.room_offset, dtype, self.room.shape)
 
 
-def answered(answer: StepAnswer, placement: Placement | None) -> Array | None:
-    """The outputs of a reply, a view [rows, *output_shape] of its message or of shared memory; None where it has none.
+def shared_outputs(tensor: tensor_pb2.Tensor, placement: Placement | None) -> Array:
+    """The outputs of a reply that says that they lie in shared memory, a view of it [rows, *output_shape].
 
     Raises: ProtocolError for outputs elsewhere than in the placement of the request.
     """
-    if answer.shared is None:
-        return answer.hidden
-    if placement is None or not placement.holds(answer.shared):
+    if placement is None or not placement.holds(tensor):
         raise ProtocolError("the reply's outputs are not where they were asked for")
     return placement.room
 

@@ -181,7 +181,8 @@ class Exchange:
                 is_applied = self._note(request, answer, outputs)
         if error is not None:
             self._fail(request, error)
-        request.end(self._shared)
+        if request.placement is not None:
+            request.end(self._shared)
         return is_applied
 
     def _fail(self, request: Request, error: DeltalineError) -> None:

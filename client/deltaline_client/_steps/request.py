@@ -12,7 +12,7 @@ from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.wire import Piece
 from deltaline_client._arrays import Array
 from deltaline_client._exceptions import ProtocolError
-from deltaline_client._shared_memory.regions import Placement, SharedMemory, answered
+from deltaline_client._shared_memory.regions import Placement, SharedMemory, shared_outputs
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.rows import RowResult, StepResult
 from deltaline_client._steps.sequence import NO_COMMIT, Progress, RowProgress, RowStep
@@ -122,7 +122,7 @@ class Request:
         dtype, shape = batch.hidden[0].dtype, (start[-1], *batch.output_shape)
         if start[-1] == 0:
             return np.empty(shape, dtype)
-        hidden = answered(answer, self.placement)
+        hidden = answer.hidden if answer.shared is None else shared_outputs(answer.shared, self.placement)
         if hidden is None or hidden.dtype != dtype or hidden.shape != shape:
             raise ProtocolError(f"the reply's tensor is not {dtype} [{', '.join(map(str, shape))}]")
         return hidden

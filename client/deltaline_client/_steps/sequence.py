@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from deltaline_client._exceptions import (
     StepUnfinished,
 )
 from deltaline_client._state import ClientState
+from deltaline_client._transport.flow import Flow
 from deltaline_client._types import Output, RowOutcome
 
 NO_COMMIT = -1
@@ -85,6 +87,9 @@ class SequenceRecord:
         self.server_epoch = server_epoch
         self.adapter, self.adapter_hash = adapter, adapter_hash
         self._progress: dict[int, Progress] = {}
+
+    def _run(self, flow: Flow[Any]) -> Any:
+        return self._client._run(flow)
 
     def progress(self, span: int = 0) -> Progress:
         """The client's view of one span; it changes as steps are done."""
