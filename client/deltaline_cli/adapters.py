@@ -9,10 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from deltaline_cli.text import ProgressLine, plural, readable_bytes, table
-from deltaline_client._adapter_exceptions import AdapterBytesExhausted
-from deltaline_client._adapters.types import HASH_DIGITS, Adapter, AdapterList
-from deltaline_client._client import Client
-from deltaline_client._exceptions import DeltalineError
+from deltaline_client import Adapter, AdapterBytesExhausted, AdapterList, Client, DeltalineError
+from deltaline_client._adapters.types import HASH_DIGITS
 
 _ABOUT = """\
 Adapters (LoRA, DoRA) of a server's layers. A sequence names its adapter when it is opened, and one batch mixes them.

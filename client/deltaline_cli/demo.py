@@ -21,9 +21,7 @@ from pathlib import Path
 from deltaline_cli.bench.command import bench
 from deltaline_cli.bench.lengths import Lengths
 from deltaline_cli.bench.options import BenchOptions
-from deltaline_client._client import Client
-from deltaline_client._exceptions import TransportError
-from deltaline_client._transport.retry import Retry
+from deltaline_client import Client, Retry, TransportError
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _START_TIMEOUT_S = 90.0

@@ -22,9 +22,7 @@ from deltaline_cli.health import add_health, health
 from deltaline_cli.size import size
 from deltaline_cli.text import plural, readable_bytes, table
 from deltaline_cli.top.command import add_top, top
-from deltaline_client._client import Client
-from deltaline_client._exceptions import DeltalineError
-from deltaline_client._types import LayerSpan
+from deltaline_client import Client, DeltalineError, LayerSpan
 
 _ABOUT = """\
 Talks to a deltaline server: a service that holds the recurrent layers of a language model and their state.

@@ -7,29 +7,164 @@
 
 Every call is sent again by itself when that is safe and may help (see Retry). It is always safe: a step is applied once
 or not at all. Knows the protocol; not models, not tokens, not torch (tensors are taken when the caller brings them).
-
-What is exported is imported when it is first asked for: `deltaline health`, which probes call again and again, needs a
-third of the time without it.
 """
 
-from __future__ import annotations
+from deltaline_client._adapters.types import Adapter, AdapterList, AdapterState, LoadedAdapter
+from deltaline_client._async_client import AsyncAdapters, AsyncClient, AsyncSequence
+from deltaline_client._client import Adapters, Client, Sequence
+from deltaline_client._exceptions import (
+    AcceptedOutOfRange,
+    AdapterBytesExhausted,
+    AdapterExists,
+    AdapterInUse,
+    AdaptersOff,
+    AdapterUnknown,
+    Bug,
+    Cancelled,
+    CapacityError,
+    CommitConflict,
+    ConflictError,
+    ContextExceeded,
+    DeadlineExceeded,
+    DeltalineError,
+    Disconnected,
+    Draining,
+    DuplicateSequence,
+    InvalidAdapter,
+    InvalidBatch,
+    InvalidRequest,
+    InvalidSharedMemory,
+    InvalidTensor,
+    MessageTooLarge,
+    NoFreeLines,
+    NonFiniteInput,
+    NothingToCommit,
+    PagesExhausted,
+    PositionMismatch,
+    PredecessorRefused,
+    ProtocolError,
+    QueueDeadline,
+    QueueFull,
+    ReplyBytesExhausted,
+    RequestError,
+    SequenceBusy,
+    SequenceClosed,
+    SequenceExpired,
+    SequenceUnknown,
+    ServerError,
+    SharedMemoryExhausted,
+    SharedMemoryOff,
+    SpanTooFarAhead,
+    StateError,
+    StateLost,
+    StatePoisoned,
+    StepConflict,
+    StepGap,
+    StepStale,
+    StepUnfinished,
+    Stopping,
+    TooManyInFlight,
+    TransportError,
+    Unavailable,
+    UnknownSpan,
+    UploadTimeout,
+    VerifyPending,
+)
+from deltaline_client._steps.rows import Row, RowResult, StepError, StepResult
+from deltaline_client._transport.retry import Retry
+from deltaline_client._types import (
+    LayerSpan,
+    Output,
+    RowOutcome,
+    SequenceDescription,
+    SequenceState,
+    ServerInfo,
+    ServerLoad,
+    SpanProgress,
+    StepOptions,
+    StepTiming,
+)
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from deltaline_client._public import *  # noqa: F403 - its own list is what counts
-
-
-def __getattr__(name: str) -> Any:
-    """Import what the package exports. Raises AttributeError for any other name."""
-    if not name.startswith("_") or name == "__all__":
-        public = import_module("deltaline_client._public")
-        globals().update({exported: getattr(public, exported) for exported in ("__all__", *public.__all__)})
-        if name in globals():
-            return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+__all__ = [
+    "AcceptedOutOfRange",
+    "Adapter",
+    "AdapterBytesExhausted",
+    "AdapterExists",
+    "AdapterInUse",
+    "AdapterList",
+    "AdapterState",
+    "AdapterUnknown",
+    "Adapters",
+    "AdaptersOff",
+    "AsyncAdapters",
+    "AsyncClient",
+    "AsyncSequence",
+    "Bug",
+    "Cancelled",
+    "CapacityError",
+    "Client",
+    "CommitConflict",
+    "ConflictError",
+    "ContextExceeded",
+    "DeadlineExceeded",
+    "DeltalineError",
+    "Disconnected",
+    "Draining",
+    "DuplicateSequence",
+    "InvalidAdapter",
+    "InvalidBatch",
+    "InvalidRequest",
+    "InvalidSharedMemory",
+    "InvalidTensor",
+    "LayerSpan",
+    "LoadedAdapter",
+    "MessageTooLarge",
+    "NoFreeLines",
+    "NonFiniteInput",
+    "NothingToCommit",
+    "Output",
+    "PagesExhausted",
+    "PositionMismatch",
+    "PredecessorRefused",
+    "ProtocolError",
+    "QueueDeadline",
+    "QueueFull",
+    "ReplyBytesExhausted",
+    "RequestError",
+    "Retry",
+    "Row",
+    "RowOutcome",
+    "RowResult",
+    "Sequence",
+    "SequenceBusy",
+    "SequenceClosed",
+    "SequenceDescription",
+    "SequenceExpired",
+    "SequenceState",
+    "SequenceUnknown",
+    "ServerError",
+    "ServerInfo",
+    "ServerLoad",
+    "SharedMemoryExhausted",
+    "SharedMemoryOff",
+    "SpanProgress",
+    "SpanTooFarAhead",
+    "StateError",
+    "StateLost",
+    "StatePoisoned",
+    "StepConflict",
+    "StepError",
+    "StepGap",
+    "StepOptions",
+    "StepResult",
+    "StepStale",
+    "StepTiming",
+    "StepUnfinished",
+    "Stopping",
+    "TooManyInFlight",
+    "TransportError",
+    "Unavailable",
+    "UnknownSpan",
+    "UploadTimeout",
+    "VerifyPending",
+]

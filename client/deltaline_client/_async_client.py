@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -12,8 +13,7 @@ from google.protobuf.message import Message
 
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
-from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, TransportError, Unavailable
-from deltaline_client._own_exceptions import Disconnected
+from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disconnected, TransportError, Unavailable
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits
@@ -62,24 +62,19 @@ class AsyncClient(ClientState):
         try:
             command = next(flow)
             while True:
-                if isinstance(command, Send):
-                    self._stream.send(command.number, command.request, mailbox)
-                    command = flow.send(None)
-                    continue
-                if isinstance(command, Receive):
-                    try:
-                        async with asyncio.timeout(command.timeout_s):
-                            answer = await mailbox.get()
-                    except TimeoutError:
-                        answer = None
-                    command = flow.send(answer)
-                    continue
-                if isinstance(command, Sleep):
-                    await asyncio.sleep(command.seconds)
-                    command = flow.send(None)
-                    continue
+                result: Any = None
                 try:
-                    response = await self._answer(command)
+                    match command:
+                        case Send():
+                            self._stream.send(command.number, command.request, mailbox)
+                        case Receive():
+                            with suppress(TimeoutError):
+                                async with asyncio.timeout(command.timeout_s):
+                                    result = await mailbox.get()
+                        case Sleep():
+                            await asyncio.sleep(command.seconds)
+                        case Call():
+                            result = await self._answer(command)
                 except grpc.RpcError as failure:
                     command = flow.throw(error_of(failure))
                 except TransportError as error:
@@ -89,10 +84,9 @@ class AsyncClient(ClientState):
                         raise
                     command = flow.throw(Disconnected())
                 else:
-                    command = flow.send(response)
+                    command = flow.send(result)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return cast(T, end.value)
         finally:
             flow.close()
 
@@ -191,11 +185,6 @@ def _is_cancelled() -> bool:
 class AsyncAdapters(AdaptersRecord):
     """The adapters of a server: what `AsyncClient.adapters` is. Methods and arguments are those of Adapters."""
 
-    _client: AsyncClient
-
-    async def _run(self, flow: Flow[T]) -> T:
-        return await self._client._run(flow)
-
     load = awaited(adapter_calls.load)
     unload = awaited(adapter_calls.unload)
     list = awaited(adapter_calls.list_adapters)
@@ -203,11 +192,6 @@ class AsyncAdapters(AdaptersRecord):
 
 class AsyncSequence(SequenceRecord):
     """One token stream whose state the server holds. Made by AsyncClient.open; `async with` closes it."""
-
-    _client: AsyncClient
-
-    async def _run(self, flow: Flow[T]) -> T:
-        return await self._client._run(flow)
 
     prefill = awaited(calls.prefill_one)
     decode = awaited(calls.decode_one)

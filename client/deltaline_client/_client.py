@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import queue
 import time
+from contextlib import suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import grpc
 
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
-from deltaline_client._exceptions import DeltalineError
-from deltaline_client._own_exceptions import Disconnected
+from deltaline_client._exceptions import DeltalineError, Disconnected
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
-from deltaline_client._transport.flow import Flow, Receive, Send, Sleep, blocking
+from deltaline_client._transport.flow import Call, Flow, Receive, Send, Sleep, blocking
 from deltaline_client._transport.retry import Retry
 from deltaline_client._transport.stream import Mailbox, StepStream
 from deltaline_client._transport.tracing import metadata
@@ -63,33 +63,27 @@ class Client(ClientState):
         try:
             command = next(flow)
             while True:
-                if isinstance(command, Send):
-                    self._stream.send(command.number, command.request, mailbox)
-                    command = flow.send(None)
-                    continue
-                if isinstance(command, Receive):
-                    try:
-                        answer = mailbox.get(timeout=command.timeout_s)
-                    except queue.Empty:
-                        answer = None
-                    command = flow.send(answer)
-                    continue
-                if isinstance(command, Sleep):
-                    time.sleep(command.seconds)
-                    command = flow.send(None)
-                    continue
+                result: Any = None
                 try:
-                    method = self._methods[command.method.path]
-                    response = method(command.request, timeout=command.timeout_s, metadata=metadata())
+                    match command:
+                        case Send():
+                            self._stream.send(command.number, command.request, mailbox)
+                        case Receive():
+                            with suppress(queue.Empty):
+                                result = mailbox.get(timeout=command.timeout_s)
+                        case Sleep():
+                            time.sleep(command.seconds)
+                        case Call():
+                            method = self._methods[command.method.path]
+                            result = method(command.request, timeout=command.timeout_s, metadata=metadata())
                 except grpc.RpcError as failure:
                     command = flow.throw(error_of(failure))
                 except ValueError:  # what grpc raises on a channel that is closed
                     command = flow.throw(Disconnected())
                 else:
-                    command = flow.send(response)
+                    command = flow.send(result)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return cast(T, end.value)
         finally:
             flow.close()
 
@@ -155,11 +149,6 @@ class Adapters(AdaptersRecord):
     with client.open(adapter="french") as sequence: ...
     """
 
-    _client: Client
-
-    def _run(self, flow: Flow[T]) -> T:
-        return self._client._run(flow)
-
     load = blocking(adapter_calls.load)
     unload = blocking(adapter_calls.unload)
     list = blocking(adapter_calls.list_adapters)
@@ -167,11 +156,6 @@ class Adapters(AdaptersRecord):
 
 class Sequence(SequenceRecord):
     """One token stream whose state the server holds. Made by Client.open; as a context manager it closes itself."""
-
-    _client: Client
-
-    def _run(self, flow: Flow[T]) -> T:
-        return self._client._run(flow)
 
     prefill = blocking(calls.prefill_one)
     decode = blocking(calls.decode_one)

@@ -1,4 +1,4 @@
-"""The errors of the client. Knows reasons; not statuses (`_statuses`), nor when a call is sent again (`_retry`).
+"""The errors of the client, each with the reason that the service gives for it.
 
     except deltaline_client.StateError:  # the state is gone: open a new sequence, prefill it again
 
@@ -58,12 +58,15 @@ DeltalineError
 │   ├── Stopping
 │   └── Bug
 ├── Disconnected             raised here: the client was disconnected before or during the call
-└── StepError                some rows of a batch failed; carries the results of all of them (defined in `_rows`)
+└── StepError                some rows of a batch failed; carries the results of all of them (defined in `_steps.rows`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+BY_REASON: dict[str, type[DeltalineError]] = {}
+"""The service's reasons, and the exception that each is raised as."""
 
 
 class DeltalineError(Exception):
@@ -73,6 +76,11 @@ class DeltalineError(Exception):
     """
 
     reason: str = ""
+
+    def __init_subclass__(cls, *, reason: str = "") -> None:
+        if reason:
+            cls.reason = reason
+            BY_REASON[reason] = cls
 
     def __init__(
         self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
@@ -105,179 +113,200 @@ class RequestError(DeltalineError):
     """The request or one of its rows is wrong."""
 
 
-class InvalidRequest(RequestError):
+class InvalidRequest(RequestError, reason="INVALID_REQUEST"):
     """A field of the request is out of its range."""
 
-    reason = "INVALID_REQUEST"
 
-
-class InvalidTensor(RequestError):
+class InvalidTensor(RequestError, reason="INVALID_TENSOR"):
     """The hidden states have the wrong type, shape or size."""
 
-    reason = "INVALID_TENSOR"
 
-
-class InvalidBatch(RequestError):
+class InvalidBatch(RequestError, reason="INVALID_BATCH"):
     """The arrays of the batch do not fit each other."""
 
-    reason = "INVALID_BATCH"
 
-
-class DuplicateSequence(RequestError):
+class DuplicateSequence(RequestError, reason="DUPLICATE_SEQUENCE"):
     """A sequence is in the batch twice."""
 
-    reason = "DUPLICATE_SEQUENCE"
 
-
-class UnknownSpan(RequestError):
+class UnknownSpan(RequestError, reason="UNKNOWN_SPAN"):
     """The server has not declared this span."""
 
-    reason = "UNKNOWN_SPAN"
 
-
-class AcceptedOutOfRange(RequestError):
+class AcceptedOutOfRange(RequestError, reason="ACCEPTED_OUT_OF_RANGE"):
     """More draft tokens accepted than were verified, or fewer than none."""
 
-    reason = "ACCEPTED_OUT_OF_RANGE"
 
-
-class NonFiniteInput(RequestError):
+class NonFiniteInput(RequestError, reason="NON_FINITE_INPUT"):
     """The row's hidden states hold an infinity or a NaN."""
 
-    reason = "NON_FINITE_INPUT"
 
-
-class ContextExceeded(RequestError):
+class ContextExceeded(RequestError, reason="CONTEXT_EXCEEDED"):
     """The sequence would have more tokens than the server's max_context."""
 
-    reason = "CONTEXT_EXCEEDED"
 
-
-class MessageTooLarge(RequestError):
+class MessageTooLarge(RequestError, reason="MESSAGE_TOO_LARGE"):
     """The tensor is larger than the server takes inline, or than all that may wait there."""
 
-    reason = "MESSAGE_TOO_LARGE"
+
+class InvalidAdapter(RequestError, reason="INVALID_ADAPTER"):
+    """The adapter's name or its files can't be taken; the message names the key or the tensor."""
+
+
+class AdapterUnknown(RequestError, reason="ADAPTER_UNKNOWN"):
+    """No adapter has this name (any more)."""
+
+
+class InvalidSharedMemory(RequestError, reason="INVALID_SHARED_MEMORY"):
+    """A slice of shared memory is out of its region, or the server does not have the region (any more)."""
 
 
 class CapacityError(DeltalineError):
     """The server is full; nothing ran."""
 
 
-class QueueDeadline(CapacityError):
+class QueueDeadline(CapacityError, reason="QUEUE_DEADLINE"):
     """The row waited longer for the device than it was allowed to."""
 
-    reason = "QUEUE_DEADLINE"
+
+class AdapterBytesExhausted(CapacityError, reason="ADAPTER_BYTES_EXHAUSTED"):
+    """The adapters in use leave too little memory for another."""
+
+
+class UploadTimeout(CapacityError, reason="UPLOAD_TIMEOUT"):
+    """The bytes of an adapter did not reach the server in time."""
+
+
+class NoFreeLines(CapacityError, reason="NO_FREE_LINES"):
+    """Fewer state lines are free than sequences were asked for."""
+
+
+class QueueFull(CapacityError, reason="QUEUE_FULL"):
+    """Too many rows or bytes wait for the device."""
+
+
+class ReplyBytesExhausted(CapacityError, reason="REPLY_BYTES_EXHAUSTED"):
+    """The reply could not be kept for a retry, so the step was not begun."""
+
+
+class TooManyInFlight(CapacityError, reason="TOO_MANY_IN_FLIGHT"):
+    """Too many steps of one sequence are in flight."""
+
+
+class PagesExhausted(CapacityError, reason="PAGES_EXHAUSTED"):
+    """Too few pages of keys and values are free for the step; closing sequences frees theirs."""
+
+
+class SharedMemoryExhausted(CapacityError, reason="SHARED_MEMORY_EXHAUSTED"):
+    """The server has no more memory to share."""
 
 
 class StateError(DeltalineError):
     """The state of the sequence is gone; open a new one."""
 
 
-class SequenceUnknown(StateError):
+class SequenceUnknown(StateError, reason="SEQUENCE_UNKNOWN"):
     """Never opened here, or closed too long ago to be remembered."""
 
-    reason = "SEQUENCE_UNKNOWN"
 
-
-class SequenceClosed(StateError):
+class SequenceClosed(StateError, reason="SEQUENCE_CLOSED"):
     """It was closed."""
 
-    reason = "SEQUENCE_CLOSED"
 
-
-class SequenceExpired(StateError):
+class SequenceExpired(StateError, reason="SEQUENCE_EXPIRED"):
     """Its lease ran out."""
 
-    reason = "SEQUENCE_EXPIRED"
 
-
-class StateLost(StateError):
+class StateLost(StateError, reason="STATE_LOST"):
     """The server process that held it is gone."""
 
-    reason = "STATE_LOST"
 
-
-class StatePoisoned(StateError):
+class StatePoisoned(StateError, reason="STATE_POISONED"):
     """A computation failed or gave a value that is not finite."""
-
-    reason = "STATE_POISONED"
 
 
 class ConflictError(DeltalineError):
     """The caller and the server disagree about how far the sequence is."""
 
 
-class StepStale(ConflictError):
+class StepStale(ConflictError, reason="STEP_STALE"):
     """The step was done long ago."""
 
-    reason = "STEP_STALE"
 
-
-class StepGap(ConflictError):
+class StepGap(ConflictError, reason="STEP_GAP"):
     """The step is not the next one."""
 
-    reason = "STEP_GAP"
 
-
-class StepConflict(ConflictError):
+class StepConflict(ConflictError, reason="STEP_CONFLICT"):
     """The same step was sent before with other content."""
 
-    reason = "STEP_CONFLICT"
 
-
-class PositionMismatch(ConflictError):
+class PositionMismatch(ConflictError, reason="POSITION_MISMATCH"):
     """The server has committed another number of tokens."""
 
-    reason = "POSITION_MISMATCH"
 
-
-class VerifyPending(ConflictError):
+class VerifyPending(ConflictError, reason="VERIFY_PENDING"):
     """A verify waits for its commit."""
 
-    reason = "VERIFY_PENDING"
 
-
-class NothingToCommit(ConflictError):
+class NothingToCommit(ConflictError, reason="NOTHING_TO_COMMIT"):
     """No verify waits for a commit."""
 
-    reason = "NOTHING_TO_COMMIT"
 
-
-class CommitConflict(ConflictError):
+class CommitConflict(ConflictError, reason="COMMIT_CONFLICT"):
     """Another accepted count was fixed for this verify before."""
 
-    reason = "COMMIT_CONFLICT"
 
-
-class SpanTooFarAhead(ConflictError):
+class SpanTooFarAhead(ConflictError, reason="SPAN_TOO_FAR_AHEAD"):
     """Another span of the sequence is too far behind."""
 
-    reason = "SPAN_TOO_FAR_AHEAD"
 
-
-class PredecessorRefused(ConflictError):
+class PredecessorRefused(ConflictError, reason="PREDECESSOR_REFUSED"):
     """An earlier step in flight of the same sequence was refused, so this one was too."""
 
-    reason = "PREDECESSOR_REFUSED"
+
+class AdapterExists(ConflictError, reason="ADAPTER_EXISTS"):
+    """The name has an adapter with other content."""
+
+
+class AdapterInUse(ConflictError, reason="ADAPTER_IN_USE"):
+    """Sequences use the adapter."""
+
+
+class AdaptersOff(ConflictError, reason="ADAPTERS_OFF"):
+    """The server holds no adapters, or has no folder of them."""
+
+
+class SharedMemoryOff(ConflictError, reason="SHARED_MEMORY_OFF"):
+    """The server shares no memory."""
+
+
+class StepUnfinished(ConflictError):
+    """An earlier step of the sequence has an unknown outcome: resume it, or make the identical call again."""
+
+
+class SequenceBusy(ConflictError):
+    """Another call is stepping the same span of the sequence right now."""
 
 
 class ServerError(DeltalineError):
     """The server is going away, or has a bug."""
 
 
-class Draining(ServerError):
+class Draining(ServerError, reason="DRAINING"):
     """The server takes no new sequences."""
 
-    reason = "DRAINING"
 
-
-class Stopping(ServerError):
+class Stopping(ServerError, reason="STOPPING"):
     """The server is stopping."""
 
-    reason = "STOPPING"
 
-
-class Bug(ServerError):
+class Bug(ServerError, reason="BUG"):
     """Something failed inside the server."""
 
-    reason = "BUG"
+
+class Disconnected(DeltalineError):
+    """The client was disconnected and sends nothing more; a call that was under way may have taken effect."""
+
+    def __init__(self) -> None:
+        super().__init__("the client was disconnected")

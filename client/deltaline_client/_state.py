@@ -1,46 +1,19 @@
-"""What a client keeps between calls, and the methods of the service. Opens no channel, knows no sequence."""
+"""What a client keeps between calls, and the calls that every room makes. Flows."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
-from deltaline.v1 import adapter_service_pb2 as adapters
 from deltaline.v1 import admin_service_pb2 as admin
-from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array
 from deltaline_client._exceptions import DeltalineError
-from deltaline_client._shared_memory.regions import CREATE, RELEASE, SharedMemory
+from deltaline_client._shared_memory.regions import SharedMemory
 from deltaline_client._transport.flow import Flow, Method, Request, Response, Sleep, call
+from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.retry import Attempts, Retry, is_retryable
 from deltaline_client._types import ServerInfo
-
-_LAYERS = "/deltaline.v1.LayerService/"
-_ADMIN = "/deltaline.v1.AdminService/"
-_ADAPTERS = "/deltaline.v1.AdapterService/"
-
-OPEN = Method(_LAYERS + "OpenSequences", layers.OpenSequencesRequest, layers.OpenSequencesResponse)
-CLOSE = Method(_LAYERS + "CloseSequences", layers.CloseSequencesRequest, layers.CloseSequencesResponse)
-DESCRIBE = Method(_LAYERS + "DescribeSequences", layers.DescribeSequencesRequest, layers.DescribeSequencesResponse)
-RENEW = Method(_LAYERS + "RenewLeases", layers.RenewLeasesRequest, layers.RenewLeasesResponse)
-COMMIT = Method(_LAYERS + "CommitSequences", layers.CommitSequencesRequest, layers.CommitSequencesResponse)
-INFO = Method(_ADMIN + "GetServerInfo", admin.GetServerInfoRequest, admin.GetServerInfoResponse)
-LOAD = Method(_ADMIN + "GetLoad", admin.GetLoadRequest, admin.GetLoadResponse)
-DRAIN = Method(_ADMIN + "Drain", admin.DrainRequest, admin.DrainResponse)
-
-LOAD_ADAPTER = Method(
-    _ADAPTERS + "LoadAdapter", adapters.LoadAdapterRequest, adapters.LoadAdapterResponse, takes_stream=True
-)
-UNLOAD_ADAPTER = Method(_ADAPTERS + "UnloadAdapter", adapters.UnloadAdapterRequest, adapters.UnloadAdapterResponse)
-LIST_ADAPTERS = Method(_ADAPTERS + "ListAdapters", adapters.ListAdaptersRequest, adapters.ListAdaptersResponse)
-
-STEP_STREAM = _LAYERS + "StepStream"
-
-MAX_MESSAGE_BYTES = 64 * 2**20
-"""Most bytes of a message on the channel: far above any inline limit, which is not known before it is asked."""
-
-_OF_ADAPTERS = (LOAD_ADAPTER, UNLOAD_ADAPTER, LIST_ADAPTERS)
-METHODS = (OPEN, CLOSE, DESCRIBE, RENEW, COMMIT, INFO, LOAD, DRAIN, CREATE, RELEASE, *_OF_ADAPTERS)
 
 
 class ClientState:
@@ -54,6 +27,10 @@ class ClientState:
         self._info: ServerInfo | None = None
         self._shared = SharedMemory(shared_memory_bytes)
         self._holding = threading.Lock()
+
+    def _run(self, flow: Flow[Any]) -> Any:
+        """Drive a flow to its end: gives its result, or a coroutine that does."""
+        raise NotImplementedError
 
     def _attempts(self, timeout_s: float | None = None) -> Attempts:
         return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Literal, TypedDict
 
 import numpy as np
+from google.protobuf.message import Message
 
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2, layer_service_pb2
@@ -15,6 +16,11 @@ from deltaline_client._exceptions import ProtocolError
 
 Output = Literal["all", "last", "none"]
 """Which output rows a step returns: one per token, that of the last token, or none."""
+
+
+def same_fields(kind: type, message: Message, converted: Collection[str] = ()) -> dict[str, Any]:
+    """The values of a message for a dataclass whose fields have the same names, but for those that are converted."""
+    return {one.name: getattr(message, one.name) for one in fields(kind) if one.name not in converted}
 
 
 class StepOptions(TypedDict, total=False):
@@ -100,13 +106,12 @@ class ServerInfo:
     def input_shape(self, span: int = 0) -> tuple[int, ...]:
         """What one token is where it enters a span: (hidden_size,), or (streams, hidden_size)."""
         # What a span is that the server has not, it says itself.
-        return self._shape(self.spans[span].input_streams if span < len(self.spans) else 0)
+        streams = self.spans[span].input_streams if span < len(self.spans) else 0
+        return (streams, self.hidden_size) if streams else (self.hidden_size,)
 
     def output_shape(self, span: int = 0) -> tuple[int, ...]:
         """What one token is where it leaves a span."""
-        return self._shape(self.spans[span].output_streams if span < len(self.spans) else 0)
-
-    def _shape(self, streams: int) -> tuple[int, ...]:
+        streams = self.spans[span].output_streams if span < len(self.spans) else 0
         return (streams, self.hidden_size) if streams else (self.hidden_size,)
 
     @classmethod
@@ -122,35 +127,18 @@ class ServerInfo:
         }
         if message.scope not in scopes:
             raise ProtocolError("the server's scope is not known to this client")
-        return cls(
-            server_epoch=message.server_epoch,
-            version=message.version,
-            model_type=message.model_type,
-            spans=tuple(
+        converted: dict[str, Any] = {
+            "spans": tuple(
                 LayerSpan(span.first, span.count, span.input_streams, span.output_streams) for span in message.spans
             ),
-            scope=scopes[message.scope],
-            hidden_size=message.hidden_size,
-            dtype=dtype,
-            state_dtype=state_dtype,
-            max_sequences=message.max_sequences,
-            max_draft_tokens=message.max_draft_tokens,
-            max_steps_in_flight=message.max_steps_in_flight,
-            inline_limit_bytes=message.inline_limit_bytes,
-            default_lease_s=message.default_lease_ms / 1000,
-            max_lease_s=message.max_lease_ms / 1000,
-            device=message.device,
-            sequence_state_bytes=message.sequence_state_bytes,
-            versions=dict(message.versions),
-            shared_memory_bytes=message.shared_memory_bytes,
-            adapter_bytes=message.adapter_bytes,
-            adapter_slots=message.adapter_slots,
-            max_adapter_rank=message.max_adapter_rank,
-            kv_pages=message.kv_pages,
-            kv_page_tokens=message.kv_page_tokens,
-            kv_page_bytes=message.kv_page_bytes,
-            max_context=message.max_context,
-        )
+            "scope": scopes[message.scope],
+            "dtype": dtype,
+            "state_dtype": state_dtype,
+            "default_lease_s": message.default_lease_ms / 1000,
+            "max_lease_s": message.max_lease_ms / 1000,
+            "versions": dict(message.versions),
+        }
+        return cls(**converted, **same_fields(cls, message, converted))
 
 
 @dataclass(frozen=True)
@@ -173,7 +161,7 @@ class ServerLoad:
     @classmethod
     def from_proto(cls, message: admin_service_pb2.GetLoadResponse) -> ServerLoad:
         """Read the server's answer."""
-        return cls(**{name: getattr(message, name) for name in cls.__dataclass_fields__})
+        return cls(**same_fields(cls, message))
 
 
 @dataclass(frozen=True)

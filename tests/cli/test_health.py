@@ -123,7 +123,7 @@ def test_the_command_imports_grpc_and_little_else(address: str, servicer: health
             f"sys.argv = ['deltaline', 'health', {address!r}]",
             "from deltaline_cli.__main__ import main",
             "assert main() == 0",
-            "heavy = {'numpy', 'ml_dtypes', 'google', 'deltaline', 'torch'} & set(sys.modules)",
+            "heavy = {'numpy', 'ml_dtypes', 'google', 'deltaline', 'deltaline_client', 'torch'} & set(sys.modules)",
             "print(sorted(heavy))",
         ]
     )

@@ -23,9 +23,7 @@ from deltaline_cli.top.command import Watch
 from deltaline_cli.top.frame import Frame
 from deltaline_cli.top.rates import Rates, parse
 from deltaline_cli.top.view import render
-from deltaline_client import Client
-from deltaline_client._adapters.types import AdapterList
-from deltaline_client._exceptions import DeltalineError
+from deltaline_client import AdapterList, Client, DeltalineError
 
 BUCKET = 'deltaline_stage_seconds_bucket{stage="compute",kind="decode",le="%s"}'
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from deltaline_client import NonFiniteInput, Row, RowOutcome, StepError
-from deltaline_client._steps.sequence import Job
+from deltaline_client._steps.sequence import RowProgress
 from deltaline_server.errors import Reason
 
 HIDDEN = 8
@@ -41,7 +41,7 @@ def test_an_ordinary_step_makes_no_object_per_row(
     client, do = driven.client, driven.do
     sequences = do(client.open_many(4))
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "__init__", lambda *_: pytest.fail("a job for an ordinary row"))
+        patch.setattr(RowProgress, "__init__", lambda *_: pytest.fail("an object for an ordinary row"))
         result = do(client.step(mixed(sequences), output=output))
         do(client.commit(sequences[1::2], [2, 0]))
         after = do(client.step([Row.decode(sequence, tokens(1)) for sequence in sequences]))

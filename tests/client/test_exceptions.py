@@ -10,7 +10,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 import deltaline_client
 from deltaline_client import CapacityError, DeltalineError, ServerError, StateError, StepError, TransportError
 from deltaline_client import _exceptions as exceptions
-from deltaline_client._transport.statuses import BY_REASON, from_status
+from deltaline_client._transport.statuses import from_status
 from deltaline_server.errors import Reason
 
 
@@ -30,7 +30,7 @@ def test_every_reason_has_an_exception(reason: Reason) -> None:
 
 
 def test_every_exception_has_a_reason_of_the_service() -> None:
-    assert set(BY_REASON) == {reason.name for reason in Reason}
+    assert set(exceptions.BY_REASON) == {reason.name for reason in Reason}
 
 
 @pytest.mark.parametrize(

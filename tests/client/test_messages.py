@@ -14,7 +14,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
 from deltaline_client import ProtocolError, QueueFull
-from deltaline_client._steps.messages import StepAnswer, read_stream_response, step_request, stream_request
+from deltaline_client._transport.messages import StepAnswer, read_stream_response, step_request, stream_request
 
 
 def response(rows: int = 3, **fields: Any) -> layers.StepStreamResponse:
@@ -33,7 +33,7 @@ def response(rows: int = 3, **fields: Any) -> layers.StepStreamResponse:
 def test_a_request_is_what_protobuf_reads(dtype: Any) -> None:
     hidden = np.arange(24).reshape(6, 4).astype(dtype)
     fields = layers.StepRequest(server_epoch=7, sequence=[1, 2], accepted=[-1, 0], priority=-3)
-    body = stream_request(300, step_request(fields, [hidden[:2], hidden[4:]]))
+    body = stream_request(300, step_request(fields, hidden[[0, 1, 4, 5]]))
     message = layers.StepStreamRequest.FromString(body)
     assert message.correlation_id == 300
     np.testing.assert_array_equal(wire.decode(message.step.hidden, limit_bytes=1000), hidden[[0, 1, 4, 5]])
@@ -43,7 +43,7 @@ def test_a_request_is_what_protobuf_reads(dtype: Any) -> None:
 
 def test_streams_have_a_dimension_of_their_own() -> None:
     hidden = np.arange(48, dtype=np.float32).reshape(4, 3, 4)
-    body = stream_request(1, step_request(layers.StepRequest(), [hidden[:1], hidden[1:]]))
+    body = stream_request(1, step_request(layers.StepRequest(), hidden))
     message = layers.StepStreamRequest.FromString(body)
     np.testing.assert_array_equal(wire.decode(message.step.hidden, limit_bytes=1000), hidden)
     _, answer = read_stream_response(response(4, hidden=wire.encode(hidden)).SerializeToString())

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 import types
 
-import pytest
-
 import deltaline_client
-from deltaline_client import Adapters, AsyncAdapters, AsyncClient, AsyncSequence, Client, Sequence, _public
+from deltaline_client import Adapters, AsyncAdapters, AsyncClient, AsyncSequence, Client, Sequence
 from deltaline_client._transport.channel import OPTIONS
 
 
 def test_the_export_list_is_what_is_public() -> None:
     public = {
         name
-        for name, value in vars(_public).items()
+        for name, value in vars(deltaline_client).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    assert sorted(public) == sorted(_public.__all__)
-    assert len(set(_public.__all__)) == len(_public.__all__)
-
-
-def test_the_package_has_what_it_exports_and_nothing_else() -> None:
-    names: dict[str, object] = {}
-    exec("from deltaline_client import *", names)
-    assert {name: names[name] for name in _public.__all__} == {name: getattr(_public, name) for name in _public.__all__}
-    assert set(_public.__all__) <= set(dir(deltaline_client))
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = deltaline_client.Nothing
-
-
-def test_the_package_imports_its_parts_when_they_are_asked_for() -> None:
-    code = "import sys, deltaline_client; assert 'grpc' not in sys.modules; deltaline_client.Client; import grpc"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert sorted(public) == sorted(deltaline_client.__all__)
+    assert len(set(deltaline_client.__all__)) == len(deltaline_client.__all__)
 
 
 def test_both_clients_have_the_same_methods() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deltaline_client._steps.requests import CHUNK_BYTES, WINDOW_BYTES, requests_in_flight
+from deltaline_client._steps.packing import CHUNK_BYTES, WINDOW_BYTES, requests_in_flight
 from deltaline_server.front.layer_service import STREAM_BYTES
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from deltaline_cli.bench.options import KINDS, BenchOptions, Kind
 from deltaline_cli.bench.samples import Sample
-from deltaline_client._async_client import AsyncClient
-from deltaline_client._steps.rows import Row
+from deltaline_client import AsyncClient, Row
 
 # Hidden states are cut from a block that is drawn once: drawing takes longer than a step.
 _BLOCK_TOKENS = 1024

@@ -11,7 +11,7 @@ from deltaline_cli.bench.report import NO_METRICS, Report
 from deltaline_cli.bench.run import BenchError, run
 from deltaline_cli.bench.verdict import Verdict
 from deltaline_cli.text import ProgressLine
-from deltaline_client._client import Client
+from deltaline_client import Client
 
 
 def bench(address: str, options: BenchOptions) -> int:

@@ -17,7 +17,7 @@ from deltaline_cli.bench.client import BenchClient, connect
 from deltaline_cli.bench.inline import InlineNotes
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.samples import COLUMNS, Sample, Samples
-from deltaline_client._exceptions import DeltalineError
+from deltaline_client import DeltalineError
 
 
 @dataclass(frozen=True)

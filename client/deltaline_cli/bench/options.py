@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from deltaline_cli.bench.lengths import Lengths
-from deltaline_client._types import ServerInfo
+from deltaline_client import ServerInfo
 
 Kind = Literal["prefill", "decode", "verify"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -14,7 +14,7 @@ from deltaline_cli.bench.options import KINDS, BenchOptions, Kind
 from deltaline_cli.bench.samples import STAGES, Samples
 from deltaline_cli.bench.verdict import Verdict
 from deltaline_cli.text import table
-from deltaline_client._types import ServerInfo
+from deltaline_client import ServerInfo
 
 PERCENTILES = (50, 90, 99)
 NO_METRICS = "give --metrics-url: a reply does not tell which batches it shared with others"

@@ -15,7 +15,7 @@ from typing import Any
 from deltaline_cli.bench.load import Load, Share
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.samples import Samples
-from deltaline_client._exceptions import DeltalineError
+from deltaline_client import DeltalineError
 
 # From "all are ready" to the first step: the word must reach every process.
 _HEAD_START_S = 0.1

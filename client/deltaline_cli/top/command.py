@@ -15,9 +15,7 @@ from typing import Any
 from deltaline_cli.bench.busy import read_metrics
 from deltaline_cli.top.frame import Frame
 from deltaline_cli.top.rates import Rates, Samples
-from deltaline_client._client import Client
-from deltaline_client._exceptions import DeltalineError
-from deltaline_client._transport.retry import Retry
+from deltaline_client import Client, DeltalineError, Retry
 
 _ABOUT = """\
 Shows what a server is doing: sequences, state lines, pages, queue and kept replies against their limits, and its

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deltaline_cli.top.rates import Rates
-from deltaline_client._adapters.types import AdapterList
-from deltaline_client._types import ServerInfo, ServerLoad
+from deltaline_client import AdapterList, ServerInfo, ServerLoad
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from rich.text import Text
 from deltaline_cli.text import plural, readable_bytes
 from deltaline_cli.top.frame import Frame
 from deltaline_cli.top.rates import Rates
-from deltaline_client._adapters.types import AdapterList
-from deltaline_client._types import ServerLoad
+from deltaline_client import AdapterList, ServerLoad
 
 KINDS, STAGES = ("decode", "verify", "prefill"), ("queue", "copy_in", "compute", "copy_out")
 _STAGE_SECONDS = "deltaline_stage_seconds"

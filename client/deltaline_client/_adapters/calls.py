@@ -8,14 +8,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from deltaline.v1 import adapter_service_pb2 as pb
-from deltaline_client._adapter_exceptions import AdapterInUse, AdapterUnknown
 from deltaline_client._adapters.types import AdapterList, AdapterState, LoadedAdapter
 from deltaline_client._adapters.upload import Directory, InMemory, Progress, Source, Upload
-from deltaline_client._exceptions import DeltalineError, TransportError
-from deltaline_client._state import LIST_ADAPTERS, LOAD_ADAPTER, UNLOAD_ADAPTER, ClientState, info, retried
+from deltaline_client._exceptions import AdapterInUse, AdapterUnknown, DeltalineError, TransportError
+from deltaline_client._state import ClientState, info, retried
 from deltaline_client._transport.flow import Flow, Sleep, call
+from deltaline_client._transport.methods import LIST_ADAPTERS, LOAD_ADAPTER, UNLOAD_ADAPTER
 from deltaline_client._transport.retry import Attempts, is_retryable
 
 # Over the loopback on two cores 620 MiB/s; with 64 and 256 KiB 255 and 480, with 2 MiB no more.
@@ -27,6 +28,9 @@ class AdaptersRecord:
 
     def __init__(self, client: ClientState) -> None:
         self._client = client
+
+    def _run(self, flow: Flow[Any]) -> Any:
+        return self._client._run(flow)
 
 
 def load(

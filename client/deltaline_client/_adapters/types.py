@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from deltaline.v1 import adapter_service_pb2
 from deltaline_client._exceptions import ProtocolError
+from deltaline_client._types import same_fields
 
 HASH_DIGITS = 16
 """Hex digits of a content hash that are shown to people."""
@@ -44,16 +45,7 @@ class Adapter:
         """Read the server's answer. Raises ProtocolError for a state that this version does not know."""
         if message.state not in set(map(int, AdapterState)):
             raise ProtocolError("the state of an adapter is not known to this client")
-        return cls(
-            name=message.name,
-            content_hash=message.content_hash,
-            rank=message.rank,
-            size_bytes=message.size_bytes,
-            state=AdapterState(message.state),
-            pinned=message.pinned,
-            sequences=message.sequences,
-            modules_elsewhere=message.modules_elsewhere,
-        )
+        return cls(state=AdapterState(message.state), **same_fields(cls, message, {"state"}))
 
 
 @dataclass(frozen=True)
@@ -83,10 +75,5 @@ class AdapterList:
     @classmethod
     def from_proto(cls, message: adapter_service_pb2.ListAdaptersResponse) -> AdapterList:
         """Read the server's answer."""
-        return cls(
-            adapters=tuple(map(Adapter.from_proto, message.adapters)),
-            used_bytes=message.used_bytes,
-            limit_bytes=message.limit_bytes,
-            slots_used=message.slots_used,
-            slots_total=message.slots_total,
-        )
+        adapters = tuple(map(Adapter.from_proto, message.adapters))
+        return cls(adapters=adapters, **same_fields(cls, message, {"adapters"}))

@@ -23,18 +23,12 @@ from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
 from deltaline_client._arrays import Array, Shape
-from deltaline_client._exceptions import DeltalineError, ProtocolError
-from deltaline_client._shared_exceptions import InvalidSharedMemory
+from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
 from deltaline_client._shared_memory.arena import Arena
-from deltaline_client._steps.messages import StepAnswer
-from deltaline_client._transport.flow import Flow, Method, Sleep, call
+from deltaline_client._transport.flow import Flow, Sleep, call
+from deltaline_client._transport.methods import CREATE_MEMORY, RELEASE_MEMORY
 from deltaline_client._transport.retry import Attempts
 from deltaline_client._types import ServerInfo
-
-_ADMIN = "/deltaline.v1.AdminService/"
-
-CREATE = Method(_ADMIN + "CreateSharedMemory", admin.CreateSharedMemoryRequest, admin.CreateSharedMemoryResponse)
-RELEASE = Method(_ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryRequest, admin.ReleaseSharedMemoryResponse)
 
 CREATE_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 1.0
@@ -46,7 +40,7 @@ _MEMORY_FILE = "/memfd:deltaline"
 _log = logging.getLogger(__name__)
 
 
-Request: TypeAlias = tuple[object, ...]
+RequestKey: TypeAlias = tuple[object, ...]
 """What makes a request the same as an earlier one: its steps, in order."""
 
 
@@ -80,14 +74,12 @@ class Placement:
         return told == (self.region, self.room_offset, dtype, self.room.shape)
 
 
-def answered(answer: StepAnswer, placement: Placement | None) -> Array | None:
-    """The outputs of a reply, a view [rows, *output_shape] of its message or of shared memory; None where it has none.
+def shared_outputs(tensor: tensor_pb2.Tensor, placement: Placement | None) -> Array:
+    """The outputs of a reply that says that they lie in shared memory, a view of it [rows, *output_shape].
 
     Raises: ProtocolError for outputs elsewhere than in the placement of the request.
     """
-    if answer.shared is None:
-        return answer.hidden
-    if placement is None or not placement.holds(answer.shared):
+    if placement is None or not placement.holds(tensor):
         raise ProtocolError("the reply's outputs are not where they were asked for")
     return placement.room
 
@@ -105,7 +97,7 @@ class SharedMemory:
         self._making = threading.Lock()
         self._region: tuple[int, Arena] | None = None
         # Of requests that may still reach the server, which would then write their outputs.
-        self._unsettled: dict[Request, Placement] = {}
+        self._unsettled: dict[RequestKey, Placement] = {}
         self._to_release: list[int] = []
 
     def ready(self, limits: ServerInfo, attempts: Attempts) -> Flow[None]:
@@ -130,7 +122,7 @@ class SharedMemory:
                 self._give_up("the server has it off")
                 return
             request = admin.CreateSharedMemoryRequest(size_bytes=self._size_bytes)
-            response = yield from call(CREATE, request, CREATE_TIMEOUT_S)
+            response = yield from call(CREATE_MEMORY, request, CREATE_TIMEOUT_S)
             try:
                 arena = Arena(_open(response))
             except (OSError, ValueError) as error:
@@ -143,7 +135,7 @@ class SharedMemory:
         finally:
             self._making.release()
 
-    def place(self, request: Request, hidden: Sequence[Array], output_shape: Shape) -> Placement | None:
+    def place(self, request: RequestKey, hidden: Sequence[Array], output_shape: Shape) -> Placement | None:
         """Put the rows of a request, each [n, *input_shape], beside each other in the region, with room for outputs.
 
         output_shape: of all of these.
@@ -177,7 +169,7 @@ class SharedMemory:
             return None
         return Placement(number, packed, arena.offset(packed) or 0, room, arena.offset(room) or 0)
 
-    def settle(self, request: Request, placement: Placement, *, is_over: bool) -> None:
+    def end_attempt(self, request: RequestKey, placement: Placement, *, is_over: bool) -> None:
         """Tell how an attempt ended. Not over: the server may still read and write the placement for this request.
 
         Then its memory is held until the same request is over after all, or until the region's end.
@@ -221,7 +213,7 @@ class SharedMemory:
 
     def _release(self, number: int) -> Flow[None]:
         try:
-            yield from call(RELEASE, admin.ReleaseSharedMemoryRequest(region=number), RELEASE_TIMEOUT_S)
+            yield from call(RELEASE_MEMORY, admin.ReleaseSharedMemoryRequest(region=number), RELEASE_TIMEOUT_S)
         except DeltalineError as error:  # its lease ends it
             _log.debug("shared memory could not be released: %s", error)
 

@@ -15,7 +15,7 @@ from deltaline_client._arrays import Array, as_hidden, as_numpy
 from deltaline_client._state import ClientState, info
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.commit import commit as commit_batch
-from deltaline_client._steps.plain import Applied
+from deltaline_client._steps.request import Applied
 from deltaline_client._steps.rows import Row, StepError, StepResult
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._steps.sequences import close as close_batch

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import DeltalineError, ProtocolError, TransportError
-from deltaline_client._state import COMMIT, ClientState
+from deltaline_client._state import ClientState
 from deltaline_client._steps.hold import Hold
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.flow import Flow, Sleep, call
+from deltaline_client._transport.methods import COMMIT
 from deltaline_client._transport.retry import is_retryable
 from deltaline_client._transport.statuses import from_status
 

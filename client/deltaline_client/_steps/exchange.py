@@ -1,212 +1,242 @@
-"""The requests of a call: its rows go to the server until each is applied or refused for good. Knows no channel.
+"""The exchange of a call: its rows go to the server until each is applied or refused for good. Knows no channel.
 
 They go in rounds. A round sends what is left, several requests in flight at once, and ends when all are answered; after
 the first failure it sends nothing more. A step that is sent again is the same step: same number, position, commit,
 tokens. What may differ between rounds is which rows share a request.
+
+The first round of an ordinary batch is one request, made and answered as arrays. Only when it does not end well, or the
+batch is out of the ordinary (larger than a request, a row that is unfinished), are there objects for its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
-import numpy as np
-
-from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array
 from deltaline_client._exceptions import (
     CapacityError,
     DeadlineExceeded,
     DeltalineError,
+    InvalidSharedMemory,
     MessageTooLarge,
     ProtocolError,
     QueueDeadline,
+    StepUnfinished,
     TransportError,
 )
-from deltaline_client._shared_exceptions import InvalidSharedMemory
-from deltaline_client._shared_memory.regions import Placement, answered
 from deltaline_client._state import ClientState
-from deltaline_client._steps.messages import StepAnswer
-from deltaline_client._steps.requests import Requests, Sent, Wave, requests_in_flight
-from deltaline_client._steps.sequence import Job
+from deltaline_client._steps.batch import Batch
+from deltaline_client._steps.packing import Packing, requests_in_flight
+from deltaline_client._steps.request import Applied, Request
+from deltaline_client._steps.sequence import Progress, RowProgress
 from deltaline_client._transport.flow import Flow, Receive, Send, Sleep
+from deltaline_client._transport.messages import StepAnswer
 from deltaline_client._transport.retry import is_retryable
 from deltaline_client._transport.statuses import from_status
 from deltaline_client._types import RowOutcome, ServerInfo, StepOptions, StepTiming
 
-Result: TypeAlias = StepAnswer | DeltalineError
+Answer: TypeAlias = StepAnswer | DeltalineError
 """What became of a request."""
 
 
 class Exchange:
-    """Sends the steps of a call's jobs and applies the answers. One deadline for all of them."""
+    """Sends the steps of a call and applies the answers. One deadline for all of them.
+
+    timing: where the server's time went, so far. request_error: what ended the last request as a whole, if it was not
+    answered per row.
+    """
 
     def __init__(self, client: ClientState, limits: ServerInfo, options: StepOptions) -> None:
-        self._limits = limits
-        self._options = options
-        self.attempts = client._attempts(options.get("timeout_s"))
-        self.shared = client._shared
-        self._requests = Requests(limits, options, client._shared)
+        self._limits, self._options = limits, options
+        self._attempts = client._attempts(options.get("timeout_s"))
+        self._shared = client._shared
         self._last_number = 0
         self.timing = StepTiming()
         self.request_error: DeltalineError | None = None
-        """What ended the last request as a whole, if it was not answered per row."""
 
-    def run(self, jobs: Sequence[Job], sent: Sent | None = None, answer: Result | None = None) -> Flow[None]:
-        """Send steps of each job until all its tokens are applied or it has an error.
+    @cached_property
+    def _packing(self) -> Packing:
+        return Packing(self._limits, self._options, self._shared)
 
-        sent, answer: a request that was made of the jobs before, and what it came to: it counts as the first round.
+    def run(self, batch: Batch, progress: Sequence[Progress]) -> Flow[Applied | list[RowProgress]]:
+        """Apply a batch, whose progress the call holds. Gives its rows, over, where they went one by one.
+
+        Raises StepUnfinished for a row other than the unfinished one of its sequence.
         """
-        waiting, errors = list(jobs), dict[Job, DeltalineError]()
-        while waiting:
-            if self.attempts.next_timeout_s() <= 0:
-                self.request_error = DeadlineExceeded("the call's timeout is over")
-                for job in waiting:
-                    job.error = errors.get(job, self.request_error)
-                if sent is not None:
-                    self.settle(sent)
-                return
-            done_before = [job.tokens_done for job in waiting]
-            if sent is not None and answer is not None:
-                self._take(sent, answer)
-                sent = None
-            else:
-                yield from self._round(waiting)
-            errors = {}
-            for job in waiting:
-                job.settle()
-                if not job.is_over and job.parts and job.parts[0].error is not None:
-                    errors[job] = job.parts[0].error
-            delay_s = self.attempts.delay_s(*(error.retry_after_s for error in errors.values()))
-            for job, error in errors.items():
-                if delay_s is None or not self._may_retry(error):
-                    job.error = error
-            if any(job.tokens_done > done for job, done in zip(waiting, done_before, strict=True)):
-                self.attempts.progressed()
-            waiting = [job for job in waiting if not job.is_over]
-            if waiting and errors and delay_s is not None:
-                yield Sleep(delay_s)
+        if not self._is_ordinary(batch, progress):
+            return (yield from self.run_rows(_with_unfinished(batch.rows(progress))))
+        request = Request.of_batch(batch, progress)
+        request.place(self._shared)
+        try:
+            self._attempts.next_timeout_s()
+            yield from self._round(iter((request,)))
+            if request.applied is not None:
+                return request.applied
+            rows = [row for row, _ in request.rows()]
+            yield from self._rounds(*self._rest(rows))
+            return rows
+        finally:
+            if request.applied is None:
+                for row, _ in request.rows():
+                    row.release()
 
-    def _round(self, waiting: Sequence[Job]) -> Flow[None]:
-        """Send what is left of the jobs, and gather the answers."""
-        if any(job.parts and self._requests.is_whole(job.parts[0]) for job in waiting):  # they can't go inline
-            yield from self.shared.ready(self._limits, self.attempts)
-        in_flight: dict[int, Sent] = {}
-        requests, has_failed = self._requests.of(waiting), False
+    def run_rows(self, rows: list[RowProgress]) -> Flow[list[RowProgress]]:
+        """Send steps of rows, whose progress the call holds, until each is over. Returns them."""
+        try:
+            for row in rows:
+                row.error = None
+            yield from self._rounds(rows)
+        finally:
+            for row in rows:
+                row.release()
+        return rows
+
+    def _is_ordinary(self, batch: Batch, progress: Sequence[Progress]) -> bool:
+        """Whether one request may carry all rows, and nothing stands against any of them."""
+        limits, sequences = self._limits, batch.sequences
+        output_bytes = batch.output_start[-1] * math.prod(batch.output_shape) * limits.dtype.itemsize
+        return (
+            0 < len(sequences) <= limits.max_sequences
+            and max(output_bytes, sum(array.nbytes for array in batch.hidden)) <= limits.inline_limit_bytes
+            and not [one for one in progress if one.unfinished is not None]
+            and len({sequence.server_epoch for sequence in sequences}) == 1
+        )
+
+    def _rounds(self, waiting: list[RowProgress], delay_s: float | None = None) -> Flow[None]:
+        """Send what is left of rows, after a delay, until each is over."""
+        while waiting:
+            if delay_s is not None:
+                yield Sleep(delay_s)
+            if self._attempts.next_timeout_s() <= 0:
+                self.request_error = DeadlineExceeded("the call's timeout is over")
+                for row in waiting:
+                    row.error = row.next_error or self.request_error
+                return
+            done_before = [row.tokens_done for row in waiting]
+            if any(map(self._packing.is_whole, waiting)):  # they can't go inline
+                yield from self._shared.ready(self._limits, self._attempts)
+            yield from self._round(self._packing.requests(waiting))
+            waiting, delay_s = self._rest(waiting, done_before)
+
+    def _rest(
+        self, rows: Sequence[RowProgress], done_before: Sequence[int] = ()
+    ) -> tuple[list[RowProgress], float | None]:
+        """What a round left: the rows that are not over, and how long to wait before the next one, None for not at all.
+
+        done_before: how many tokens of each row were applied before that round; none, if nothing.
+        """
+        for row in rows:
+            row.apply_replies()
+        errors = {row: row.next_error for row in rows}
+        failed = {row: error for row, error in errors.items() if error is not None}
+        delay_s = self._attempts.delay_s(*(error.retry_after_s for error in failed.values()))
+        for row, error in failed.items():
+            if delay_s is None or not self._may_retry(error):
+                row.error = error
+        if sum(row.tokens_done for row in rows) > sum(done_before):
+            self._attempts.progressed()
+        return [row for row in rows if not row.is_over], delay_s if failed else None
+
+    def _round(self, requests: Iterator[Request]) -> Flow[None]:
+        """Send requests, and gather the answers."""
+        in_flight: dict[int, Request] = {}
+        most, has_failed = requests_in_flight(self._limits), False
         try:
             while True:
-                while not has_failed and len(in_flight) < requests_in_flight(self._limits):
-                    sent = next(requests, None)
-                    if sent is None:
+                while not has_failed and len(in_flight) < most:
+                    request = next(requests, None)
+                    if request is None:
                         break
                     self._last_number += 1
-                    for _, part in sent.wave:
-                        part.was_in_doubt, part.in_doubt = part.in_doubt, True
-                        part.error = part.reply = None
-                    in_flight[self._last_number] = sent
-                    yield Send(self._last_number, self._requests.message(sent))
+                    request.begin()
+                    in_flight[self._last_number] = request
+                    yield Send(self._last_number, request.message(self._options))
                 if not in_flight:
                     return
-                answer = yield Receive(max(0.0, self.attempts.timeout_s()))
+                answer = yield Receive(max(0.0, self._attempts.timeout_s()))
                 if answer is None:
                     late = DeadlineExceeded("no answer in time")
-                    for sent in in_flight.values():
-                        self._fail(sent.wave, late)
+                    for request in in_flight.values():
+                        self._fail(request, late)
                     return
-                sent = in_flight.pop(answer[0], None)
-                if sent is not None:  # else the answer to an attempt that was given up
-                    has_failed = not self._take(sent, answer[1]) or has_failed
+                request = in_flight.pop(answer[0], None)
+                if request is not None:  # else the answer to an attempt that was given up
+                    has_failed = not self._take(request, answer[1]) or has_failed
         finally:
-            for sent in in_flight.values():
-                self.settle(sent)
+            for request in in_flight.values():
+                request.end(self._shared)
 
-    def settle(self, sent: Sent) -> None:
-        """An attempt is over for the client; while a row is in doubt the server may still read and write its memory."""
-        if sent.placement is not None:
-            request = tuple(part for _, part in sent.wave)
-            self.shared.settle(request, sent.placement, is_over=not any(part.in_doubt for part in request))
-
-    def _take(self, sent: Sent, answer: Result) -> bool:
+    def _take(self, request: Request, answer: Answer) -> bool:
         """Note what became of the rows of a request; tell whether all were applied."""
-        wave, placement = sent.wave, sent.placement
         is_applied, error = False, answer if isinstance(answer, DeltalineError) else None
         if not isinstance(answer, DeltalineError):
             try:
-                is_applied = self._note(sent, answer)
+                outputs = request.read(answer)
             except ProtocolError as wrong:
                 error = wrong.with_traceback(None)  # which would hold the placement
+            else:
+                is_applied = self._note(request, answer, outputs)
         if error is not None:
-            self._fail(wave, error)
-            if placement is not None and isinstance(error, InvalidSharedMemory):
-                self.shared.lost(placement, error)
-            if isinstance(error, CapacityError | MessageTooLarge):
-                self._requests.shorten(sent)
-        self.settle(sent)
+            self._fail(request, error)
+        if request.placement is not None:
+            request.end(self._shared)
         return is_applied
 
-    def _fail(self, wave: Wave, error: DeltalineError) -> None:
+    def _fail(self, request: Request, error: DeltalineError) -> None:
         """A request was refused whole, or not answered."""
         self.request_error = error
-        for _, part in wave:
-            part.error = error
-            part.in_doubt = part.was_in_doubt or isinstance(error, TransportError)
+        for _, step in request.rows():
+            step.error = error
+            step.in_doubt = step.was_in_doubt or isinstance(error, TransportError)
+        if request.placement is not None and isinstance(error, InvalidSharedMemory):
+            self._shared.lost(request.placement, error)
+        if isinstance(error, CapacityError | MessageTooLarge):
+            self._packing.shorten(request.rows()[0][0])
 
-    def _note(self, sent: Sent, answer: StepAnswer) -> bool:
-        """Note the answer to each row; tell whether all were applied. Raises ProtocolError, and nothing is noted."""
-        wave, fields, outputs = sent.wave, answer.fields, self._outputs(answer, sent.placement)
-        start, outcomes = list(fields.output_start_loc), list(fields.outcome)
-        if (
-            len(outcomes) != len(wave)
-            or len(fields.position) != len(wave)
-            or len(start) != len(wave) + 1
-            or sorted(start) != start
-            or (start[0], start[-1]) != (0, len(outputs))
-        ):
-            raise ProtocolError("the reply's arrays do not fit the request")
-        statuses = {row.row: row.status for row in fields.row_status}
-        if [row for row, outcome in enumerate(outcomes) if outcome == layers.ROW_OUTCOME_REFUSED] != sorted(statuses):
-            raise ProtocolError("the reply's statuses do not fit its outcomes")
-        if wave[0][1].count == len(wave[0][0].hidden) or wave[0][0].output != "all":
-            if self.copies(answer):  # the caller's own; those of a row that is cut are copied into their place
-                outputs = outputs.copy()
-        elif len(outputs) not in (0, wave[0][1].count):
-            raise ProtocolError(f"asked for {wave[0][1].count} output rows, got {len(outputs)}")
-        for row, (_, part) in enumerate(wave):
-            if row in statuses:
-                part.error = error = from_status(statuses[row])
-                # A full server may refuse a resent step before it looks whether the first try was applied.
-                part.in_doubt = part.was_in_doubt and isinstance(error, CapacityError)
-            else:
-                part.in_doubt = False
-                outcome = RowOutcome(outcomes[row])
-                part.reply = outputs[start[row] : start[row + 1]], fields.position[row], outcome
-        for job, _ in wave:
-            job.settle()
-        self.note_time(fields)
-        return not statuses
-
-    def note_time(self, fields: layers.StepResponse) -> None:
-        """Add the server's time for a request."""
+    def _note(self, request: Request, answer: StepAnswer, outputs: Array) -> bool:
+        """Note the answer to each row; tell whether all were applied."""
+        fields = answer.fields
         if fields.HasField("timing"):
             self.timing = self.timing.plus(fields.timing)
-
-    def copies(self, answer: StepAnswer) -> bool:
-        """Whether outputs are copied; not for a caller who takes them as they lie in shared memory."""
-        return answer.shared is None or self._options.get("copy", True)
-
-    def _outputs(self, answer: StepAnswer, placement: Placement | None) -> Array:
-        """The reply's output rows [rows, *output_shape]. Raises ProtocolError."""
-        dtype, shape = self._limits.dtype, self._limits.output_shape(self._options.get("span", 0))
-        start = answer.fields.output_start_loc
-        if not start or start[-1] == 0:
-            return np.empty((0, *shape), dtype)
-        hidden = answered(answer, placement)
-        if hidden is None or hidden.dtype != dtype or hidden.shape[1:] != shape:
-            raise ProtocolError(f"the reply's tensor is not {dtype} [rows, {', '.join(map(str, shape))}]")
-        return hidden
+        # The caller's own, unless he takes them as they lie in shared memory.
+        copies = answer.shared is None or self._options.get("copy", True)
+        if request.advance(fields):
+            request.applied = Applied(request.batch, outputs.copy() if copies else outputs, fields, self.timing)
+            return True
+        rows = request.rows()
+        first, first_step = rows[0]
+        if copies and (first_step.count == len(first.hidden) or first.output != "all"):
+            outputs = outputs.copy()  # those of a row that is cut are copied into their place
+        statuses, start = {row.row: row.status for row in fields.row_status}, fields.output_start_loc
+        for index, (_, step) in enumerate(rows):
+            if index in statuses:
+                step.error = error = from_status(statuses[index])
+                # A full server may refuse a resent step before it looks whether the first try was applied.
+                step.in_doubt = step.was_in_doubt and isinstance(error, CapacityError)
+            else:
+                step.in_doubt = False
+                output = outputs[start[index] : start[index + 1]]
+                step.reply = output, fields.position[index], RowOutcome(fields.outcome[index])
+        for row, _ in rows:
+            row.apply_replies()
+        return not statuses
 
     def _may_retry(self, error: DeltalineError) -> bool:
         """Tell whether a row or request is sent again. A queue deadline that the caller set is final."""
         if isinstance(error, QueueDeadline) and self._options.get("queue_timeout_s"):
             return False
         return is_retryable(error) or isinstance(error, InvalidSharedMemory)
+
+
+def _with_unfinished(rows: list[RowProgress]) -> list[RowProgress]:
+    """The rows, with the unfinished one of its sequence in place of each that has one. Raises StepUnfinished."""
+    for index, row in enumerate(rows):
+        unfinished = row.progress.unfinished
+        if unfinished is not None:
+            if not unfinished.is_same_as(row):
+                raise StepUnfinished(f"rows[{index}]: a step has an unknown outcome; resume it, or repeat that call")
+            rows[index] = unfinished
+    return rows

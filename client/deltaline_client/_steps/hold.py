@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from deltaline_client._exceptions import DuplicateSequence
-from deltaline_client._own_exceptions import SequenceBusy
+from deltaline_client._exceptions import DuplicateSequence, SequenceBusy
 from deltaline_client._steps.sequence import Progress, SequenceRecord
 
 
@@ -18,7 +17,7 @@ class Hold:
     """
 
     def __init__(self, sequences: Sequence[SequenceRecord], span: int) -> None:
-        self._progress = [sequence.progress(span) for sequence in sequences]
+        self._progress = [one._progress.get(span) or one.progress(span) for one in sequences]
         # One lock for all sequences of a client: it is held for microseconds, and costs less than one for each.
         self._lock = sequences[0]._client._holding if sequences else nullcontext()
 

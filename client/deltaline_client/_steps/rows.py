@@ -11,7 +11,7 @@ import numpy as np
 from deltaline.v1 import layer_service_pb2
 from deltaline_client._arrays import Array, as_hidden
 from deltaline_client._exceptions import DeltalineError
-from deltaline_client._steps.sequence import Job, SequenceRecord
+from deltaline_client._steps.sequence import RowProgress, SequenceRecord
 from deltaline_client._types import RowOutcome, ServerInfo, StepTiming
 
 
@@ -65,7 +65,7 @@ class RowResult(NamedTuple):
     """What became of one row.
 
     output: [rows, *output_shape] in the server's type, of the tokens that were applied. tokens: how many of the row's
-    tokens were applied, fewer than it had when `error` ended it between two pieces of a long prefill. position:
+    tokens were applied, fewer than it had when `error` ended it between two steps of a long prefill. position:
     committed tokens now. outcome: that of its last step.
     """
 
@@ -77,14 +77,14 @@ class RowResult(NamedTuple):
     error: DeltalineError | None
 
     @classmethod
-    def from_job(cls, job: Job) -> RowResult:
-        """Read what a job that is over has gathered."""
-        output = job.result
+    def of(cls, row: RowProgress) -> RowResult:
+        """What a row that is over has gathered."""
+        output = row.result
         if output is None:
-            output = np.empty((0, *job.output_shape), job.hidden.dtype)
-        elif job.output == "all":
-            output = output[: job.tokens_done]
-        return cls(job.sequence, job.outcome, output, job.tokens_done, job.progress.position, job.error)
+            output = np.empty((0, *row.output_shape), row.hidden.dtype)
+        elif row.output == "all":
+            output = output[: row.tokens_done]
+        return cls(row.sequence, row.outcome, output, row.tokens_done, row.progress.position, row.error)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """What the client remembers of a sequence, and of one row on its way to the server. Sends nothing.
 
-A Progress advances only when the server has answered that a step was applied. A Job is one row of a call: it may be
-cut into several consecutive steps (a prefill larger than a request may be), each a Part. While a step's outcome is
-unknown its job stays in `Progress.unfinished`, so that exactly the same step can be sent again.
+A Progress advances only when the server has answered that a step was applied. A RowProgress is one row of a call: it
+may be cut into several consecutive steps (a prefill larger than a request may be), each a RowStep. While a step's
+outcome is unknown its row stays in `Progress.unfinished`, so that exactly the same step can be sent again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,10 @@ from deltaline_client._exceptions import (
     DeltalineError,
     NothingToCommit,
     StepStale,
+    StepUnfinished,
 )
-from deltaline_client._own_exceptions import StepUnfinished
 from deltaline_client._state import ClientState
+from deltaline_client._transport.flow import Flow
 from deltaline_client._types import Output, RowOutcome
 
 NO_COMMIT = -1
@@ -41,7 +43,7 @@ class Progress:
     pending_tokens: int = 0
     accepted: int | None = None
     commit_in_doubt: bool = False
-    unfinished: Job | None = None
+    unfinished: RowProgress | None = None
     busy: bool = False
 
     @property
@@ -69,13 +71,6 @@ class Progress:
         self.position, self.pending_tokens = position, 0
         self.accepted, self.commit_in_doubt = None, False
 
-    def advance(self, position: int) -> None:
-        """The server has applied the next step, which leaves no verify pending; `position` tokens are committed."""
-        self.step += 1
-        self.position = position
-        if self.pending_tokens:  # else nothing is remembered of a commit
-            self.committed(position)
-
 
 class SequenceRecord:
     """A sequence that the server holds: its handle, and the client's view of its progress per span.
@@ -92,6 +87,9 @@ class SequenceRecord:
         self.server_epoch = server_epoch
         self.adapter, self.adapter_hash = adapter, adapter_hash
         self._progress: dict[int, Progress] = {}
+
+    def _run(self, flow: Flow[Any]) -> Any:
+        return self._client._run(flow)
 
     def progress(self, span: int = 0) -> Progress:
         """The client's view of one span; it changes as steps are done."""
@@ -116,15 +114,15 @@ class SequenceRecord:
 
 
 @dataclass(eq=False, slots=True)
-class Part:
-    """One step of a job: tokens start .. start + count of its row.
+class RowStep:
+    """One step of a row: its tokens start .. start + count.
 
-    step, position, accepted: as they go on the wire, fixed once and for all: a step sent again is the same step.
+    number, position, accepted: as they go on the wire, fixed once and for all: a step sent again is the same step.
     in_doubt: it was sent and may have been applied. was_in_doubt: so it was before it was sent last. error: why it was
     not applied, when last sent. reply: its outputs (a view), the position after it, and its outcome.
     """
 
-    step: int
+    number: int
     position: int
     accepted: int
     start: int
@@ -136,12 +134,12 @@ class Part:
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class RowProgress:
     """One row of a call on its way: what to send, what came back.
 
-    progress: what the job advances. hidden [n, *input_shape] in the server's type. output_shape: of one token.
-    parts: steps that were cut from it and are not known to be applied, in order; more than one only when the row is
-    larger than a request may be.
+    progress: of its sequence, which the row advances. hidden [n, *input_shape] in the server's type. output_shape: of
+    one token. steps: those that were cut from it and are not known to be applied, in order; more than one only when the
+    row is larger than a request may be.
     tokens_cut, tokens_done: how many of its tokens are cut, and applied. lost: set when steps were applied whose
     outputs can't be had any more; nothing more is cut then.
     """
@@ -152,7 +150,7 @@ class Job:
     hidden: Array
     output: Output
     output_shape: Shape
-    parts: deque[Part] = field(default_factory=deque)
+    steps: deque[RowStep] = field(default_factory=deque)
     tokens_cut: int = 0
     tokens_done: int = 0
     result: Array | None = None
@@ -167,11 +165,16 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """True when every token is applied, or an error ended the job."""
+        """True when every token is applied, or an error ended the row."""
         return self.error is not None or self.tokens_done == len(self.hidden)
 
-    def is_same_row(self, other: Job) -> bool:
-        """Tell whether another job asks for the same: kind, tokens to the bit, outputs."""
+    @property
+    def next_error(self) -> DeltalineError | None:
+        """Why its next step was not applied, while the row is not over."""
+        return self.steps[0].error if self.steps and not self.is_over else None
+
+    def is_same_as(self, other: RowProgress) -> bool:
+        """Tell whether another row asks for the same: kind, tokens to the bit, outputs."""
         return (
             self.kind == other.kind
             and self.output == other.output
@@ -179,85 +182,83 @@ class Job:
             and np.array_equal(self.hidden.view(np.uint8), other.hidden.view(np.uint8))
         )
 
-    def cut(self, count: int) -> Part:
+    def cut(self, count: int) -> RowStep:
         """Cut the next `count` tokens off as a step, behind those that are under way."""
         progress = self.progress
-        if self.parts:
-            last = self.parts[-1]
-            part = Part(last.step + 1, last.position + last.count, NO_COMMIT, self.tokens_cut, count)
+        if self.steps:
+            last = self.steps[-1]
+            step = RowStep(last.number + 1, last.position + last.count, NO_COMMIT, self.tokens_cut, count)
         else:
             accepted = NO_COMMIT if progress.accepted is None else progress.accepted
-            part = Part(progress.step + 1, progress.next_position, accepted, self.tokens_cut, count)
-        self.parts.append(part)
+            step = RowStep(progress.step + 1, progress.next_position, accepted, self.tokens_cut, count)
+        self.steps.append(step)
         self.tokens_cut += count
-        return part
+        return step
 
     def uncut(self) -> None:
         """Take back the steps that were cut, none of which was applied, to cut the tokens otherwise."""
-        self.parts.clear()
+        self.steps.clear()
         self.tokens_cut = self.tokens_done
 
-    def wanted(self, part: Part) -> Output:
-        """The outputs to ask for with a step: of the last token only the last step has any."""
-        return "none" if self.output == "last" and part.start + part.count < len(self.hidden) else self.output
+    def output_of(self, step: RowStep) -> Output:
+        """The outputs to request with a step: of the last token only the last step has any."""
+        return "none" if self.output == "last" and step.start + step.count < len(self.hidden) else self.output
 
-    def settle(self) -> None:
+    def apply_replies(self) -> None:
         """Apply what was answered, in order, up to the first step that is not known to be applied."""
-        parts = self.parts
-        while parts and (parts[0].reply is not None or self._has_lost_its_reply(parts[0])):
-            part = parts.popleft()
-            if part.reply is None:
-                position, self.outcome = self._end(part), RowOutcome.REPLAYED
-                if self.wanted(part) != "none" and self.lost is None:
-                    self._lose(part)
+        steps = self.steps
+        while steps and (steps[0].reply is not None or self._has_lost_its_reply(steps[0])):
+            step = steps.popleft()
+            if step.reply is None:
+                position, self.outcome = self._end(step), RowOutcome.REPLAYED
+                if self.output_of(step) != "none" and self.lost is None:
+                    self._lose(step)
             else:
-                output, position, self.outcome = part.reply
+                output, position, self.outcome = step.reply
                 if self.lost is None:
-                    self._keep(part, output)
+                    self._keep(step, output)
             self.progress.committed(position)
-            self.progress.step = part.step
-            if self.kind == layer_service_pb2.ROW_KIND_VERIFY:
-                self.progress.pending_tokens = part.count
-            self.tokens_done += part.count
-        if self.lost is not None and not parts:
+            self.progress.step = step.number
+            if self.is_one_step:
+                self.progress.pending_tokens = step.count
+            self.tokens_done += step.count
+        if self.lost is not None and not steps:
             self.error = self.lost
 
-    def _lose(self, part: Part) -> None:
-        first = part.position
+    def _lose(self, step: RowStep) -> None:
+        first = step.position
         self.lost = StepStale(
             f"the tokens from position {first} on were applied, but the connection broke and their outputs are lost",
-            metadata={"step": str(part.step), "position": str(first)},
+            metadata={"step": str(step.number), "position": str(first)},
         )
         if self.result is not None:
-            self.result = self.result[: part.start]
+            self.result = self.result[: step.start]
 
-    def _keep(self, part: Part, output: Array) -> None:
-        if part.count == len(self.hidden) or self.output != "all":
+    def _keep(self, step: RowStep, output: Array) -> None:
+        if step.count == len(self.hidden) or self.output != "all":
             self.result = output
         else:
             if self.result is None:
                 self.result = np.empty((len(self.hidden), *self.output_shape), self.hidden.dtype)
-            self.result[part.start : part.start + part.count] = output
+            self.result[step.start : step.start + step.count] = output
 
-    def _end(self, part: Part) -> int:
+    def _end(self, step: RowStep) -> int:
         """The position after a step."""
-        return part.position + (0 if self.kind == layer_service_pb2.ROW_KIND_VERIFY else part.count)
+        return step.position + (0 if self.is_one_step else step.count)
 
-    def _has_lost_its_reply(self, part: Part) -> bool:
+    def _has_lost_its_reply(self, step: RowStep) -> bool:
         """Whether a step was applied and its reply is no longer kept: a later one of this row was applied since.
 
         The server says that it is stale, it had been sent before, and the server stands where one of our steps ends.
         """
-        if not part.was_in_doubt or not isinstance(part.error, StepStale):
+        if not step.was_in_doubt or not isinstance(step.error, StepStale):
             return False
-        told = part.error.metadata
-        return any(
-            (str(one.step), str(self._end(one))) == (told.get("step"), told.get("position")) for one in self.parts
-        )
+        stands = step.error.metadata.get("step"), step.error.metadata.get("position")
+        return any((str(one.number), str(self._end(one))) == stands for one in self.steps)
 
-    def leave(self) -> None:
-        """The call is over, whatever became of the job: keep it if its next step may have been applied."""
-        is_unfinished = bool(self.parts) and self.parts[0].in_doubt
-        if not is_unfinished:  # what is refused for good took everything behind it along
+    def release(self) -> None:
+        """The call is over: the sequence remembers the row if its next step may have been applied."""
+        is_unfinished = bool(self.steps) and self.steps[0].in_doubt
+        if not is_unfinished:  # a step that is refused for good takes everything behind it along
             self.uncut()
         self.progress.unfinished = self if is_unfinished else None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import ProtocolError
-from deltaline_client._state import CLOSE, DESCRIBE, DRAIN, LOAD, OPEN, RENEW, ClientState, retried
+from deltaline_client._state import ClientState, retried
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._transport.flow import Flow
+from deltaline_client._transport.flow import Flow, Method, Response
+from deltaline_client._transport.methods import CLOSE, DESCRIBE, DRAIN, LOAD, OPEN, RENEW
 from deltaline_client._types import SequenceDescription, SequenceState, ServerLoad
 
 S = TypeVar("S", bound=SequenceRecord)
@@ -55,11 +56,8 @@ def open_sequences(
 
 def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceState]]:
     """End sequences and free their state. Idempotent; returns what each is now."""
-    states: dict[SequenceRecord, layers.SequenceState.ValueType] = {}
-    for server_epoch, group in _by_epoch(sequences):
-        request = layers.CloseSequencesRequest(server_epoch=server_epoch, sequence=[one.handle for one in group])
-        states.update(_zip(group, (yield from retried(client, CLOSE, request)).state))
-    return [SequenceState(states[sequence]) for sequence in sequences]
+    states = yield from _asked(client, CLOSE, sequences, lambda response: response.state)
+    return list(map(SequenceState, states))
 
 
 def renew(
@@ -69,22 +67,15 @@ def renew(
 
     Every step renews the lease as well: this is for sequences that pause for longer than their lease.
     """
-    states: dict[SequenceRecord, layers.SequenceState.ValueType] = {}
-    for server_epoch, group in _by_epoch(sequences):
-        request = layers.RenewLeasesRequest(
-            server_epoch=server_epoch, sequence=[one.handle for one in group], lease_ms=_milliseconds(lease_s)
-        )
-        states.update(_zip(group, (yield from retried(client, RENEW, request)).state))
-    return [SequenceState(states[sequence]) for sequence in sequences]
+    lease_ms = _milliseconds(lease_s)
+    states = yield from _asked(client, RENEW, sequences, lambda response: response.state, lease_ms=lease_ms)
+    return list(map(SequenceState, states))
 
 
 def describe(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceDescription]]:
     """What the server holds of each sequence. Changes nothing."""
-    descriptions: dict[SequenceRecord, layers.SequenceDescription] = {}
-    for server_epoch, group in _by_epoch(sequences):
-        request = layers.DescribeSequencesRequest(server_epoch=server_epoch, sequence=[one.handle for one in group])
-        descriptions.update(_zip(group, (yield from retried(client, DESCRIBE, request)).sequences))
-    return [SequenceDescription.from_proto(descriptions[sequence]) for sequence in sequences]
+    descriptions = yield from _asked(client, DESCRIBE, sequences, lambda response: response.sequences)
+    return list(map(SequenceDescription.from_proto, descriptions))
 
 
 def load(client: ClientState) -> Flow[ServerLoad]:
@@ -109,13 +100,21 @@ def _milliseconds(seconds: float | None) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _by_epoch(sequences: Sequence[SequenceRecord]) -> Iterator[tuple[int, list[SequenceRecord]]]:
-    """Sequences grouped by the server process that they belong to: a request is about one."""
+def _asked(
+    client: ClientState,
+    method: Method[Any, Response],
+    sequences: Sequence[SequenceRecord],
+    answers: Callable[[Response], Sequence[T]],
+    **fields: int,
+) -> Flow[list[T]]:
+    """Ask about sequences, once for each server process that they belong to. Returns the answers in their order."""
+    found: dict[SequenceRecord, T] = {}
     for server_epoch in dict.fromkeys(sequence.server_epoch for sequence in sequences):
-        yield server_epoch, [sequence for sequence in sequences if sequence.server_epoch == server_epoch]
-
-
-def _zip(sequences: list[SequenceRecord], answers: Sequence[T]) -> Iterator[tuple[SequenceRecord, T]]:
-    if len(answers) != len(sequences):
-        raise ProtocolError(f"asked about {len(sequences)} sequences, got {len(answers)} answers")
-    return zip(sequences, answers, strict=True)
+        group = [sequence for sequence in sequences if sequence.server_epoch == server_epoch]
+        handles = [sequence.handle for sequence in group]
+        request = method.request_type(server_epoch=server_epoch, sequence=handles, **fields)
+        got = answers((yield from retried(client, method, request)))
+        if len(got) != len(group):
+            raise ProtocolError(f"asked about {len(group)} sequences, got {len(got)} answers")
+        found.update(zip(group, got, strict=True))
+    return [found[sequence] for sequence in sequences]

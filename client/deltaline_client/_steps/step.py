@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from deltaline_client._own_exceptions import StepUnfinished
 from deltaline_client._state import ClientState, info
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.exchange import Exchange
 from deltaline_client._steps.hold import Hold
-from deltaline_client._steps.plain import Applied, PlainStep
+from deltaline_client._steps.request import Applied
 from deltaline_client._steps.rows import Row, RowResult, StepError, StepResult
-from deltaline_client._steps.sequence import Job, SequenceRecord
+from deltaline_client._steps.sequence import RowProgress, SequenceRecord
 from deltaline_client._transport.flow import Flow
 from deltaline_client._types import Output, ServerInfo, StepOptions
 
@@ -47,56 +46,37 @@ def resume(
     Raises: ValueError when a sequence has no unfinished step on the span; else as `step`.
     """
     limits = yield from info(client)
-    yield from client._shared.ready(limits, client._attempts(options.get("timeout_s")))
-    exchange = Exchange(client, limits, options)
+    exchange = yield from _exchange(client, limits, options)
     with Hold(sequences, options.get("span", 0)) as progress:
-        jobs = []
+        rows = []
         for index, one in enumerate(progress):
             if one.unfinished is None:
                 raise ValueError(f"sequences[{index}]: no unfinished step")
-            jobs.append(one.unfinished)
-        return (yield from _run(jobs, exchange))
+            rows.append(one.unfinished)
+        return _gathered((yield from exchange.run_rows(rows)), exchange)
 
 
 def stepped(client: ClientState, limits: ServerInfo, batch: Batch, options: StepOptions) -> Flow[Applied | StepResult]:
-    """Apply a batch: as arrays where nothing is out of the ordinary, else as jobs. Raises as `step` does."""
-    yield from client._shared.ready(limits, client._attempts(options.get("timeout_s")))
-    exchange = Exchange(client, limits, options)
+    """Apply a batch: as arrays where nothing is out of the ordinary, else row by row. Raises as `step` does."""
+    exchange = yield from _exchange(client, limits, options)
     with Hold(batch.sequences, options.get("span", 0)) as progress:
-        plain = PlainStep(batch, progress, options)
-        if plain.is_ordinary(limits):
-            done = yield from plain.run(exchange)
-            return _gathered(done, exchange) if isinstance(done, list) else done
-        jobs = batch.jobs(progress)
-        for index, job in enumerate(jobs):
-            unfinished = job.progress.unfinished
-            if unfinished is not None:
-                if not unfinished.is_same_row(job):
-                    raise StepUnfinished(
-                        f"rows[{index}]: a step has an unknown outcome; resume it, or repeat that call"
-                    )
-                jobs[index] = unfinished
-        return (yield from _run(jobs, exchange))
+        done = yield from exchange.run(batch, progress)
+    return done if isinstance(done, Applied) else _gathered(done, exchange)
 
 
-def _run(jobs: list[Job], exchange: Exchange) -> Flow[StepResult]:
-    """Run jobs, whose progress is held, to their end and gather the results. Raises as `step` does."""
-    try:
-        for job in jobs:
-            job.error = None
-        yield from exchange.run(jobs)
-    finally:
-        for job in jobs:
-            job.leave()
-    return _gathered(jobs, exchange)
+def _exchange(client: ClientState, limits: ServerInfo, options: StepOptions) -> Flow[Exchange]:
+    """Begin a call, once shared memory is there for it, or is known not to be."""
+    if not client._shared.is_off:
+        yield from client._shared.ready(limits, client._attempts(options.get("timeout_s")))
+    return Exchange(client, limits, options)
 
 
-def _gathered(jobs: Sequence[Job], exchange: Exchange) -> StepResult:
-    """The results of jobs that are over. Raises: StepError; the error itself when nothing at all ran because of it."""
-    results = tuple(map(RowResult.from_job, jobs))
-    if all(job.error is None for job in jobs):
+def _gathered(rows: Sequence[RowProgress], exchange: Exchange) -> StepResult:
+    """The results of rows that are over. Raises: StepError; the error itself when nothing at all ran because of it."""
+    results = tuple(map(RowResult.of, rows))
+    if all(row.error is None for row in rows):
         return StepResult(results, exchange.timing)
     whole = exchange.request_error
-    if whole is not None and all(job.error is whole and not job.tokens_done for job in jobs):
+    if whole is not None and all(row.error is whole and not row.tokens_done for row in rows):
         raise whole
     raise StepError(results)

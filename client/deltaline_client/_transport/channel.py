@@ -9,8 +9,11 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from deltaline_client._exceptions import DeltalineError
-from deltaline_client._state import MAX_MESSAGE_BYTES, METHODS, STEP_STREAM
+from deltaline_client._transport.methods import METHODS, STEP_STREAM
 from deltaline_client._transport.statuses import from_status
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Most bytes of a message on the channel: far above any inline limit, which is not known before it is asked."""
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-# Their errors are looked for below.
-from deltaline_client import _adapter_exceptions, _capacity_exceptions, _shared_exceptions  # noqa: F401
 from deltaline_client._exceptions import (
+    BY_REASON,
     Cancelled,
     CapacityError,
     ConflictError,
@@ -23,17 +22,6 @@ from deltaline_client._exceptions import (
 )
 
 DOMAIN = "deltaline"
-
-
-def _with_reason(family: type[DeltalineError]) -> Iterator[tuple[str, type[DeltalineError]]]:
-    for error_type in family.__subclasses__():
-        if error_type.reason:
-            yield error_type.reason, error_type
-        yield from _with_reason(error_type)
-
-
-BY_REASON: Mapping[str, type[DeltalineError]] = dict(_with_reason(DeltalineError))
-"""Reason to exception."""
 
 # What a status means when its reason is none that this version knows.
 _FAMILY_BY_CODE: Mapping[int, type[DeltalineError]] = {

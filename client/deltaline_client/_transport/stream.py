@@ -14,11 +14,10 @@ from typing import Any
 import grpc
 
 from deltaline.wire import Piece
-from deltaline_client._exceptions import DeltalineError
-from deltaline_client._own_exceptions import Disconnected
-from deltaline_client._steps.messages import read_stream_response, stream_request
+from deltaline_client._exceptions import DeltalineError, Disconnected
 from deltaline_client._transport.channel import error_of
 from deltaline_client._transport.flow import Answer
+from deltaline_client._transport.messages import read_stream_response, stream_request
 from deltaline_client._transport.pending import Pending, broken
 from deltaline_client._transport.tracing import traceparent
 

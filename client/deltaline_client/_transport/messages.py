@@ -20,7 +20,7 @@ from deltaline_client._arrays import Array
 from deltaline_client._exceptions import DeltalineError, ProtocolError
 from deltaline_client._transport.statuses import from_status
 
-_LENGTH_DELIMITED = 2
+_VARINT, _LENGTH_DELIMITED = 0, 2
 _FIXED_BYTES = {1: 8, 5: 4}
 
 
@@ -36,17 +36,12 @@ class StepAnswer:
     shared: tensor_pb2.Tensor | None = None
 
 
-def step_request(fields: layers.StepRequest, hidden: Sequence[Array]) -> list[wire.Piece]:
-    """Return a serialised StepRequest as pieces: `fields`, and the packed rows of `hidden`, each [n, *token shape].
+def step_request(fields: layers.StepRequest, hidden: Array) -> list[wire.Piece]:
+    """Return a serialised StepRequest as pieces: `fields`, and packed rows [T, *token shape].
 
-    The pieces are views of contiguous rows: nothing is copied before they are joined.
+    The last piece is a view of contiguous rows: nothing is copied before they are joined.
     """
-    header = tensor_pb2.Tensor(
-        dtype=wire.data_type(hidden[0].dtype), shape=(sum(map(len, hidden)), *hidden[0].shape[1:])
-    ).SerializeToString()
-    rows = [np.ascontiguousarray(row).reshape(-1).view(np.uint8).data for row in hidden]
-    elements = wire.field_pieces(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, rows)
-    tensor = wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, [header, *elements])
+    tensor = wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, wire.tensor_pieces(hidden))
     return [fields.SerializeToString(), *tensor]
 
 
@@ -112,24 +107,22 @@ def _take(body: memoryview, number: int) -> tuple[bytes, memoryview | None]:
     at, kept_from = 0, 0
     while at < len(body):
         begin = at
-        tag: int = body[at]
-        tag, at = (tag, at + 1) if tag < 0x80 else _varint(body, at)
+        tag, at = _varint(body, at) if body[at] > 0x7F else (body[at], at + 1)
         kind = tag & 7
+        if kind in _FIXED_BYTES:
+            at += _FIXED_BYTES[kind]
+            continue
+        if kind not in (_VARINT, _LENGTH_DELIMITED):
+            raise DecodeError("an unknown kind of field")
+        value, at = (body[at], at + 1) if at < len(body) and body[at] < 0x80 else _varint(body, at)
         if kind == _LENGTH_DELIMITED:
-            size, at = _varint(body, at)
-            first, at = at, at + size
+            first, at = at, at + value
             if tag >> 3 == number and at <= len(body):
                 if taken is not None:
                     raise DecodeError("a field comes twice")
                 taken = body[first:at]
                 rest.append(body[kept_from:begin])
                 kept_from = at
-        elif kind == 0:
-            _, at = _varint(body, at)
-        elif kind in _FIXED_BYTES:
-            at += _FIXED_BYTES[kind]
-        else:
-            raise DecodeError("an unknown kind of field")
     if at > len(body):
         raise DecodeError("the message is cut off")
     rest.append(body[kept_from:])

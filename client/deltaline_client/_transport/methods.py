@@ -1,0 +1,40 @@
+"""The methods of the service: their full names, and the types of their requests and responses."""
+
+from __future__ import annotations
+
+from deltaline.v1 import adapter_service_pb2 as adapters
+from deltaline.v1 import admin_service_pb2 as admin
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline_client._transport.flow import Method
+
+_LAYERS = "/deltaline.v1.LayerService/"
+_ADMIN = "/deltaline.v1.AdminService/"
+_ADAPTERS = "/deltaline.v1.AdapterService/"
+
+OPEN = Method(_LAYERS + "OpenSequences", layers.OpenSequencesRequest, layers.OpenSequencesResponse)
+CLOSE = Method(_LAYERS + "CloseSequences", layers.CloseSequencesRequest, layers.CloseSequencesResponse)
+DESCRIBE = Method(_LAYERS + "DescribeSequences", layers.DescribeSequencesRequest, layers.DescribeSequencesResponse)
+RENEW = Method(_LAYERS + "RenewLeases", layers.RenewLeasesRequest, layers.RenewLeasesResponse)
+COMMIT = Method(_LAYERS + "CommitSequences", layers.CommitSequencesRequest, layers.CommitSequencesResponse)
+INFO = Method(_ADMIN + "GetServerInfo", admin.GetServerInfoRequest, admin.GetServerInfoResponse)
+LOAD = Method(_ADMIN + "GetLoad", admin.GetLoadRequest, admin.GetLoadResponse)
+DRAIN = Method(_ADMIN + "Drain", admin.DrainRequest, admin.DrainResponse)
+CREATE_MEMORY = Method(_ADMIN + "CreateSharedMemory", admin.CreateSharedMemoryRequest, admin.CreateSharedMemoryResponse)
+RELEASE_MEMORY = Method(
+    _ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryRequest, admin.ReleaseSharedMemoryResponse
+)
+
+LOAD_ADAPTER = Method(
+    _ADAPTERS + "LoadAdapter", adapters.LoadAdapterRequest, adapters.LoadAdapterResponse, takes_stream=True
+)
+UNLOAD_ADAPTER = Method(_ADAPTERS + "UnloadAdapter", adapters.UnloadAdapterRequest, adapters.UnloadAdapterResponse)
+LIST_ADAPTERS = Method(_ADAPTERS + "ListAdapters", adapters.ListAdaptersRequest, adapters.ListAdaptersResponse)
+
+STEP_STREAM = _LAYERS + "StepStream"
+
+METHODS = (
+    *(OPEN, CLOSE, DESCRIBE, RENEW, COMMIT),
+    *(INFO, LOAD, DRAIN, CREATE_MEMORY, RELEASE_MEMORY),
+    *(LOAD_ADAPTER, UNLOAD_ADAPTER, LIST_ADAPTERS),
+)
+"""All but the stream."""
