@@ -15,8 +15,7 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load"}
-MAX_LINES = 300
-MAX_LINES_CHUNKED_KERNEL = 400
+MAX_LINES = 400
 MAX_KERNEL_ARGUMENTS = 16
 
 
@@ -54,9 +53,8 @@ def name_of(path: Path) -> str:
 def test_source_file_keeps_the_rules(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    limit = MAX_LINES_CHUNKED_KERNEL if path.parts[-3] == "deltaline_kernels" and "chunk" in path.stem else MAX_LINES
     too_wide = [name for name, count in kernels(tree) if count > MAX_KERNEL_ARGUMENTS]
-    assert len(text.splitlines()) <= limit
+    assert len(text.splitlines()) <= MAX_LINES
     assert path.stem not in SAYS_NOTHING
     assert list(unsafe(tree)) == []
     assert too_wide == []

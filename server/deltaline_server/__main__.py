@@ -9,8 +9,7 @@ import signal
 import sys
 
 from deltaline_server import log
-from deltaline_server.config import Config, unknown_variables
-from deltaline_server.option import ConfigError
+from deltaline_server.config import Config, ConfigError, unknown_variables
 
 # What the extra "server" installs.
 _EXTRA = {"grpc_health", "grpc_reflection", "prometheus_client", "re2", "safetensors", "torch", "triton"}

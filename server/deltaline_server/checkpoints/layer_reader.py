@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from deltaline_server.checkpoints.checkpoint import TensorSource
-from deltaline_server.checkpoints.modules import ALL, Module, Packed, whole_sections
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import ALL, Module, Packed, Placement, whole_sections
 
 
 class LayerReader:

@@ -77,15 +77,6 @@ class Executor(Protocol):
         """Tell what was compiled, captured and allocated so far. May be called from any thread."""
 
 
-def make_executor(model: Model, pool: StatePool, limits: BatchLimits) -> Executor:
-    """Make what computes batches within the limits on the model's device."""
-    if model.device.type == "cpu":
-        return CpuExecutor(model, pool)
-    from deltaline_server.engine.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
-
-    return CudaExecutor(model, pool, limits)
-
-
 class CpuExecutor:
     """The host's arrays as tensors and back, without copies (an array that can't be written is copied)."""
 

@@ -1,13 +1,16 @@
-"""What a decoder block has around its mixer: norms, residuals and an MLP; what a checkpoint holds for it.
+"""The layers of a span, and what a decoder block has around its mixer: norms, residuals and an MLP.
 
-There are two kinds: norm, mixer, residual, norm, MLP, residual; and norm, mixer, residual.
+There are two kinds of blocks: norm, mixer, residual, norm, MLP, residual; and norm, mixer, residual. Layers compute on
+packed tokens, and follow the checkpoint's model in its dtypes: norms in fp32 and rounded once, residuals in the dtype
+that the config asks for. Everywhere `adapters` are the device's memory of adapters for a layer's projections, none on a
+server without adapters, and `tiles` the tokens of a batch that have adapters, None where none has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +19,20 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, Module, Packed, mlp_modules
-from deltaline_server.layers.layer import Layer
 from deltaline_server.layers.projection import Projection
 
 INPUT_NORM, POST_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 NORM = "norm.weight"
+
+
+class Layer(Protocol):
+    """What a span is made of."""
+
+    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`.
+
+        state: what the pool keeps for a layer of this kind, a LayerState or a KvState.
+        """
 
 
 class Residual:

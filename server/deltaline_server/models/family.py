@@ -9,10 +9,9 @@ from deltaline_kernels import LoraWeights
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed
 from deltaline_server.layers.attention import AttentionFamily
-from deltaline_server.layers.block import MlpBlocks, PlainBlocks
+from deltaline_server.layers.block import Layer, MlpBlocks, PlainBlocks
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHeads
-from deltaline_server.layers.layer import Layer
 from deltaline_server.layers.mamba2 import Mamba2Family
 from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope

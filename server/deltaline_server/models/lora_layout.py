@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from deltaline_server.checkpoints.config_reader import ModelError, shown
-from deltaline_server.checkpoints.modules import MLP, Module, Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import MLP, Module, Packed, Placement
 from deltaline_server.models.config import MixerKind, MlpKind, ModelConfig, Scope
 from deltaline_server.models.family import block_family, served_modules
 from deltaline_server.models.weights import PREFIXES

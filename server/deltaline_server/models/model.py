@@ -20,10 +20,9 @@ from torch import Tensor
 from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.modules import Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Packed, Placement
+from deltaline_server.layers.block import Layer
 from deltaline_server.layers.hyper_connection import HyperBlock
-from deltaline_server.layers.layer import Layer
 from deltaline_server.layers.shapes import AttentionShape
 from deltaline_server.layers.stack import Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state

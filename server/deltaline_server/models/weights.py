@@ -14,10 +14,9 @@ from deltaline_kernels import LoraWeights
 from deltaline_server.checkpoints.checkpoint import DTYPES, RandomTensors, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.layer_reader import LayerReader
-from deltaline_server.checkpoints.modules import Module, Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Module, Packed, Placement
+from deltaline_server.layers.block import Layer
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
-from deltaline_server.layers.layer import Layer
 from deltaline_server.layers.shapes import MixerShape
 from deltaline_server.models.config import LayerConfig, MixerKind, MlpKind, ModelConfig, Scope
 from deltaline_server.models.family import block_family, head_family, mixer_family, served_modules

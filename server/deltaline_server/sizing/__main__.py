@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config
-from deltaline_server.option import ConfigError, flag
+from deltaline_server.config import Config, ConfigError, flag
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")

@@ -31,8 +31,7 @@ from torch import Tensor
 from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.modules import Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.tensor_file import DescriptorBytes, MemoryBytes, TensorFile
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope
 from deltaline_server.models.family import served_modules

@@ -15,8 +15,7 @@ from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.adapters.root import AdapterRoot
 from deltaline_server.checkpoints.checkpoint import Checkpoint
-from deltaline_server.checkpoints.modules import Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.tensor_file import TensorFile
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.adapter_cases import adapter_config
 
-from deltaline_server.adapters.peft_config import MAX_CONFIG_BYTES, AdapterConfig, ModuleConfig
+from deltaline_server.adapters.directory import MAX_CONFIG_BYTES
+from deltaline_server.adapters.peft_config import AdapterConfig, ModuleConfig
 from deltaline_server.checkpoints.config_reader import ModelError
 
 UP = "model.layers.1.mlp.up_proj"

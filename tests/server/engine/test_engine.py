@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from deltaline_server.engine.engine import Engine
-from deltaline_server.engine.executor import BatchLimits, CpuExecutor, make_executor
+from deltaline_server.engine.executor import BatchLimits, CpuExecutor
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.models.model import Model, ModelOptions, load_model
+from deltaline_server.runtime import make_executor
 from deltaline_server.step import BatchResult, StepBatch
 
 HIDDEN = 32

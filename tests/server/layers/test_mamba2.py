@@ -12,7 +12,7 @@ from server.layers.test_layers import HIDDEN, MAX_DRAFT, Oracle, assert_close, a
 
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Placement
 from deltaline_server.layers.mamba2 import Mamba2Family, Mamba2Weights
 from deltaline_server.layers.shapes import Mamba2Shape
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope

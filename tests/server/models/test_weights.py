@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorInfo
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Placement
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetWeights
 from deltaline_server.layers.shapes import GatedDeltaNetShape
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope
