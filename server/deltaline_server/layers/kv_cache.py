@@ -70,7 +70,7 @@ def plan_cache(
     room_bytes: what is left for them and for the table; None for no limit: then pages are for USUAL_TOKENS tokens of
     every line, and for one sequence of the most tokens that there can be.
     """
-    page_bytes = sum(2 * page_size * shape.keys for shape in shapes) * dtype.itemsize
+    page_bytes = sum(2 * page_size * shape.key_channels for shape in shapes) * dtype.itemsize
     longest = shapes[0].max_positions
     # A page is one sequence's: what a last one has left is nobody else's.
     usual, most = (-(-tokens // page_size) for tokens in (min(longest, USUAL_TOKENS), longest))

@@ -1,40 +1,11 @@
-"""Sizes and constants of mixers: what of them the config says, and what follows for projections and state.
-
-Knows no tensor.
-"""
+"""Sizes and constants of mixers: what of them the config says, and what follows for projections and state."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any
 
 from deltaline_server.checkpoints.config_reader import ModelError
-
-
-class RecurrentShape(Protocol):
-    """What every recurrent mixer has, the whole layer's or one rank's share: a convolution and a recurrent state."""
-
-    @property
-    def conv_width(self) -> int:
-        """Taps of the convolution, W."""
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels of the convolution, D."""
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """Heads, rows and columns of the recurrent state."""
-
-    @property
-    def record(self) -> int:
-        """Values that a draft token is kept as."""
-
-    def test_sizes(self) -> dict[str, Any]:
-        """What the kernels' self-test is told of a model with such mixers."""
-
-    def shard(self, world_size: int) -> Self:
-        """Return one rank's share. Raises ModelError if that can't be done."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +19,12 @@ class GatedDeltaNetShape:
     conv_width: int
 
     @property
-    def keys(self) -> int:
+    def key_channels(self) -> int:
         """Channels of all keys, H * K; queries have as many."""
         return self.num_key_heads * self.key_dim
 
     @property
-    def values(self) -> int:
+    def value_channels(self) -> int:
         """Channels of all values, HV * V."""
         return self.num_value_heads * self.value_dim
 
@@ -65,7 +36,7 @@ class GatedDeltaNetShape:
     @property
     def conv_channels(self) -> int:
         """Channels of the convolution, D = 2 * H * K + HV * V: q | k | v."""
-        return 2 * self.keys + self.values
+        return 2 * self.key_channels + self.value_channels
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -75,7 +46,7 @@ class GatedDeltaNetShape:
     @property
     def record(self) -> int:
         """Values that a draft token is kept as: its key, its update, its gates."""
-        return self.keys + self.values + self.num_value_heads
+        return self.key_channels + self.value_channels + self.num_value_heads
 
     def test_sizes(self) -> dict[str, Any]:
         """What the kernels' self-test is told of a model with such mixers."""
@@ -111,19 +82,19 @@ class Mamba2Shape:
     has_bias: bool
 
     @property
-    def values(self) -> int:
+    def value_channels(self) -> int:
         """Channels of x, H * P; z has as many."""
         return self.num_heads * self.head_dim
 
     @property
-    def keys(self) -> int:
+    def key_channels(self) -> int:
         """Channels of B, G * S; C has as many."""
         return self.num_groups * self.state_dim
 
     @property
     def conv_channels(self) -> int:
         """Channels of the convolution, D = H * P + 2 * G * S: x | B | C."""
-        return self.values + 2 * self.keys
+        return self.value_channels + 2 * self.key_channels
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -133,7 +104,7 @@ class Mamba2Shape:
     @property
     def record(self) -> int:
         """Values that a draft token is kept as: its B, its update, its log decays."""
-        return self.keys + self.values + self.num_heads
+        return self.key_channels + self.value_channels + self.num_heads
 
     def test_sizes(self) -> dict[str, Any]:
         """What the kernels' self-test is told of a model with such mixers."""
@@ -184,12 +155,12 @@ class AttentionShape:
     has_bias: bool = False
 
     @property
-    def queries(self) -> int:
+    def query_channels(self) -> int:
         """Channels of all queries, HQ * D; the output gate has as many."""
         return self.num_heads * self.head_dim
 
     @property
-    def keys(self) -> int:
+    def key_channels(self) -> int:
         """Channels of all keys, HKV * D; values have as many."""
         return self.num_kv_heads * self.head_dim
 
@@ -211,5 +182,7 @@ class AttentionShape:
         return replace(self, num_heads=self.num_heads // world_size, num_kv_heads=self.num_kv_heads // world_size)
 
 
+RecurrentShape = GatedDeltaNetShape | Mamba2Shape
+"""The sizes of a mixer with a convolution and a recurrent state."""
 MixerShape = RecurrentShape | AttentionShape
 """The sizes of any mixer."""

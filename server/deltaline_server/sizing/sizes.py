@@ -146,7 +146,7 @@ def _layer_size(
         for name, size in expected_tensors(plan.config, kind, scope).items()
     )
     if isinstance(shape, AttentionShape):
-        return LayerSize(kind.value, tuple(layers), {}, 2 * shape.keys * dtype.itemsize, weight_bytes)
+        return LayerSize(kind.value, tuple(layers), {}, 2 * shape.key_channels * dtype.itemsize, weight_bytes)
     return LayerSize(kind.value, tuple(layers), line_parts(shape, state, dtype), 0, weight_bytes)
 
 

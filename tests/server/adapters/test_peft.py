@@ -86,7 +86,7 @@ def test_an_adapter_does_what_peft_does(
 
 
 def projections(loader: LayerLoader, config: ModelConfig, layer: int) -> dict[Packed, torch.Tensor]:
-    mixer, block = mixer_weights(loader, config, layer), block_weights(loader, config, layer)
+    mixer, block = mixer_weights(loader, layer), block_weights(loader, layer)
     return {
         Packed.IN_PROJ: mixer.in_proj,
         Packed.OUT_PROJ: mixer.out_proj,

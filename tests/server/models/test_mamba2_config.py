@@ -43,7 +43,7 @@ def test_mamba2() -> None:
     shape = config.shapes[MixerKind.MAMBA2]
     assert isinstance(shape, Mamba2Shape)
     assert shape == Mamba2Shape(2, 8, 16, 32, 4, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
-    assert (shape.values, shape.conv_channels, shape.state) == (128, 256, (8, 16, 32))
+    assert (shape.value_channels, shape.conv_channels, shape.state) == (128, 256, (8, 16, 32))
     assert config.layers == tuple(LayerConfig(i, *MAMBA) for i in range(2))
     assert (config.rms_norm_eps, config.residual_in_fp32, config.has_mlp_blocks) == (1e-5, True, False)
 
