@@ -325,7 +325,7 @@ def test_the_kernels_of_a_mamba2_model_are_checked_in_its_sizes(monkeypatch: pyt
         return checks
 
     monkeypatch.setattr(kernel_check, "run_selftest", run_selftest)
-    shape = Mamba2Shape(2, 4, 8, 16, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False)
+    shape = Mamba2Shape(2, 4, 16, 8, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False)
     kernel_check.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5), {})
     assert families == {"conv1d", "mamba2", "lora", "norm"}
 

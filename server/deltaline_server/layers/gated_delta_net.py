@@ -86,9 +86,10 @@ class GatedDeltaNetFamily:
                 out_proj,
             )
         # For each key head its q | k | v | z, and its b | a.
-        group_values = shape.group * shape.value_dim
+        group = shape.num_value_heads // shape.num_key_heads
+        group_values = group * shape.value_dim
         qkvz = (shape.key_dim, shape.key_dim, group_values, group_values)
-        ba = (shape.group, shape.group)
+        ba = (group, group)
         groups = shape.num_key_heads
         return (
             Module(NAME + "in_proj_qkvz", Packed.IN_PROJ, groups * sum(qkvz), hidden, qkvz, groups),

@@ -31,12 +31,12 @@ class Mamba2:
         whole, self._eps = family.shape, family.eps
         channels = (whole.value_channels, whole.key_channels, whole.key_channels)
         self._shape = shape = whole.shard(reader.world_size)
-        self._sections = (shape.value_channels, shape.conv_channels, shape.num_heads)
+        self._sections = (shape.value_channels, shape.conv_channels, shape.num_value_heads)
         self.in_proj = load_projection(reader, Packed.IN_PROJ, adapters, has_bias=shape.has_bias)
         self.conv = reader.sections(NAME + "conv1d.weight", channels).squeeze(1).t().contiguous()
         self.conv_bias = reader.sections(NAME + "conv1d.bias", channels) if shape.has_conv_bias else None
         self.A_log, self.D, self.dt_bias = (
-            reader.share(NAME + name, whole.num_heads) for name in ("A_log", "D", "dt_bias")
+            reader.share(NAME + name, whole.num_value_heads) for name in ("A_log", "D", "dt_bias")
         )
         self.norm = reader.share(NAME + "norm.weight", whole.value_channels).view(shape.norm_groups, -1)
         self.out_proj = load_projection(reader, Packed.OUT_PROJ, adapters, has_bias=shape.has_bias)
@@ -55,7 +55,7 @@ class Mamba2:
             state.recurrent,
             state.drafts,
             rows,
-            num_groups=shape.num_groups,
+            num_groups=shape.num_key_heads,
             dt_limit=shape.dt_limit,
         )
         y, z = (part.unflatten(-1, self.norm.shape) for part in (y.flatten(1), z))
@@ -74,7 +74,13 @@ class Mamba2Family:
     def modules(self) -> tuple[Module, ...]:
         """The linear modules of a mixer. The rows of in_proj are z | x | B | C | dt."""
         shape, hidden = self.shape, self.hidden_size
-        rows = (shape.value_channels, shape.value_channels, shape.key_channels, shape.key_channels, shape.num_heads)
+        rows = (
+            shape.value_channels,
+            shape.value_channels,
+            shape.key_channels,
+            shape.key_channels,
+            shape.num_value_heads,
+        )
         return (
             Module(NAME + "in_proj", Packed.IN_PROJ, sum(rows), hidden, rows),
             Module(NAME + "out_proj", Packed.OUT_PROJ, hidden, shape.value_channels, (hidden,), shares_columns=True),
@@ -86,9 +92,9 @@ class Mamba2Family:
         shape = self.shape
         tensors: dict[str, tuple[int, ...]] = {
             NAME + "conv1d.weight": (shape.conv_channels, 1, shape.conv_width),
-            NAME + "A_log": (shape.num_heads,),
-            NAME + "D": (shape.num_heads,),
-            NAME + "dt_bias": (shape.num_heads,),
+            NAME + "A_log": (shape.num_value_heads,),
+            NAME + "D": (shape.num_value_heads,),
+            NAME + "dt_bias": (shape.num_value_heads,),
             NAME + "norm.weight": (shape.value_channels,),
         }
         if shape.has_conv_bias:

@@ -165,10 +165,10 @@ def _mamba2(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
     if keys.integer("expand", 1, MAX_LAYERS, default=2) * hidden_size != num_heads * head_dim:
         raise keys.fail("expand", f"num_heads * head_dim / hidden_size ({num_heads} * {head_dim} / {hidden_size})")
     shape = Mamba2Shape(
-        num_groups=value_groups(keys, num_heads),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        state_dim=keys.integer("state_size", 1, MAX_HEAD_DIM, default=128),
+        num_key_heads=value_groups(keys, num_heads),
+        num_value_heads=num_heads,
+        value_dim=head_dim,
+        key_dim=keys.integer("state_size", 1, MAX_HEAD_DIM, default=128),
         conv_width=keys.integer("conv_kernel", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
         norm_groups=1,
         dt_limit=time_step_limits(keys),
@@ -194,10 +194,10 @@ def _nemotron_h(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
     num_heads = keys.integer("mamba_num_heads", 1, MAX_LAYERS)
     groups = value_groups(keys, num_heads, _spelling(keys, "mamba_n_groups", "n_groups"))
     shape = Mamba2Shape(
-        num_groups=groups,
-        num_heads=num_heads,
-        head_dim=keys.integer("mamba_head_dim", 1, MAX_HEAD_DIM),
-        state_dim=keys.integer("ssm_state_size", 1, MAX_HEAD_DIM, default=128),
+        num_key_heads=groups,
+        num_value_heads=num_heads,
+        value_dim=keys.integer("mamba_head_dim", 1, MAX_HEAD_DIM),
+        key_dim=keys.integer("ssm_state_size", 1, MAX_HEAD_DIM, default=128),
         conv_width=keys.integer(
             _spelling(keys, "mamba_d_conv", "conv_kernel"), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4
         ),
