@@ -1,6 +1,6 @@
 """The server as a whole: wiring, start, leases, drain and stop.
 
-Knows the order of things. Does not know what a step is. Life: start (load, listen, ready) -> serve -> drain -> stop.
+Life: start (load, listen, ready) -> serve -> drain -> stop.
 """
 
 from __future__ import annotations

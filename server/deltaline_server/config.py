@@ -1,7 +1,7 @@
 """The configuration: one frozen dataclass, its limits, and how the command line, environment and file are read into it.
 
 Every option is a flag, a variable DELTALINE_* and a key of a TOML file; a flag goes before the variable, the variable
-before the file, the file before the default. No other module reads the environment. Knows options, not who uses them.
+before the file, the file before the default. No other module reads the environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The errors of the service: each reason has one gRPC code, here and nowhere else.
 
-Knows codes, reasons and messages; not how they travel (replies.py) nor who raises them. A `Refusal` is a value: one
-row's or one sequence's fault under an OK RPC. A `RequestError` is raised: no row of the request ran.
+A `Refusal` is a value: one row's or one sequence's fault under an OK RPC. A `RequestError` is raised: no row of the
+request ran.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Ports and sockets as the system sees them: what gRPC does not tell of them.
-
-Knows addresses; not who wants to listen there.
-"""
+"""Ports and sockets as the system sees them, where gRPC says nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The model with everything that keeps and computes its sequences, built from a configuration.
 
-Knows how the parts fit together; starts nothing and serves nothing (app.py). Building reads files and allocates memory
-on the device: it takes from a second to minutes.
+Building reads files and allocates memory on the device: it takes from a second to minutes. Nothing is started.
 """
 
 from __future__ import annotations

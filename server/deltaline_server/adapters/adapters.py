@@ -1,7 +1,4 @@
-"""What keeps the adapters of a server, put together from its configuration.
-
-Knows how the parts fit together; what each does is its own to know.
-"""
+"""What keeps the adapters of a server, put together from its configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Loads adapters beside serving: reads and converts them in a thread, and registers them on the event loop.
 
-One at a time, so that a name is not loaded twice at once and the memory of a load stays one adapter's. Knows where
-files come from; not what is in them (files.py), nor messages (adapter_service.py).
+One at a time, so that a name is not loaded twice at once and the memory of a load stays one adapter's.
 """
 
 from __future__ import annotations

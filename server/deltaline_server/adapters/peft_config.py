@@ -1,6 +1,6 @@
 """What an adapter's adapter_config.json says, as PEFT writes it: which modules it changes, their ranks and scales.
 
-Knows names of modules, no tensor. What can't be honoured is refused by its key, and so is every key that is not known.
+What can't be honoured is refused by its key, and so is every key that is not known.
 """
 
 from __future__ import annotations

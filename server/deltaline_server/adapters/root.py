@@ -1,8 +1,7 @@
 """The folder that holds the adapters which clients may name, one directory each.
 
-Opens nothing outside: a name is one plain component, and directory and files are opened relative to descriptors,
-without following links, then judged by what was opened. So nothing that is swapped meanwhile leads elsewhere. Knows no
-tensors.
+Nothing outside is opened: a name is one plain component, and directory and files are opened relative to descriptors,
+without following links, then judged by what was opened. So nothing that is swapped meanwhile leads elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The tensors of one layer, read for one rank: its rows and columns, in the order in which they are served.
-
-Knows names, modules and slices; not what a tensor means (gated_delta_net.py, mamba2.py, attention.py, block.py).
-"""
+"""The tensors of one layer, read for one rank: its rows and columns, in the order in which they are served."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Computing batches on a GPU: copy in, computation and copy out, replayed from graphs.
 
 Of large batches each has a stream of its own: while one computes, the next is copied in and the one before copied out.
-A small one is a single replay. Knows the model, its state and slots; no threads and no queue (engine.py).
+A small one is a single replay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Computing one batch: what the device thread asks of a device, and how the CPU does it.
-
-Knows the model, its state and control tensors. Knows no threads and no queue (engine.py), nor CUDA (cuda_executor.py).
-"""
+"""Computing one batch: what the device thread asks of a device, and how the CPU does it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Keys and values of attention layers, in pages: how many there can be, and the tensors that hold them.
 
-A page of a sequence is the same number in every layer, so that one table serves all. Knows pages and lines; not who
-holds which (pages.py), nor what a layer makes of them (attention.py).
+A page of a sequence is the same number in every layer, so that one table serves all.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class GatedDeltaNetShape(RecurrentShape):
 
 @dataclass(frozen=True)
 class Mamba2Shape(RecurrentShape):
-    """Sizes and constants of a Mamba2 mixer: the key heads are its groups G, with B and C of S = key_dim channels; the value
-    heads are its heads, with x of P = value_dim channels.
+    """Sizes and constants of a Mamba2 mixer: the key heads are its groups G, with B and C of S = key_dim channels; the
+    value heads are its heads, with x of P = value_dim channels.
 
     norm_groups: parts of the channels that the gated norm takes one by one. dt_limit: least and greatest time step.
     has_conv_bias, has_bias: whether the convolution has a bias, and whether both projections have.

@@ -1,7 +1,4 @@
-"""What a checkpoint's config.json says about its layers: kinds, shapes, constants.
-
-Reads the config of a Hugging Face model directory. Knows no tensor, and not which layers are served.
-"""
+"""What a checkpoint's config.json says about its layers: kinds, shapes, constants, read as transformers reads them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where the tensors of an adapter belong: the modules of the served layers, and those that somebody else computes.
-
-Knows names, as PEFT writes them; reads no tensor.
-"""
+"""Where the tensors of an adapter belong: the modules of the served layers, and those that are served elsewhere."""
 
 from __future__ import annotations
 

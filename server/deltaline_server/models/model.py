@@ -1,7 +1,4 @@
-"""The served model: layers in spans, loaded at start.
-
-Knows which layers are served and runs a span of them. Knows no batch queue, no sequence and no RPC.
-"""
+"""The served model: layers in spans, loaded at start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The weights of a served layer: which tensors a checkpoint must hold for it, and how they become ours.
+"""The weights of a served layer: which tensors a checkpoint must hold for it, and how they are loaded.
 
-Checks names and shapes against the config, takes one rank's share and packs it for few large products. Knows no state
-and computes no layer (layer.py).
+Names and shapes are checked against the config; one rank's share is packed for few large products.
 """
 
 from __future__ import annotations

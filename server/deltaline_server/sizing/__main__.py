@@ -1,6 +1,6 @@
 """`python -m deltaline_server.sizing`, which `deltaline size` calls: prints what a server with given options takes.
 
-Takes the server's own options, so that a command that was sized can be started. Knows text; not sizes (sizes.py).
+Takes the server's own options, so that a command that was sized can be started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How much memory a server with given options takes, and how many sequences a budget holds; allocates none of it.
 
 The sizes are those of the code that allocates (state_pool.py, kv_cache.py, lora_places.py), asked without a device.
-Knows bytes; not who reads them (size.py).
 """
 
 from __future__ import annotations

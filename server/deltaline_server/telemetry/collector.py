@@ -1,6 +1,6 @@
 """The collector that traces go to, where one is configured: begins and ends what sends them (tracing.py).
 
-Knows that OpenTelemetry may not be installed: nothing of it is imported unless it is asked for.
+OpenTelemetry may not be installed: nothing of it is imported unless it is asked for.
 """
 
 from __future__ import annotations
