@@ -20,10 +20,9 @@ from safetensors.torch import save_file
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_server.app import Server
-from deltaline_server.config import Config
+from deltaline_server.config import Config, flag, kind_of, shown
 from deltaline_server.errors import Reason
 from deltaline_server.models.config import ModelConfig
-from deltaline_server.option import flag, kind_of, shown
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])

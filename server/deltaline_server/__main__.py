@@ -9,11 +9,10 @@ import signal
 import sys
 
 from deltaline_server import log
-from deltaline_server.config import Config, unknown_variables
-from deltaline_server.option import ConfigError
+from deltaline_server.config import Config, ConfigError, unknown_variables
 
 # What the extra "server" installs.
-_EXTRA = {"grpc_health", "grpc_reflection", "prometheus_client", "safetensors", "torch", "triton"}
+_EXTRA = {"grpc_health", "grpc_reflection", "prometheus_client", "re2", "safetensors", "torch", "triton"}
 
 try:
     from deltaline_server.app import Server, StartError

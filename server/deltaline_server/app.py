@@ -1,6 +1,6 @@
 """The server as a whole: wiring, start, leases, drain and stop.
 
-Knows the order of things. Does not know what a step is. Life: start (load, listen, ready) -> serve -> drain -> stop.
+Life: start (load, listen, ready) -> serve -> drain -> stop.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from deltaline_server.front.grpc_options import grpc_options
 from deltaline_server.front.health import Health
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
-from deltaline_server.gauges import add_gauges
 from deltaline_server.log import event
-from deltaline_server.ports import answers, told, why_not_bound
-from deltaline_server.runtime import Runtime
+from deltaline_server.ports import answers, system_reason, why_not_bound
+from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
+from deltaline_server.telemetry.gauges import add_gauges
 from deltaline_server.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Server:
         gc.freeze()
         self._is_ready = True
         self._tasks = [
-            asyncio.create_task(self._every(self.config.lease_tick_s, runtime.reap), name="leases"),
+            asyncio.create_task(self._every(LEASE_TICK_S, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
         ]
         event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=self.config.uds or "none")
@@ -186,7 +186,7 @@ class Server:
             try:
                 self.metrics_port = self.metrics.serve(config.host, config.metrics_port)
             except OSError as error:
-                why = f"{host}:{config.metrics_port}{told(error, '--metrics-port')}"
+                why = f"{host}:{config.metrics_port}{system_reason(error, '--metrics-port')}"
                 raise StartError(f"--metrics-port: can't listen on {why}") from error
 
     async def _load(self) -> Runtime:
@@ -258,7 +258,14 @@ class Server:
         self._server.add_generic_rpc_handlers(handlers)
         names = (layer_service.NAME, adapter_service.NAME, admin_service.NAME, health.NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        add_gauges(self.metrics, runtime)
+        add_gauges(
+            self.metrics,
+            table=table,
+            scheduler=scheduler,
+            regions=runtime.regions,
+            counts=runtime.executor.counts,
+            adapters=None if runtime.adapters is None else runtime.adapters.registry,
+        )
 
     def _is_live(self) -> bool:
         """Whether the device thread takes its turns."""

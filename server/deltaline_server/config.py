@@ -1,7 +1,7 @@
 """The configuration: one frozen dataclass, its limits, and how the command line, environment and file are read into it.
 
 Every option is a flag, a variable DELTALINE_* and a key of a TOML file; a flag goes before the variable, the variable
-before the file, the file before the default. No other module reads the environment. Knows options, not who uses them.
+before the file, the file before the default. No other module reads the environment.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ import argparse
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 from deltaline_server import __version__
 from deltaline_server.log import FORMATS, LEVELS
-from deltaline_server.option import ConfigError, check_limits, flag, from_text, from_toml, kind_of, setting, shown
 
 PREFIX = "DELTALINE_"
 MAX_CONFIG_BYTES = 1 << 20
 # Linux's sun_path, without the zero at its end.
 MAX_UDS_BYTES = 107
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_BYTES = "a number of bytes such as 4MiB, its unit KiB, MiB, GiB, TiB, KB, MB, GB, TB or none"
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _DESCRIPTION = """\
 Serves the recurrent layers (Gated DeltaNet, Mamba2) of a language model, and holds their recurrent state, behind gRPC.
 Give it a model directory as Hugging Face writes it:  deltaline-server --model ./Qwen3.5-4B --layers 0:3
@@ -29,6 +32,25 @@ Or random weights, to try it or to measure it:        deltaline-server --random-
 _EPILOG = """\
 Each option may come from the command line (--max-sequences 64), the environment (DELTALINE_MAX_SEQUENCES=64) or a
 TOML file (max_sequences = 64; --config or DELTALINE_CONFIG names it), in this order. Bytes may be written as 4MiB."""
+
+
+class ConfigError(ValueError):
+    """An option can't be used as given. The message is one line: the option, what was expected and what was got."""
+
+
+def setting(
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    choices: Sequence[str] = (),
+    low: float | None = None,
+    high: float | None = None,
+    metavar: str = "TEXT",
+) -> Any:
+    """A field of Config with its group in the help, its meaning, and the values that it takes."""
+    limits = {"choices": choices, "low": low, "high": high}
+    return field(default=default, metadata={"group": group, "text": text, "metavar": metavar, **limits})
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,6 @@ class Config:
     reply_bytes: int = setting(2**28, "state", "bytes of replies kept for retries, at most", low=1)
     default_lease_ms: int = setting(600_000, "state", "lease of a sequence that asks for none, milliseconds", low=1)
     max_lease_ms: int = setting(86_400_000, "state", "longest lease, milliseconds", low=1, high=2**53)
-    lease_tick_s: float = setting(1.0, "state", "how often leases are looked at, seconds", low=0.01, high=3600)
 
     chunk_tokens: int = setting(2048, "batches", "tokens of long rows per batch, at most (prefill chunk)", low=64)
     batch_rows: int = setting(256, "batches", "short rows (decode, verify) per batch, at most", low=1, high=4096)
@@ -251,3 +272,58 @@ def _range(text: str, flag: str) -> range:
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end) <= 2**31):
         raise ConfigError(f"{flag}: expected FIRST:END with FIRST < END, got {text!r}")
     return range(int(first), int(end))
+
+
+def from_toml(option: Field[Any], value: object, source: str) -> Any:
+    """A TOML value; integers do for floats, and text for bytes with a unit."""
+    kind = kind_of(option)
+    if isinstance(value, str) and (kind is str or option.name.endswith("_bytes")):
+        return from_text(option, value, source)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{source}: expected {_WORDS[kind]}, got {value!r}")
+    return value
+
+
+def from_text(option: Field[Any], text: str, source: str) -> Any:
+    """A value as the command line and the environment spell it."""
+    kind = kind_of(option)
+    try:
+        if kind is bool:
+            return _BOOLS[text.lower()]
+        if option.name.endswith("_bytes"):
+            unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), "")
+            return int(float(text[: -len(unit)]) * _UNITS[unit]) if unit else int(text)
+        return kind(text)
+    except (KeyError, ValueError, OverflowError) as error:
+        expected = _BYTES if option.name.endswith("_bytes") else _WORDS[kind]
+        raise ConfigError(f"{source}: expected {expected}, got {text!r}") from error
+
+
+def check_limits(option: Field[Any], value: Any) -> None:
+    """A value is among the choices and within the limits."""
+    choices, low, high = (option.metadata[key] for key in ("choices", "low", "high"))
+    if choices and value not in choices:
+        raise ConfigError(f"{flag(option.name)}: expected {', '.join(choices)}, got {value!r}")
+    if low is not None and not low <= value <= (float("inf") if high is None else high):
+        expected = f"at least {low}" if high is None else f"{low} .. {high}"
+        raise ConfigError(f"{flag(option.name)}: expected {expected}, got {value}")
+
+
+def shown(option: Field[Any]) -> str:
+    """The default as the help shows it; of None the option's text says what it means."""
+    default: Any = option.default
+    if default is None:
+        return ""
+    return f" [{default >> 20}MiB]" if default and option.name.endswith("_bytes") else f" [{default}]"
+
+
+def kind_of(option: Field[Any]) -> type:
+    """The type of an option's value; options without a default are text."""
+    return str if option.default is None else type(option.default)
+
+
+def flag(name: str) -> str:
+    """The flag of an option."""
+    return "--" + name.replace("_", "-")

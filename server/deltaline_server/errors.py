@@ -1,7 +1,7 @@
 """The errors of the service: each reason has one gRPC code, here and nowhere else.
 
-A `Refusal` is a value: one
-row's or one sequence's fault under an OK RPC. A `RequestError` is raised: no row of the request ran.
+A `Refusal` is a value: one row's or one sequence's fault under an OK RPC. A `RequestError` is raised: no row of the
+request ran.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 DOMAIN = "deltaline"
+_UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
 class Code(IntEnum):
@@ -115,3 +116,11 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.refusal = Refusal(reason, message, metadata or {}, field, retry_after_s)
+
+
+def spelled_bytes(num_bytes: int) -> str:
+    """A number of bytes for a message: for example `1.5 GiB`, rounded to four digits; `512 bytes` below 1 KiB."""
+    for shift, unit in _UNITS:
+        if num_bytes >> shift:
+            return f"{num_bytes / (1 << shift):.4g} {unit}"
+    return f"{num_bytes} bytes"

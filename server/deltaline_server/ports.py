@@ -1,7 +1,4 @@
-"""Ports and sockets as the system sees them: what gRPC does not tell of them.
-
-Knows addresses; not who wants to listen there.
-"""
+"""Ports and sockets as the system sees them, where gRPC says nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import errno
 import socket
 
 
-def told(error: OSError, flag: str) -> str:
+def system_reason(error: OSError, flag: str) -> str:
     """What the system says of a port, in parentheses, and what to do when it is in use; `flag` is the port's."""
     hint = f": another server runs there; stop it, or give {flag}" if error.errno == errno.EADDRINUSE else ""
     return f" ({error.strerror}){hint}"
@@ -23,7 +20,7 @@ def why_not_bound(host: str, port: int) -> str:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
     except OSError as error:
-        return told(error, "--port")
+        return system_reason(error, "--port")
     return ""
 
 

@@ -1,7 +1,6 @@
 """The model with everything that keeps and computes its sequences, built from a configuration.
 
-Knows how the parts fit together; starts nothing and serves nothing (app.py). Building reads files and allocates memory
-on the device: it takes from a second to minutes.
+Building reads files and allocates memory on the device: it takes from a second to minutes. Nothing is started.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from deltaline_server.adapters.copier import CallSoon
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
-from deltaline_server.engine.executor import Executor, Report, make_executor
+from deltaline_server.engine.executor import CpuExecutor, Executor, Report
 from deltaline_server.front.requests import Served
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
@@ -43,6 +42,8 @@ from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
 
 MAX_STEPS_IN_FLIGHT = 8
+# How often leases are looked at.
+LEASE_TICK_S = 1.0
 # Long rows of a batch. Each has to be large for its kernels to be fast.
 MAX_LONG_ROWS = 8
 _VERSIONED = ("torch", "triton", "grpcio", "protobuf", "numpy")
@@ -92,12 +93,12 @@ class Runtime:
             num_slots=config.max_sequences,
             default_lease_s=config.default_lease_ms / 1000,
             max_lease_s=config.max_lease_ms / 1000,
-            lease_tick_s=config.lease_tick_s,
+            lease_tick_s=LEASE_TICK_S,
             clock=clock,
         )
         scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
         if adapters is not None:
-            adapters.slots.on_copied = scheduler.adapter_wait.copied
+            adapters.registry.places.on_copied = scheduler.adapter_wait.copied
         regions = Regions(
             limit_bytes=config.shared_memory_bytes,
             default_lease_s=config.default_lease_ms / 1000,
@@ -165,13 +166,22 @@ class Runtime:
             versions=_versions(),
             shared_memory_bytes=config.shared_memory_bytes,
             adapter_bytes=config.adapter_bytes,
-            adapter_slots=0 if self.adapters is None else self.adapters.slots.num_slots,
+            adapter_slots=0 if self.adapters is None else self.adapters.registry.places.num_slots,
             max_adapter_rank=0 if self.adapters is None else config.max_adapter_rank,
             kv_pages=0 if self.pool.kv is None else self.pool.kv.num_pages,
             kv_page_tokens=0 if self.pool.kv is None else self.pool.kv.page_size,
             kv_page_bytes=0 if self.pool.kv is None else self.pool.kv.page_bytes,
             max_context=0 if self.pool.kv is None else self.pool.kv.max_context,
         )
+
+
+def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
+    """Make what computes batches within the limits on the model's device."""
+    if model.device.type == "cpu":
+        return CpuExecutor(model, pool)
+    from deltaline_server.engine.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
+
+    return CudaExecutor(model, pool, limits)
 
 
 def page_pool(model: Model, pool: StatePool) -> PagePool | None:

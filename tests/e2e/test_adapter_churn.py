@@ -140,7 +140,7 @@ async def test_200_adapters_over_8_slots(make_server: Callable[..., Server], tmp
         table.check_integrity()
         assert (table.num_open, table.adapters.num_bound, adapters.registry.bound()) == (0, 0, {})
         assert server.runtime.scheduler.adapter_wait.num_waiting == 0
-        slots, registry = adapters.slots, adapters.registry
+        slots, registry = adapters.registry.places, adapters.registry
         assert len(churn.errors) == NUM_SEQUENCES and max(churn.errors) < TOLERANCE
         assert churn.longest_base_s < BASE_S
         # It was a churn.

@@ -115,7 +115,7 @@ async def test_more_adapters_than_slots_take_turns(make_server: MakeServer) -> N
         sequences, hashes = [pair[0] for pair, _ in opened], [content_hash for _, content_hash in opened]
         programs = draw(9, seed=50)
         check(fleet, programs, await run_together(tenant.client, sequences, programs), hashes)
-        assert server.runtime.adapters is not None and server.runtime.adapters.slots.num_evicted > 9
+        assert server.runtime.adapters is not None and server.runtime.adapters.registry.places.num_evicted > 9
 
 
 async def test_what_is_in_use_stays_what_it_is(make_server: MakeServer) -> None:
@@ -202,8 +202,9 @@ async def test_opening_again_with_the_same_token(make_server: MakeServer) -> Non
         assert (await tenant.listed()).adapters[0].sequences == 2
 
 
-async def test_a_lease_that_ran_out_frees_the_adapter(make_server: MakeServer) -> None:
-    async with serving(make_server, lease_tick_s=0.05) as (server, tenant):
+async def test_a_lease_that_ran_out_frees_the_adapter(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltaline_server.app.LEASE_TICK_S", 0.05)
+    async with serving(make_server) as (server, tenant):
         fleet = Fleet(server.config, 1)
         await tenant.load(fleet.upload("a", 0))
         await tenant.open("a", 3, lease_ms=100)
@@ -265,7 +266,7 @@ async def test_bad_names_and_files_harm_nobody(make_server: MakeServer, tmp_path
                 with refused("INVALID_ARGUMENT", "INVALID_ADAPTER"):
                     await tenant.load(messages + [pb.LoadAdapterRequest(chunk=chunk) for chunk in chunks])
         assert (adapters.registry.num_registered, adapters.registry.used_bytes) == (1, before)
-        assert adapters.slots.num_copies == 1
+        assert adapters.registry.places.num_copies == 1
         rest = await run_together(tenant.client, [witness], [Program(programs[0].steps[3:])])
         check(fleet, programs, [outputs[0] + rest[0]], [content_hash])
 

@@ -100,9 +100,10 @@ def draw(count: int, seed: int) -> Array:
 
 
 @pytest.fixture
-async def target(make_server: Callable[..., Server]) -> AsyncIterator[Target]:
+async def target(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Target]:
     """A server that shares 4 MiB, with a witness."""
-    server = make_server(shared_memory_bytes=4 * MIB, lease_tick_s=0.02)
+    monkeypatch.setattr("deltaline_server.app.LEASE_TICK_S", 0.02)
+    server = make_server(shared_memory_bytes=4 * MIB)
     async with server, AsyncClient(server.address) as client:
         witness, twin = await client.open_many(2)
         for sequence in (witness, twin):

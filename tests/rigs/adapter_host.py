@@ -25,7 +25,7 @@ from deltaline.v1 import tensor_pb2
 from deltaline_server.adapters.adapters import Adapters
 from deltaline_server.adapters.loader import AdapterLoader
 from deltaline_server.adapters.root import AdapterRoot
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Placement
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.interceptor import Context, Interceptor
@@ -133,7 +133,7 @@ class AdapterHost:
             allocate=lambda num_bytes: torch.full((num_bytes,), 0xFF, dtype=torch.uint8),
             max_rank=8,
         )
-        adapters = Adapters(self.registry, self.slots, self._loader, ExitStack())
+        adapters = Adapters(self.registry, self._loader, ExitStack())
         self.service = Faulty(None if self._is_off else adapters)
         self._server = grpc.aio.server(interceptors=[Interceptor(Metrics(SERVICES))])
         self._server.add_generic_rpc_handlers((self.service.handlers(), _info_handlers(self.info)))

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
-from deltaline_server.layers.block import BlockWeights, MlpBlocks
-from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily, GatedDeltaNetWeights
-from deltaline_server.models.config import MixerKind, ModelConfig
-from deltaline_server.models.family import block_family, mixer_family
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deltaline_server.layers.block import Block, Mlp
+from deltaline_server.layers.gated_delta_net import GatedDeltaNet
+from deltaline_server.layers.projection import Projection
 from deltaline_server.models.weights import LayerLoader
 
 
-def mixer_weights(loader: LayerLoader, config: ModelConfig, layer: int) -> GatedDeltaNetWeights:
+class MixerWeights(NamedTuple):
+    in_proj: Tensor
+    conv: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    out_proj: Tensor
+
+
+class BlockWeights(NamedTuple):
+    input_norm: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def dense(projection: Projection) -> Tensor:
+    """The weight of a projection, however it is kept."""
+    return projection.weight.to_dense() if projection.weight.is_mkldnn else projection.weight
+
+
+def mixer_weights(loader: LayerLoader, layer: int) -> MixerWeights:
     """The weights of a Gated DeltaNet mixer."""
-    family = mixer_family(config, MixerKind.GATED_DELTA_NET)
-    assert isinstance(family, GatedDeltaNetFamily)
-    return family.weights(loader.reader(layer))
+    mixer = loader.mixer(layer, {})
+    assert isinstance(mixer, GatedDeltaNet)
+    vectors = mixer.conv, mixer.A_log, mixer.dt_bias, mixer.norm
+    return MixerWeights(dense(mixer.in_proj), *vectors, dense(mixer.out_proj))
 
 
-def block_weights(loader: LayerLoader, config: ModelConfig, layer: int) -> BlockWeights:
+def block_weights(loader: LayerLoader, layer: int) -> BlockWeights:
     """What surrounds the mixer of a layer with an MLP."""
-    family = block_family(config)
-    assert isinstance(family, MlpBlocks)
-    return family.weights(loader.reader(layer))
+    block = loader.block(layer, {})
+    assert isinstance(block, Block) and isinstance(block.mlp.inner, Mlp)
+    mlp = block.mlp.inner
+    return BlockWeights(block.mixer.norm, block.mlp.norm, dense(mlp.gate_up), dense(mlp.down))

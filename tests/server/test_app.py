@@ -144,8 +144,11 @@ async def test_load_counts_open_sequences(stubs: Stubs) -> None:
 # -- leases, drain, end ----------------------------------------------------------------------------------------------
 
 
-async def test_lease_that_ran_out_frees_its_line(make_server: Callable[..., Server]) -> None:
-    async with make_server(lease_tick_s=0.02) as server, grpc.aio.insecure_channel(server.address) as channel:
+async def test_lease_that_ran_out_frees_its_line(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltaline_server.app.LEASE_TICK_S", 0.02)
+    async with make_server() as server, grpc.aio.insecure_channel(server.address) as channel:
         stubs = Stubs(channel)
         opened = await stubs.layer.OpenSequences(pb.OpenSequencesRequest(count=8, lease_ms=30))
         await asyncio.sleep(0.3)
@@ -213,7 +216,8 @@ async def test_failed_reaper_ends_the_server_with_a_failure(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltaline_server.tables.sequences.SequenceTable.reap", lambda table: 1 / 0)
-    async with make_server(lease_tick_s=0.01) as server:
+    monkeypatch.setattr("deltaline_server.app.LEASE_TICK_S", 0.01)
+    async with make_server() as server:
         assert await asyncio.wait_for(server.wait(), 1) == 1
 
 
@@ -321,7 +325,7 @@ def test_the_kernels_of_a_mamba2_model_are_checked_in_its_sizes(monkeypatch: pyt
         return checks
 
     monkeypatch.setattr(kernel_check, "run_selftest", run_selftest)
-    shape = Mamba2Shape(2, 4, 8, 16, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False)
+    shape = Mamba2Shape(2, 4, 16, 8, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False)
     kernel_check.check_kernels(torch.device("cpu"), torch.float32, shape, StateOptions(1, 5), {})
     assert families == {"conv1d", "mamba2", "lora", "norm"}
 

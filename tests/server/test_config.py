@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltaline_server.config import Config, unknown_variables
-from deltaline_server.option import ConfigError
+from deltaline_server.config import Config, ConfigError, unknown_variables
 
 BASE = ["--model", "somewhere"]
 
@@ -102,7 +101,7 @@ def test_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: str) ->
         (["--scope", "layer"], "--scope"),
         (["--state-bytes", "4 apples"], "--state-bytes"),
         (["--state-bytes", "-1"], "--state-bytes"),
-        (["--lease-tick-s", "nan"], "--lease-tick-s"),
+        (["--drain-timeout-s", "nan"], "--drain-timeout-s"),
         (["--layers", "4"], "--layers"),
         (["--layers", "4:4"], "--layers"),
         (["--spans", "0:2,"], "--spans"),
@@ -152,7 +151,7 @@ def test_file_that_is_absent_is_named_once() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
-    [(["--seed", "zig"], "a whole number, got 'zig'"), (["--lease-tick-s", "x"], "a number, got 'x'")],
+    [(["--seed", "zig"], "a whole number, got 'zig'"), (["--drain-timeout-s", "x"], "a number, got 'x'")],
 )
 def test_message_says_what_kind_of_value_is_expected(argv: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=f"^{argv[0]}: expected {expected}$"):

@@ -1,7 +1,4 @@
-"""What keeps the adapters of a server, put together from its configuration.
-
-Knows how the parts fit together; what each does is its own to know.
-"""
+"""What keeps the adapters of a server, put together from its configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ class Adapters:
     """
 
     registry: AdapterRegistry
-    slots: AdapterSlots
     loader: AdapterLoader
     closing: ExitStack
 
@@ -53,8 +49,8 @@ class Adapters:
         closing.callback(memory.close)
         copier = AdapterCopier(model.adapters, call_soon)
         closing.callback(copier.close)
-        slots = AdapterSlots(model.adapters.num_slots, copier, clock)
-        registry = AdapterRegistry(config.adapter_bytes, slots)
+        places = AdapterSlots(model.adapters.num_slots, copier, clock)
+        registry = AdapterRegistry(config.adapter_bytes, places)
         loader = AdapterLoader(
             registry=registry,
             layout=model.layout,
@@ -63,7 +59,7 @@ class Adapters:
             allocate=memory.allocate,
             max_rank=config.max_adapter_rank,
         )
-        return cls(registry, slots, loader, closing)
+        return cls(registry, loader, closing)
 
     async def close(self) -> None:
         """Finish the load and the copies that have begun, and let the folder go; after the last call. Idempotent."""

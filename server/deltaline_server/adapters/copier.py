@@ -1,7 +1,7 @@
-"""Copies adapters from host memory to their slots on the device, beside serving: in a thread and a stream of its own.
+"""Copies adapters from host memory to their places on the device, beside serving: in a thread and a stream of its own.
 
-Knows the slots' memory (lora_places.py). Whoever gives slots away (adapter_places.py) promises that no batch uses a
-slot that is written: so nothing is ordered with the device thread, and nothing waits for it.
+Whoever assigns places (adapter_places.py) promises that no batch uses one that is written: so nothing is ordered with
+the device thread, and nothing waits for it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deltaline_server.adapters.dora import row_factors
 from deltaline_server.adapters.peft_config import AdapterConfig, ModuleConfig
 from deltaline_server.checkpoints.config_reader import ModelError, shown
 from deltaline_server.checkpoints.modules import Module, Packed
@@ -24,8 +23,9 @@ from deltaline_server.checkpoints.tensor_file import TensorFile
 from deltaline_server.models.lora_layout import AdapterLayout, Part, Place, parse_name
 from deltaline_server.models.lora_weights import Adapter, AdapterShape, AdapterWeights
 
-TENSORS_FILE = "adapter_model.safetensors"
 _HASH_VERSION = b"deltaline adapter 1"
+# Rows whose direction is held at a time, of DoRA.
+ROWS_AT_ONCE = 1024
 
 
 class BaseRows(Protocol):
@@ -221,3 +221,19 @@ def _feed(digest: hashlib._Hash, *items: bytes) -> None:
     for item in items:
         digest.update(struct.pack("<Q", len(item)))
         digest.update(item)
+
+
+def row_factors(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor) -> Tensor:
+    """Return DoRA's factor m / ||W + s B A|| of each row, `[out]` fp32; not finite where the norm is zero.
+
+    It learns the magnitude m and the direction V = W + s B A of each row apart (arXiv 2402.09353, section 4), and the
+    norm of V is constant at inference.
+    weight `[out, in]`, a `[R, in]`, b `[out, R]`, magnitude `[out]`, of any floating dtype; computed in fp32.
+    """
+    factors = torch.empty(weight.shape[0], dtype=torch.float32)
+    a = a.float()
+    for begin in range(0, weight.shape[0], ROWS_AT_ONCE):
+        rows = slice(begin, begin + ROWS_AT_ONCE)
+        direction = torch.addmm(weight[rows].float(), b[rows].float(), a, alpha=scale)
+        torch.div(magnitude[rows].float(), direction.norm(dim=1), out=factors[rows])
+    return factors

@@ -1,7 +1,6 @@
 """Loads adapters beside serving: reads and converts them in a thread, and registers them on the event loop.
 
-One at a time, so that a name is not loaded twice at once and the memory of a load stays one adapter's. Knows where
-files come from; not what is in them (files.py), nor messages (adapter_service.py).
+One at a time, so that a name is not loaded twice at once and the memory of a load stays one adapter's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import Tensor
 
-from deltaline_server.adapters.files import TENSORS_FILE, AdapterPlan, BaseRows
+from deltaline_server.adapters.directory import TENSORS_FILE
+from deltaline_server.adapters.files import AdapterPlan, BaseRows
 from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.adapters.root import AdapterRoot
 from deltaline_server.checkpoints.config_reader import ModelError
@@ -31,10 +31,7 @@ Files = Callable[[], AbstractContextManager[tuple[bytes, Bytes]]]
 
 
 class AdapterLoader:
-    """Loads into a registry. Its methods belong to the event loop's thread.
-
-    Attributes: load_s, how long the loads that registered something took together.
-    """
+    """Loads into a registry. Its methods belong to the event loop's thread."""
 
     def __init__(
         self,
@@ -50,7 +47,6 @@ class AdapterLoader:
         allocate: host memory, uint8; called in a thread, may raise MemoryError or RuntimeError when there is none."""
         self._registry, self._layout, self._root = registry, layout, root
         self._open_base, self._allocate, self._max_rank = open_base, allocate, max_rank
-        self.load_s = 0.0
         self._lock = asyncio.Lock()
         self._loading: asyncio.Task[tuple[AdapterDescription, bool]] | None = None
 
@@ -123,7 +119,7 @@ class AdapterLoader:
                 raise RequestError(Reason.INVALID_ADAPTER, str(error), field=field) from error
         description = registry.register(name, adapter, is_pinned)
         seconds = time.monotonic() - begin_s
-        self.load_s += seconds
+        registry.load_s += seconds
         event(
             _log,
             "adapter loaded",

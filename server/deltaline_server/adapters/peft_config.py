@@ -1,6 +1,6 @@
 """What an adapter's adapter_config.json says, as PEFT writes it: which modules it changes, their ranks and scales.
 
-Knows names of modules, no tensor. What can't be honoured is refused by its key, and so is every key that is not known.
+What can't be honoured is refused by its key, and so is every key that is not known.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from deltaline_server.adapters.directory import CONFIG_FILE, MAX_CONFIG_BYTES
 from deltaline_server.adapters.name_pattern import MAX_CHARS, NamePattern, Work, is_readable
 from deltaline_server.checkpoints.config_reader import Keys, ModelError, parse_json_object, shown
 from deltaline_server.models.config import MAX_LAYERS
 
-CONFIG_FILE = "adapter_config.json"
-MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 256
 MAX_NAMES = 8192
 MAX_EXPRESSIONS = 64

@@ -1,36 +1,26 @@
 """The folder that holds the adapters which clients may name, one directory each.
 
-Opens nothing outside: a name is one plain component, and directory and files are opened relative to descriptors,
-without following links, then judged by what was opened. So nothing that is swapped meanwhile leads elsewhere. Knows no
-tensors.
+Nothing outside is opened: a name is one plain component, and directory and files are opened relative to descriptors,
+without following links, then judged by what was opened. So nothing that is swapped meanwhile leads elsewhere.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deltaline_server.adapters.files import TENSORS_FILE
-from deltaline_server.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
+from deltaline_server.adapters.directory import CONFIG_FILE, MAX_CONFIG_BYTES, TENSORS_FILE, check_name
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.tensor_file import DescriptorBytes
 
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 # A FIFO is opened at once, not when somebody writes to it; a terminal does not become ours.
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
-
-
-def check_name(name: str) -> None:
-    """Raise ModelError unless an adapter may have this name."""
-    if not NAME.fullmatch(name):
-        raise ModelError("name: expected 1 .. 64 of A-Z a-z 0-9 . _ - and no dot at its beginning")
 
 
 class AdapterRoot:

@@ -1,7 +1,4 @@
-"""Where weights come from: a directory of safetensors files, or a seed.
-
-Knows names, shapes, dtypes and slices of tensors; not what they mean (weights.py). Reads safetensors only.
-"""
+"""Where weights come from: a directory of safetensors files, or a seed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keys of JSON objects: the text of a config, its typed values by key, and the error that names what is wrong.
-
-Knows no key by itself.
-"""
+"""Reads configs in JSON: the text, typed values by key, and the error that names what is wrong."""
 
 from __future__ import annotations
 

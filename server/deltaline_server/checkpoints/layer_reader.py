@@ -1,7 +1,4 @@
-"""The tensors of one layer, read for one rank: its rows and columns, in the order in which they are served.
-
-Knows names, modules and slices; not what a tensor means (gated_delta_net.py, mamba2.py, attention.py, block.py).
-"""
+"""The tensors of one layer, read for one rank: its rows and columns, in the order in which they are served."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ import torch
 from torch import Tensor
 
 from deltaline_server.checkpoints.checkpoint import TensorSource
-from deltaline_server.checkpoints.modules import ALL, Module, Packed, whole_sections
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import ALL, Module, Packed, Placement, whole_sections
 
 
 class LayerReader:

@@ -1,7 +1,5 @@
-"""Linear modules: what a checkpoint stores, and how its rows become those of a served projection.
-
-Data, and one rule that orders rows. The rows of a weight, of a LoRA's B and of a DoRA's magnitude are ordered alike.
-Knows no file and no device.
+"""Linear modules: what a checkpoint stores, which share of it a rank holds, and how its rows become those of a served
+projection. The rows of a weight, of a LoRA's B and of a DoRA's magnitude are ordered alike.
 """
 
 from __future__ import annotations
@@ -13,10 +11,31 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.config_reader import ModelError
 
 MLP = "mlp."
 ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where weights go: device and dtype, and the share of the heads that rank `rank` of `world_size` holds."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ModelError(f"world_size: expected at least 1, got {self.world_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ModelError(f"rank: expected 0..{self.world_size - 1}, got {self.rank}")
+
+    def share(self, size: int, start: int = 0) -> slice:
+        """Return this rank's part of `size` rows or columns that begin at `start`; world_size divides size."""
+        part = size // self.world_size
+        return slice(start + self.rank * part, start + (self.rank + 1) * part)
 
 
 class Packed(StrEnum):

@@ -1,8 +1,8 @@
-"""A safetensors file that nobody vouches for: its header is judged in full before any tensor is read.
+"""A safetensors file from a client: its header is checked in full before any tensor is read.
 
 Stricter than the format: limits on the header and on the number of tensors, no empty tensors, every byte belongs to
 exactly one tensor. Reads a part of a file at a time, from memory or from a descriptor, and maps nothing: a file that is
-cut short meanwhile is an error, not a signal. Knows names, shapes and dtypes; not what they mean.
+cut short meanwhile is an error, not a signal. (The format's own library judges whole files in memory or mapped.)
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from deltaline_kernels import Rows
 from deltaline_kernels.rows import NUM_FIELDS
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
-from deltaline_server.step import BatchResult, Limits, StepBatch, sound_rows
+from deltaline_server.step import BatchResult, StepBatch, sound_rows
 
 Report = Callable[[int, int], None]
 
@@ -63,15 +63,6 @@ class Executor(Protocol):
 
     def counts(self) -> DeviceCounts:
         """Tell what was compiled, captured and allocated so far. May be called from any thread."""
-
-
-def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
-    """Make what computes batches within the limits on the model's device."""
-    if model.device.type == "cpu":
-        return CpuExecutor(model, pool)
-    from deltaline_server.engine.cuda_executor import CudaExecutor  # it needs triton, which is installed on Linux alone
-
-    return CudaExecutor(model, pool, limits)
 
 
 class CpuExecutor:

@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import grpc
 
 from deltaline.v1 import adapter_service_pb2 as pb
-from deltaline_server.adapters.adapters import Adapters
-from deltaline_server.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
-from deltaline_server.adapters.root import check_name
-from deltaline_server.byte_count import spelled
+from deltaline_server.adapters.directory import CONFIG_FILE, MAX_CONFIG_BYTES, check_name
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.errors import Reason, RequestError
+from deltaline_server.errors import Reason, RequestError, spelled_bytes
 from deltaline_server.front.interceptor import Context
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
 
@@ -28,6 +25,30 @@ NAME = pb.DESCRIPTOR.services_by_name["AdapterService"].full_name
 UPLOAD_S = 600.0
 # How long one of them may take: who announces bytes and sends none keeps others from uploading.
 PAUSE_S = 30.0
+
+
+class Loader(Protocol):
+    """Loads adapters: returns what there is now, and whether it was there before. Raises RequestError."""
+
+    async def load_directory(self, name: str, is_pinned: bool) -> tuple[AdapterDescription, bool]:
+        """Load one of the server's own folder."""
+
+    async def load_bytes(
+        self, name: str, is_pinned: bool, config: bytes, tensors: bytearray
+    ) -> tuple[AdapterDescription, bool]:
+        """Load one that was uploaded."""
+
+
+class Adapters(Protocol):
+    """The adapters of a server. What they are made of is not imported here: it needs torch."""
+
+    @property
+    def registry(self) -> AdapterRegistry:
+        """Which there are."""
+
+    @property
+    def loader(self) -> Loader:
+        """What brings more."""
 
 
 class AdapterService:
@@ -86,8 +107,8 @@ class AdapterService:
             adapters=map(_message, adapters.registry.describe()),
             used_bytes=adapters.registry.used_bytes,
             limit_bytes=adapters.registry.limit_bytes,
-            slots_used=adapters.slots.num_resident,
-            slots_total=adapters.slots.num_slots,
+            slots_used=adapters.registry.places.num_resident,
+            slots_total=adapters.registry.places.num_slots,
         ).SerializeToString()
 
     def _existing(self) -> Adapters:
@@ -107,11 +128,11 @@ class AdapterService:
         num_bytes = config_bytes + size
         if size > registry.limit_bytes or self._upload_bytes + num_bytes > limit:
             fits_later = size <= registry.limit_bytes
-            have, hint = spelled(limit - self._upload_bytes), "try again later, or " if fits_later else ""
+            have, hint = spelled_bytes(limit - self._upload_bytes), "try again later, or " if fits_later else ""
             raise RequestError(
                 Reason.ADAPTER_BYTES_EXHAUSTED,
-                f"the upload has {spelled(num_bytes)}, and {have} of {spelled(limit)} can be had for uploads: "
-                f"{hint}start the server with more --adapter-bytes",
+                f"the upload has {spelled_bytes(num_bytes)}, and {have} of {spelled_bytes(limit)} can be had for "
+                f"uploads: {hint}start the server with more --adapter-bytes",
                 retry_after_s=1.0 if fits_later else None,
             )
         self._upload_bytes += num_bytes

@@ -1,4 +1,4 @@
-"""The gated attention family: what a checkpoint holds for such a mixer, its weights and its computation."""
+"""The gated attention family: what a checkpoint holds for such a mixer, and its computation."""
 
 from __future__ import annotations
 
@@ -12,51 +12,33 @@ from deltaline_kernels import AdapterTiles, LoraWeights, Modifiers, Rows, find_m
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed
 from deltaline_server.layers.kv_cache import KvState
-from deltaline_server.layers.projection import Projection
+from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.shapes import AttentionShape
 
 NAME = "self_attn."
 
 
-@dataclass(frozen=True)
-class AttentionWeights:
-    """A gated attention mixer, one rank's share of its heads.
-
-    in_proj `[2*HQ*D + 2*HKV*D, hidden]`: rows q and gate, head by head, then k | v. out_proj `[hidden, HQ*D]`. q_norm,
-    k_norm `[D]` fp32 as 1 + w; the others have the model's dtype. The biases in_bias and out_bias are None where the
-    checkpoint has none; out_bias is None on all ranks but the first.
-    """
-
-    in_proj: Tensor
-    in_bias: Tensor | None
-    q_norm: Tensor
-    k_norm: Tensor
-    out_proj: Tensor
-    out_bias: Tensor | None
-
-
 class Attention:
-    """A gated attention mixer: project, norm and rotate, store keys and values, attend, gate, project back.
+    """A gated attention mixer, one rank's share of its heads: project, norm and rotate, store keys and values, attend,
+    gate, project back.
 
-    With shared heads its output is one rank's summand.
+    With shared heads its output is one rank's summand. The rows of in_proj are q and gate, head by head, then k | v.
+    q_norm, k_norm `[D]` are fp32, as 1 + w; the others have the model's dtype.
     """
 
     def __init__(
-        self,
-        shape: AttentionShape,
-        weights: AttentionWeights,
-        rotary: Tensor,
-        eps: float,
-        adapters: Mapping[Packed, LoraWeights],
+        self, family: AttentionFamily, reader: LayerReader, adapters: Mapping[Packed, LoraWeights], rotary: Tensor
     ) -> None:
-        """rotary: as `rotary_table` gives it."""
-        self._in_proj = Projection(weights.in_proj, adapters.get(Packed.IN_PROJ), weights.in_bias)
-        self._out_proj = Projection(weights.out_proj, adapters.get(Packed.OUT_PROJ), weights.out_bias)
-        self._q_norm, self._k_norm = weights.q_norm, weights.k_norm
-        self._rotary, self._eps = rotary, eps
+        """Load it. rotary: as `rotary_table` gives it. Raises ModelError if its heads can't be shared out."""
+        shape = family.shape.shard(reader.world_size)
+        self._in_proj = load_projection(reader, Packed.IN_PROJ, adapters, has_bias=shape.has_bias)
+        self._q_norm = 1 + reader.vector(NAME + "q_norm.weight")
+        self._k_norm = 1 + reader.vector(NAME + "k_norm.weight")
+        self._out_proj = load_projection(reader, Packed.OUT_PROJ, adapters, has_bias=shape.has_bias)
+        self._rotary, self._eps = rotary, family.eps
         self._modifiers = Modifiers(mask=find_modifier("causal")(), device=rotary.device)
         self._head_dim = shape.head_dim
-        self._sections = (2 * shape.queries, shape.keys, shape.keys)
+        self._sections = (2 * shape.query_channels, shape.key_channels, shape.key_channels)
 
     def forward(self, hidden: Tensor, rows: Rows, state: KvState, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the pages of the write lines of `state`."""
@@ -85,10 +67,10 @@ class AttentionFamily:
         """The linear modules of a mixer. The rows of in_proj are q and gate, head by head, then k | v."""
         shape, hidden = self.shape, self.hidden_size
         return (
-            Module(NAME + "q_proj", Packed.IN_PROJ, 2 * shape.queries, hidden, (2 * shape.queries,)),
-            Module(NAME + "k_proj", Packed.IN_PROJ, shape.keys, hidden, (shape.keys,)),
-            Module(NAME + "v_proj", Packed.IN_PROJ, shape.keys, hidden, (shape.keys,)),
-            Module(NAME + "o_proj", Packed.OUT_PROJ, hidden, shape.queries, (hidden,), shares_columns=True),
+            Module(NAME + "q_proj", Packed.IN_PROJ, 2 * shape.query_channels, hidden, (2 * shape.query_channels,)),
+            Module(NAME + "k_proj", Packed.IN_PROJ, shape.key_channels, hidden, (shape.key_channels,)),
+            Module(NAME + "v_proj", Packed.IN_PROJ, shape.key_channels, hidden, (shape.key_channels,)),
+            Module(NAME + "o_proj", Packed.OUT_PROJ, hidden, shape.query_channels, (hidden,), shares_columns=True),
         )
 
     @property
@@ -102,24 +84,11 @@ class AttentionFamily:
             tensors |= {f"{module.name}.bias": (module.rows,) for module in self.modules}
         return tensors
 
-    def weights(self, reader: LayerReader) -> AttentionWeights:
-        """Load a mixer."""
-        has_bias = self.shape.has_bias
-        return AttentionWeights(
-            in_proj=reader.projection(Packed.IN_PROJ),
-            in_bias=reader.bias(Packed.IN_PROJ) if has_bias else None,
-            q_norm=1 + reader.vector(NAME + "q_norm.weight"),
-            k_norm=1 + reader.vector(NAME + "k_norm.weight"),
-            out_proj=reader.projection(Packed.OUT_PROJ),
-            out_bias=reader.bias(Packed.OUT_PROJ) if has_bias else None,
-        )
-
     def mixer(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]) -> Attention:
-        """Load a mixer with these adapters' slots."""
-        shape, device = self.shape.shard(reader.world_size), reader.device
-        if device not in self._rotary:
-            self._rotary[device] = rotary_table(shape).to(device)
-        return Attention(shape, self.weights(reader), self._rotary[device], self.eps, adapters)
+        """Load a mixer with the device's memory of these adapters."""
+        if reader.device not in self._rotary:
+            self._rotary[reader.device] = rotary_table(self.shape).to(reader.device)
+        return Attention(self, reader, adapters, self._rotary[reader.device])
 
 
 def rotary_table(shape: AttentionShape) -> Tensor:

@@ -1,13 +1,16 @@
-"""What a decoder block has around its mixer: norms, residuals and an MLP; what a checkpoint holds for it.
+"""The layers of a span, and what a decoder block has around its mixer: norms, residuals and an MLP.
 
-There are two kinds: norm, mixer, residual, norm, MLP, residual; and norm, mixer, residual.
+There are two kinds of blocks: norm, mixer, residual, norm, MLP, residual; and norm, mixer, residual. Layers compute on
+packed tokens, and follow the checkpoint's model in its dtypes: norms in fp32 and rounded once, residuals in the dtype
+that the config asks for. Everywhere `adapters` are the device's memory of adapters for a layer's projections, none on a
+server without adapters, and `tiles` the tokens of a batch that have adapters, None where none has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +19,20 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, Module, Packed, mlp_modules
-from deltaline_server.layers.layer import Layer
-from deltaline_server.layers.projection import Projection
+from deltaline_server.layers.projection import load_projection
 
 INPUT_NORM, POST_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
 NORM = "norm.weight"
+
+
+class Layer(Protocol):
+    """What a span is made of."""
+
+    def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
+        """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`.
+
+        state: what the pool keeps for a layer of this kind, a LayerState or a KvState.
+        """
 
 
 class Residual:
@@ -49,42 +61,31 @@ class Residual:
 class Mlp:
     """A SwiGLU MLP. With shared columns its output is one rank's summand."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, adapters: Mapping[Packed, LoraWeights]) -> None:
-        """gate_up: `[2*I, hidden]`, rows gate | up; down: `[hidden, I]`."""
-        self._gate_up = Projection(gate_up, adapters.get(Packed.GATE_UP))
-        self._down = Projection(down, adapters.get(Packed.DOWN))
+    def __init__(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]) -> None:
+        """Load it. The rows of gate_up are gate | up."""
+        self.gate_up = load_projection(reader, Packed.GATE_UP, adapters)
+        self.down = load_projection(reader, Packed.DOWN, adapters)
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; it has no state."""
-        gate, up = self._gate_up(hidden, tiles).chunk(2, dim=-1)
-        return self._down(F.silu(gate) * up, tiles)
+        gate, up = self.gate_up(hidden, tiles).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up, tiles)
 
 
 class Block:
     """A decoder layer of two residual branches: its mixer, then its MLP."""
 
     def __init__(self, mixer: Residual, mlp: Residual) -> None:
-        self.mixer, self._mlp = mixer, mlp
+        self.mixer, self.mlp = mixer, mlp
 
     @property
     def branches(self) -> tuple[Residual, ...]:
         """What it is made of, in their order."""
-        return self.mixer, self._mlp
+        return self.mixer, self.mlp
 
     def forward(self, hidden: Tensor, rows: Rows, state: Any, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
-        return self._mlp.forward(self.mixer.forward(hidden, rows, state, tiles), rows, state, tiles)
-
-
-@dataclass(frozen=True)
-class BlockWeights:
-    """What a block with an MLP adds to its mixer: norms `[hidden]` fp32 as 1 + w, gate_up `[2*I, hidden]`,
-    down `[hidden, I]`."""
-
-    input_norm: Tensor
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+        return self.mlp.forward(self.mixer.forward(hidden, rows, state, tiles), rows, state, tiles)
 
 
 @dataclass(frozen=True)
@@ -109,21 +110,12 @@ class MlpBlocks:
         """Name -> shape of the other tensors beside the mixer's, as they are stored."""
         return {INPUT_NORM: (self.hidden_size,), POST_NORM: (self.hidden_size,)}
 
-    def weights(self, reader: LayerReader) -> BlockWeights:
-        """Load what surrounds the mixer."""
-        return BlockWeights(
-            input_norm=1 + reader.vector(INPUT_NORM),
-            post_norm=1 + reader.vector(POST_NORM),
-            gate_up=reader.projection(Packed.GATE_UP),
-            down=reader.projection(Packed.DOWN),
-        )
-
     def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Block:
         """Load a block around its mixer."""
-        weights, dtype = self.weights(reader), reader.dtype
-        mlp = Mlp(weights.gate_up, weights.down, adapters)
+        input_norm, post_norm = (1 + reader.vector(name) for name in (INPUT_NORM, POST_NORM))
         return Block(
-            Residual(mixer, weights.input_norm, self.eps, dtype), Residual(mlp, weights.post_norm, self.eps, dtype)
+            Residual(mixer, input_norm, self.eps, reader.dtype),
+            Residual(Mlp(reader, adapters), post_norm, self.eps, reader.dtype),
         )
 
 

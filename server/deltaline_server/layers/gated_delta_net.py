@@ -1,4 +1,4 @@
-"""The Gated DeltaNet family: what a checkpoint holds for such a mixer, its weights and its computation."""
+"""The Gated DeltaNet family: what a checkpoint holds for such a mixer, and its computation."""
 
 from __future__ import annotations
 
@@ -10,68 +10,53 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows, causal_conv1d, gated_delta, gated_rms_norm
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed
-from deltaline_server.layers.projection import Projection
+from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.shapes import GatedDeltaNetShape
 from deltaline_server.layers.state_pool import LayerState
 
 NAME = "linear_attn."
 
 
-@dataclass(frozen=True)
-class GatedDeltaNetWeights:
-    """A Gated DeltaNet mixer, one rank's share of its heads.
+class GatedDeltaNet:
+    """A Gated DeltaNet mixer, one rank's share of its heads: project, convolve, run the gated delta rule, norm and
+    gate, project back.
 
-    in_proj `[2*H*K + 2*HV*V + 2*HV, hidden]`: rows q | k | v | z | b | a. conv `[W, D]`. out_proj `[hidden, HV*V]`.
+    With shared heads its output is one rank's summand. The rows of in_proj are q | k | v | z | b | a. conv `[W, D]`.
     A_log, dt_bias `[HV]` and norm `[V]` are fp32; the others have the model's dtype.
     """
 
-    in_proj: Tensor
-    conv: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    norm: Tensor
-    out_proj: Tensor
-
-
-class GatedDeltaNet:
-    """A Gated DeltaNet mixer: project, convolve, run the gated delta rule, norm and gate, project back.
-
-    With shared heads its output is one rank's summand.
-    """
-
     def __init__(
-        self,
-        shape: GatedDeltaNetShape,
-        weights: GatedDeltaNetWeights,
-        eps: float,
-        adapters: Mapping[Packed, LoraWeights],
+        self, family: GatedDeltaNetFamily, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]
     ) -> None:
-        self._shape = shape
-        self._in_proj = Projection(weights.in_proj, adapters.get(Packed.IN_PROJ))
-        self._out_proj = Projection(weights.out_proj, adapters.get(Packed.OUT_PROJ))
-        self._conv, self._A_log, self._dt_bias = weights.conv, weights.A_log, weights.dt_bias
-        self._norm, self._eps = weights.norm, eps
-        heads = shape.num_value_heads
-        self._sections = (shape.conv_channels, shape.values, heads, heads)
+        """Load it. Raises ModelError if its heads can't be shared out."""
+        whole, self._eps = family.shape, family.eps
+        channels = (whole.key_channels, whole.key_channels, whole.value_channels)
+        self._shape = shape = whole.shard(reader.world_size)
+        self._sections = (shape.conv_channels, shape.value_channels, shape.num_value_heads, shape.num_value_heads)
+        self.in_proj = load_projection(reader, Packed.IN_PROJ, adapters)
+        self.conv = reader.sections(NAME + "conv1d.weight", channels).squeeze(1).t().contiguous()
+        self.A_log, self.dt_bias = (reader.share(NAME + name, whole.num_value_heads) for name in ("A_log", "dt_bias"))
+        self.norm = reader.vector(NAME + "norm.weight")
+        self.out_proj = load_projection(reader, Packed.OUT_PROJ, adapters)
 
     def forward(self, hidden: Tensor, rows: Rows, state: LayerState, tiles: AdapterTiles | None = None) -> Tensor:
         """Compute `[T, hidden]` from `[T, hidden]`; mutates the write lines of `state`."""
         shape = self._shape
-        qkv, z, b, a = self._in_proj(hidden, tiles).split(self._sections, dim=-1)
-        qkv = causal_conv1d(qkv, self._conv, None, state.conv, rows)
+        qkv, z, b, a = self.in_proj(hidden, tiles).split(self._sections, dim=-1)
+        qkv = causal_conv1d(qkv, self.conv, None, state.conv, rows)
         o = gated_delta(
             qkv,
             a,
             b,
-            self._A_log,
-            self._dt_bias,
+            self.A_log,
+            self.dt_bias,
             state.recurrent,
             state.drafts,
             rows,
             num_key_heads=shape.num_key_heads,
         )
         z = z.unflatten(-1, (shape.num_value_heads, shape.value_dim))
-        return self._out_proj(gated_rms_norm(o, z, self._norm, self._eps), tiles)
+        return self.out_proj(gated_rms_norm(o, z, self.norm, self._eps), tiles)
 
 
 @dataclass(frozen=True)
@@ -90,7 +75,7 @@ class GatedDeltaNetFamily:
     def modules(self) -> tuple[Module, ...]:
         """The linear modules of a mixer. The rows of in_proj are q | k | v | z | b | a."""
         shape, hidden = self.shape, self.hidden_size
-        keys, values, heads = shape.keys, shape.values, shape.num_value_heads
+        keys, values, heads = shape.key_channels, shape.value_channels, shape.num_value_heads
         out_proj = Module(NAME + "out_proj", Packed.OUT_PROJ, hidden, values, (hidden,), shares_columns=True)
         if not self.is_interleaved:
             return (
@@ -101,9 +86,10 @@ class GatedDeltaNetFamily:
                 out_proj,
             )
         # For each key head its q | k | v | z, and its b | a.
-        group_values = shape.group * shape.value_dim
+        group = shape.num_value_heads // shape.num_key_heads
+        group_values = group * shape.value_dim
         qkvz = (shape.key_dim, shape.key_dim, group_values, group_values)
-        ba = (shape.group, shape.group)
+        ba = (group, group)
         groups = shape.num_key_heads
         return (
             Module(NAME + "in_proj_qkvz", Packed.IN_PROJ, groups * sum(qkvz), hidden, qkvz, groups),
@@ -122,20 +108,6 @@ class GatedDeltaNetFamily:
             NAME + "norm.weight": (shape.value_dim,),
         }
 
-    def weights(self, reader: LayerReader) -> GatedDeltaNetWeights:
-        """Load a mixer."""
-        shape = self.shape
-        conv = reader.sections(NAME + "conv1d.weight", (shape.keys, shape.keys, shape.values))
-        return GatedDeltaNetWeights(
-            in_proj=reader.projection(Packed.IN_PROJ),
-            conv=conv.squeeze(1).t().contiguous(),
-            A_log=reader.share(NAME + "A_log", shape.num_value_heads),
-            dt_bias=reader.share(NAME + "dt_bias", shape.num_value_heads),
-            norm=reader.vector(NAME + "norm.weight"),
-            out_proj=reader.projection(Packed.OUT_PROJ),
-        )
-
     def mixer(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]) -> GatedDeltaNet:
-        """Load a mixer with these adapters' slots."""
-        shape = self.shape.shard(reader.world_size)
-        return GatedDeltaNet(shape, self.weights(reader), self.eps, adapters)
+        """Load a mixer with the device's memory of these adapters."""
+        return GatedDeltaNet(self, reader, adapters)

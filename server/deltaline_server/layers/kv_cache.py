@@ -1,7 +1,6 @@
 """Keys and values of attention layers, in pages: how many there can be, and the tensors that hold them.
 
-A page of a sequence is the same number in every layer, so that one table serves all. Knows pages and lines; not who
-holds which (pages.py), nor what a layer makes of them (attention.py).
+A page of a sequence is the same number in every layer, so that one table serves all.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def plan_cache(
     room_bytes: what is left for them and for the table; None for no limit: then pages are for USUAL_TOKENS tokens of
     every line, and for one sequence of the most tokens that there can be.
     """
-    page_bytes = sum(2 * page_size * shape.keys for shape in shapes) * dtype.itemsize
+    page_bytes = sum(2 * page_size * shape.key_channels for shape in shapes) * dtype.itemsize
     longest = shapes[0].max_positions
     # A page is one sequence's: what a last one has left is nobody else's.
     usual, most = (-(-tokens // page_size) for tokens in (min(longest, USUAL_TOKENS), longest))

@@ -1,45 +1,16 @@
-"""Sizes and constants of mixers: what of them the config says, and what follows for projections and state.
-
-Knows no tensor.
-"""
+"""Sizes and constants of mixers: what of them the config says, and what follows for projections and state."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from deltaline_server.checkpoints.config_reader import ModelError
 
 
-class RecurrentShape(Protocol):
-    """What every recurrent mixer has, the whole layer's or one rank's share: a convolution and a recurrent state."""
-
-    @property
-    def conv_width(self) -> int:
-        """Taps of the convolution, W."""
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels of the convolution, D."""
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """Heads, rows and columns of the recurrent state."""
-
-    @property
-    def record(self) -> int:
-        """Values that a draft token is kept as."""
-
-    def test_sizes(self) -> dict[str, Any]:
-        """What the kernels' self-test is told of a model with such mixers."""
-
-    def shard(self, world_size: int) -> Self:
-        """Return one rank's share. Raises ModelError if that can't be done."""
-
-
 @dataclass(frozen=True)
-class GatedDeltaNetShape:
-    """Sizes of a Gated DeltaNet mixer, of the whole layer or of one rank's share."""
+class RecurrentShape:
+    """Sizes of a mixer with a convolution and a recurrent state, of the whole layer or of one rank's share."""
 
     num_key_heads: int
     num_value_heads: int
@@ -48,24 +19,19 @@ class GatedDeltaNetShape:
     conv_width: int
 
     @property
-    def keys(self) -> int:
+    def key_channels(self) -> int:
         """Channels of all keys, H * K; queries have as many."""
         return self.num_key_heads * self.key_dim
 
     @property
-    def values(self) -> int:
+    def value_channels(self) -> int:
         """Channels of all values, HV * V."""
         return self.num_value_heads * self.value_dim
 
     @property
-    def group(self) -> int:
-        """Value heads per key head."""
-        return self.num_value_heads // self.num_key_heads
-
-    @property
     def conv_channels(self) -> int:
-        """Channels of the convolution, D = 2 * H * K + HV * V: q | k | v."""
-        return 2 * self.keys + self.values
+        """Channels of the convolution, D = 2 * H * K + HV * V."""
+        return 2 * self.key_channels + self.value_channels
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -75,96 +41,61 @@ class GatedDeltaNetShape:
     @property
     def record(self) -> int:
         """Values that a draft token is kept as: its key, its update, its gates."""
-        return self.keys + self.values + self.num_value_heads
+        return self.key_channels + self.value_channels + self.num_value_heads
 
     def test_sizes(self) -> dict[str, Any]:
         """What the kernels' self-test is told of a model with such mixers."""
         return asdict(self)
 
-    def shard(self, world_size: int) -> GatedDeltaNetShape:
-        """Return one rank's share: whole key heads and their value heads. Raises ModelError if that can't be done."""
+    def _share(self, world_size: int, heads: str, **more: Any) -> Self:
+        """One rank's share: whole key heads, which errors call `heads`, and their value heads; `more` is replaced too.
+
+        Raises ModelError if that can't be done.
+        """
         if self.num_key_heads % world_size:
-            raise ModelError(f"world_size: expected a divisor of {self.num_key_heads} key heads, got {world_size}")
-        return replace(
-            self,
-            num_key_heads=self.num_key_heads // world_size,
-            num_value_heads=self.num_value_heads // world_size,
-        )
+            raise ModelError(f"world_size: expected a divisor of {self.num_key_heads} {heads}, got {world_size}")
+        key_heads, value_heads = self.num_key_heads // world_size, self.num_value_heads // world_size
+        return replace(self, num_key_heads=key_heads, num_value_heads=value_heads, **more)
 
 
 @dataclass(frozen=True)
-class Mamba2Shape:
-    """Sizes and constants of a Mamba2 mixer, of the whole layer or of one rank's share.
+class GatedDeltaNetShape(RecurrentShape):
+    """Sizes of a Gated DeltaNet mixer."""
+
+    def shard(self, world_size: int) -> Self:
+        """Return one rank's share: whole key heads and their value heads. Raises ModelError if that can't be done."""
+        return self._share(world_size, "key heads")
+
+
+@dataclass(frozen=True)
+class Mamba2Shape(RecurrentShape):
+    """Sizes and constants of a Mamba2 mixer: the key heads are its groups G, with B and C of S = key_dim channels; the
+    value heads are its heads, with x of P = value_dim channels.
 
     norm_groups: parts of the channels that the gated norm takes one by one. dt_limit: least and greatest time step.
     has_conv_bias, has_bias: whether the convolution has a bias, and whether both projections have.
     """
 
-    num_groups: int
-    num_heads: int
-    head_dim: int
-    state_dim: int
-    conv_width: int
     norm_groups: int
     dt_limit: tuple[float, float]
     has_conv_bias: bool
     has_bias: bool
 
-    @property
-    def values(self) -> int:
-        """Channels of x, H * P; z has as many."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Channels of B, G * S; C has as many."""
-        return self.num_groups * self.state_dim
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels of the convolution, D = H * P + 2 * G * S: x | B | C."""
-        return self.values + 2 * self.keys
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """The recurrent state, `[H, P, S]`."""
-        return self.num_heads, self.head_dim, self.state_dim
-
-    @property
-    def record(self) -> int:
-        """Values that a draft token is kept as: its B, its update, its log decays."""
-        return self.keys + self.values + self.num_heads
-
     def test_sizes(self) -> dict[str, Any]:
         """What the kernels' self-test is told of a model with such mixers."""
-        return {
-            "recurrence": "mamba2",
-            "num_key_heads": self.num_groups,
-            "num_value_heads": self.num_heads,
-            "key_dim": self.state_dim,
-            "value_dim": self.head_dim,
-            "conv_width": self.conv_width,
-            "norm_groups": self.norm_groups,
-            "dt_limit": self.dt_limit,
-            "has_conv_bias": self.has_conv_bias,
-        }
+        sizes = {name: value for name, value in asdict(self).items() if name != "has_bias"}
+        return sizes | {"recurrence": "mamba2"}
 
-    def shard(self, world_size: int) -> Mamba2Shape:
+    def shard(self, world_size: int) -> Self:
         """Return one rank's share: whole groups with their heads, and whole groups of the norm.
 
         Raises ModelError if that can't be done: a norm over channels of several ranks needs their sums of squares.
         """
-        if self.num_groups % world_size:
-            raise ModelError(f"world_size: expected a divisor of {self.num_groups} groups, got {world_size}")
+        share = self._share(world_size, "groups", norm_groups=self.norm_groups // world_size)
         if self.norm_groups % world_size:
             expected = f"a divisor of {self.norm_groups} groups of the mixer's norm"
             raise ModelError(f"world_size: expected {expected}, got {world_size}")
-        return replace(
-            self,
-            num_groups=self.num_groups // world_size,
-            num_heads=self.num_heads // world_size,
-            norm_groups=self.norm_groups // world_size,
-        )
+        return share
 
 
 @dataclass(frozen=True)
@@ -184,12 +115,12 @@ class AttentionShape:
     has_bias: bool = False
 
     @property
-    def queries(self) -> int:
+    def query_channels(self) -> int:
         """Channels of all queries, HQ * D; the output gate has as many."""
         return self.num_heads * self.head_dim
 
     @property
-    def keys(self) -> int:
+    def key_channels(self) -> int:
         """Channels of all keys, HKV * D; values have as many."""
         return self.num_kv_heads * self.head_dim
 
@@ -211,5 +142,5 @@ class AttentionShape:
         return replace(self, num_heads=self.num_heads // world_size, num_kv_heads=self.num_kv_heads // world_size)
 
 
-MixerShape = RecurrentShape | AttentionShape
+MixerShape = GatedDeltaNetShape | Mamba2Shape | AttentionShape
 """The sizes of any mixer."""

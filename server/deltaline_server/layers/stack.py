@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pre
+from deltaline_server.layers.block import Layer
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
-from deltaline_server.layers.layer import Layer
 from deltaline_server.step import SpanShapes
 
 

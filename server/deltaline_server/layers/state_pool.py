@@ -1,8 +1,7 @@
 """The state of all sequences on the device: for each recurrent layer a conv line, a recurrent line and the drafts of a
 line, for each attention layer the pages of its keys and values.
 
-Allocates all of it at start and zeroes lines; nothing else zeroes or allocates state. Knows lines, not who holds them
-(lines.py, sequences.py), nor what a layer makes of them (layers.py).
+Allocates all of it at start and zeroes lines; nothing else zeroes or allocates state.
 """
 
 from __future__ import annotations

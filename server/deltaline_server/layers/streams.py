@@ -1,7 +1,4 @@
-"""Residual streams: what a config says of hyper-connections, and which spans begin or end with them.
-
-Knows keys and layer numbers; no tensor (hyper_connection.py).
-"""
+"""Residual streams: what a config says of hyper-connections, and which spans begin or end with them."""
 
 from __future__ import annotations
 

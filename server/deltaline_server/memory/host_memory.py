@@ -1,7 +1,6 @@
 """Host memory of adapters: pinned where a device copies from it by itself, to the page as large as it was asked for.
 
-torch's own pinned memory is rounded up to powers of two and never given back; a budget of it would not hold. Knows
-bytes and when nobody uses them any more; not what is in them.
+torch's own pinned memory is rounded up to powers of two and never given back; a budget of it would not hold.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Mapped memory files: made, pinned, and let go of when no array refers to them any more.
-
-Knows bytes, files and pages; not who shares them (regions.py).
-"""
+"""Mapped memory files: made, pinned, and released when no array refers to them any more."""
 
 from __future__ import annotations
 

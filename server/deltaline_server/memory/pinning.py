@@ -1,4 +1,4 @@
-"""Pinned memory: pages that CUDA copies from and to by itself. Knows torch and bytes; not what they are for."""
+"""Pinned memory: pages that CUDA copies from and to by itself."""
 
 from __future__ import annotations
 

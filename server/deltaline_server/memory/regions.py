@@ -1,8 +1,7 @@
 """Shared-memory regions: memory that the server makes and clients on the same host map, for the tensors of steps.
 
-Knows bytes, leases and bounds; not steps, messages or devices (`Pinning` is told how). Numbers and words never lie in a
-region, only elements of tensors: a client that scribbles in its region spoils its own steps. All methods belong to the
-event loop; memory is mapped, pinned and unmapped in threads.
+Numbers and words never lie in a region, only elements of tensors: a client that scribbles in its region spoils its own
+steps. All methods belong to the event loop; memory is mapped, pinned and unmapped in threads.
 """
 
 from __future__ import annotations

@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
-from deltaline_kernels import LoraWeights
-from deltaline_server.checkpoints.layer_reader import LayerReader
-from deltaline_server.checkpoints.modules import Module, Packed
+from deltaline_server.checkpoints.modules import Module
 from deltaline_server.layers.attention import AttentionFamily
 from deltaline_server.layers.block import MlpBlocks, PlainBlocks
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
-from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHeads
-from deltaline_server.layers.layer import Layer
+from deltaline_server.layers.hyper_connection import HyperBlocks, HyperHeads
 from deltaline_server.layers.mamba2 import Mamba2Family
 from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope
 
-
-class MixerFamily(Protocol):
-    """The mixers of one kind of a model."""
-
-    @property
-    def modules(self) -> tuple[Module, ...]:
-        """The linear modules of a mixer, those of one projection in the order of its rows."""
-
-    @property
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of a mixer's other tensors as they are stored, without what stands before the mixer's name."""
-
-    def mixer(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]) -> Layer:
-        """Load a mixer with these adapters' slots."""
-
-
-class BlockFamily(Protocol):
-    """The blocks around a model's mixers."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The beginnings of all names of a block beside its mixer."""
-
-    @property
-    def modules(self) -> tuple[Module, ...]:
-        """The linear modules beside the mixer's, those of one projection in the order of its rows."""
-
-    @property
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the other tensors beside the mixer's, as they are stored."""
-
-    def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
-        """Load a block around its mixer, with these adapters' slots."""
+MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family
+BlockFamily = MlpBlocks | PlainBlocks | HyperBlocks
 
 
 def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:

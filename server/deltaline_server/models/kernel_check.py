@@ -1,7 +1,4 @@
-"""The kernels' self-test as the server runs it at start: in the sizes that it serves, on its device.
-
-Knows what the test is told and what is said of a failure; not what is compared.
-"""
+"""The kernels' self-test as the server runs it at start: in the sizes that it serves, on its device."""
 
 from __future__ import annotations
 

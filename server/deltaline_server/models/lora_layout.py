@@ -1,7 +1,4 @@
-"""Where the tensors of an adapter belong: the modules of the served layers, and those that somebody else computes.
-
-Knows names, as PEFT writes them; reads no tensor.
-"""
+"""Where the tensors of an adapter belong: the modules of the served layers, and those that are served elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from deltaline_server.checkpoints.config_reader import ModelError, shown
-from deltaline_server.checkpoints.modules import MLP, Module, Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import MLP, Module, Packed, Placement
 from deltaline_server.models.config import MixerKind, MlpKind, ModelConfig, Scope
 from deltaline_server.models.family import block_family, served_modules
 from deltaline_server.models.weights import PREFIXES

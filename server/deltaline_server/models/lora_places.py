@@ -1,7 +1,6 @@
-"""The adapter slots on the model's device: for every projection of the served layers room for as many adapters.
+"""The device's memory for adapters: for every projection of the served layers as many places, allocated once.
 
-Allocated once. Knows tensors; not which adapter is in a slot (adapter_places.py), nor who writes there when
-(copier.py).
+Which adapter is in which place is for adapter_places.py to say.
 """
 
 from __future__ import annotations

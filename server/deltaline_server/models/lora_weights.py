@@ -1,7 +1,6 @@
 """An adapter as it is served: low-rank factors for each projection of the served layers, in host memory.
 
-Laid out as the slots on the device are (lora_places.py), so that every tensor is copied there as it is. Values. Knows
-neither files (files.py) nor names and slots (adapter_registry.py, adapter_places.py).
+Laid out as the places on the device are (lora_places.py), so that every tensor is copied there as it is.
 """
 
 from __future__ import annotations

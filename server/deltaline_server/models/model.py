@@ -1,7 +1,4 @@
-"""The served model: layers in spans, loaded at start.
-
-Knows which layers are served and runs a span of them. Knows no batch queue, no sequence and no RPC.
-"""
+"""The served model: layers in spans, loaded at start."""
 
 from __future__ import annotations
 
@@ -20,10 +17,9 @@ from torch import Tensor
 from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.modules import Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Packed, Placement
+from deltaline_server.layers.block import Layer
 from deltaline_server.layers.hyper_connection import HyperBlock
-from deltaline_server.layers.layer import Layer
 from deltaline_server.layers.shapes import AttentionShape
 from deltaline_server.layers.stack import Stack, make_stack
 from deltaline_server.layers.state_pool import StateOptions, StatePool, plan_state

@@ -1,7 +1,6 @@
-"""The weights of a served layer: which tensors a checkpoint must hold for it, and how they become ours.
+"""The weights of a served layer: which tensors a checkpoint must hold for it, and how they are loaded.
 
-Checks names and shapes against the config, takes one rank's share and packs it for few large products. Knows no state
-and computes no layer (layer.py).
+Names and shapes are checked against the config; one rank's share is packed for few large products.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from deltaline_kernels import LoraWeights
 from deltaline_server.checkpoints.checkpoint import DTYPES, RandomTensors, TensorSource
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.layer_reader import LayerReader
-from deltaline_server.checkpoints.modules import Module, Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Module, Packed, Placement
+from deltaline_server.layers.block import Layer
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
-from deltaline_server.layers.layer import Layer
 from deltaline_server.layers.shapes import MixerShape
 from deltaline_server.models.config import LayerConfig, MixerKind, MlpKind, ModelConfig, Scope
 from deltaline_server.models.family import block_family, head_family, mixer_family, served_modules

@@ -1,6 +1,6 @@
 """`python -m deltaline_server.sizing`, which `deltaline size` calls: prints what a server with given options takes.
 
-Takes the server's own options, so that a command that was sized can be started. Knows text; not sizes (sizes.py).
+Takes the server's own options, so that a command that was sized can be started.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config
-from deltaline_server.option import ConfigError, flag
+from deltaline_server.config import Config, ConfigError, flag
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")

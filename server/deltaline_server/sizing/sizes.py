@@ -1,7 +1,6 @@
 """How much memory a server with given options takes, and how many sequences a budget holds; allocates none of it.
 
 The sizes are those of the code that allocates (state_pool.py, kv_cache.py, lora_places.py), asked without a device.
-Knows bytes; not who reads them (size.py).
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def _layer_size(
         for name, size in expected_tensors(plan.config, kind, scope).items()
     )
     if isinstance(shape, AttentionShape):
-        return LayerSize(kind.value, tuple(layers), {}, 2 * shape.keys * dtype.itemsize, weight_bytes)
+        return LayerSize(kind.value, tuple(layers), {}, 2 * shape.key_channels * dtype.itemsize, weight_bytes)
     return LayerSize(kind.value, tuple(layers), line_parts(shape, state, dtype), 0, weight_bytes)
 
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from deltaline_server.byte_count import spelled
-from deltaline_server.errors import Reason, RequestError
+from deltaline_server.errors import Reason, RequestError, spelled_bytes
 from deltaline_server.log import event
 from deltaline_server.tables.adapter_places import AdapterSlots, Content
 
@@ -59,12 +58,16 @@ class _Entry:
 
 class AdapterRegistry:
     """Adapters of at most `limit_bytes` together. When memory is short the least recently used one goes that no
-    sequence has bound, no batch uses and nobody pinned."""
+    sequence has bound, no batch uses and nobody pinned.
 
-    def __init__(self, limit_bytes: int, slots: AdapterSlots) -> None:
+    Attributes: places, those of adapters on the device; load_s, how long the loads of those registered took together.
+    """
+
+    def __init__(self, limit_bytes: int, places: AdapterSlots) -> None:
         self.limit_bytes, self.used_bytes = limit_bytes, 0
         self.num_loaded = self.num_evicted = 0
-        self._slots = slots
+        self.load_s = 0.0
+        self.places = places
         self._num_reserved = 0
         self._next_number = 1
         # By number, the least recently used first.
@@ -94,7 +97,7 @@ class AdapterRegistry:
         for number, entry in self._entries.items():
             if free >= num_bytes and num_adapters - len(victims) < MAX_ADAPTERS:
                 break
-            if not (entry.is_pinned or entry.num_sequences or self._slots.is_busy(number)):
+            if not (entry.is_pinned or entry.num_sequences or self.places.is_busy(number)):
                 victims.append(number)
                 free += entry.content.num_bytes
         if free < num_bytes or num_adapters - len(victims) >= MAX_ADAPTERS:
@@ -163,7 +166,7 @@ class AdapterRegistry:
         if entry.num_sequences:
             return
         self._entries.move_to_end(number)
-        self._slots.cancel(number)
+        self.places.cancel(number)
         if entry.is_draining:
             self._remove(number, "adapter drained")
 
@@ -181,19 +184,19 @@ class AdapterRegistry:
 
     def want(self, number: int) -> bool:
         """Bring a bound adapter to the device; see AdapterSlots.want."""
-        return self._slots.want(number, self._entries[number].content)
+        return self.places.want(number, self._entries[number].content)
 
     def take(self, number: int) -> int | None:
         """The slot of a bound adapter, for a batch; see AdapterSlots.take."""
-        return self._slots.take(number, self._entries[number].content)
+        return self.places.take(number, self._entries[number].content)
 
     def let_go(self, numbers: Iterable[int]) -> None:
         """A batch that took these adapters is over; see AdapterSlots.let_go."""
-        self._slots.let_go(numbers)
+        self.places.let_go(numbers)
 
     def cancel(self, number: int) -> None:
         """No row waits for the adapter any more; see AdapterSlots.cancel."""
-        self._slots.cancel(number)
+        self.places.cancel(number)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -227,7 +230,7 @@ class AdapterRegistry:
 
     def check_integrity(self) -> None:
         """Raise ValueError unless names, numbers, bytes and slots agree."""
-        self._slots.check_integrity()
+        self.places.check_integrity()
         named = {entry.name: number for number, entry in self._entries.items() if not entry.is_draining}
         if named != self._numbers:
             raise ValueError("adapter registry: names and adapters disagree")
@@ -246,14 +249,14 @@ class AdapterRegistry:
 
     def _why_not(self, num_bytes: int, free: int) -> str:
         """Why `num_bytes` can't be had when `free` can, and what to do."""
-        asked, limit = spelled(num_bytes), spelled(self.limit_bytes)
+        asked, limit = spelled_bytes(num_bytes), spelled_bytes(self.limit_bytes)
         if num_bytes > self.limit_bytes:
             return f"the adapter takes {asked}, more than the {limit} of the server: start it with more --adapter-bytes"
         if num_bytes <= free:
             return f"the server keeps {MAX_ADAPTERS} adapters at most, all in use, pinned or being loaded: unload some"
         return (
-            f"the adapter takes {asked}, and {spelled(free)} of {limit} can be had, as the rest is in use, pinned or "
-            "being loaded: unload adapters, or start the server with more --adapter-bytes"
+            f"the adapter takes {asked}, and {spelled_bytes(free)} of {limit} can be had, as the rest is in use, "
+            "pinned or being loaded: unload adapters, or start the server with more --adapter-bytes"
         )
 
     def _remove(self, number: int, message: str) -> None:
@@ -262,7 +265,7 @@ class AdapterRegistry:
         self.used_bytes -= entry.content.num_bytes
         if self._numbers.get(entry.name) == number:
             del self._numbers[entry.name]
-        self._slots.forget(number)
+        self.places.forget(number)
         self._tell(message, entry.content)
 
     def _tell(self, message: str, content: Content, **fields: int) -> None:
@@ -278,7 +281,7 @@ class AdapterRegistry:
 
     def _describe(self, number: int) -> AdapterDescription:
         entry = self._entries[number]
-        is_ready = self._slots.is_ready(number)
+        is_ready = self.places.is_ready(number)
         state = AdapterState.RESIDENT if is_ready else AdapterState.REGISTERED
         return AdapterDescription(
             name=entry.name,

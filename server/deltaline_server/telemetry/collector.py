@@ -1,6 +1,6 @@
 """The collector that traces go to, where one is configured: begins and ends what sends them (tracing.py).
 
-Knows that OpenTelemetry may not be installed: nothing of it is imported unless it is asked for.
+OpenTelemetry may not be installed: nothing of it is imported unless it is asked for.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from deltaline_server.config import Config
-from deltaline_server.option import ConfigError
+from deltaline_server.config import Config, ConfigError
 
 if TYPE_CHECKING:
     from deltaline_server.telemetry.tracing import Tracing

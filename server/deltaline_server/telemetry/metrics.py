@@ -1,7 +1,7 @@
 """Prometheus metrics: their names, labels and buckets, and the port that serves them.
 
-Knows what is counted, not why. Everything but the gauges is updated on the event loop; the gauges are read when
-scraped. No label names a sequence or a client.
+Everything but the gauges is updated on the event loop; the gauges are read when scraped. No label names a sequence or a
+client.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ which links to those of all its steps and is the root of a trace of its own, sin
 call is recorded is the sampler's to say (OTEL_TRACES_SAMPLER); a batch is when one of its steps is.
 
 Spans are made on the event loop once their times are known, and put into a bounded queue; a thread of the SDK sends
-them, and what finds the queue full is dropped. Knows pieces of jobs and the scheduler's clock; no metric.
+them, and what finds the queue full is dropped.
 """
 
 from __future__ import annotations

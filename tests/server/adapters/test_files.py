@@ -31,8 +31,7 @@ from torch import Tensor
 from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.modules import Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.tensor_file import DescriptorBytes, MemoryBytes, TensorFile
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope
 from deltaline_server.models.family import served_modules
@@ -104,7 +103,7 @@ def check_served_as_merged(
 
 
 def projections(loader: LayerLoader, config: ModelConfig, layer: int) -> dict[Packed, Tensor]:
-    mixer, block = mixer_weights(loader, config, layer), block_weights(loader, config, layer)
+    mixer, block = mixer_weights(loader, layer), block_weights(loader, layer)
     return {
         Packed.IN_PROJ: mixer.in_proj,
         Packed.OUT_PROJ: mixer.out_proj,
@@ -359,7 +358,7 @@ def test_the_base_of_a_served_model_is_read_again_from_where_it_was_loaded(model
             base.rows(1, module) for module in served_modules(model.config, MixerKind.GATED_DELTA_NET, Scope.BLOCK)[:4]
         ]
     stack: Any = model._stacks[0]
-    served = stack._layers[1].mixer.inner._in_proj(torch.eye(model.hidden_size))
+    served = stack._layers[1].mixer.inner.in_proj(torch.eye(model.hidden_size))
     torch.testing.assert_close(served.t(), torch.cat(rows))
 
 

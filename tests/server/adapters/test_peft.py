@@ -15,8 +15,7 @@ from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.adapters.root import AdapterRoot
 from deltaline_server.checkpoints.checkpoint import Checkpoint
-from deltaline_server.checkpoints.modules import Packed
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.tensor_file import TensorFile
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
@@ -87,7 +86,7 @@ def test_an_adapter_does_what_peft_does(
 
 
 def projections(loader: LayerLoader, config: ModelConfig, layer: int) -> dict[Packed, torch.Tensor]:
-    mixer, block = mixer_weights(loader, config, layer), block_weights(loader, config, layer)
+    mixer, block = mixer_weights(loader, layer), block_weights(loader, layer)
     return {
         Packed.IN_PROJ: mixer.in_proj,
         Packed.OUT_PROJ: mixer.out_proj,

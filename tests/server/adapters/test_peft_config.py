@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.adapter_cases import adapter_config
 
-from deltaline_server.adapters.peft_config import MAX_CONFIG_BYTES, AdapterConfig, ModuleConfig
+from deltaline_server.adapters.directory import MAX_CONFIG_BYTES
+from deltaline_server.adapters.peft_config import AdapterConfig, ModuleConfig
 from deltaline_server.checkpoints.config_reader import ModelError
 
 UP = "model.layers.1.mlp.up_proj"
@@ -132,7 +133,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "targets as numbers": ({"target_modules": [1]}, "target_modules: expected at most"),
     "targets as an object": ({"target_modules": {"a": 1}}, "target_modules: expected at most"),
     "a pattern that is none": ({"target_modules": "(q"}, "pattern: expected"),
-    "a pattern that looks back": ({"target_modules": r"(q)\1"}, "pattern: expected no escape"),
+    "a pattern that looks back": ({"target_modules": r"(q)\1"}, "pattern: expected characters"),
     "a pattern that breaks out": ({"rank_pattern": {"a)|(b": 2}}, "pattern: expected"),
     "too many patterns": ({"rank_pattern": {f"a{i}*": 2 for i in range(65)}}, "rank_pattern: expected at most 64"),
     "a negative layer": ({"target_modules": ["q"], "layers_to_transform": -1}, "layers_to_transform: expected numbers"),

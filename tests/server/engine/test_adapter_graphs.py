@@ -19,10 +19,11 @@ from server.engine.test_graphs import CHUNK, CONFIG, MAX_DRAFT, NUM_LINES, WAIT_
 from deltaline_server.adapters.copier import AdapterCopier
 from deltaline_server.engine.batch_layout import Layout, fill_adapters
 from deltaline_server.engine.engine import Engine
-from deltaline_server.engine.executor import CpuExecutor, Executor, make_executor
+from deltaline_server.engine.executor import CpuExecutor, Executor
 from deltaline_server.engine.graphs import make_buckets
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, load_model
+from deltaline_server.runtime import make_executor
 from deltaline_server.step import BatchResult, StepBatch
 
 NUM_SLOTS, MAX_RANK = 7, 16

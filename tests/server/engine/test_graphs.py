@@ -25,7 +25,6 @@ from deltaline_server.engine.executor import (
     Executor,
     Launched,
     Report,
-    make_executor,
     token_sizes,
 )
 from deltaline_server.engine.graphs import Bucket, Graphs, make_buckets
@@ -33,6 +32,7 @@ from deltaline_server.engine.staging import DIRECT_BYTES
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.models.model import Model, ModelOptions, load_model
+from deltaline_server.runtime import make_executor
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
 from deltaline_server.tables.pages import PagePool
 

@@ -38,7 +38,7 @@ from deltaline_server.adapters.adapters import Adapters
 from deltaline_server.adapters.loader import AdapterLoader
 from deltaline_server.adapters.root import AdapterRoot
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.placement import Placement
+from deltaline_server.checkpoints.modules import Placement
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.models.config import Scope
@@ -73,7 +73,7 @@ class Rig:
             allocate=self.allocate,
             max_rank=8,
         )
-        self.service = AdapterService(Adapters(self.registry, self.slots, self.loader, ExitStack()), upload_s=2.0)
+        self.service = AdapterService(Adapters(self.registry, self.loader, ExitStack()), upload_s=2.0)
         self.stub: Any = None
         self.port = 0
 
@@ -210,7 +210,7 @@ async def test_many_loads_of_a_name_at_once_load_it_once(rig: Rig) -> None:
     responses = await asyncio.gather(*(rig.load("good") for _ in range(8)))
     assert sorted(response.already_loaded for response in responses) == [False] + [True] * 7
     assert (len(rig.allocated), rig.registry.num_loaded) == (1, 1)
-    assert 0 < rig.loader.load_s < 10
+    assert 0 < rig.registry.load_s < 10
     rig.registry.check_integrity()
 
 

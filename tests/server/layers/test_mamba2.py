@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.layer_weights import dense
 from server.layers.test_layers import HIDDEN, MAX_DRAFT, Oracle, assert_close, assert_same_state, serve
 
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.placement import Placement
-from deltaline_server.layers.mamba2 import Mamba2Family, Mamba2Weights
-from deltaline_server.layers.shapes import Mamba2Shape
-from deltaline_server.models.config import MixerKind, ModelConfig, Scope
+from deltaline_server.checkpoints.modules import Placement
+from deltaline_server.layers.mamba2 import Mamba2
+from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import load_model
 from deltaline_server.models.weights import LayerLoader
 
@@ -117,35 +117,34 @@ def test_other_layers_of_a_hybrid_are_refused_by_name(make_oracle: Callable[...,
         load_model(oracle.options("cpu", layers=range(layer, layer + 1)))
 
 
-def mixer_of(oracle: Oracle, rank: int, world_size: int) -> Mamba2Weights:
+def mixer_of(oracle: Oracle, rank: int, world_size: int) -> Mamba2:
     config = ModelConfig.from_directory(oracle.directory)
     placement = Placement(torch.device("cpu"), torch.float32, rank, world_size)
     with Checkpoint(oracle.directory) as checkpoint:
-        loader = LayerLoader(checkpoint, config, [1], Scope.BLOCK, placement)
-        shape = config.shapes[MixerKind.MAMBA2]
-        assert isinstance(shape, Mamba2Shape)
-        return Mamba2Family(shape, HIDDEN, 1e-5).weights(loader.reader(1))
+        mixer = LayerLoader(checkpoint, config, [1], Scope.BLOCK, placement).mixer(1, {})
+    assert isinstance(mixer, Mamba2)
+    return mixer
 
 
 def test_the_shares_of_two_ranks_make_the_whole(make_oracle: Callable[..., Oracle]) -> None:
     oracle = make_oracle("nemotron_h", use_bias=True)
     whole, *ranks = mixer_of(oracle, 0, 1), mixer_of(oracle, 0, 2), mixer_of(oracle, 1, 2)
     heads, values, keys = 4, 4 * 64, 2 * 64
-    for name, dim, sizes in (
-        ("in_proj", 0, (values, values, keys, keys, heads)),
-        ("in_bias", 0, (values, values, keys, keys, heads)),
-        ("conv", 1, (values, keys, keys)),
-        ("conv_bias", 0, (values, keys, keys)),
+    for tensor, dim, sizes in (
+        (lambda mixer: dense(mixer.in_proj), 0, (values, values, keys, keys, heads)),
+        (lambda mixer: mixer.in_proj.bias, 0, (values, values, keys, keys, heads)),
+        (lambda mixer: mixer.conv, 1, (values, keys, keys)),
+        (lambda mixer: mixer.conv_bias, 0, (values, keys, keys)),
     ):
-        parts = [getattr(rank, name).split([size // 2 for size in sizes], dim=dim) for rank in ranks]
+        parts = [tensor(rank).split([size // 2 for size in sizes], dim=dim) for rank in ranks]
         joined = torch.cat([torch.cat(pair, dim=dim) for pair in zip(*parts, strict=True)], dim=dim)
-        assert torch.equal(joined, getattr(whole, name))
+        assert torch.equal(joined, tensor(whole))
     for name in ("A_log", "D", "dt_bias", "norm"):
         assert torch.equal(torch.cat([getattr(rank, name) for rank in ranks]), getattr(whole, name))
-    assert torch.equal(torch.cat([rank.out_proj for rank in ranks], dim=1), whole.out_proj)
-    assert whole.out_bias is not None and ranks[0].out_bias is not None
-    assert torch.equal(ranks[0].out_bias, whole.out_bias)
-    assert ranks[1].out_bias is None
+    assert torch.equal(torch.cat([dense(rank.out_proj) for rank in ranks], dim=1), dense(whole.out_proj))
+    assert whole.out_proj.bias is not None and ranks[0].out_proj.bias is not None
+    assert torch.equal(ranks[0].out_proj.bias, whole.out_proj.bias)
+    assert ranks[1].out_proj.bias is None
     assert whole.norm.shape == (2, values // 2)
 
 

@@ -51,7 +51,7 @@ def test_shapes_and_dtypes() -> None:
 
 
 def test_shapes_of_mamba2() -> None:
-    shape = Mamba2Shape(2, 4, 8, 16, 4, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
+    shape = Mamba2Shape(2, 4, 16, 8, 4, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
     pool = StatePool([shape], OPTIONS, dtype=torch.bfloat16, device=torch.device("cpu"))
     (layer,) = pool.layers
     assert (layer.conv.shape, layer.conv.dtype) == ((6, 6, 96), torch.bfloat16)

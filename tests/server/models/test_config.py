@@ -35,7 +35,7 @@ def test_shapes_are_read() -> None:
     assert isinstance(shape, GatedDeltaNetShape)
     assert (config.hidden_size, config.intermediate_size, config.rms_norm_eps) == (1024, 3072, 1e-6)
     assert shape == GatedDeltaNetShape(4, 8, 64, 32, 4)
-    assert (shape.keys, shape.values, shape.conv_channels) == (256, 256, 768)
+    assert (shape.key_channels, shape.value_channels, shape.conv_channels) == (256, 256, 768)
 
 
 def test_the_language_model_of_qwen3_5_is_nested() -> None:

@@ -42,8 +42,8 @@ def test_mamba2() -> None:
     config = ModelConfig.from_mapping(MAMBA2)
     shape = config.shapes[MixerKind.MAMBA2]
     assert isinstance(shape, Mamba2Shape)
-    assert shape == Mamba2Shape(2, 8, 16, 32, 4, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
-    assert (shape.values, shape.conv_channels, shape.state) == (128, 256, (8, 16, 32))
+    assert shape == Mamba2Shape(2, 8, 32, 16, 4, 1, (0.0, math.inf), has_conv_bias=True, has_bias=False)
+    assert (shape.value_channels, shape.conv_channels, shape.state) == (128, 256, (8, 16, 32))
     assert config.layers == tuple(LayerConfig(i, *MAMBA) for i in range(2))
     assert (config.rms_norm_eps, config.residual_in_fp32, config.has_mlp_blocks) == (1e-5, True, False)
 
@@ -51,7 +51,7 @@ def test_mamba2() -> None:
 def test_nemotron_h() -> None:
     config = ModelConfig.from_mapping(NEMOTRON)
     assert config.shapes[MixerKind.MAMBA2] == Mamba2Shape(
-        4, 8, 12, 32, 4, 4, (0.001, math.inf), has_conv_bias=True, has_bias=False
+        4, 8, 32, 12, 4, 4, (0.001, math.inf), has_conv_bias=True, has_bias=False
     )
     assert config.layers == tuple(LayerConfig(i, *parts) for i, parts in enumerate([MAMBA, DENSE, ATTENTION, EXPERTS]))
     assert (config.residual_in_fp32, config.has_mlp_blocks) == (False, False)
@@ -69,7 +69,7 @@ def test_the_old_spellings_of_a_mixer() -> None:
     """The checkpoint's model lets them go before the new ones."""
     old = {"mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_dt_min": 0.5, "mamba_conv_bias": False}
     shape = ModelConfig.from_mapping(NEMOTRON | old).shapes[MixerKind.MAMBA2]
-    assert shape == Mamba2Shape(2, 8, 12, 32, 3, 2, (0.5, math.inf), has_conv_bias=False, has_bias=False)
+    assert shape == Mamba2Shape(2, 8, 32, 12, 3, 2, (0.5, math.inf), has_conv_bias=False, has_bias=False)
     with pytest.raises(ModelError, match="mamba_n_groups: expected a divisor of 8 heads, got 3"):
         ModelConfig.from_mapping(NEMOTRON | {"mamba_n_groups": 3})
 
@@ -119,7 +119,7 @@ def test_refused_by_name(base: dict[str, Any], keys: dict[str, Any], message: st
 
 def test_groups_are_dealt_out_or_refused() -> None:
     shape = ModelConfig.from_mapping(NEMOTRON).shapes[MixerKind.MAMBA2]
-    assert shape.shard(2) == Mamba2Shape(2, 4, 12, 32, 4, 2, (0.001, math.inf), has_conv_bias=True, has_bias=False)
+    assert shape.shard(2) == Mamba2Shape(2, 4, 32, 12, 4, 2, (0.001, math.inf), has_conv_bias=True, has_bias=False)
     with pytest.raises(ModelError, match="world_size: expected a divisor of 4 groups, got 3"):
         shape.shard(3)
     with pytest.raises(ModelError, match="world_size: expected a divisor of 1 groups of the mixer's norm, got 2"):

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.layer_weights import block_weights, mixer_weights
+from rigs.layer_weights import MixerWeights, block_weights, mixer_weights
 from torch import Tensor
 
 from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorInfo
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.placement import Placement
-from deltaline_server.layers.gated_delta_net import GatedDeltaNetWeights
+from deltaline_server.checkpoints.modules import Placement
 from deltaline_server.layers.shapes import GatedDeltaNetShape
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope
 from deltaline_server.models.weights import LayerLoader, expected_tensors, random_init
@@ -67,9 +66,9 @@ def memory(config: ModelConfig, prefix: str = "model.layers.") -> MemoryTensors:
     )
 
 
-def load_mixer(source: MemoryTensors, config: ModelConfig, rank: int = 0, world_size: int = 1) -> GatedDeltaNetWeights:
+def load_mixer(source: MemoryTensors, config: ModelConfig, rank: int = 0, world_size: int = 1) -> MixerWeights:
     placement = Placement(CPU, torch.float32, rank, world_size)
-    return mixer_weights(LayerLoader(source, config, [1], Scope.MIXER, placement), config, 1)
+    return mixer_weights(LayerLoader(source, config, [1], Scope.MIXER, placement), 1)
 
 
 def sections(config: ModelConfig, in_proj: Tensor, world_size: int = 1) -> tuple[Tensor, ...]:
@@ -77,7 +76,11 @@ def sections(config: ModelConfig, in_proj: Tensor, world_size: int = 1) -> tuple
     shape = config.shapes[LINEAR].shard(world_size)
     assert isinstance(shape, GatedDeltaNetShape)
     heads = shape.num_value_heads
-    return tuple(in_proj.split((shape.keys, shape.keys, shape.values, shape.values, heads, heads)))
+    return tuple(
+        in_proj.split(
+            (shape.key_channels, shape.key_channels, shape.value_channels, shape.value_channels, heads, heads)
+        )
+    )
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5"])
@@ -89,7 +92,7 @@ def test_checkpoints_as_transformers_writes_them(
     config = ModelConfig.from_directory(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
         loader = LayerLoader(checkpoint, config, range(2), scope, WHOLE)
-        mixer = mixer_weights(loader, config, 1)
+        mixer = mixer_weights(loader, 1)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert torch.equal(mixer.out_proj, model.get_decoder().layers[1].linear_attn.out_proj.weight)
 
@@ -152,9 +155,9 @@ def test_experts_are_refused_in_block_scope_and_passed_over_in_mixer_scope(
         ):
             LayerLoader(checkpoint, config, [0, 1], Scope.BLOCK, WHOLE)
         dense = LayerLoader(checkpoint, config, [0], Scope.BLOCK, WHOLE)
-        assert block_weights(dense, config, 0).gate_up.shape == (2 * 384, 32)
+        assert block_weights(dense, 0).gate_up.shape == (2 * 384, 32)
         mixers = LayerLoader(checkpoint, config, [0, 1], Scope.MIXER, WHOLE)
-        assert mixer_weights(mixers, config, 1).in_proj.shape[1] == 32
+        assert mixer_weights(mixers, 1).in_proj.shape[1] == 32
 
 
 def test_attention_that_is_not_as_it_is_served_is_refused_where_it_is_asked_for() -> None:
@@ -173,7 +176,7 @@ def test_interleaved_projections_are_sorted_as_the_checkpoint_model_does(
     theirs = model.get_decoder().layers[0].linear_attn
     config = ModelConfig.from_directory(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
-        ours = mixer_weights(LayerLoader(checkpoint, config, [0], Scope.MIXER, WHOLE), config, 0).in_proj
+        ours = mixer_weights(LayerLoader(checkpoint, config, [0], Scope.MIXER, WHOLE), 0).in_proj
     # The rows of the stored weights, as if they were a sequence of projected tokens.
     stored = theirs.in_proj_qkvz.weight.t()[None], theirs.in_proj_ba.weight.t()[None]
     expected = [part.flatten(2)[0].t() for part in theirs.fix_query_key_value_ordering(*stored)]
@@ -188,7 +191,7 @@ def test_the_shares_of_two_ranks_make_the_whole(config: ModelConfig) -> None:
     assert torch.equal(torch.cat([torch.cat(pair) for pair in shared]), whole.in_proj)
     shape = config.shapes[LINEAR].shard(2)
     assert isinstance(shape, GatedDeltaNetShape)
-    parts = [rank.conv.split((shape.keys, shape.keys, shape.values), dim=1) for rank in ranks]
+    parts = [rank.conv.split((shape.key_channels, shape.key_channels, shape.value_channels), dim=1) for rank in ranks]
     assert torch.equal(torch.cat([torch.cat(pair, dim=1) for pair in zip(*parts, strict=True)], dim=1), whole.conv)
     assert torch.equal(torch.cat([rank.A_log for rank in ranks]), whole.A_log)
     assert torch.equal(torch.cat([rank.dt_bias for rank in ranks]), whole.dt_bias)
@@ -199,7 +202,7 @@ def test_the_shares_of_two_ranks_make_the_whole(config: ModelConfig) -> None:
 def test_the_mlp_is_shared_out_by_its_inner_columns() -> None:
     source = memory(NEXT)
     whole, *ranks = (
-        block_weights(LayerLoader(source, NEXT, [1], Scope.BLOCK, placement), NEXT, 1)
+        block_weights(LayerLoader(source, NEXT, [1], Scope.BLOCK, placement), 1)
         for placement in (WHOLE, *(Placement(CPU, torch.float32, rank, 2) for rank in (0, 1)))
     )
     halves = zip(*(rank.gate_up.chunk(2) for rank in ranks), strict=True)
@@ -210,7 +213,7 @@ def test_the_mlp_is_shared_out_by_its_inner_columns() -> None:
 
 def test_packed_weights_have_the_asked_dtype_and_their_own_memory() -> None:
     source = memory(QWEN3_5)
-    mixer = mixer_weights(LayerLoader(source, QWEN3_5, [0], Scope.MIXER, Placement(CPU, torch.bfloat16)), QWEN3_5, 0)
+    mixer = mixer_weights(LayerLoader(source, QWEN3_5, [0], Scope.MIXER, Placement(CPU, torch.bfloat16)), 0)
     assert (mixer.in_proj.dtype, mixer.conv.dtype, mixer.out_proj.dtype) == (torch.bfloat16,) * 3
     assert (mixer.A_log.dtype, mixer.dt_bias.dtype, mixer.norm.dtype) == (torch.float32,) * 3
     assert mixer.conv.shape == (4, 56)
@@ -238,10 +241,10 @@ def test_ranks_must_divide_the_heads_and_the_mlp() -> None:
 
 @pytest.mark.parametrize("config", [NEXT, QWEN3_5], ids=["interleaved", "separate"])
 def test_random_weights_are_the_same_for_every_rank_and_choice_of_layers(config: ModelConfig) -> None:
-    def draw(layers: list[int], rank: int, world_size: int) -> GatedDeltaNetWeights:
+    def draw(layers: list[int], rank: int, world_size: int) -> MixerWeights:
         source = random_init(config, layers, Scope.BLOCK, seed=7)
         placement = Placement(CPU, torch.float32, rank, world_size)
-        return mixer_weights(LayerLoader(source, config, layers, Scope.BLOCK, placement), config, 1)
+        return mixer_weights(LayerLoader(source, config, layers, Scope.BLOCK, placement), 1)
 
     whole, part = draw([0, 1], 0, 1), draw([1], 1, 2)
     assert torch.equal(part.out_proj, whole.out_proj[:, 12:])

@@ -1,23 +1,43 @@
-"""The metrics that are read at each scrape: how full the server is, and what must stand still while it serves.
-
-Knows where each number is kept; not how metrics are exported (metrics.py).
-"""
+"""The metrics that are read at each scrape: how full the server is, and what must stand still while it serves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
-from deltaline_server.adapters.adapters import Adapters
-from deltaline_server.runtime import Runtime
+from deltaline_server.memory.regions import Regions
+from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.tables.adapter_registry import AdapterRegistry
+from deltaline_server.tables.sequences import SequenceTable
 from deltaline_server.telemetry.metrics import Metrics
 
 
-def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
-    """Let the metrics read a runtime's numbers."""
-    table, scheduler, counts = runtime.table, runtime.scheduler, runtime.executor.counts
-    adapters, pages = runtime.adapters, table.pages
+class DeviceCounts(Protocol):
+    """What must not grow while batches are served, and bytes of device memory; an executor counts them."""
 
-    def of_adapters(read: Callable[[Adapters], float]) -> Callable[[], float]:
+    @property
+    def compilations(self) -> int: ...
+    @property
+    def captures(self) -> int: ...
+    @property
+    def allocations(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+def add_gauges(
+    metrics: Metrics,
+    *,
+    table: SequenceTable,
+    scheduler: Scheduler,
+    regions: Regions,
+    counts: Callable[[], DeviceCounts],
+    adapters: AdapterRegistry | None,
+) -> None:
+    """Let the metrics read these numbers. adapters: None where the server keeps none."""
+    pages = table.pages
+
+    def of_adapters(read: Callable[[AdapterRegistry], float]) -> Callable[[], float]:
         """0 where the server keeps no adapters."""
         return lambda: 0.0 if adapters is None else read(adapters)
 
@@ -30,10 +50,10 @@ def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
         ("queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows),
         ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),
         ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
-        ("shared_memory_bytes", "Bytes of shared memory.", lambda: runtime.regions.used_bytes),
-        ("adapters_registered", "Adapters in host memory.", of_adapters(lambda a: a.registry.num_registered)),
-        ("adapters_resident", "Adapters on the device.", of_adapters(lambda a: a.slots.num_resident)),
-        ("adapter_bytes", "Host memory of adapters.", of_adapters(lambda a: a.registry.used_bytes)),
+        ("shared_memory_bytes", "Bytes of shared memory.", lambda: regions.used_bytes),
+        ("adapters_registered", "Adapters in host memory.", of_adapters(lambda a: a.num_registered)),
+        ("adapters_resident", "Adapters on the device.", of_adapters(lambda a: a.places.num_resident)),
+        ("adapter_bytes", "Host memory of adapters.", of_adapters(lambda a: a.used_bytes)),
         ("adapter_sequences", "Sequences open that have an adapter.", lambda: table.adapters.num_bound),
         ("adapter_rows_waiting", "Rows that wait for their adapter.", lambda: scheduler.adapter_wait.num_waiting),
         ("device_bytes", "Device memory that tensors are given from.", lambda: counts().bytes),
@@ -43,18 +63,18 @@ def add_gauges(metrics: Metrics, runtime: Runtime) -> None:
         ("compilations", "Kernels compiled, or loaded once compiled.", lambda: counts().compilations),
         ("graph_captures", "CUDA graphs captured.", lambda: counts().captures),
         ("device_allocations", "Allocations of device memory.", lambda: counts().allocations),
-        ("adapter_loads", "Adapters loaded.", of_adapters(lambda a: a.registry.num_loaded)),
-        ("adapter_load_seconds", "Time that these loads took.", of_adapters(lambda a: a.loader.load_s)),
+        ("adapter_loads", "Adapters loaded.", of_adapters(lambda a: a.num_loaded)),
+        ("adapter_load_seconds", "Time that these loads took.", of_adapters(lambda a: a.load_s)),
         (
             "adapter_evictions",
             "Adapters that left the host.",
-            of_adapters(lambda a: a.registry.num_evicted),
+            of_adapters(lambda a: a.num_evicted),
         ),
-        ("adapter_slot_copies", "Copies of adapters to the device.", of_adapters(lambda a: a.slots.num_copies)),
+        ("adapter_slot_copies", "Copies of adapters to the device.", of_adapters(lambda a: a.places.num_copies)),
         (
             "adapter_slot_evictions",
             "Adapters that left the device.",
-            of_adapters(lambda a: a.slots.num_evicted),
+            of_adapters(lambda a: a.places.num_evicted),
         ),
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltaline_server.byte_count import spelled
+from deltaline_server.errors import spelled_bytes
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from deltaline_server.byte_count import spelled
     ],
 )
 def test_a_number_has_the_largest_unit_that_it_reaches(num_bytes: int, text: str) -> None:
-    assert spelled(num_bytes) == text
+    assert spelled_bytes(num_bytes) == text
