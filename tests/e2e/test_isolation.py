@@ -110,10 +110,8 @@ def remove_fresh_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fresh sequence reads its own line."""
     open_sequences = SequenceTable.open
 
-    def without_fresh_flag(
-        self: SequenceTable, count: int, lease_s: float | None = None, token: bytes = b"", adapter: str = ""
-    ) -> Opened:
-        opened = open_sequences(self, count, lease_s, token, adapter)
+    def without_fresh_flag(self: SequenceTable, *arguments: Any) -> Opened:
+        opened = open_sequences(self, *arguments)
         slots, _ = self.lookup(self.server_epoch, opened.handles)
         self.read_line[:, slots] = self.write_line[slots]
         return opened
