@@ -2,7 +2,7 @@
 
 import torch
 
-from deltaline_kernels.gated_delta.heads import MANY_HEADS as MANY_DELTA_HEADS
+from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.rows import Rows
 
