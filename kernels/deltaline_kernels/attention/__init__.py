@@ -1,7 +1,4 @@
-"""Attention of packed rows over pages of keys: decode, verify and prefill, with modifiers of scores and masks.
-
-Validates and picks the path by device. Does not know projections, norms or rotary embeddings, nor owners of pages.
-"""
+"""Attention of packed rows over pages of keys: decode, verify and prefill, with modifiers of scores and masks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Order of the attention kernels on a GPU: short rows in splits, what puts them together, then long rows.
 
-Knows host bounds only; where rows stand and what they see is read on the device.
+Where rows stand and what they see is read on the device.
 """
 
 from __future__ import annotations

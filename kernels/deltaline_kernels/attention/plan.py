@@ -1,4 +1,4 @@
-"""How the work of an attention is cut. Knows sizes, no tensors and no kernels."""
+"""How the work of an attention is cut."""
 
 from dataclasses import dataclass
 

@@ -2,7 +2,7 @@
 
 Names, arguments and state layout are those of vLLM: channels first, states that are lines of a pool picked
 by index tensors, a history that begins at column 0. Products and sums are fp32. For inference only: nothing is
-recorded for autograd. Validates and picks the path by device; never waits for it unless told to check the contents.
+recorded for autograd. Nothing waits for a GPU unless told to check the contents.
 """
 
 from dataclasses import replace
@@ -286,7 +286,7 @@ def _convolve(
         convolve_cpu(inputs, rows, y, keep=keep)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
-        from deltaline_kernels.compat.launch import convolve_triton
+        from deltaline_kernels.compat.conv1d_launch import convolve_triton
 
         convolve_triton(inputs, rows, y, keep=keep)
 

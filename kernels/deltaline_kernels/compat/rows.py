@@ -99,7 +99,7 @@ def place_rows(
     if device.type == "cpu":
         return place_on_host(rows, num_tokens, device, columns, width, keep=keep)
     # Imported here: only this path needs triton, which is installed on Linux alone.
-    from deltaline_kernels.compat.kernel import build_rows
+    from deltaline_kernels.compat.build_rows import build_rows
 
     return build_rows(rows, num_tokens, device, columns, width, keep=keep)
 

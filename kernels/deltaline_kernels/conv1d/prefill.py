@@ -8,7 +8,7 @@ with the taps in registers, so that each value is loaded once, and loads the nex
 programs is needed: each finds its first row in query_start_loc.
 
 A row's first S tokens belong to the piece in which its first token lies, and so do its lines: no other program touches
-them, and a row may read and write the same line. Does not know which rows decode, verify or prefill.
+them, and a row may read and write the same line.
 """
 
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""How long rows are cut into parts that run at once. Knows sizes, no tensors and no kernels.
+"""How long rows are cut into parts that run at once.
 
 A row in parts is walked twice: that pays from three parts on, of some length. Microseconds on an H200, heads of 128,
 whole, and in parts of so many tokens:

@@ -1,4 +1,4 @@
-"""Which tile of a head's state a program of the Mamba2 kernels holds. Knows sizes, no tensors and no kernels."""
+"""Which tile of a head's state a program of the Mamba2 kernels holds."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Rows of the self-test: of every kind, few and many of them, short and long. Knows no kernels."""
+"""Rows of the self-test: of every kind, few and many of them, short and long."""
 
 import torch
 

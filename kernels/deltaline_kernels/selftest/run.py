@@ -1,6 +1,6 @@
 """Compares every kernel family with its reference on small inputs, on the device that is to serve.
 
-Wrong code from an assembler shows here before it shows in an answer. Knows nothing of models, allocates its tensors.
+Wrong code from an assembler shows here before it shows in an answer.
 """
 
 import math

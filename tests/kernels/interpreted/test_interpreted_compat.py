@@ -42,7 +42,7 @@ __all__ = [
 @pytest.fixture(autouse=True)
 def interpreted_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat CPU tensors as those of a GPU: the Triton kernels, and no look at what index tensors say."""
-    from deltaline_kernels.compat.kernel import build_rows
+    from deltaline_kernels.compat.build_rows import build_rows
     from deltaline_kernels.gated_delta.launch import gated_delta_triton
 
     monkeypatch.setattr(rows, "place_on_host", build_rows)

@@ -11,7 +11,7 @@ from deltaline_kernels.compat import chunk_scan, rows
 
 @pytest.fixture(autouse=True)
 def triton_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltaline_kernels.compat.kernel import build_rows
+    from deltaline_kernels.compat.build_rows import build_rows
     from deltaline_kernels.mamba2.launch import mamba2_triton
 
     monkeypatch.setattr(rows, "place_on_host", build_rows)

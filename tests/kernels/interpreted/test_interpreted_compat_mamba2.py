@@ -12,7 +12,7 @@ from deltaline_kernels.compat import mamba2, rows
 @pytest.fixture(autouse=True)
 def interpreted_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat CPU tensors as those of a GPU: the Triton kernels, and no look at what index tensors say."""
-    from deltaline_kernels.compat.kernel import build_rows
+    from deltaline_kernels.compat.build_rows import build_rows
     from deltaline_kernels.mamba2.launch import mamba2_triton
 
     monkeypatch.setattr(rows, "place_on_host", build_rows)
