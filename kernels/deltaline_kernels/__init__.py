@@ -1,6 +1,7 @@
 """Kernels of recurrent layers: each has an fp32 reference, a Triton kernel and a CPU path.
 
-Knows tensors, rows and lines. Does not know models, sequences or the service.
+They compute on tensors, rows and lines; models, sequences and requests are what others make of these. A family
+validates its arguments and picks the path by device.
 """
 
 from deltaline_kernels.attention import (

@@ -1,7 +1,6 @@
 """Argument validation used by the launchers.
 
 Every failure is a TypeError or a ValueError that names the argument, what was expected and what was got.
-Knows tensors, shapes and strides; knows nothing of what an operation computes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 6
 
 def check_tensor(
     name: str,
-    tensor: Tensor,
+    tensor: Tensor | None,
     shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
@@ -44,16 +43,27 @@ def check_tensor(
     if tensor.device != device:
         raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
     sizes = tensor.shape
-    if len(sizes) != len(shape) or any(
-        want is not None and want != got for want, got in zip(shape, sizes, strict=True)
-    ):
+    fits = len(sizes) == len(shape)
+    if fits:
+        for want, got in zip(shape, sizes, strict=True):
+            fits &= want is None or want == got
+    if not fits:
         raise ValueError(f"{name}: expected shape {_shape(shape)}, got {_shape(sizes)}")
+    if tensor.is_contiguous():
+        return
+    strides = tensor.stride()
     if head_stride:
         _check_packed_heads(name, tensor)
-    elif row_stride:
-        _check_packed_rows(name, tensor)
-    elif not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+    elif not row_stride:
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {strides}")
+    else:
+        packed = 1
+        for size, stride in zip(sizes[:0:-1], strides[:0:-1], strict=True):
+            if size > 1 and stride != packed:
+                raise ValueError(f"{name}: expected packed rows, got strides {strides}")
+            packed *= size
+        if sizes[0] > 1 and strides[0] < packed:
+            raise ValueError(f"{name}: expected a row stride of at least {packed}, got {strides[0]}")
 
 
 def check_positive(name: str, value: int) -> None:
@@ -62,17 +72,6 @@ def check_positive(name: str, value: int) -> None:
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
-
-
-def _check_packed_rows(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless every dimension but the first is packed and rows do not overlap."""
-    packed = 1
-    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
-        if size > 1 and stride != packed:
-            raise ValueError(f"{name}: expected packed rows, got strides {tensor.stride()}")
-        packed *= size
-    if tensor.shape[0] > 1 and tensor.stride(0) < packed:
-        raise ValueError(f"{name}: expected a row stride of at least {packed}, got {tensor.stride(0)}")
 
 
 def _check_packed_heads(name: str, tensor: Tensor) -> None:

@@ -1,7 +1,4 @@
-"""What a launch does with each row of a batch.
-
-Knows packed token offsets, lines and counts. Does not know what a line stores, nor which sequence owns it.
-"""
+"""What a launch does with each row of a batch: packed token offsets, lines and counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +9,22 @@ from torch import Tensor
 from deltaline_kernels.checks import check_positive
 
 NUM_FIELDS = 7
+
+
+@dataclass(frozen=True, eq=False)
+class StateLines:
+    """The recurrent lines of a layer, which rows read and write.
+
+    Args:
+        state: `[L, HV, V, K]` (Mamba2: `[L, H, P, S]`) fp32 or bf16, contiguous.
+        drafts: `[L, 2, M, record]` fp32, contiguous.
+        shift: line i of the rows is line i - shift here: with 1, since line 0 of the rows is the zero state, every line
+            of the tensors is in use.
+    """
+
+    state: Tensor
+    drafts: Tensor
+    shift: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +45,8 @@ class Rows:
         max_short: upper bound of the length of a short row.
         max_length: upper bound of the length of any row.
 
-    The contents of `control` are the caller's promise: no launch reads them back from a device.
+    The contents of `control` are the caller's promise: no launch reads them back from a device. On the CPU they stay as
+    they are as long as these rows are used: what follows from them is worked out once.
     """
 
     control: Tensor
@@ -48,8 +62,9 @@ class Rows:
             raise ValueError(f"control: expected shape [{NUM_FIELDS}, N+1], got {list(control.shape)}")
         if control.stride(1) != 1:
             raise ValueError(f"control: expected a contiguous last dimension, got strides {control.stride()}")
-        if not 0 <= self.num_short <= self.num_rows:
-            raise ValueError(f"num_short: expected 0..{self.num_rows}, got {self.num_short}")
+        num_rows = control.shape[1] - 1
+        if not 0 <= self.num_short <= num_rows:
+            raise ValueError(f"num_short: expected 0..{num_rows}, got {self.num_short}")
         check_positive("max_short", self.max_short)
         if self.max_length < 0:
             raise ValueError(f"max_length: expected at least 0, got {self.max_length}")

@@ -18,8 +18,8 @@ from deltaline_kernels import (
     mhc_post_pre,
     run_selftest,
 )
-from deltaline_kernels.gated_delta.heads import MANY_HEADS as MANY_DELTA_HEADS
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
+from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.selftest import attention as attention_selftest
 from deltaline_kernels.selftest import mhc as mhc_selftest
@@ -168,7 +168,7 @@ def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch,
 
     for name, function in {"gated_delta": gated_delta, "mamba2": mamba2}.items():
         monkeypatch.setattr(selftest, name, shifted(function))
-    heads = Heads(2, 4, 16, 32, 0.25, 1e-6)
+    heads = DeltaHeads(2, 4, 16, 32, 0.25, 1e-6)
     for wrong in (0.0, 1.0):
         fill = torch.randn
         got, want = selftest._run_in_parts(fill, recurrence, heads, "cpu", torch.bfloat16, torch.float32)
@@ -180,9 +180,9 @@ def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
 def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str) -> None:
     for num_heads, expected in ((4, True), (64, True), (300, False)):
-        heads = Heads(1, num_heads, 128, 64, 0.25, 1e-6)
+        heads = DeltaHeads(1, num_heads, 128, 64, 0.25, 1e-6)
         assert selftest._has_parts(recurrence, heads, torch.bfloat16) is expected
-    assert not selftest._has_parts("mamba2", Heads(1, 4, 128, 64, 0.25, 1e-6), torch.float32)
+    assert not selftest._has_parts("mamba2", DeltaHeads(1, 4, 128, 64, 0.25, 1e-6), torch.float32)
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])

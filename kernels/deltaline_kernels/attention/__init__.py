@@ -1,7 +1,4 @@
-"""Attention of packed rows over pages of keys: decode, verify and prefill, with modifiers of scores and masks.
-
-Validates and picks the path by device. Does not know projections, norms or rotary embeddings, nor owners of pages.
-"""
+"""Attention of packed rows over pages of keys: decode, verify and prefill, with modifiers of scores and masks."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.cpu import flex_decode_cpu
-from deltaline_kernels.attention.heads import Heads
+from deltaline_kernels.attention.inputs import AttentionHeads, Keys, Queries
 from deltaline_kernels.attention.modifiers.modifier import Mask, Modifier, Part, and_masks, or_masks
 from deltaline_kernels.attention.modifiers.packed import Modifiers
 from deltaline_kernels.attention.modifiers.shipped import find_modifier, known_modifiers
@@ -89,15 +86,15 @@ def flex_decode(
     modifiers.check(heads.num_queries, page_table.shape[0], q.device)
     o = torch.empty(*q.shape[:2], heads.value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    queries = Queries(q, heads, modifiers, sinks, gate, blocks)
+    keys = Keys(k_pages, v_pages, page_table, k_pages.shape[1], page_table.shape[1] * k_pages.shape[1])
     if q.device.type == "cpu":
-        flex_decode_cpu(q, k_pages, v_pages, page_table, rows, modifiers, sinks, gate, o, lse, heads, blocks)
+        flex_decode_cpu(queries, keys, rows, o, lse)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
-        from deltaline_kernels.attention.launch import Keys, flex_decode_triton
+        from deltaline_kernels.attention.launch import flex_decode_triton
 
-        capacity = page_table.shape[1] * k_pages.shape[1]
-        keys = Keys(k_pages, v_pages, page_table, k_pages.shape[1], capacity)
-        flex_decode_triton(q, keys, rows, modifiers, sinks, gate, o, lse, heads, blocks)
+        flex_decode_triton(queries, keys, rows, o, lse)
     return o if lse is None else (o, lse)
 
 
@@ -110,7 +107,7 @@ def _check(
     scale: float | None,
     sinks: Tensor | None,
     gate: Tensor | None,
-) -> Heads:
+) -> AttentionHeads:
     for name, value, kind in (("q", q, Tensor), ("k_pages", k_pages, Tensor), ("rows", rows, Rows)):
         if not isinstance(value, kind):
             raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
@@ -147,4 +144,4 @@ def _check(
             )
     if rows.control.device != device:
         raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
-    return Heads(num_queries, num_keys, key_dim, value_dim, float(key_dim**-0.5 if scale is None else scale))
+    return AttentionHeads(num_queries, num_keys, key_dim, value_dim, float(key_dim**-0.5 if scale is None else scale))

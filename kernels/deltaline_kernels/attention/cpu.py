@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deltaline_kernels.attention.blocks import BlockLists
-from deltaline_kernels.attention.heads import Heads
-from deltaline_kernels.attention.modifiers.packed import Modifiers
+from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.rows import Rows
 
 # Scores at once: long rows are cut in chunks of queries.
@@ -19,26 +17,15 @@ MOST_SCORES = 1 << 22
 
 
 def flex_decode_cpu(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    rows: Rows,
-    modifiers: Modifiers,
-    sinks: Tensor | None,
-    gate: Tensor | None,
-    o: Tensor,
-    lse: Tensor | None,
-    heads: Heads,
-    blocks: BlockLists | None = None,
-    *,
-    from_zero: bool = False,
+    queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | None, *, from_zero: bool = False
 ) -> None:
     """Write the rows' outputs to o `[T, HQ, DV]`, and to lse `[T, HQ]`. Validated by the caller.
 
     `from_zero`: a row's queries are at the positions 0, 1 .., wherever its keys end.
     """
-    page_size = max(1, k_pages.shape[1])
+    q, gate, blocks, page_table = queries.q, queries.gate, queries.blocks, keys.page_table
+    assert page_table is not None
+    page_size = max(1, keys.page_size)
     starts, _, lines, _, _, _, positions = rows.control.tolist()
     for i, line in enumerate(lines[: rows.num_rows]):
         begin, n = starts[i], starts[i + 1] - starts[i]
@@ -51,19 +38,19 @@ def flex_decode_cpu(
         position = 0 if from_zero else positions[i]
         low, high = 0, positions[i] + n
         if blocks is None:
-            low, high = modifiers.bounds(line, position, position + n - 1, high)
+            low, high = queries.modifiers.bounds(line, position, position + n - 1, high)
         first_page, behind = low // page_size, -(-high // page_size)
         pages = page_table[line, first_page:behind].long()
         inside = slice(low - first_page * page_size, high - first_page * page_size)
-        k, v = (pool[pages].flatten(0, 1)[inside].float().transpose(0, 1) for pool in (k_pages, v_pages))
+        k, v = (pool[pages].flatten(0, 1)[inside].float().transpose(0, 1) for pool in (keys.k, keys.v))
         kv = torch.arange(low, high)
-        step = max(1, MOST_SCORES // (heads.num_queries * max(1, high - low)))
+        step = max(1, MOST_SCORES // (q.shape[1] * max(1, high - low)))
         for first in range(0, n, step):
             t = torch.arange(first, min(n, first + step))
             tokens = slice(begin + first, begin + first + len(t))
             kinds = None if blocks is None else blocks.expand(line, t, kv)
             mine = q[tokens].transpose(0, 1).to(torch.float32, copy=True)  # where it lies must not matter either
-            found, total = _attend(mine, k, v, line, position + t, kv, modifiers, sinks, heads, kinds)
+            found, total = _attend(queries, mine, k, v, line, position + t, kv, kinds)
             if gate is not None:
                 found *= gate[tokens].transpose(0, 1).float().sigmoid()
             o[tokens] = found.transpose(0, 1).to(o.dtype)
@@ -72,25 +59,17 @@ def flex_decode_cpu(
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    line: int,
-    q_idx: Tensor,
-    kv: Tensor,
-    modifiers: Modifiers,
-    sinks: Tensor | None,
-    heads: Heads,
-    kinds: Tensor | None,
+    queries: Queries, q: Tensor, k: Tensor, v: Tensor, line: int, q_idx: Tensor, kv: Tensor, kinds: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return outputs `[HQ, n, DV]` and the logarithms of their sums `[HQ, n]`.
 
     q `[HQ, n, D]`, k and v `[HKV, keys, *]`.
     """
+    heads, sinks = queries.heads, queries.sinks
     grouped = q.unflatten(0, (heads.num_keys, heads.group)).flatten(1, 2)  # (HKV, G * n, D)
     s = (grouped @ k.transpose(1, 2) * heads.scale).view(*q.shape[:2], -1)  # (HQ, n, keys)
     b, h = torch.full((1, 1, 1), line), torch.arange(heads.num_queries)[:, None, None]
-    s = modifiers.modify(s, b, h, q_idx[:, None], kv, kinds)
+    s = queries.modifiers.modify(s, b, h, q_idx[:, None], kv, kinds)
     top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:2], 1), -torch.inf)
     if sinks is not None:
         sink = sinks.float().view(-1, 1, 1)

@@ -80,20 +80,9 @@ def count_items(
     """Return how many items all rows have; ROWS of them are looked at at once."""
     total = num_rows * 0
     for first in range(0, num_rows, ROWS):
+        i = first + tl.arange(0, ROWS)
         count, _, _, _ = count_rows(
-            first + tl.arange(0, ROWS),
-            control,
-            control_stride,
-            num_rows,
-            parameters,
-            blocks,
-            HQ,
-            HEADS,
-            TOKENS,
-            SPLIT,
-            DENSE,
-            BLOCKS,
-            SPEC,
+            i, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, DENSE, BLOCKS, SPEC
         )
         total += tl.sum(count, 0)
     return total
@@ -137,20 +126,9 @@ def locate(
     low = item * 0
     high = item * 0
     for first in range(0, num_rows, ROWS):
+        i = first + tl.arange(0, ROWS)
         count, row_splits, row_low, row_high = count_rows(
-            first + tl.arange(0, ROWS),
-            control,
-            control_stride,
-            num_rows,
-            parameters,
-            blocks,
-            HQ,
-            HEADS,
-            TOKENS,
-            SPLIT,
-            DENSE,
-            BLOCKS,
-            SPEC,
+            i, control, control_stride, num_rows, parameters, blocks, HQ, HEADS, TOKENS, SPLIT, DENSE, BLOCKS, SPEC
         )
         here = tl.sum(count, 0)
         if (item >= before) & (item < before + here):

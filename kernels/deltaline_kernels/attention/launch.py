@@ -1,11 +1,10 @@
 """Order of the attention kernels on a GPU: short rows in splits, what puts them together, then long rows.
 
-Knows host bounds only; where rows stand and what they see is read on the device.
+Where rows stand and what they see is read on the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,35 +13,13 @@ from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.combine import _combine
-from deltaline_kernels.attention.heads import Heads
+from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.kernel import _attend
-from deltaline_kernels.attention.modifiers.packed import Modifiers
 from deltaline_kernels.attention.plan import MOST_ROWS, Tile, cdiv, choose_parts, choose_tile, pow2
 from deltaline_kernels.rows import Rows
 
 # From this capability on a launch may begin while the one before it still runs.
 HOPPER = (9, 0)
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Where keys and values are.
-
-    Args:
-        k, v: `[pages, page_size, HKV, D]` and `[.., DV]`; or, without a page table, of each line a tensor of
-            `page_size` keys, `[L, page_size, HKV, D]`, or `[L, HKV, page_size, D]` with heads_first.
-        page_table: `[L, max_pages]` int32, or None.
-        capacity: most keys of a row.
-        shared: all lines have the keys of line 0 (without a page table).
-    """
-
-    k: Tensor
-    v: Tensor
-    page_table: Tensor | None
-    page_size: int
-    capacity: int
-    heads_first: bool = False
-    shared: bool = False
 
 
 @lru_cache
@@ -51,38 +28,15 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def flex_decode_triton(
-    q: Tensor,
-    keys: Keys,
-    rows: Rows,
-    modifiers: Modifiers,
-    sinks: Tensor | None,
-    gate: Tensor | None,
-    o: Tensor,
-    lse: Tensor | None,
-    heads: Heads,
-    blocks: BlockLists | None = None,
-) -> None:
+def flex_decode_triton(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | None) -> None:
     """Write the rows' outputs to o `[T, HQ, DV]`, and to lse `[T, HQ]`. Checked by the caller."""
     for part, long in ((rows.short(), False), (rows.long(), True)):
-        if part.num_rows and part.max_length and q.shape[0]:
-            _launch(q, keys, part, modifiers, sinks, gate, o, lse, heads, blocks, long=long)
+        if part.num_rows and part.max_length and queries.q.shape[0]:
+            _launch(queries, keys, part, o, lse, long=long)
 
 
-def _launch(
-    q: Tensor,
-    keys: Keys,
-    rows: Rows,
-    modifiers: Modifiers,
-    sinks: Tensor | None,
-    gate: Tensor | None,
-    o: Tensor,
-    lse: Tensor | None,
-    heads: Heads,
-    blocks: BlockLists | None,
-    *,
-    long: bool,
-) -> None:
+def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | None, *, long: bool) -> None:
+    q, heads, blocks = queries.q, queries.heads, queries.blocks
     group = heads.group if blocks is None or blocks.num_heads == 1 else 1
     max_length = min(rows.max_length, q.shape[0])
     tile = choose_tile(heads, group, rows.num_rows, max_length, q.element_size(), long=long)
@@ -99,6 +53,7 @@ def _launch(
     columns = tokens * group
     item = columns * heads.value_dim + cdiv(2 * columns, 4) * 4
     partials = torch.empty(num_items * item, dtype=torch.float32, device=q.device) if split else q
+    sinks, gate, parameters = queries.sinks, queries.gate, queries.modifiers.parameters
     constants = {
         "HAS_SINKS": sinks is not None,
         "HAS_GATE": gate is not None,
@@ -110,7 +65,7 @@ def _launch(
         "GROUP": group,
         "DENSE": keys.page_table is None,
         "BLOCKS": None if blocks is None else blocks.sizes,
-        "SPEC": modifiers.spec,
+        "SPEC": queries.modifiers.spec,
         "SPLIT": split,
         "ROWS": min(MOST_ROWS, pow2(rows.num_rows)),
     }
@@ -123,7 +78,7 @@ def _launch(
         keys.v,
         rows.control if keys.page_table is None else keys.page_table,
         rows.control,
-        modifiers.parameters,
+        parameters,
         table,
         sinks,
         gate,
@@ -158,7 +113,7 @@ def _launch(
         options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
         _combine[(rows.num_rows * max_length * heads.num_queries * parts,)](
             rows.control,
-            modifiers.parameters,
+            parameters,
             table,
             sinks,
             gate,

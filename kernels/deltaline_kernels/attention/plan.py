@@ -1,8 +1,8 @@
-"""How the work of an attention is cut. Knows sizes, no tensors and no kernels."""
+"""How the work of an attention is cut."""
 
 from dataclasses import dataclass
 
-from deltaline_kernels.attention.heads import Heads
+from deltaline_kernels.attention.inputs import AttentionHeads
 
 # Columns of a tile: the least that a matrix instruction has, and the most whose outputs registers have room for.
 LEAST_COLUMNS, MOST_COLUMNS, MOST_SHORT_COLUMNS = 16, 64, 64
@@ -58,7 +58,9 @@ def cdiv(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def choose_tile(heads: Heads, group: int, num_rows: int, max_length: int, value_bytes: int, *, long: bool) -> Tile:
+def choose_tile(
+    heads: AttentionHeads, group: int, num_rows: int, max_length: int, value_bytes: int, *, long: bool
+) -> Tile:
     """Return the tile for rows of at most `max_length` tokens, `group` heads of queries in each.
 
     It follows from the bucket only, never from positions: splits are the same whatever a row's neighbours are.

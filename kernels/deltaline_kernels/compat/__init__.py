@@ -1,6 +1,6 @@
 """Operations under the names, signatures and state layouts that inference engines call them by.
 
-Each is an adapter to an operation of this package. Does not know engines: only the tensors that they pass.
+Each is an adapter to an operation of this package.
 """
 
 from deltaline_kernels.compat.chunk_scan import mamba_chunk_scan_combined_varlen

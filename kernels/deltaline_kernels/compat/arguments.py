@@ -1,7 +1,7 @@
 """Validation of the arguments that engines pass: dtypes, devices, shapes and strides, never contents.
 
 Every failure is a TypeError or a ValueError that names the argument, what was expected and what was got, with the
-dimensions in the engines' order. Knows nothing of what an operation computes.
+dimensions in the engines' order.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, STATES
 from deltaline_kernels.compat.arguments import check_integer, check_operand
-from deltaline_kernels.compat.mamba2_operands import MambaOperands
-from deltaline_kernels.compat.operands import check_beside, check_counts, share_columns, widen
+from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, share_columns, widen
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.rows import EngineRows, check_offsets
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2 import run_mamba2
+from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 
 
 @torch.no_grad()
@@ -109,17 +109,17 @@ def mamba_chunk_scan_combined_varlen(
         step = (dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*heads.dt_limit)
         dt_bias = None
     y = out if is_plain else torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    operands = MambaOperands(
+    inputs = MambaInputs(
         xBC,
         _pack(step, x.dtype),
         _pack(A, x.dtype),
         _pack(D, x.dtype) if D is not None and D.ndim == 1 else None,
         None if dt_bias is None else _pack(dt_bias, x.dtype),
         heads,
-        bool(dt_softplus),
-        y,
+        log_rate=False,
+        softplus=bool(dt_softplus),
     )
-    advance(operands, states, rows, keep=True, chunked=True)
+    advance(run_mamba2, inputs, states, rows, chunked=True, o=y)
     if D is not None and D.ndim == 2:
         y += D.float() * x.float()
     if z is not None:
@@ -168,7 +168,7 @@ def _check_tokens(
     z: Tensor | None,
     dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
-) -> Heads:
+) -> MambaHeads:
     check_operand("x", x, {"tokens": None, "H": None, "P": None})
     device, (num_tokens, num_heads, head_dim) = x.device, x.shape
     check_beside("B", B, {"tokens": num_tokens, "G": None, "S": None}, (x.dtype,), device)
@@ -196,4 +196,4 @@ def _check_tokens(
     least, greatest = dt_limit
     if not (0.0 <= least < math.inf and least <= greatest):
         raise ValueError(f"dt_limit: expected 0 <= least <= greatest, got {dt_limit}")
-    return Heads(num_groups, num_heads, head_dim, state_dim, (float(least), float(greatest)))
+    return MambaHeads(num_groups, num_heads, head_dim, state_dim, (float(least), float(greatest)))

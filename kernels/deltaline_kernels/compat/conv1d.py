@@ -2,9 +2,10 @@
 
 Names, arguments and state layout are those of vLLM: channels first, states that are lines of a pool picked
 by index tensors, a history that begins at column 0. Products and sums are fp32. For inference only: nothing is
-recorded for autograd. Validates and picks the path by device; never waits for it unless told to check the contents.
+recorded for autograd. Nothing waits for a GPU unless told to check the contents.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,17 @@ from deltaline_kernels.compat.arguments import (
     check_states,
     parse_activation,
 )
-from deltaline_kernels.compat.cpu import convolve_cpu
-from deltaline_kernels.compat.rows import EngineRows, check_contents
+from deltaline_kernels.compat.rows import (
+    LINE_SHIFT,
+    EngineRows,
+    check_contents,
+    check_lengths,
+    check_offsets,
+    place_rows,
+    read_back,
+)
+from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
+from deltaline_kernels.conv1d.inputs import ConvInputs
 
 
 def causal_conv1d_fn(
@@ -262,13 +272,31 @@ def _pick_lines(
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor | None, rows: EngineRows, y: Tensor, silu: bool
 ) -> None:
-    """Write the rows' outputs to y `[T, D]`; mutates `lines` `[L, columns, D]`. weight `[W, D]`."""
+    """Write the rows' outputs to y `[T, D]`, which may be x `[T, D]`; mutates `lines` `[L, columns, D]`.
+
+    weight `[W, D]`. Without lines only their dtype counts, and rows begin without a history.
+    """
     if y.numel() == 0:
         return
+    keep = lines is not None
+    if lines is None:
+        lines = torch.empty((1, weight.shape[0] - 1, x.shape[1]), dtype=x.dtype, device=x.device)
+    inputs = ConvInputs(x, weight, bias, lines, silu, LINE_SHIFT)
     if x.device.type == "cpu":
-        convolve_cpu(x, weight, bias, lines, rows, y, silu=silu)
+        convolve_cpu(inputs, rows, y, keep=keep)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
-        from deltaline_kernels.compat.launch import convolve_triton
+        from deltaline_kernels.compat.conv1d_launch import convolve_triton
 
-        convolve_triton(x, weight, bias, lines, rows, y, silu=silu)
+        convolve_triton(inputs, rows, y, keep=keep)
+
+
+def convolve_cpu(inputs: ConvInputs, rows: EngineRows, y: Tensor, *, keep: bool) -> None:
+    """Do what `_convolve` does, on the CPU, with checked offsets and lengths."""
+    x, lines, width = inputs.x, inputs.lines, inputs.weight.shape[0]
+    columns = lines.shape[1]
+    check_offsets(rows, x.shape[0])
+    live = [row for row in read_back(rows, columns, width) if not row.skipped]
+    check_lengths(rows, live, columns, width)
+    inputs = replace(inputs, x=x.to(lines.dtype, copy=y.data_ptr() == x.data_ptr()))
+    causal_conv1d_cpu(inputs, place_rows(rows, x.shape[0], x.device, columns, width, keep=keep), y)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltaline_kernels.attention import BlockLists, Mask, Modifier, Modifiers, Part, find_modifier, known_modifiers
 from deltaline_kernels.attention.cpu import flex_decode_cpu
-from deltaline_kernels.attention.heads import Heads
+from deltaline_kernels.attention.inputs import AttentionHeads, Keys, Queries
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
 from deltaline_kernels.compat.arguments import check_operand
 from deltaline_kernels.rows import NUM_FIELDS, Rows
@@ -75,43 +75,23 @@ def flex_decoding(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if return_lse else None
     rows = _rows(num_rows, length, num_keys, device)
     attend = attend_cpu if device.type == "cpu" else attend_triton
-    attend(q, key, value, rows, modifiers, o, lse, heads, blocks)
+    attend(Queries(q, heads, modifiers, blocks=blocks), key, value, rows, o, lse)
     o = o.unflatten(0, (num_rows, length)).transpose(1, 2)
     return o if lse is None else (o, lse.unflatten(0, (num_rows, length)).transpose(1, 2))
 
 
-def attend_cpu(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Rows,
-    modifiers: Modifiers,
-    o: Tensor,
-    lse: Tensor | None,
-    heads: Heads,
-    blocks: BlockLists | None,
-) -> None:
+def attend_cpu(queries: Queries, key: Tensor, value: Tensor, rows: Rows, o: Tensor, lse: Tensor | None) -> None:
     """Write to o and lse: the keys of a sequence are a page."""
-    k, v = key.transpose(1, 2), value.transpose(1, 2)
     lines = torch.arange(rows.num_rows, dtype=torch.int32)[:, None]
-    table = lines * 0 if k.shape[0] == 1 else lines
-    flex_decode_cpu(q, k, v, table, rows, modifiers, None, None, o, lse, heads, blocks, from_zero=True)
+    table, num_keys = lines * 0 if key.shape[0] == 1 else lines, key.shape[2]
+    keys = Keys(key.transpose(1, 2), value.transpose(1, 2), table, num_keys, num_keys)
+    flex_decode_cpu(queries, keys, rows, o, lse, from_zero=True)
 
 
-def attend_triton(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Rows,
-    modifiers: Modifiers,
-    o: Tensor,
-    lse: Tensor | None,
-    heads: Heads,
-    blocks: BlockLists | None,
-) -> None:
+def attend_triton(queries: Queries, key: Tensor, value: Tensor, rows: Rows, o: Tensor, lse: Tensor | None) -> None:
     """Write to o and lse; keys and values are copied if their order of memory is not one that the kernel knows."""
     # Imported here: only this path needs triton, which is installed on Linux alone.
-    from deltaline_kernels.attention.launch import Keys, flex_decode_triton
+    from deltaline_kernels.attention.launch import flex_decode_triton
 
     num_keys = key.shape[2]
     shared = key.shape[0] == 1
@@ -119,8 +99,7 @@ def attend_triton(
     if layout is None or layout != _layout(value):
         key, value, layout = key.contiguous(), value.contiguous(), (True, num_keys)
     heads_first, page_size = layout
-    keys = Keys(key, value, None, page_size, num_keys, heads_first, shared)
-    flex_decode_triton(q, keys, rows, modifiers, None, None, o, lse, heads, blocks)
+    flex_decode_triton(queries, Keys(key, value, None, page_size, num_keys, heads_first, shared), rows, o, lse)
 
 
 def _layout(tensor: Tensor) -> Layout | None:
@@ -191,7 +170,7 @@ def _rows(num_rows: int, length: int, num_keys: int, device: torch.device) -> Ro
 
 def _check(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, kernel_options: object
-) -> tuple[Heads, int, int, int]:
+) -> tuple[AttentionHeads, int, int, int]:
     """Return the sizes: heads, B, M, N."""
     check_operand("query", query, {"B": None, "Hq": None, "M": None, "D": None}, ACTIVATIONS)
     num_rows, num_queries, length, key_dim = query.shape
@@ -211,4 +190,4 @@ def _check(
     if kernel_options is not None and not isinstance(kernel_options, Mapping):
         raise TypeError(f"kernel_options: expected a mapping, got {type(kernel_options).__name__}")
     scale = float(key_dim**-0.5 if scale is None else scale)
-    return Heads(num_queries, num_heads, key_dim, value.shape[3], scale), num_rows, length, num_keys
+    return AttentionHeads(num_queries, num_heads, key_dim, value.shape[3], scale), num_rows, length, num_keys

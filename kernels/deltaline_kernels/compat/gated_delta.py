@@ -4,7 +4,7 @@
     h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
 
 Names, arguments and state layout are those of vLLM, and of SGLang for the third. Value head i uses key head
-i // (HV / H). Gates, products and sums are fp32, but for the operands of chunks (docs/numerics.md). For inference only:
+i // (HV / H). Gates, products and sums are fp32, but for the inputs of chunks (docs/numerics.md). For inference only:
 nothing is recorded for autograd. Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
 """
 
@@ -15,17 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, STATES
-from deltaline_kernels.compat.operands import (
-    Operands,
-    check_beside,
-    check_counts,
-    check_number,
-    pack_operands,
-    pack_rates,
-)
+from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, check_number, pack_delta, pack_rates
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.rows import EngineRows
 from deltaline_kernels.compat.slots import advance_table, check_contents
+from deltaline_kernels.gated_delta import run_gated_delta
+from deltaline_kernels.gated_delta.inputs import DeltaInputs
 
 # The softplus that the kernels compute.
 SOFTPLUS_BETA, SOFTPLUS_THRESHOLD = 1.0, 20.0
@@ -64,22 +59,22 @@ def chunk_gated_delta_rule(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    operands = pack_operands(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
-    rows = _lay_out(operands, cu_seqlens)
+    inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
+    rows = _lay_out(v, cu_seqlens)
     if initial_state is not None:
-        shape = {"N": rows.num_rows, **operands.state_shape()}
+        shape = {"N": rows.num_rows, **_state_sizes(inputs)}
         check_beside("initial_state", initial_state, shape, ACTIVATIONS, q.device)
     if q.device.type == "cpu":
-        check_contents(rows, operands.num_tokens)
+        check_contents(rows, inputs.num_tokens)
     if initial_state is None:
         # One that is not kept is not read either.
-        state = _zero_states(rows.num_rows if output_final_state else 1, operands)
+        state = _zero_states(rows.num_rows if output_final_state else 1, inputs)
     elif output_final_state:
         state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     else:
         state = (initial_state if initial_state.dtype in STATES else initial_state.float()).contiguous()
     rows = replace(rows, history=initial_state is not None)
-    o = advance(operands, state, rows, keep=output_final_state, chunked=True)
+    o = advance(run_gated_delta, inputs, state, rows, keep=output_final_state, chunked=True)
     return o.view(v.shape), state if output_final_state else None
 
 
@@ -123,27 +118,27 @@ def fused_recurrent_gated_delta_rule(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     gates = {"g": g, "beta": beta}
-    operands = pack_operands(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, optional="beta")
-    rows = _lay_out(operands, cu_seqlens)
+    inputs = pack_delta(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, optional="beta")
+    rows = _lay_out(v, cu_seqlens)
     if ssm_state_indices is not None:
         if not inplace_final_state:
             raise ValueError("inplace_final_state: expected True, as ssm_state_indices is given, got False")
-        pool = _check_pool("initial_state", initial_state, operands)
+        pool = _check_pool("initial_state", initial_state, inputs)
         name, slots = "ssm_state_indices", ssm_state_indices
-        o = _advance_pool(operands, pool, rows, name, slots, num_accepted_tokens, may_be_table=True)
+        o = _advance_pool(inputs, pool, rows, name, slots, num_accepted_tokens, may_be_table=True)
         return o.view(v.shape), pool
     if num_accepted_tokens is not None:
         raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
     if initial_state is not None:
-        _check_pool("initial_state", initial_state, operands, rows.num_rows)
+        _check_pool("initial_state", initial_state, inputs, rows.num_rows)
     if q.device.type == "cpu":
-        check_contents(rows, operands.num_tokens)
+        check_contents(rows, inputs.num_tokens)
     if initial_state is None:
-        state = _zero_states(rows.num_rows, operands)
+        state = _zero_states(rows.num_rows, inputs)
     else:
         state = initial_state if inplace_final_state else initial_state.clone()
     rows = replace(rows, history=initial_state is not None)
-    o = advance(operands, state, rows, keep=True, chunked=False)
+    o = advance(run_gated_delta, inputs, state, rows)
     return o.view(v.shape), state
 
 
@@ -185,48 +180,53 @@ def fused_sigmoid_gating_delta_rule_update(
     check_number("softplus_beta", softplus_beta, positive=True)
     check_number("softplus_threshold", softplus_threshold)
     gates = {"a": a, "b": b}
-    operands = pack_operands(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, flat_gates=True)
-    rates, biases = pack_rates("A_log", A_log, operands), pack_rates("dt_bias", dt_bias, operands)
-    rows = _lay_out(operands, cu_seqlens)
-    _check_pool("initial_state_source", initial_state_source, operands)
+    inputs = pack_delta(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, flat_gates=True)
+    rates, biases = pack_rates("A_log", A_log, inputs), pack_rates("dt_bias", dt_bias, inputs)
+    rows = _lay_out(v, cu_seqlens)
+    _check_pool("initial_state_source", initial_state_source, inputs)
     if (softplus_beta, softplus_threshold) == (SOFTPLUS_BETA, SOFTPLUS_THRESHOLD):
-        operands = replace(operands, A_log=rates, dt_bias=biases)
+        inputs = replace(inputs, A_log=rates, dt_bias=biases)
     else:
-        rise = F.softplus(operands.a.float() + biases.float(), softplus_beta, softplus_threshold)
-        operands = replace(operands, a=-rates.float().exp() * rise, b=operands.b.float().sigmoid())
-    o = _advance_pool(operands, initial_state_source, rows, "initial_state_indices", initial_state_indices)
+        rise = F.softplus(inputs.a.float() + biases.float(), softplus_beta, softplus_threshold)
+        inputs = replace(inputs, a=-rates.float().exp() * rise, b=inputs.b.float().sigmoid())
+    o = _advance_pool(inputs, initial_state_source, rows, "initial_state_indices", initial_state_indices)
     return o.view(v.shape)
 
 
-def _lay_out(operands: Operands, cu_seqlens: Tensor | None) -> EngineRows:
+def _lay_out(v: Tensor, cu_seqlens: Tensor | None) -> EngineRows:
     """Return the rows of the tokens; they have no lines yet."""
-    batch, length = operands.shape[:2]
+    batch, length = v.shape[:2]
     if cu_seqlens is None:
         return EngineRows(batch, length, length, None, None, None, -1, True, None)
-    check_counts("cu_seqlens", cu_seqlens, 1, operands.device)
+    check_counts("cu_seqlens", cu_seqlens, 1, v.device)
     if batch != 1:
         raise ValueError(f"q: expected a batch of 1, as cu_seqlens is given, got {batch}")
     return EngineRows(cu_seqlens.shape[0] - 1, length, 0, cu_seqlens.contiguous(), None, None, -1, True, None)
 
 
-def _zero_states(num_lines: int, operands: Operands) -> Tensor:
+def _state_sizes(inputs: DeltaInputs) -> dict[str, int]:
+    """Return the dimensions of one state."""
+    return {"HV": inputs.heads.num_value_heads, "V": inputs.heads.value_dim, "K": inputs.heads.key_dim}
+
+
+def _zero_states(num_lines: int, inputs: DeltaInputs) -> Tensor:
     """Return zeros `[lines, HV, V, K]` fp32."""
-    shape = (num_lines, *operands.state_shape().values())
-    return torch.zeros(shape, dtype=torch.float32, device=operands.device)
+    shape = (num_lines, *_state_sizes(inputs).values())
+    return torch.zeros(shape, dtype=torch.float32, device=inputs.device)
 
 
-def _check_pool(name: str, pool: Tensor | None, operands: Operands, num_lines: int | None = None) -> Tensor:
+def _check_pool(name: str, pool: Tensor | None, inputs: DeltaInputs, num_lines: int | None = None) -> Tensor:
     """Check states that are changed in place, and return them."""
     if pool is None:
         raise TypeError(f"{name}: expected a tensor, got None")
-    check_beside(name, pool, {"lines": num_lines, **operands.state_shape()}, STATES, operands.device)
+    check_beside(name, pool, {"lines": num_lines, **_state_sizes(inputs)}, STATES, inputs.device)
     if not pool.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {pool.stride()}")
     return pool
 
 
 def _advance_pool(
-    operands: Operands,
+    inputs: DeltaInputs,
     pool: Tensor,
     rows: EngineRows,
     name: str,
@@ -238,17 +238,17 @@ def _advance_pool(
     """Check `slots`, of that `name`, and run the rows through them; return o `[T, HV, V]`. Mutates `pool`."""
     n = rows.num_rows
     is_table = may_be_table and isinstance(slots, Tensor) and slots.ndim == 2
-    check_counts(name, slots, n, operands.device, "columns" if is_table else None)
+    check_counts(name, slots, n, inputs.device, "columns" if is_table else None)
     slots = slots[:n]
     if accepted is not None:
         if not is_table:
             raise ValueError(f"num_accepted_tokens: expected None, as {name} is no table, got a tensor")
-        check_counts("num_accepted_tokens", accepted, n, operands.device)
+        check_counts("num_accepted_tokens", accepted, n, inputs.device)
         accepted = accepted[:n]
     if is_table and slots.shape[1] < max(rows.length, 1):
         raise ValueError(f"{name}: expected at least {max(rows.length, 1)} columns, got {slots.shape[1]}")
-    if operands.device.type == "cpu":
-        check_contents(rows, operands.num_tokens, name, slots, pool.shape[0], accepted)
+    if inputs.device.type == "cpu":
+        check_contents(rows, inputs.num_tokens, name, slots, pool.shape[0], accepted)
     if is_table:
-        return advance_table(operands, pool, rows, slots, accepted)
-    return advance(operands, pool, replace(rows, read_line=slots, write_line=slots), keep=True, chunked=False)
+        return advance_table(run_gated_delta, inputs, pool, rows, slots, accepted)
+    return advance(run_gated_delta, inputs, pool, replace(rows, read_line=slots, write_line=slots))

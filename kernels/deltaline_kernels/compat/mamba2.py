@@ -15,10 +15,12 @@ from torch import Tensor
 
 from deltaline_kernels.checks import STATES
 from deltaline_kernels.compat.arguments import INTEGERS, check_indices, check_integer, check_operand
-from deltaline_kernels.compat.mamba2_operands import MambaOperands, pack_head_values, pack_mamba
+from deltaline_kernels.compat.mamba2_inputs import pack_head_values, pack_mamba
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.rows import EngineRows
 from deltaline_kernels.compat.slots import advance_table, check_contents
+from deltaline_kernels.mamba2 import run_mamba2
+from deltaline_kernels.mamba2.inputs import MambaInputs
 
 
 @torch.no_grad()
@@ -70,8 +72,8 @@ def selective_state_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    operands = pack_mamba(x, dt, A, B, C, dt_bias, softplus=dt_softplus)
-    heads, device = operands.heads, x.device
+    inputs = pack_mamba(x, dt, A, B, C, dt_bias, softplus=dt_softplus)
+    heads, device = inputs.heads, x.device
     sizes = {"nheads": heads.num_heads, "dim": heads.head_dim, "dstate": heads.state_dim}
     check_operand("state", state, {"slots": None, **sizes}, STATES, device)
     if not state.is_contiguous():
@@ -85,27 +87,28 @@ def selective_state_update(
         if not out.is_contiguous():
             raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
     if D is not None:
-        operands = replace(operands, D=pack_head_values("D", D, x))
+        inputs = replace(inputs, D=pack_head_values("D", D, x))
     rows = _lay_out(x.shape[0], cu_seqlens, device)
     if z is None:
-        return _run(replace(operands, y=out), state, rows, state_batch_indices, num_accepted_tokens, pad_slot_id)
+        return _run(inputs, state, rows, state_batch_indices, num_accepted_tokens, pad_slot_id, out)
     check_operand("z", z, per_token, device=device)
     wide = torch.empty(x.shape, dtype=torch.float32, device=device)
-    y = _run(replace(operands, y=wide), state, rows, state_batch_indices, num_accepted_tokens, pad_slot_id)
+    y = _run(inputs, state, rows, state_batch_indices, num_accepted_tokens, pad_slot_id, wide)
     # Of a skipped row z may be anything, too.
     return out.copy_(torch.where(y == 0, y, y * F.silu(z.float())))
 
 
 def _run(
-    operands: MambaOperands,
+    inputs: MambaInputs,
     state: Tensor,
     rows: EngineRows,
     slots: Tensor | None,
     accepted: Tensor | None,
     pad: int,
+    y: Tensor,
 ) -> Tensor:
-    """Check the rest of the arguments and run the rows; return y `[T, H, P]`, the operands' own. Mutates `state`."""
-    n, device, num_tokens = rows.num_rows, operands.device, operands.num_tokens
+    """Check the rest of the arguments and run the rows; write to y `[T, H, P]` and return it. Mutates `state`."""
+    n, device, num_tokens = rows.num_rows, inputs.device, inputs.num_tokens
     is_table = isinstance(slots, Tensor) and slots.ndim == 2
     if accepted is not None:
         if not is_table:
@@ -117,7 +120,7 @@ def _run(
             raise ValueError(f"state: expected at least {n} slots, one for each row, got {state.shape[0]}")
         if device.type == "cpu":
             check_contents(rows, num_tokens)
-        return advance(operands, state, rows, keep=True, chunked=False)
+        return advance(run_mamba2, inputs, state, rows, o=y)
     name = "state_batch_indices"
     if is_table:
         check_operand(name, slots, {"rows": None, "columns": None}, INTEGERS, device)
@@ -131,9 +134,8 @@ def _run(
     if device.type == "cpu":
         check_contents(rows, num_tokens, name, slots, state.shape[0], accepted)
     if accepted is None:
-        return advance(operands, state, replace(rows, read_line=slots, write_line=slots), keep=True, chunked=False)
-    y = advance_table(operands, state, rows, slots, accepted)
-    return operands.empty_output().copy_(y)
+        return advance(run_mamba2, inputs, state, replace(rows, read_line=slots, write_line=slots), o=y)
+    return y.copy_(advance_table(run_mamba2, inputs, state, rows, slots, accepted, dtype=y.dtype))
 
 
 def _lay_out(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> EngineRows:

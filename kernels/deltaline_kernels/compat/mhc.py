@@ -1,7 +1,7 @@
 """Hyper-connections as FlagGems calls them: `mhc_pre` and `mhc_post`, with leading dimensions of tokens, one or two.
 
 Tensors of any strides; what is not contiguous is copied. Results are contiguous and have the residual's dtype, gates
-fp32. Validates; what is computed is that of this package.
+fp32.
 """
 
 from collections.abc import Sequence

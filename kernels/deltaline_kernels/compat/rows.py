@@ -1,11 +1,16 @@
-"""What engines say of the rows of a batch, and its contents read back to the host.
+"""What engines say of the rows of a batch, its contents read back to the host, and `Rows` made of it.
 
-Knows offsets, lines and counts as integers. Does not know what a line stores, nor what is computed.
+Line j of an engine is line j + 1 of `Rows`, whose line 0 is the zero state.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from deltaline_kernels.rows import NUM_FIELDS, Rows
+
+LINE_SHIFT = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +87,38 @@ def read_back(rows: EngineRows, columns: int, width: int) -> list[HostRow]:
         for i in range(n)
         if starts[i] != starts[i + 1]
     ]
+
+
+def place_rows(
+    rows: EngineRows, num_tokens: int, device: torch.device, columns: int = 0, width: int = 1, *, keep: bool
+) -> Rows:
+    """Return the rows over lines of `columns` columns, which they write if `keep`; does not wait for a GPU.
+
+    Where nothing is speculative, the columns of a line and the width of a filter do not count.
+    """
+    if device.type == "cpu":
+        return place_on_host(rows, num_tokens, device, columns, width, keep=keep)
+    # Imported here: only this path needs triton, which is installed on Linux alone.
+    from deltaline_kernels.compat.build_rows import build_rows
+
+    return build_rows(rows, num_tokens, device, columns, width, keep=keep)
+
+
+def place_on_host(
+    rows: EngineRows, num_tokens: int, device: torch.device, columns: int, width: int, *, keep: bool
+) -> Rows:
+    """Do what `place_rows` does, on the host, for the rows that are not empty."""
+    found = read_back(rows, columns, width)
+    fields: list[list[int]] = [[found[0].begin if found else 0], *([] for _ in range(NUM_FIELDS - 1))]
+    for row in found:
+        read = -1 if row.skipped else 0 if row.first_column is None else row.read + LINE_SHIFT
+        write = row.write + LINE_SHIFT if keep and not row.skipped else -1
+        # Of a speculative row only the first token is certain to be accepted.
+        committed = row.length if rows.num_accepted is None else 1
+        for values, value in zip(fields, (row.end, read, write, committed, row.first_column or 0, 0, 0), strict=True):
+            values.append(value)
+    control = torch.tensor([fields[0], *([*values, 0] for values in fields[1:])], dtype=torch.int32, device=device)
+    return Rows(control, 0, 1, num_tokens)
 
 
 def check_contents(

@@ -1,16 +1,24 @@
-"""States in the slots of a pool: which one a row begins with, and where the state after each of its tokens goes.
+"""States in the slots of a pool: which one a row begins with, and where the state after each of its tokens goes."""
 
-Knows slots, offsets and accepted counts as integers. Does not know what is computed from a state.
-"""
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.recurrence import Operands, advance
+from deltaline_kernels.compat.recurrence import AnyInputs, Run, advance
 from deltaline_kernels.compat.rows import EngineRows
 
 
-def advance_table(operands: Operands, pool: Tensor, rows: EngineRows, table: Tensor, accepted: Tensor | None) -> Tensor:
+def advance_table(
+    run: Run[AnyInputs],
+    inputs: AnyInputs,
+    pool: Tensor,
+    rows: EngineRows,
+    table: Tensor,
+    accepted: Tensor | None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Run rows whose state after token t goes to slot `table[i, t]`; return o `[T, HV, V]`, zero for skipped rows.
 
     A launch per token, each of which reads and writes a state of every row. Does not wait for the device.
@@ -21,12 +29,13 @@ def advance_table(operands: Operands, pool: Tensor, rows: EngineRows, table: Ten
         table: `[N, columns]`. A row of more than `columns` tokens is skipped, and so is one that begins with a negative
             slot or has one for a token.
         accepted: `[N]` or None: row i begins with slot `table[i, accepted[i] - 1]`, bounded to the table, or the first.
+        dtype: of o; None: that of the tokens.
     """
     num_rows, columns = table.shape
-    num_tokens, device = operands.num_tokens, operands.device
+    num_tokens, device = inputs.num_tokens, inputs.device
     most = rows.length if rows.starts is None else min(columns, num_tokens)
     if num_rows == 0 or most == 0:
-        return operands.empty_output()
+        return inputs.empty_output(dtype)
     t = torch.arange(most, device=device)
     first, targets = table[:, :1], table[:, :most]
     if accepted is not None:
@@ -38,18 +47,26 @@ def advance_table(operands: Operands, pool: Tensor, rows: EngineRows, table: Ten
         lengths = starts.diff()[:, None]
         missing = ((targets < 0) & (t < lengths)).any(1, keepdim=True)
         idle = (first < 0) | (lengths > columns) | missing | (t >= lengths)
-        operands = operands.gather((starts[:-1, None] + t).clamp(0, num_tokens - 1).flatten())
+        index = (starts[:-1, None] + t).clamp(0, num_tokens - 1).flatten()
+        inputs = inputs.with_tokens(lambda x: x.index_select(0, index))
     reads = torch.cat((first, targets[:, :-1]), dim=1).masked_fill(idle, -1)
     outputs = []
     for i in range(most):
         one = EngineRows(num_rows, 1, 1, None, reads[:, i], targets[:, i], -1, True, None)
-        outputs.append(advance(operands.column(i, most), pool, one, keep=True, chunked=False))
+        column = inputs.with_tokens(partial(_column, i, most))
+        outputs.append(advance(run, column, pool, one, o=column.empty_output(dtype)))
     o = torch.stack(outputs, dim=1)
     if rows.starts is None:
         return o.flatten(0, 1)
     token = torch.arange(num_tokens, device=device)
     row = torch.searchsorted(starts[1:], token, right=True).clamp(max=num_rows - 1)
     return o[row, (token - starts[row]).clamp(0, most - 1)]
+
+
+def _column(t: int, length: int, x: Tensor) -> Tensor:
+    """Return token t of each of the rows of `length` tokens."""
+    token: Tensor = x.unflatten(0, (-1, length))[:, t]
+    return token
 
 
 def check_contents(

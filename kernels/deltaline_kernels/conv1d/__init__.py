@@ -1,7 +1,4 @@
-"""Causal depthwise convolution over packed rows, with the history of each row kept in a line.
-
-Validates and picks the path by device. Does not know what the channels mean.
-"""
+"""Causal depthwise convolution over packed rows, with the history of each row kept in a line."""
 
 from collections.abc import Sequence
 from typing import overload
@@ -11,6 +8,7 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_CONV_WIDTH, MIN_CONV_WIDTH, check_tensor
 from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
+from deltaline_kernels.conv1d.inputs import ConvInputs
 from deltaline_kernels.conv1d.reference import causal_conv1d_reference
 from deltaline_kernels.rows import Rows
 
@@ -84,18 +82,18 @@ def causal_conv1d(
     """
     _check(x, weight, bias, lines, rows, activation)
     sizes = (x.shape[1],) if split is None else _parse_split(split, x.shape[1])
-    silu = activation == "silu"
+    inputs = ConvInputs(x, weight, bias, lines, activation == "silu")
     outputs: tuple[Tensor, ...]
     if x.device.type == "cpu":
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        causal_conv1d_cpu(x, weight, bias, lines, rows, y, silu=silu)
+        causal_conv1d_cpu(inputs, rows, y)
         outputs = (y,) if split is None else tuple(part.contiguous() for part in y.split(sizes, dim=1))
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.conv1d.launch import causal_conv1d_triton
 
         outputs = tuple(torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device) for size in sizes)
-        causal_conv1d_triton(x, weight, bias, lines, rows, outputs, silu=silu)
+        causal_conv1d_triton(inputs, rows, outputs)
     return outputs[0] if split is None else outputs
 
 

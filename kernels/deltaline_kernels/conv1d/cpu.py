@@ -1,12 +1,11 @@
 """Causal convolution over packed rows on the CPU: vectorised PyTorch, tap by tap over blocks that fit in cache."""
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.cpu.row_groups import Cohort, group_rows, put, take
+from deltaline_kernels.conv1d.inputs import ConvInputs
+from deltaline_kernels.cpu.row_groups import RowGroup, group_rows, put, take
 from deltaline_kernels.rows import Rows
 
 # Values per block: 256 tokens x 3072 channels was the fastest of 32..2048 tokens (2 cores, 1 MiB of L2 each).
@@ -15,34 +14,30 @@ BLOCK_VALUES = 256 * 3072
 GRAIN, VECTORS = 32768, 32
 
 
-def causal_conv1d_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, y: Tensor, *, silu: bool
-) -> None:
-    """Write the rows' outputs to y `[T, D]`; mutates `lines`."""
+def causal_conv1d_cpu(inputs: ConvInputs, rows: Rows, y: Tensor) -> None:
+    """Write the rows' outputs to y `[T, D]`; mutates the lines."""
     # Weights may be parameters: nothing is recorded for autograd.
     with torch.no_grad():
-        w = weight.float()
+        w, bias = inputs.weight.float(), inputs.bias
         b = None if bias is None else bias.float()
-        cohorts, skipped = group_rows(rows)
+        groups, skipped = group_rows(rows, inputs.line_shift)
         for begin, end in skipped:
             y[begin:end] = 0
-        for cohort in cohorts:
-            _convolve_cohort(x, w, b, lines, cohort, y, silu)
+        for group in groups:
+            _convolve_group(inputs, w, b, group, y)
 
 
-def _convolve_cohort(
-    x: Tensor, w: Tensor, b: Tensor | None, lines: Tensor, cohort: Cohort, y: Tensor, silu: bool
-) -> None:
-    history, c = w.shape[0] - 1, cohort.committed
-    tokens = cohort.tokens(x)  # (B, n, D)
-    if cohort.reads:
-        before = take(lines, cohort.read_lines)[:, cohort.replayed : cohort.replayed + history].to(x.dtype)
+def _convolve_group(inputs: ConvInputs, w: Tensor, b: Tensor | None, group: RowGroup, y: Tensor) -> None:
+    x, lines = inputs.x, inputs.lines
+    history, c = w.shape[0] - 1, group.committed
+    tokens = group.tokens(x)  # (B, n, D)
+    if group.reads:
+        before = take(lines, group.read_index)[:, group.replayed : group.replayed + history].to(x.dtype)
     else:
-        before = torch.zeros((), dtype=x.dtype).expand(cohort.num_rows, history, x.shape[1])
-    in_place = cohort.packed and y.dtype == torch.float32
-    out = cohort.tokens(y) if in_place else torch.empty(tokens.shape, dtype=torch.float32)
+        before = torch.zeros((), dtype=x.dtype).expand(group.num_rows, history, x.shape[1])
+    out, in_place = group.empty_output(y)
     # Only the first tokens see the line; those behind them need no copy.
-    seen = history if c > history else cohort.length
+    seen = history if c > history else group.length
     head = torch.cat((before, tokens[:, :seen]), dim=1)
     kept = tokens[:, c - history :] if c > history else head[:, c:]
     for part, block in _blocks(*tokens.shape):
@@ -55,23 +50,25 @@ def _convolve_cohort(
             _convolve(tokens[part, first - history : end], w, b, total[:, first - begin :])
             if begin < seen:
                 _convolve(head[part, begin:], w, b, total[:, : seen - begin])
-        if silu:
+        if inputs.silu:
             _silu(total)
     if not in_place:
-        cohort.put_tokens(y, out)
-    if cohort.writes:
-        put(lines[:, : kept.shape[1]], cohort.write_lines, kept)
+        put(y, group.token_index, out.flatten(0, 1))
+    if group.writes:
+        put(lines[:, : kept.shape[1]], group.write_index, kept)
 
 
-def _blocks(num_rows: int, length: int, channels: int) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of rows and tokens that are contiguous in `[B, n, D]`: whole rows, or a piece of one row."""
+def _blocks(num_rows: int, length: int, channels: int) -> list[tuple[slice, slice]]:
+    """Return blocks of rows and tokens that are contiguous in `[B, n, D]`: whole rows, or a piece of one row."""
     if length == 0:
-        return
+        return []
     per_block = max(1, BLOCK_VALUES // max(1, length * channels))
     step = length if per_block > 1 else max(1, BLOCK_VALUES // max(1, channels))
+    blocks = []
     for row in range(0, num_rows, per_block):
         for token in range(0, length, step):
-            yield slice(row, row + per_block), slice(token, token + step)
+            blocks.append((slice(row, row + per_block), slice(token, token + step)))
+    return blocks
 
 
 def _convolve(full: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:

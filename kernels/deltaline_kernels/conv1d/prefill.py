@@ -8,7 +8,7 @@ with the taps in registers, so that each value is loaded once, and loads the nex
 programs is needed: each finds its first row in query_start_loc.
 
 A row's first S tokens belong to the piece in which its first token lies, and so do its lines: no other program touches
-them, and a row may read and write the same line. Does not know which rows decode, verify or prefill.
+them, and a row may read and write the same line.
 """
 
 from itertools import accumulate
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.conv1d.inputs import ConvInputs
 from deltaline_kernels.device.activation import silu
 from deltaline_kernels.rows import Rows
 
@@ -168,23 +169,12 @@ def _prefill(
         i_row += 1
 
 
-def launch_prefill(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lines: Tensor,
-    rows: Rows,
-    outputs: tuple[Tensor, ...],
-    *,
-    silu: bool,
-    line_shift: int = 0,
-) -> None:
-    """Write the rows' outputs to `outputs`, one to three contiguous tensors that share the channels; mutates `lines`.
+def launch_prefill(inputs: ConvInputs, rows: Rows, outputs: tuple[Tensor, ...]) -> None:
+    """Write the rows' outputs to `outputs`, one to three contiguous tensors that share the channels; mutates the lines.
 
-    Arguments are validated by the caller. weight `[W, D]` may have any strides and lines `[L, columns, D]` any stride
-    of its first dimension; both strides and sizes of x and weight are constants of the compiled kernel. x is rounded to
-    the dtype of `lines`. Line i of `rows` is `lines[i - line_shift]`.
+    Strides and sizes of x and weight are constants of the compiled kernel.
     """
+    x, weight, bias, lines = inputs.x, inputs.weight, inputs.bias, inputs.lines
     width, channels = weight.shape
     if rows.num_rows == 0 or channels == 0:
         return
@@ -206,7 +196,7 @@ def launch_prefill(
         rows.control.stride(0),
         lines.stride(0),
         rows.num_rows,
-        line_shift,
+        inputs.line_shift,
         x.stride(0),
         channels,
         *weight.stride(),
@@ -214,7 +204,7 @@ def launch_prefill(
         ends[1],
         W=width,
         HAS_BIAS=bias is not None,
-        SILU=silu,
+        SILU=inputs.silu,
         BLOCK_T=BLOCK_TOKENS,
         BLOCK_D=BLOCK_CHANNELS,
         AHEAD=AHEAD,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.conv1d.inputs import ConvInputs
 from deltaline_kernels.conv1d.prefill import convolve_token
 from deltaline_kernels.rows import Rows
 
@@ -160,14 +161,9 @@ class Indices:
     pad: int
 
 
-def launch_update(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows | Indices, y: Tensor, *, silu: bool
-) -> None:
-    """Write the rows' outputs to y `[T, D]`, contiguous; mutates `lines`.
-
-    Arguments are validated by the caller. weight `[W, D]` may have any strides and lines `[L, columns, D]` any stride
-    of its first dimension; x is rounded to the dtype of `lines`. Rows have at most MAX_TOKENS tokens.
-    """
+def launch_update(inputs: ConvInputs, rows: Rows | Indices, y: Tensor) -> None:
+    """Write the rows' outputs to y `[T, D]`, contiguous; mutates the lines. Rows have at most MAX_TOKENS tokens."""
+    x, weight, bias, lines = inputs.x, inputs.weight, inputs.bias, inputs.lines
     width, channels = weight.shape
     if isinstance(rows, Rows):
         control = rows.control
@@ -212,7 +208,7 @@ def launch_update(
         FIELD=isinstance(rows, Indices),
         SPECULATIVE=speculative,
         HAS_BIAS=bias is not None,
-        SILU=silu,
+        SILU=inputs.silu,
         ROWS=group,
         TOKENS=tokens,
         BLOCK_D=block,

@@ -1,7 +1,4 @@
-"""Decays of recurrent states on the CPU: what is left of a state, and of what tokens added to it, after other tokens.
-
-Vectorised PyTorch, shared by the recurrences. Does not know what is added.
-"""
+"""Decays of recurrent states on the CPU: what is left of a state, and of tokens added to it, after other tokens."""
 
 import torch.nn.functional as F
 from torch import Tensor

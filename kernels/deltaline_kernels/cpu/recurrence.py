@@ -1,7 +1,6 @@
-"""The states of a cohort of rows on the CPU: read from their lines, replayed, advanced by the rows' tokens and written.
+"""The states of a group of rows on the CPU: read from their lines, replayed, advanced by the rows' tokens and written.
 
-Shared by the recurrences h = exp(g) h + u k^T, which differ in what k, u and g are and in what they read from h. Knows
-lines and records; does not know tokens.
+Shared by the recurrences h = exp(g) h + u k^T, which differ in what k, u and g are and in what they read from h.
 """
 
 from collections.abc import Callable
@@ -11,62 +10,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.cpu.decay import exp_
-from deltaline_kernels.cpu.row_groups import Cohort, is_run, put, take
+from deltaline_kernels.cpu.row_groups import RowGroup, group_rows, put, take
+from deltaline_kernels.rows import Rows, StateLines
+
+# Given a group of rows, their states h `[B, HV, V, K]` fp32 and out `[B, n, HV, V]` fp32, n at least 1: writes the
+# outputs to out, advances h in place if the rows commit, and returns the records `[B, n, record]` of rows that don't
+# and write, else None.
+RunTokens = Callable[[RowGroup, Tensor, Tensor], Tensor | None]
 
 
-def advance_cohort(
-    cohort: Cohort,
-    state: Tensor,
-    drafts: Tensor,
-    o: Tensor,
-    num_key_heads: int,
-    compute: Callable[[Tensor, Tensor], Tensor | None],
-) -> None:
-    """Run a cohort; mutates `state` `[L, HV, V, K]`, `drafts` `[L, 2, M, record]` and o `[T, HV, V]`.
-
-    Args:
-        compute: given the states h `[B, HV, V, K]` fp32 and out `[B, n, HV, V]` fp32, n at least 1: writes the outputs
-            to out, advances h in place if the rows commit, and returns the records `[B, n, record]` of rows that don't
-            and write, else None.
-    """
-    n, c, r = cohort.length, cohort.committed, cohort.replayed
-    mutates = r > 0 or c > 0
-    shared = state.dtype == torch.float32 and (cohort.in_place or not mutates)
-    h = _load_state(state, cohort, shared)  # (B, HV, V, K) fp32
-    if r > 0:
-        index = _half_index(cohort.read_lines, cohort.halves)
-        _fold_records(h, drafts.flatten(0, 1)[index, :r], num_key_heads)
-        moved = not shared
-    else:
-        moved = cohort.read_lines != cohort.write_lines
-    if c == 0 and cohort.writes and moved:
-        put(state, cohort.write_lines, h)
-    if n > 0:
-        in_place = cohort.packed and o.dtype == torch.float32
-        out = cohort.tokens(o) if in_place else torch.empty((cohort.num_rows, n, *o.shape[1:]), dtype=torch.float32)
-        records = compute(h, out)
-        if records is not None:
-            index = _half_index(cohort.write_lines, [1 - half for half in cohort.halves])
-            drafts.flatten(0, 1)[index, :n] = records
-        if not in_place:
-            cohort.put_tokens(o, out)
-    if c > 0 and cohort.writes and not shared:
-        put(state, cohort.write_lines, h)
+def run_rows(rows: Rows, lines: StateLines, o: Tensor, num_key_heads: int, run_tokens: RunTokens) -> None:
+    """Run all rows; mutates `lines` and o `[T, HV, V]`."""
+    state, drafts = lines.state, lines.drafts
+    groups, skipped = group_rows(rows, lines.shift)
+    for begin, end in skipped:
+        o[begin:end] = 0
+    for group in groups:
+        mutates = group.replayed > 0 or group.committed > 0
+        shared = state.dtype == torch.float32 and (group.in_place or not mutates)
+        h = _load_state(state, group, shared)  # (B, HV, V, K) fp32
+        moved = group.moves
+        if group.replayed > 0:
+            _fold_records(h, drafts.flatten(0, 1)[group.replayed_halves, : group.replayed], num_key_heads)
+            moved = not shared
+        if group.committed == 0 and group.writes and moved:
+            put(state, group.write_index, h)
+        if group.length > 0:
+            out, in_place = group.empty_output(o)
+            records = run_tokens(group, h, out)
+            if records is not None:
+                drafts.flatten(0, 1)[group.written_halves, : group.length] = records
+            if not in_place:
+                put(o, group.token_index, out.flatten(0, 1))
+        if group.committed > 0 and group.writes and not shared:
+            put(state, group.write_index, h)
 
 
-def _half_index(lines: list[int], halves: list[int]) -> Tensor:
-    """Return where in drafts `[2*L, M, record]` those halves of the lines are."""
-    return torch.tensor([2 * line + half for line, half in zip(lines, halves, strict=True)])
-
-
-def _load_state(state: Tensor, cohort: Cohort, shared: bool) -> Tensor:
+def _load_state(state: Tensor, group: RowGroup, shared: bool) -> Tensor:
     """Return the rows' states in fp32; a view of `state` only where that is `shared` and they follow each other."""
-    if not cohort.reads:
-        return torch.zeros((cohort.num_rows, *state.shape[1:]), dtype=torch.float32)
-    taken = take(state, cohort.read_lines)
+    if not group.reads:
+        return torch.zeros((group.num_rows, *state.shape[1:]), dtype=torch.float32)
+    taken = take(state, group.read_index)
     if shared or taken.dtype != torch.float32:
         return taken.float()
-    return taken.clone() if is_run(cohort.read_lines) else taken
+    return taken.clone() if isinstance(group.read_index, slice) else taken
 
 
 def _fold_records(h: Tensor, records: Tensor, num_key_heads: int) -> None:

@@ -1,11 +1,11 @@
 """Rows of a batch that have the same counts, so that a CPU path runs them as one batch without padding.
 
-A row's cohort follows from its own control values, and no value of another row enters its result. Whether that is the
+A row's group follows from its own control values, and no value of another row enters its result. Whether that is the
 same to the last bit in any company is up to the path: PyTorch rounds some functions by where a value stands.
-Knows tokens and lines as integers on the host. Does not know what is computed.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -15,9 +15,12 @@ from deltaline_kernels.rows import Rows
 # Rows longer than this run alone: their work outweighs the cost of a call, and alone they stay in cache.
 MAX_SHARED_LENGTH = 64
 
+# Where entries are: a slice of those that follow each other, else their numbers.
+Index = slice | Tensor
 
-@dataclass(frozen=True)
-class Cohort:
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
     """Rows of equal length, committed and replayed counts; all read a line or none does, all write or none does."""
 
     length: int
@@ -29,46 +32,71 @@ class Cohort:
     read_lines: list[int] = field(default_factory=list)
     write_lines: list[int] = field(default_factory=list)
     halves: list[int] = field(default_factory=list)
+    line_shift: int = 0
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return len(self.starts)
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         """Whether every row reads and writes the same line and these lines follow each other."""
-        return self.writes and self.read_lines == self.write_lines and is_run(self.read_lines)
+        return self.writes and not self.moves and isinstance(self.read_index, slice)
 
-    @property
-    def packed(self) -> bool:
-        """Whether the rows' tokens follow each other, so that `tokens` returns a view."""
-        return self.length == 0 or is_run(self.starts, self.length)
+    @cached_property
+    def moves(self) -> bool:
+        """Whether a row writes another line than it reads."""
+        return self.read_lines != self.write_lines
+
+    @cached_property
+    def read_index(self) -> Index:
+        """Where the lines are that the rows read: line i at i - line_shift."""
+        return _index(self.read_lines, shift=self.line_shift)
+
+    @cached_property
+    def write_index(self) -> Index:
+        return _index(self.write_lines, shift=self.line_shift) if self.moves else self.read_index
+
+    @cached_property
+    def token_index(self) -> Index:
+        return _index(self.starts, self.length)
+
+    @cached_property
+    def replayed_halves(self) -> Tensor:
+        """Where in drafts `[2*L, M, record]` the halves are that the rows replay."""
+        pairs = zip(self.read_lines, self.halves, strict=True)
+        return torch.tensor([2 * (line - self.line_shift) + half for line, half in pairs])
+
+    @cached_property
+    def written_halves(self) -> Tensor:
+        """Where in drafts `[2*L, M, record]` the halves are that the rows write."""
+        pairs = zip(self.write_lines, self.halves, strict=True)
+        return torch.tensor([2 * (line - self.line_shift) + 1 - half for line, half in pairs])
 
     def tokens(self, packed: Tensor) -> Tensor:
         """Return the rows' tokens as `[B, n, ...]`: a view where the rows follow each other, else a copy."""
-        if self.packed:
-            taken = packed[self.starts[0] : self.starts[0] + self.num_rows * self.length]
-        else:
-            taken = packed.index_select(0, self._token_index())
+        index = self.token_index
+        taken = packed[index] if isinstance(index, slice) else packed.index_select(0, index)
         return taken.view(self.num_rows, self.length, *packed.shape[1:])
 
-    def put_tokens(self, packed: Tensor, values: Tensor) -> None:
-        """Write `values` `[B, n, ...]` to the rows' tokens of `packed`."""
-        if self.packed:
-            self.tokens(packed).copy_(values)
-        else:
-            packed[self._token_index()] = values.flatten(0, 1).to(packed.dtype)
-
-    def _token_index(self) -> Tensor:
-        return (torch.tensor(self.starts)[:, None] + torch.arange(self.length)).flatten()
+    def empty_output(self, packed: Tensor) -> tuple[Tensor, bool]:
+        """Return fp32 room `[B, n, ...]` for the rows' outputs, and whether it is that of `packed` itself."""
+        if packed.dtype == torch.float32 and isinstance(self.token_index, slice):
+            return self.tokens(packed), True
+        return torch.empty((self.num_rows, self.length, *packed.shape[1:]), dtype=torch.float32), False
 
 
-def group_rows(rows: Rows) -> tuple[list[Cohort], list[tuple[int, int]]]:
-    """Return the cohorts of `rows` (on the CPU) and the token ranges of the skipped rows."""
-    cohorts: dict[tuple[int, ...], Cohort] = {}
+@lru_cache(maxsize=1)
+def group_rows(rows: Rows, line_shift: int = 0) -> tuple[list[RowGroup], list[tuple[int, int]]]:
+    """Return the groups of `rows` (on the CPU) and the token ranges of the skipped rows.
+
+    Line i of the rows is line i - line_shift of the layers. The groups of the last batch are kept, since every layer
+    asks for them.
+    """
+    groups: dict[tuple[int, ...], RowGroup] = {}
     skipped = []
     starts, reads, writes, committed, replayed, halves, _ = rows.control.tolist()
-    # By line: lines that follow each other then do so in their cohort too, whatever the order of the rows.
+    # By line: lines that follow each other then do so in their group too, whatever the order of the rows.
     for i in sorted(range(rows.num_rows), key=list(zip(reads, writes, strict=True)).__getitem__):
         length, read, write = starts[i + 1] - starts[i], reads[i], writes[i]
         if read == -1 and write == -1:
@@ -77,31 +105,37 @@ def group_rows(rows: Rows) -> tuple[list[Cohort], list[tuple[int, int]]]:
         r = replayed[i] if read > 0 else 0
         alone = i + 1 if length > MAX_SHARED_LENGTH else 0
         key = (length, committed[i], r, read > 0, write > 0, alone)
-        cohort = cohorts.get(key)
-        if cohort is None:
-            cohort = cohorts[key] = Cohort(length, committed[i], r, read > 0, write > 0)
-        cohort.starts.append(starts[i])
-        cohort.read_lines.append(read)
-        cohort.write_lines.append(write)
-        cohort.halves.append(halves[i])
-    return list(cohorts.values()), skipped
+        group = groups.get(key)
+        if group is None:
+            counts = (length, committed[i], r)
+            group = groups[key] = RowGroup(*counts, read > 0, write > 0, line_shift=line_shift)
+        group.starts.append(starts[i])
+        group.read_lines.append(read)
+        group.write_lines.append(write)
+        group.halves.append(halves[i])
+    return list(groups.values()), skipped
 
 
-def is_run(numbers: list[int], step: int = 1) -> bool:
-    """Whether each number follows the one before it by `step`, which is not 0."""
-    return numbers == list(range(numbers[0], numbers[0] + step * len(numbers), step))
+def take(pool: Tensor, index: Index) -> Tensor:
+    """Return `pool[index]`: a view for a slice, else a copy."""
+    return pool[index] if isinstance(index, slice) else pool.index_select(0, index)
 
 
-def take(pool: Tensor, lines: list[int]) -> Tensor:
-    """Return `pool[lines]`: a view where the lines follow each other, else a copy."""
-    if is_run(lines):
-        return pool[lines[0] : lines[0] + len(lines)]
-    return pool.index_select(0, torch.tensor(lines))
-
-
-def put(pool: Tensor, lines: list[int], values: Tensor) -> None:
-    """Write `values` to `pool[lines]`, rounded to the pool's dtype."""
-    if is_run(lines):
-        pool[lines[0] : lines[0] + len(lines)].copy_(values)
+def put(pool: Tensor, index: Index, values: Tensor) -> None:
+    """Write `values` to `pool[index]`, rounded to the pool's dtype."""
+    if isinstance(index, slice):
+        pool[index].copy_(values)
     else:
-        pool.index_copy_(0, torch.tensor(lines), values.to(pool.dtype))
+        pool.index_copy_(0, index, values.to(pool.dtype))
+
+
+def _index(starts: list[int], length: int = 1, shift: int = 0) -> Index:
+    """Return the index of stretches of `length` entries each, `shift` entries before `starts`."""
+    first = starts[0] - shift
+    if length == 0:
+        return slice(first, first)
+    end = first + length * len(starts)
+    if starts == list(range(first + shift, end + shift, length)):
+        return slice(first, end)
+    index = torch.tensor(starts) - shift
+    return index if length == 1 else (index[:, None] + torch.arange(length)).flatten()

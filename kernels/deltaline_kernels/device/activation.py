@@ -1,4 +1,4 @@
-"""Activations inside Triton kernels. Does not know what is activated."""
+"""Activations inside Triton kernels."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper share, in Gluon. Knows tiles in shared memory, not what they hold."""
+"""What the kernels for Hopper share, in Gluon."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""How long rows are cut into parts that run at once. Knows numbers of tokens and programs, no tensors."""
+"""How long rows are cut into parts that run at once."""
 
 from dataclasses import dataclass
 

@@ -1,20 +1,15 @@
-"""The gated delta rule over packed rows: prefill, decode, verify and the replay of accepted drafts.
-
-Validates and picks the path by device. Does not know about projections, convolution or norms.
-"""
-
-import math
+"""The gated delta rule over packed rows: prefill, decode, verify and the replay of accepted drafts."""
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, STATES, check_positive, check_tensor
+from deltaline_kernels.checks import ACTIVATIONS, STATES, check_tensor
 from deltaline_kernels.gated_delta.cpu import gated_delta_cpu
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs, find_heads
 from deltaline_kernels.gated_delta.reference import gated_delta_reference
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, StateLines
 
-__all__ = ["gated_delta", "gated_delta_reference"]
+__all__ = ["gated_delta", "gated_delta_reference", "run_gated_delta"]
 
 
 @torch.no_grad()
@@ -54,62 +49,54 @@ def gated_delta(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    heads = _check(qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads, scale, eps)
-    o = torch.empty(qkv.shape[0], heads.num_value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
-    if qkv.device.type == "cpu":
-        gated_delta_cpu(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads, normalize=normalize)
+    heads = _check_state(qkv, state, rows, num_key_heads, scale, eps)
+    inputs = DeltaInputs(qkv, a, b, A_log, dt_bias, heads, normalize)
+    _check_inputs(inputs, state, drafts)
+    o = inputs.empty_output()
+    run_gated_delta(inputs, StateLines(state, drafts), rows, o)
+    return o
+
+
+def run_gated_delta(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
+    """Do what `gated_delta` does with checked arguments; writes to o `[T, HV, V]`, mutates `lines`."""
+    if inputs.qkv.device.type == "cpu":
+        gated_delta_cpu(inputs, lines, rows, o)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.gated_delta.launch import gated_delta_triton
 
-        gated_delta_triton(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads, normalize=normalize)
-    return o
+        gated_delta_triton(inputs, lines, rows, o)
 
 
-def _check(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    num_key_heads: int,
-    scale: float | None,
-    eps: float,
-) -> Heads:
-    for name, value, kind in (("qkv", qkv, Tensor), ("rows", rows, Rows)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
-    device = qkv.device
-    check_positive("num_key_heads", num_key_heads)
-    check_tensor("state", state, (None, None, None, None), STATES, device)
-    num_lines, num_value_heads, value_dim, key_dim = state.shape
-    if num_value_heads < 1 or num_value_heads % num_key_heads:
-        raise ValueError(f"state: expected a multiple of {num_key_heads} value heads, got {num_value_heads}")
-    for name, size in (("K", key_dim), ("V", value_dim)):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"state: expected {name} of 1..{MAX_HEAD_DIM}, got {size}")
-    if scale is not None and not 0.0 < scale < math.inf:
-        raise ValueError(f"scale: expected a positive number, got {scale}")
-    if not 0.0 < eps < math.inf:
-        raise ValueError(f"eps: expected a positive number, got {eps}")
-    heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5 if scale is None else scale, eps)
-    num_tokens = qkv.shape[0]
-    check_tensor("qkv", qkv, (None, 2 * heads.keys + heads.values), ACTIVATIONS, device, row_stride=True)
-    gates = (qkv.dtype, torch.float32)
-    check_tensor("a", a, (num_tokens, num_value_heads), gates, device, row_stride=True)
-    check_tensor("b", b, (num_tokens, num_value_heads), gates, device, row_stride=True)
+def _check_state(
+    qkv: Tensor, state: Tensor, rows: Rows, num_key_heads: int, scale: float | None, eps: float
+) -> DeltaHeads:
+    """Check what tells the sizes, and return them."""
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv: expected Tensor, got {type(qkv).__name__}")
+    if not isinstance(rows, Rows):
+        raise TypeError(f"rows: expected Rows, got {type(rows).__name__}")
+    check_tensor("state", state, (None, None, None, None), STATES, qkv.device)
+    if rows.control.device != qkv.device:
+        raise ValueError(f"rows: expected device {qkv.device}, got {rows.control.device}")
+    _, num_value_heads, value_dim, key_dim = state.shape
+    return find_heads(num_key_heads, num_value_heads, key_dim, value_dim, scale, eps)
+
+
+def _check_inputs(inputs: DeltaInputs, state: Tensor, drafts: Tensor) -> None:
+    """Check the tensors whose sizes follow from those of the heads."""
+    qkv, A_log, dt_bias, heads = inputs.qkv, inputs.A_log, inputs.dt_bias, inputs.heads
+    device, num_heads = qkv.device, heads.num_value_heads
+    check_tensor("qkv", qkv, (None, heads.channels), ACTIVATIONS, device, row_stride=True)
+    gates, size = (qkv.dtype, torch.float32), (qkv.shape[0], num_heads)
+    check_tensor("a", inputs.a, size, gates, device, row_stride=True)
+    check_tensor("b", inputs.b, size, gates, device, row_stride=True)
     if (A_log is None) != (dt_bias is None):
         missing = "A_log" if A_log is None else "dt_bias"
         raise ValueError(
             f"{missing}: expected a tensor, or None for both A_log and dt_bias, got None for {missing} alone"
         )
     if A_log is not None and dt_bias is not None:
-        check_tensor("A_log", A_log, (num_value_heads,), gates, device)
-        check_tensor("dt_bias", dt_bias, (num_value_heads,), gates, device)
-    check_tensor("drafts", drafts, (num_lines, 2, None, heads.record), (torch.float32,), device)
-    if rows.control.device != device:
-        raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
-    return heads
+        check_tensor("A_log", A_log, (num_heads,), gates, device)
+        check_tensor("dt_bias", dt_bias, (num_heads,), gates, device)
+    check_tensor("drafts", drafts, (state.shape[0], 2, None, heads.record), (torch.float32,), device)

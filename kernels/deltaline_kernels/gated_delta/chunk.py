@@ -24,11 +24,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltaline_kernels.device.replay import fold_drafts
-from deltaline_kernels.gated_delta.heads import Heads
 from deltaline_kernels.gated_delta.hopper_chunk import can_walk, launch_walk
+from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK, choose_plan
 from deltaline_kernels.gated_delta.transform import FACTORS, SMALLEST_KEY, launch_transform
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, StateLines
 
 # Of a walk. With keys of 128 more stages leave no room for a second program on a multiprocessor.
 WARPS, STAGES = 4, 2
@@ -249,43 +249,29 @@ def _is_aligned(qkv: Tensor) -> bool:
     return qkv.shape[0] > 0 and qkv.data_ptr() % 16 == 0 and qkv.stride(0) * qkv.element_size() % 16 == 0
 
 
-def launch_chunk(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    o: Tensor,
-    heads: Heads,
-    *,
-    normalize: bool = True,
-    line_shift: int = 0,
-) -> None:
-    """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `state` and `o`."""
+def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
+    """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `lines` and `o`."""
     if rows.num_rows == 0:
         return
-    num_heads, key_dim, value_dim, control = heads.num_value_heads, heads.key_dim, heads.value_dim, rows.control
-    transforms, factors = launch_transform(qkv, a, b, A_log, dt_bias, rows, heads, normalize=normalize)
-    sizes = {"H": heads.num_key_heads, "HV": num_heads, "K": key_dim, "CHUNK": CHUNK, "FACTORS": FACTORS}
-    sizes["BLOCK_K"] = max(SMALLEST_KEY, triton.next_power_of_2(key_dim))
+    qkv, heads, control = inputs.qkv, inputs.heads, rows.control
+    num_heads, key_dim, value_dim = heads.num_value_heads, heads.key_dim, heads.value_dim
+    transforms, factors = launch_transform(inputs, rows)
+    block_k = max(SMALLEST_KEY, triton.next_power_of_2(key_dim))
     plan = choose_plan(heads, rows.num_rows, qkv.shape[0], rows.max_length)
     in_parts = plan.num_parts > 1
     num_ends = qkv.shape[0] // plan.part_length + 1 if in_parts else 0
     size = (num_ends, num_heads, value_dim + max(value_dim, key_dim), key_dim)
     ends = torch.empty(size, dtype=torch.float32, device=qkv.device)
-    columns = 2 * heads.keys + heads.values
-    tiles = key_dim == sizes["BLOCK_K"] and value_dim % BLOCK_V == 0 and _is_aligned(qkv)
+    tiles = key_dim == block_k and value_dim % BLOCK_V == 0 and _is_aligned(qkv)
 
     def advance(blocks: int, *, ends_only: bool) -> None:
         qk_tiles = x_tiles = o_tiles = None
         if tiles:
-            view = ((qkv.shape[0], columns), (qkv.stride(0), 1))
+            view = ((qkv.shape[0], heads.channels), (qkv.stride(0), 1))
             qk_tiles = TensorDescriptor(qkv, *view, [CHUNK, key_dim])
             x_tiles = TensorDescriptor(qkv, *view, [CHUNK, BLOCK_V])
-            o_tiles = TensorDescriptor(o, (o.shape[0], heads.values), (heads.values, 1), [CHUNK, BLOCK_V])
+            width = heads.value_channels
+            o_tiles = TensorDescriptor(o, (o.shape[0], width), (width, 1), [CHUNK, BLOCK_V])
         t_tiles = TensorDescriptor(
             transforms, [transforms.shape[0] * num_heads * CHUNK, CHUNK], [CHUNK, 1], [CHUNK, CHUNK]
         )
@@ -296,20 +282,22 @@ def launch_chunk(
             t_tiles,
             o_tiles,
             factors,
-            state,
-            drafts,
+            lines.state,
+            lines.drafts,
             ends,
             o,
             control,
             control.stride(0),
-            drafts.shape[2],
+            lines.drafts.shape[2],
             plan.num_parts,
             plan.part_length,
             qkv.stride(0),
-            **sizes,
-            V=value_dim,
+            **inputs.sizes,
+            BLOCK_K=block_k,
             BLOCK_V=BLOCK_V,
-            LINE_SHIFT=line_shift,
+            CHUNK=CHUNK,
+            FACTORS=FACTORS,
+            LINE_SHIFT=lines.shift,
             PARTS=in_parts,
             ENDS=ends_only,
             TILES=tiles,
@@ -329,13 +317,13 @@ def launch_chunk(
             HV=num_heads,
             K=key_dim,
             V=value_dim,
-            BLOCK_K=sizes["BLOCK_K"],
+            BLOCK_K=block_k,
             BLOCK_V=JOIN_BLOCK_V,
             STAGES=JOIN_STAGES,
             num_warps=4,
             num_stages=JOIN_STAGES,
         )
-    if tiles and can_walk(qkv, heads):
-        launch_walk(qkv, transforms, factors, state, drafts, ends, rows, o, heads, plan, line_shift=line_shift)
+    if tiles and can_walk(inputs):
+        launch_walk(inputs, lines, rows, o, transforms, factors, ends, plan)
     else:
         advance(blocks, ends_only=False)

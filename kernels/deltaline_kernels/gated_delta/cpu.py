@@ -17,61 +17,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.cpu.decay import decay_between, exp_
-from deltaline_kernels.cpu.recurrence import advance_cohort
-from deltaline_kernels.cpu.row_groups import Cohort, group_rows
-from deltaline_kernels.gated_delta.heads import Heads
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.cpu.recurrence import run_rows
+from deltaline_kernels.cpu.row_groups import RowGroup
+from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
+from deltaline_kernels.rows import Rows, StateLines
 
 CHUNK = 32
 # Chunks per block: the fastest of 2, 4, 8 and 16 for 16 heads of 64 (2 cores, 1 MiB of L2 each).
 BLOCK_CHUNKS = 4
 
 
-def gated_delta_cpu(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    o: Tensor,
-    heads: Heads,
-    *,
-    normalize: bool = True,
-) -> None:
-    """Write the rows' outputs to o `[T, HV, V]`; mutates `state` and `drafts`. Validated by the caller."""
+def gated_delta_cpu(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
+    """Write the rows' outputs to o `[T, HV, V]`; mutates `lines`. Validated by the caller."""
+    a, b, A_log, dt_bias = inputs.a, inputs.b, inputs.A_log, inputs.dt_bias
     if A_log is None or dt_bias is None:
         g, beta = a.float(), b.float()
     else:
         g = F.softplus(a.float() + dt_bias.float()).mul_(A_log.float().exp().neg_())
         beta = b.float().sigmoid_() if b.dtype != torch.float32 else b.sigmoid()
-    cohorts, skipped = group_rows(rows)
-    for begin, end in skipped:
-        o[begin:end] = 0
-    for cohort in cohorts:
-        tokens = partial(_run_tokens, cohort, qkv, g, beta, heads, normalize)
-        advance_cohort(cohort, state, drafts, o, heads.num_key_heads, tokens)
+    run_tokens = partial(_run_tokens, inputs.qkv, g, beta, inputs.heads, inputs.normalize)
+    run_rows(rows, lines, o, inputs.heads.num_key_heads, run_tokens)
 
 
 def _run_tokens(
-    cohort: Cohort, qkv: Tensor, g: Tensor, beta: Tensor, heads: Heads, normalize: bool, h: Tensor, out: Tensor
+    qkv: Tensor, g: Tensor, beta: Tensor, heads: DeltaHeads, normalize: bool, group: RowGroup, h: Tensor, out: Tensor
 ) -> Tensor | None:
-    """Run the rows' tokens as `advance_cohort` asks for: h `[B, HV, V, K]`, out `[B, n, HV, V]`."""
+    """Run the rows' tokens as `run_rows` asks for: h `[B, HV, V, K]`, out `[B, n, HV, V]`."""
     flat = h.flatten(0, 1)
-    tokens, gates, strengths = cohort.tokens(qkv), cohort.tokens(g), cohort.tokens(beta)
-    if cohort.length == cohort.committed == 1:
+    tokens, gates, strengths = group.tokens(qkv), group.tokens(g), group.tokens(beta)
+    if group.length == group.committed == 1:
         _step(flat, tokens[:, 0], gates[:, 0], strengths[:, 0], out[:, 0], heads, normalize)
         return None
-    updates = torch.empty_like(out) if cohort.committed == 0 and cohort.writes else None
-    _run_chunks(flat, tokens, gates, strengths, out, updates, heads, normalize, commit=cohort.committed > 0)
+    updates = torch.empty_like(out) if group.committed == 0 and group.writes else None
+    _run_chunks(flat, tokens, gates, strengths, out, updates, heads, normalize, commit=group.committed > 0)
     return None if updates is None else _records(tokens, updates, gates, heads, normalize)
 
 
-def _records(tokens: Tensor, u: Tensor, g: Tensor, heads: Heads, normalize: bool) -> Tensor:
+def _records(tokens: Tensor, u: Tensor, g: Tensor, heads: DeltaHeads, normalize: bool) -> Tensor:
     """Return (k, u, g) of the VERIFY rows' tokens; u `[B, n, HV, V]`."""
-    k = tokens[..., heads.keys : 2 * heads.keys].float()
+    k = tokens[..., heads.key_channels : 2 * heads.key_channels].float()
     if normalize:
         k = k.unflatten(-1, (heads.num_key_heads, heads.key_dim))
         k = (k * _inverse_norm(k, heads.eps)).flatten(-2)
@@ -82,10 +66,10 @@ def _inverse_norm(x: Tensor, eps: float) -> Tensor:
     return (x * x).sum(-1, keepdim=True).add_(eps).rsqrt_()
 
 
-def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads: Heads, normalize: bool) -> None:
+def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads: DeltaHeads, normalize: bool) -> None:
     """Advance h `[B*HV, V, K]` by one token per row, in place; write out `[B, HV, V]` fp32."""
     num_rows = tokens.shape[0]
-    qk = tokens[:, : 2 * heads.keys].float().unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
+    qk = tokens[:, : 2 * heads.key_channels].float().unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
     inverse = _inverse_norm(qk, heads.eps) if normalize else torch.ones(num_rows, 2, heads.num_key_heads, 1)
     inverse[:, 0] *= heads.scale
     kq = torch.empty(num_rows, heads.num_key_heads, 2, heads.key_dim)
@@ -94,7 +78,7 @@ def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads
         kq = kq.repeat_interleave(heads.group, dim=1)
     kq = kq.flatten(0, 1)  # (B*HV, 2, K): q, k
     decay = g.flatten().exp()[:, None]  # (B*HV, 1)
-    v = tokens[:, 2 * heads.keys :].reshape(-1, heads.value_dim)
+    v = tokens[:, 2 * heads.key_channels :].reshape(-1, heads.value_dim)
     # One pass over h serves h q and h k; the decay is applied to the products.
     products = torch.bmm(kq, h.transpose(1, 2)) * decay[..., None]  # (B*HV, 2, V)
     u = torch.sub(v, products[:, 1]).mul_(beta.reshape(-1, 1))  # (B*HV, V)
@@ -110,7 +94,7 @@ def _run_chunks(
     beta: Tensor,
     out: Tensor,
     updates: Tensor | None,
-    heads: Heads,
+    heads: DeltaHeads,
     normalize: bool,
     *,
     commit: bool,
@@ -130,7 +114,7 @@ def _run_chunks(
         split = (-1, min(CHUNK, end - begin))
         part, chunk_g, chunk_beta = (x[:, begin:end].unflatten(1, split) for x in (tokens, g, beta))
         # (B, chunks, C, ...) becomes (chunks, B, heads, C, ...)
-        qk = part[..., : 2 * heads.keys].unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
+        qk = part[..., : 2 * heads.key_channels].unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
         qk = qk.permute(1, 0, 4, 3, 2, 5).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if normalize:
             norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(heads.eps).rsqrt_()
@@ -138,7 +122,7 @@ def _run_chunks(
             norms = torch.ones(*qk.shape[:-1], 1)
         norms[:, :, :, 0] *= heads.scale
         qk = qk.mul_(norms) if heads.group == 1 else (qk * norms).repeat_interleave(heads.group, dim=2)
-        v = part[..., 2 * heads.keys :].unflatten(-1, (heads.num_value_heads, heads.value_dim))
+        v = part[..., 2 * heads.key_channels :].unflatten(-1, (heads.num_value_heads, heads.value_dim))
         v = v.permute(1, 0, 3, 2, 4).float().contiguous()
         chunk_g, chunk_beta = (x.permute(1, 0, 3, 2).flatten(1, 2) for x in (chunk_g, chunk_beta))
         results = _run_block(h, qk.flatten(1, 2), v.flatten(1, 2), chunk_g, chunk_beta, commit=commit)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.gated_delta.gates import read_gates
-from deltaline_kernels.gated_delta.heads import Heads
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.gated_delta.inputs import DeltaInputs
+from deltaline_kernels.rows import Rows, StateLines
 
 CHUNK = 16
 # No dot has more than 32 rows. Hopper's asynchronous matrix instruction needs 64: below that Triton uses the
@@ -138,52 +138,33 @@ def _chunk(
         tl.store(p_state + o_h, b_h.to(state.dtype.element_ty), mask=in_h)
 
 
-def launch_exact_chunk(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    o: Tensor,
-    heads: Heads,
-    *,
-    normalize: bool = True,
-    line_shift: int = 0,
-) -> None:
-    """Run `rows`, none of which is a VERIFY, in chunks; arguments as of `gated_delta_triton`. Mutates `state`, `o`."""
+def launch_exact_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
+    """Run `rows`, none of which is a VERIFY, in chunks; arguments as of `gated_delta_triton`. Mutates `lines`, `o`."""
     if rows.num_rows == 0:
         return
+    heads = inputs.heads
     # fp32 products, without matrix instructions; a smaller tile per thread keeps them in registers.
     grid = (rows.num_rows * heads.num_value_heads, triton.cdiv(heads.value_dim, BLOCK_V))
     _chunk[grid](
-        qkv,
-        a,
-        b,
-        a if A_log is None else A_log,
-        a if dt_bias is None else dt_bias,
-        state,
-        drafts,
+        inputs.qkv,
+        *inputs.gates,
+        lines.state,
+        lines.drafts,
         o,
         rows.control,
-        qkv.stride(0),
-        a.stride(0),
-        b.stride(0),
+        inputs.qkv.stride(0),
+        inputs.a.stride(0),
+        inputs.b.stride(0),
         rows.control.stride(0),
-        drafts.shape[2],
+        lines.drafts.shape[2],
         heads.scale,
         heads.eps,
-        H=heads.num_key_heads,
-        HV=heads.num_value_heads,
-        K=heads.key_dim,
-        V=heads.value_dim,
+        **inputs.sizes,
         BLOCK_K=max(16, triton.next_power_of_2(heads.key_dim)),
         BLOCK_V=BLOCK_V,
-        RAW=A_log is None,
-        NORM=normalize,
-        LINE_SHIFT=line_shift,
+        RAW=inputs.A_log is None,
+        NORM=inputs.normalize,
+        LINE_SHIFT=lines.shift,
         CHUNK=CHUNK,
         num_warps=8,
         num_stages=1,

@@ -1,4 +1,4 @@
-"""Gates of the gated delta rule in Triton, shared by its kernels. Knows values in registers, no pointers."""
+"""Gates of the gated delta rule in Triton, shared by its kernels."""
 
 import triton
 import triton.language as tl

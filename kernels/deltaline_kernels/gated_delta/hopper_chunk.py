@@ -23,10 +23,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.device.hopper import barrier, copy_rest
 from deltaline_kernels.device.row_splits import Plan
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK
 from deltaline_kernels.gated_delta.transform import FACTORS
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, StateLines
 
 WARPS = 4
 # Chunks whose tiles are in shared memory or on their way: more leave no room for two programs on a multiprocessor.
@@ -299,29 +299,25 @@ def _walk(
             gl.store(p_new, h.to(state.dtype.element_ty))
 
 
-def can_walk(qkv: Tensor, heads: Heads) -> bool:
+def can_walk(inputs: DeltaInputs) -> bool:
     """Return whether `launch_walk` runs on this device with keys of this size, given that tiles are copied whole."""
     # Triton's interpreter has no Gluon.
-    compiled = qkv.is_cuda and not triton.knobs.runtime.interpret
-    return heads.key_dim in KEYS and compiled and torch.cuda.get_device_capability(qkv.device)[0] == 9
+    compiled = inputs.qkv.is_cuda and not triton.knobs.runtime.interpret
+    return inputs.heads.key_dim in KEYS and compiled and torch.cuda.get_device_capability(inputs.device)[0] == 9
 
 
 def launch_walk(
-    qkv: Tensor,
-    transforms: Tensor,
-    factors: Tensor,
-    state: Tensor,
-    drafts: Tensor,
-    ends: Tensor,
+    inputs: DeltaInputs,
+    lines: StateLines,
     rows: Rows,
     o: Tensor,
-    heads: Heads,
+    transforms: Tensor,
+    factors: Tensor,
+    ends: Tensor,
     plan: Plan,
-    *,
-    line_shift: int,
 ) -> None:
-    """Walk through all rows; `ends` has what stands before their parts. Mutates `state` and `o`."""
-    columns = 2 * heads.keys + heads.values
+    """Walk through all rows; `ends` has what stands before their parts. Mutates `lines` and `o`."""
+    qkv, heads = inputs.qkv, inputs.heads
 
     def tiles(tensor: Tensor, shape: list[int], width: int) -> TensorDescriptor:
         layout = gl.NVMMASharedLayout(min(128, 2 * width), 16, 2)
@@ -332,29 +328,26 @@ def launch_walk(
     programs = rows.num_rows * plan.num_parts * heads.num_value_heads * (heads.value_dim // BLOCK_V)
     _walk[(programs,)](
         qkv,
-        tiles(qkv, [qkv.shape[0], columns], heads.key_dim),
-        tiles(qkv, [qkv.shape[0], columns], BLOCK_V),
+        tiles(qkv, [qkv.shape[0], heads.channels], heads.key_dim),
+        tiles(qkv, [qkv.shape[0], heads.channels], BLOCK_V),
         tiles(transforms, [transforms.numel() // CHUNK, CHUNK], CHUNK),
-        tiles(o, [o.shape[0], heads.values], BLOCK_V),
+        tiles(o, [o.shape[0], heads.value_channels], BLOCK_V),
         factors,
-        state,
-        drafts,
+        lines.state,
+        lines.drafts,
         ends,
         o,
         rows.control,
         rows.control.stride(0),
-        drafts.shape[2],
+        lines.drafts.shape[2],
         plan.num_parts,
         plan.part_length,
         qkv.stride(0),
-        H=heads.num_key_heads,
-        HV=heads.num_value_heads,
-        K=heads.key_dim,
-        V=heads.value_dim,
+        **inputs.sizes,
         BLOCK_V=BLOCK_V,
         CHUNK=CHUNK,
         FACTORS=FACTORS,
-        LINE_SHIFT=line_shift,
+        LINE_SHIFT=lines.shift,
         STAGES=STAGES,
         WARPS=WARPS,
         num_warps=WARPS,

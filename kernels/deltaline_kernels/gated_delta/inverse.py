@@ -1,6 +1,6 @@
 """The inverse of I + A, A strictly lower triangular, in blocks of 16 x 16 in the registers of one warp, in Triton.
 
-Products leave their values with the threads that the next products want them from. Knows no rows and no heads.
+Products leave their values with the threads that the next products want them from.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""How long rows are cut into parts that run at once. Knows sizes, no tensors and no kernels.
+"""How long rows are cut into parts that run at once.
 
 A row in parts is walked twice: that pays from three parts on, of some length. Microseconds on an H200, heads of 128,
 whole, and in parts of so many tokens:
@@ -12,7 +12,7 @@ whole, and in parts of so many tokens:
 """
 
 from deltaline_kernels.device.row_splits import Plan, cut_rows
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaHeads
 
 CHUNK = 64
 # A program walks with so many rows of one head's state; so many programs run at once on an H200.
@@ -23,7 +23,7 @@ FEWEST_PARTS, SHORTEST_PART = 3, 1024
 LARGEST_KEY = 128
 
 
-def choose_plan(heads: Heads, num_rows: int, num_tokens: int, max_length: int) -> Plan:
+def choose_plan(heads: DeltaHeads, num_rows: int, num_tokens: int, max_length: int) -> Plan:
     """Return the plan of a batch whose rows have at most `max_length` tokens: as many parts as run at once."""
     if heads.key_dim > LARGEST_KEY:
         return Plan(1, max(1, max_length))

@@ -27,8 +27,8 @@ from deltaline_kernels.device.state_tile import (
     to_fp32,
 )
 from deltaline_kernels.gated_delta.gates import read_gates
-from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.gated_delta.inputs import MANY_HEADS, DeltaInputs
+from deltaline_kernels.rows import Rows, StateLines
 
 # Bytes of a state's row that 8 threads load at once: whole sectors. A warp has 4 such rows at a time.
 ROW_BYTES = 128
@@ -220,57 +220,38 @@ def _recurrent(
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
 
-def launch_recurrent(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    o: Tensor,
-    heads: Heads,
-    *,
-    normalize: bool = True,
-    line_shift: int = 0,
-) -> None:
-    """Run `rows` token by token; arguments as of `gated_delta_triton`. Mutates `state`, `drafts` and `o`."""
+def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
+    """Run `rows` token by token; arguments as of `gated_delta_triton`. Mutates `lines` and `o`."""
     if rows.num_rows == 0:
         return
+    heads, qkv, state_bytes = inputs.heads, inputs.qkv, lines.state.element_size()
     # Fewer values than threads would leave two threads with one value of a state that is updated in place.
-    block_k = max(16, min(ROW_BYTES // state.element_size(), triton.next_power_of_2(heads.key_dim)))
+    block_k = max(16, min(ROW_BYTES // state_bytes, triton.next_power_of_2(heads.key_dim)))
     one = rows.max_length <= 1
     many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
-    num_warps, parts, max_registers = (MANY[state.element_size()] if one else MANY_TOKENS) if many else FEW
+    num_warps, parts, max_registers = (MANY[state_bytes] if one else MANY_TOKENS) if many else FEW
     if many and heads.key_dim > LARGEST_KEY:
         parts //= 2
     sub = ROWS_PER_WARP * num_warps
-    unit = math.gcd(16 // state.element_size(), qkv.stride(0))
+    unit = math.gcd(16 // state_bytes, qkv.stride(0))
     _recurrent[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * sub),)](
         qkv,
-        a,
-        b,
-        a if A_log is None else A_log,
-        a if dt_bias is None else dt_bias,
-        state,
-        drafts,
+        *inputs.gates,
+        lines.state,
+        lines.drafts,
         o,
         rows.control,
         rows.control.stride(0),
-        drafts.shape[2],
+        lines.drafts.shape[2],
         heads.scale,
         heads.eps,
         qkv.stride(0) // unit,
-        a.stride(0),
-        b.stride(0),
-        H=heads.num_key_heads,
-        HV=heads.num_value_heads,
-        K=heads.key_dim,
-        V=heads.value_dim,
-        RAW=A_log is None,
-        NORM=normalize,
-        LINE_SHIFT=line_shift,
+        inputs.a.stride(0),
+        inputs.b.stride(0),
+        **inputs.sizes,
+        RAW=inputs.A_log is None,
+        NORM=inputs.normalize,
+        LINE_SHIFT=lines.shift,
         ONE=one,
         UNIT=unit,
         PARTS=parts,

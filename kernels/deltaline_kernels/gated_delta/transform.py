@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltaline_kernels.device.chunks import find_chunk
 from deltaline_kernels.gated_delta.gates import log_decay, strength
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.gated_delta.inverse import invert, places, store_block
 from deltaline_kernels.gated_delta.plan import CHUNK
 from deltaline_kernels.rows import Rows
@@ -187,30 +187,18 @@ def _transform(
                     store_block(p_transform, tl.zeros((BLOCK, BLOCK), tl.float32), o_b, i, j, BLOCK, CHUNK)
 
 
-def launch_transform(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    rows: Rows,
-    heads: Heads,
-    *,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
+def launch_transform(inputs: DeltaInputs, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return T `[slots, HV, CHUNK, CHUNK]` in qkv.dtype and the factors `[slots, HV, FACTORS]` fp32 of all chunks.
 
     The chunks of row i have the slots from query_start_loc[i] // CHUNK + i on; the others are left as they are.
     """
+    heads, qkv = inputs.heads, inputs.qkv
     num_slots = qkv.shape[0] // CHUNK + rows.num_rows
     transforms = torch.empty((num_slots, heads.num_value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
     factors = torch.empty((num_slots, heads.num_value_heads, FACTORS), dtype=torch.float32, device=qkv.device)
     _transform[(num_slots * heads.num_key_heads,)](
         qkv,
-        a,
-        b,
-        a if A_log is None else A_log,
-        a if dt_bias is None else dt_bias,
+        *inputs.gates,
         rows.control,
         transforms,
         factors,
@@ -218,8 +206,8 @@ def launch_transform(
         heads.scale,
         heads.eps,
         qkv.stride(0),
-        a.stride(0),
-        b.stride(0),
+        inputs.a.stride(0),
+        inputs.b.stride(0),
         H=heads.num_key_heads,
         HV=heads.num_value_heads,
         K=heads.key_dim,
@@ -229,8 +217,8 @@ def launch_transform(
         FACTORS=FACTORS,
         BLOCK=BLOCK,
         STRIP=STRIP,
-        RAW=A_log is None,
-        NORMALIZE=normalize,
+        RAW=inputs.A_log is None,
+        NORMALIZE=inputs.normalize,
         num_warps=TRANSFORM_WARPS,
         maxnreg=TRANSFORM_REGISTERS,
         num_stages=1,

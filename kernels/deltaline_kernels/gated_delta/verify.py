@@ -30,8 +30,8 @@ from deltaline_kernels.device.token_tile import (
     remain,
 )
 from deltaline_kernels.gated_delta.gates import read_gates
-from deltaline_kernels.gated_delta.heads import MANY_HEADS, Heads
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.gated_delta.inputs import MANY_HEADS, DeltaInputs
+from deltaline_kernels.rows import Rows, StateLines
 
 KEYS = (64, 128)
 # Threads that share a row of the state, and bytes that each loads at once.
@@ -204,61 +204,42 @@ def _verify(
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
 
-def can_verify(qkv: Tensor, drafts: Tensor, heads: Heads, rows: Rows) -> bool:
+def can_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows) -> bool:
     """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, keys of a size that it has."""
-    fits = 1 < rows.max_length <= TOKENS.value and drafts.shape[2] <= TOKENS.value
-    return fits and qkv.dtype != torch.float32 and heads.key_dim in KEYS
+    fits = 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
+    return fits and inputs.qkv.dtype != torch.float32 and inputs.heads.key_dim in KEYS
 
 
-def launch_verify(
-    qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    o: Tensor,
-    heads: Heads,
-    *,
-    normalize: bool = True,
-    line_shift: int = 0,
-) -> None:
+def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
     """Run `rows`, for which `can_verify` holds, as a chunk each; arguments as of `gated_delta_triton`.
 
-    Mutates `state`, `drafts` and `o`.
+    Mutates `lines` and `o`.
     """
     if rows.num_rows == 0:
         return
+    heads, qkv = inputs.heads, inputs.qkv
     many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
     parts, max_registers, at_once = MANY if many else FEW
-    vector = LOAD_BYTES // state.element_size()
+    vector = LOAD_BYTES // lines.state.element_size()
     unit = math.gcd(vector, qkv.stride(0))
     _verify[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * SUB),)](
         qkv,
-        a,
-        b,
-        a if A_log is None else A_log,
-        a if dt_bias is None else dt_bias,
-        state,
-        drafts,
+        *inputs.gates,
+        lines.state,
+        lines.drafts,
         o,
         rows.control,
         rows.control.stride(0),
-        drafts.shape[2],
+        lines.drafts.shape[2],
         heads.scale,
         heads.eps,
         qkv.stride(0) // unit,
-        a.stride(0),
-        b.stride(0),
-        H=heads.num_key_heads,
-        HV=heads.num_value_heads,
-        K=heads.key_dim,
-        V=heads.value_dim,
-        RAW=A_log is None,
-        NORM=normalize,
-        LINE_SHIFT=line_shift,
+        inputs.a.stride(0),
+        inputs.b.stride(0),
+        **inputs.sizes,
+        RAW=inputs.A_log is None,
+        NORM=inputs.normalize,
+        LINE_SHIFT=lines.shift,
         UNIT=unit,
         PARTS=parts,
         SUB=SUB,

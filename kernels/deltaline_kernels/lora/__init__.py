@@ -1,7 +1,4 @@
-"""LoRA of many adapters in one batch: each token's adapter is added to the outputs of a projection, in place.
-
-Validates and picks the path by device. Does not know what the projection is, nor which adapter is in a slot.
-"""
+"""LoRA of many adapters in one batch: each token's adapter is added to the outputs of a projection, in place."""
 
 import torch
 from torch import Tensor

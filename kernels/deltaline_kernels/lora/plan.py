@@ -1,4 +1,4 @@
-"""How a batch is cut into programs of the LoRA kernels. Knows sizes and figures of an H200, no tensors and no kernels.
+"""How a batch is cut into programs of the LoRA kernels.
 
 A table's first row that a batch fits in counts. So the plan of a batch depends on its numbers of tokens and slots and
 on the sizes of the projection, never on which token has which adapter.

@@ -1,7 +1,4 @@
-"""The tokens of a batch in tiles of one adapter each: what every projection of a step is told about adapters.
-
-Knows slots and tokens; no weights, and not which adapter is in a slot.
-"""
+"""The tokens of a batch in tiles of one adapter each: what every projection of a step is told about adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of the adapters of one projection, in device slots. Knows shapes; not which adapter is in a slot."""
+"""The weights of the adapters of one projection, in device slots."""
 
 from __future__ import annotations
 

@@ -1,20 +1,17 @@
-"""The Mamba2 recurrence (SSD) over packed rows: prefill, decode, verify and the replay of accepted drafts.
-
-Validates and picks the path by device. Does not know about projections, convolution or norms.
-"""
+"""The Mamba2 recurrence (SSD) over packed rows: prefill, decode, verify and the replay of accepted drafts."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, STATES, check_positive, check_tensor
+from deltaline_kernels.checks import ACTIVATIONS, STATES, check_tensor
 from deltaline_kernels.mamba2.cpu import mamba2_cpu
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs, find_heads
 from deltaline_kernels.mamba2.reference import mamba2_reference
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, StateLines
 
-__all__ = ["mamba2", "mamba2_reference"]
+__all__ = ["mamba2", "mamba2_reference", "run_mamba2"]
 
 
 @torch.no_grad()
@@ -50,52 +47,45 @@ def mamba2(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    heads = _check(xBC, dt, A_log, D, dt_bias, state, drafts, rows, num_groups, dt_limit)
-    y = torch.empty(xBC.shape[0], heads.num_heads, heads.head_dim, dtype=xBC.dtype, device=xBC.device)
-    if xBC.device.type == "cpu":
-        mamba2_cpu(xBC, dt, -A_log.float().exp(), D, dt_bias, state, drafts, rows, y, heads)
+    heads = _check_state(xBC, state, rows, num_groups, dt_limit)
+    inputs = MambaInputs(xBC, dt, A_log, D, dt_bias, heads)
+    _check_inputs(inputs, state, drafts)
+    y = inputs.empty_output()
+    run_mamba2(inputs, StateLines(state, drafts), rows, y)
+    return y
+
+
+def run_mamba2(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
+    """Do what `mamba2` does with checked arguments; writes to y `[T, H, P]` of any dtype, mutates `lines`."""
+    if inputs.xBC.device.type == "cpu":
+        mamba2_cpu(inputs, lines, rows, y)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.mamba2.launch import mamba2_triton
 
-        mamba2_triton(xBC, dt, A_log, D, dt_bias, state, drafts, rows, y, heads)
-    return y
+        mamba2_triton(inputs, lines, rows, y)
 
 
-def _check(
-    xBC: Tensor,
-    dt: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    num_groups: int,
-    dt_limit: tuple[float, float],
-) -> Heads:
-    for name, value, kind in (("xBC", xBC, Tensor), ("rows", rows, Rows)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
-    device = xBC.device
-    check_positive("num_groups", num_groups)
-    check_tensor("state", state, (None, None, None, None), STATES, device)
-    num_lines, num_heads, head_dim, state_dim = state.shape
-    if num_heads < 1 or num_heads % num_groups:
-        raise ValueError(f"state: expected a multiple of {num_groups} heads, got {num_heads}")
-    for name, size in (("P", head_dim), ("S", state_dim)):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"state: expected {name} of 1..{MAX_HEAD_DIM}, got {size}")
+def _check_state(xBC: Tensor, state: Tensor, rows: Rows, num_groups: int, dt_limit: tuple[float, float]) -> MambaHeads:
+    """Check what tells the sizes, and return them."""
+    if not isinstance(xBC, Tensor):
+        raise TypeError(f"xBC: expected Tensor, got {type(xBC).__name__}")
+    if not isinstance(rows, Rows):
+        raise TypeError(f"rows: expected Rows, got {type(rows).__name__}")
+    check_tensor("state", state, (None, None, None, None), STATES, xBC.device)
+    if rows.control.device != xBC.device:
+        raise ValueError(f"rows: expected device {xBC.device}, got {rows.control.device}")
+    _, num_heads, head_dim, state_dim = state.shape
     least, greatest = dt_limit
-    if not (0.0 <= least < math.inf and least <= greatest):
-        raise ValueError(f"dt_limit: expected 0 <= least <= greatest, got {dt_limit}")
-    heads = Heads(num_groups, num_heads, head_dim, state_dim, (float(least), float(greatest)))
+    return find_heads(num_groups, num_heads, head_dim, state_dim, (least, greatest))
+
+
+def _check_inputs(inputs: MambaInputs, state: Tensor, drafts: Tensor) -> None:
+    """Check the tensors whose sizes follow from those of the heads."""
+    xBC, heads = inputs.xBC, inputs.heads
+    device, kinds = xBC.device, (xBC.dtype, torch.float32)
     check_tensor("xBC", xBC, (None, heads.channels), ACTIVATIONS, device, row_stride=True)
-    kinds = (xBC.dtype, torch.float32)
-    check_tensor("dt", dt, (xBC.shape[0], num_heads), kinds, device, row_stride=True)
-    for name, weight in (("A_log", A_log), ("D", D), ("dt_bias", dt_bias)):
-        check_tensor(name, weight, (num_heads,), kinds, device)
-    check_tensor("drafts", drafts, (num_lines, 2, None, heads.record), (torch.float32,), device)
-    if rows.control.device != device:
-        raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
-    return heads
+    check_tensor("dt", inputs.dt, (xBC.shape[0], heads.num_heads), kinds, device, row_stride=True)
+    for name, weight in (("A_log", inputs.rate), ("D", inputs.D), ("dt_bias", inputs.dt_bias)):
+        check_tensor(name, weight, (heads.num_heads,), kinds, device)
+    check_tensor("drafts", drafts, (state.shape[0], 2, None, heads.record), (torch.float32,), device)

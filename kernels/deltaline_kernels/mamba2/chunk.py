@@ -22,10 +22,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.mamba2.chunk_plan import BLOCK_P, CHUNK, choose_plan
-from deltaline_kernels.mamba2.heads import Heads
 from deltaline_kernels.mamba2.hopper_chunk import can_walk, launch_walk
+from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.mamba2.steps import launch_steps
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, StateLines
 
 # fp32 values behind the states of a part's end; the first is the exponent of its decay.
 PADDING = 16
@@ -207,34 +207,17 @@ def _is_aligned(tensor: Tensor) -> bool:
     return tensor.shape[0] > 0 and tensor.data_ptr() % 16 == 0 and stride % 16 == 0
 
 
-def launch_chunk(
-    xBC: Tensor,
-    dt: Tensor,
-    rate: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    y: Tensor,
-    heads: Heads,
-    *,
-    log_rate: bool,
-    softplus: bool,
-    line_shift: int,
-) -> None:
-    """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `state` and `y`.
-
-    Arguments as of `mamba2_triton`, but that a time step is within the limits without `softplus` too.
-    """
+def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
+    """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `lines` and `y`."""
     if rows.num_rows == 0:
         return
-    num_heads, head_dim, state_dim = heads.num_heads, heads.head_dim, heads.state_dim
-    steps = launch_steps(dt, rate, dt_bias, rows, heads, log_rate=log_rate, softplus=softplus)
+    xBC, heads, control = inputs.xBC, inputs.heads, rows.control
+    head_dim, state_dim = heads.head_dim, heads.state_dim
+    steps = launch_steps(inputs, rows)
     plan = choose_plan(heads, rows.num_rows, xBC.shape[0], rows.max_length)
     in_parts = plan.num_parts > 1
     num_ends = xBC.shape[0] // plan.part_length + 1 if in_parts else 0
-    size = (num_ends, num_heads, 2 * head_dim * state_dim + PADDING)
+    size = (num_ends, heads.num_heads, 2 * head_dim * state_dim + PADDING)
     ends = torch.empty(size, dtype=torch.float32, device=xBC.device)
     block_s = max(16, triton.next_power_of_2(state_dim))
     tiles = head_dim % BLOCK_P == 0 and state_dim == block_s and _is_aligned(xBC) and _is_aligned(y)
@@ -246,34 +229,32 @@ def launch_chunk(
             view = ((xBC.shape[0], heads.channels), (xBC.stride(0), 1))
             x_tiles = TensorDescriptor(xBC, *view, [CHUNK, BLOCK_P])
             s_tiles = TensorDescriptor(xBC, *view, [CHUNK, state_dim])
-            y_tiles = TensorDescriptor(y, (y.shape[0], heads.values), (heads.values, 1), [CHUNK, BLOCK_P])
-        _walk[(rows.num_rows * plan.num_parts * num_heads * triton.cdiv(head_dim, BLOCK_P),)](
+            width = heads.value_channels
+            y_tiles = TensorDescriptor(y, (y.shape[0], width), (width, 1), [CHUNK, BLOCK_P])
+        _walk[(rows.num_rows * plan.num_parts * heads.num_heads * triton.cdiv(head_dim, BLOCK_P),)](
             xBC,
             x_tiles,
             s_tiles,
             y_tiles,
             steps,
-            rate if D is None else D,
-            state,
-            drafts,
+            inputs.weights[1],
+            lines.state,
+            lines.drafts,
             ends,
             y,
-            rows.control,
-            rows.control.stride(0),
-            drafts.shape[2],
+            control,
+            control.stride(0),
+            lines.drafts.shape[2],
             plan.num_parts,
             plan.part_length,
             xBC.stride(0),
-            H=num_heads,
-            G=heads.num_groups,
-            P=head_dim,
-            S=state_dim,
+            **inputs.sizes,
             BLOCK_P=BLOCK_P,
             BLOCK_S=block_s,
             CHUNK=CHUNK,
             PADDING=PADDING,
-            HAS_D=D is not None,
-            LINE_SHIFT=line_shift,
+            HAS_D=inputs.D is not None,
+            LINE_SHIFT=lines.shift,
             PARTS=in_parts,
             ENDS=ends_only,
             TILES=tiles,
@@ -284,7 +265,7 @@ def launch_chunk(
 
     if in_parts:
         walk(ends_only=True)
-    if tiles and can_walk(xBC, y, heads):
-        launch_walk(xBC, steps, D, state, drafts, ends, rows, y, heads, plan, padding=PADDING, line_shift=line_shift)
+    if tiles and can_walk(inputs, y):
+        launch_walk(inputs, lines, rows, y, steps, ends, plan, padding=PADDING)
     else:
         walk(ends_only=False)

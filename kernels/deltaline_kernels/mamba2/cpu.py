@@ -15,63 +15,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.cpu.decay import decay_between, exp_
-from deltaline_kernels.cpu.recurrence import advance_cohort
-from deltaline_kernels.cpu.row_groups import Cohort, group_rows
-from deltaline_kernels.mamba2.heads import Heads
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.cpu.recurrence import run_rows
+from deltaline_kernels.cpu.row_groups import RowGroup
+from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
+from deltaline_kernels.rows import Rows, StateLines
 
 CHUNK = 64
 
 
-def mamba2_cpu(
-    xBC: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    y: Tensor,
-    heads: Heads,
-    *,
-    softplus: bool = True,
-) -> None:
-    """Write the rows' outputs to y `[T, H, P]`; mutates `state` and `drafts`. Validated by the caller.
-
-    A `[H]` fp32 is the decay's rate itself, at most 0. D and dt_bias of None are zero; without `softplus` the time step
-    is dt + dt_bias, not clamped.
-    """
+def mamba2_cpu(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
+    """Write the rows' outputs to y `[T, H, P]`; mutates `lines`. Validated by the caller."""
+    dt, dt_bias, rate = inputs.dt, inputs.dt_bias, inputs.rate.float()
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-    if softplus:
-        step = F.softplus(step).clamp_(*heads.dt_limit)
-    g = step * A
-    cohorts, skipped = group_rows(rows)
-    for begin, end in skipped:
-        y[begin:end] = 0
-    for cohort in cohorts:
-        tokens = partial(_run_tokens, cohort, xBC, step, g, D, heads)
-        advance_cohort(cohort, state, drafts, y, heads.num_groups, tokens)
+    if inputs.softplus:
+        step = F.softplus(step).clamp_(*inputs.heads.dt_limit)
+    g = step * (-rate.exp() if inputs.log_rate else rate)
+    run_tokens = partial(_run_tokens, inputs.xBC, step, g, inputs.D, inputs.heads)
+    run_rows(rows, lines, y, inputs.heads.num_groups, run_tokens)
 
 
 def _run_tokens(
-    cohort: Cohort, xBC: Tensor, step: Tensor, g: Tensor, D: Tensor | None, heads: Heads, h: Tensor, out: Tensor
+    xBC: Tensor, step: Tensor, g: Tensor, D: Tensor | None, heads: MambaHeads, group: RowGroup, h: Tensor, out: Tensor
 ) -> Tensor | None:
-    """Run the rows' tokens as `advance_cohort` asks for: h `[B, H, P, S]`, out `[B, n, H, P]`."""
-    tokens, gates = cohort.tokens(xBC).float(), cohort.tokens(g)
-    x, B, C = tokens.split((heads.values, heads.keys, heads.keys), dim=-1)
+    """Run the rows' tokens as `run_rows` asks for: h `[B, H, P, S]`, out `[B, n, H, P]`."""
+    tokens, gates = group.tokens(xBC).float(), group.tokens(g)
+    x, B, C = tokens.split((heads.value_channels, heads.key_channels, heads.key_channels), dim=-1)
     x = x.unflatten(-1, (heads.num_heads, heads.head_dim))
-    u = x * cohort.tokens(step)[..., None]
+    u = x * group.tokens(step)[..., None]
     sizes = (heads.num_groups, heads.state_dim)
     B_groups, C_groups = (part.unflatten(-1, sizes).transpose(1, 2) for part in (B, C))  # (B, G, n, S)
-    if cohort.length == cohort.committed == 1:
+    if group.length == group.committed == 1:
         _step(h, u[:, 0], B_groups, C_groups, gates[:, 0], out[:, 0])
     else:
-        if cohort.committed == 0 and cohort.length > CHUNK:
+        if group.committed == 0 and group.length > CHUNK:
             h = h.clone()  # a later chunk reads the state that an earlier one leaves
-        for begin in range(0, cohort.length, CHUNK):
-            end = min(begin + CHUNK, cohort.length)
-            commit = cohort.committed > 0 or end < cohort.length
+        for begin in range(0, group.length, CHUNK):
+            end = min(begin + CHUNK, group.length)
+            commit = group.committed > 0 or end < group.length
             _run_chunk(
                 h,
                 u[:, begin:end],
@@ -83,7 +63,7 @@ def _run_tokens(
             )
     if D is not None:
         out.addcmul_(x, D.float()[:, None])
-    if cohort.committed > 0 or not cohort.writes:
+    if group.committed > 0 or not group.writes:
         return None
     return torch.cat((B, u.flatten(2), gates), dim=-1)
 

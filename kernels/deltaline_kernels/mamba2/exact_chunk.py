@@ -14,8 +14,8 @@ from torch import Tensor
 
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.mamba2.gates import read_rate, time_step
-from deltaline_kernels.mamba2.heads import Heads
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.mamba2.inputs import MambaInputs
+from deltaline_kernels.rows import Rows, StateLines
 
 CHUNK = 16
 # No dot has more than 16 rows, so that a state of 256 columns stays in registers. Hopper's asynchronous matrix
@@ -125,53 +125,32 @@ def _chunk(
         tl.store(p_state + o_h, b_h.to(state.dtype.element_ty), mask=in_h)
 
 
-def launch_exact_chunk(
-    xBC: Tensor,
-    dt: Tensor,
-    rate: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    y: Tensor,
-    heads: Heads,
-    *,
-    log_rate: bool,
-    softplus: bool,
-    line_shift: int,
-) -> None:
-    """Run `rows`, none of which is a VERIFY, in chunks; arguments as of `mamba2_triton`. Mutates `state` and `y`."""
+def launch_exact_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
+    """Run `rows`, none of which is a VERIFY, in chunks; arguments as of `mamba2_triton`. Mutates `lines` and `y`."""
     if rows.num_rows == 0:
         return
+    heads = inputs.heads
     # fp32 products, without matrix instructions; a smaller tile per thread keeps them in registers.
     grid = (rows.num_rows * heads.num_heads, triton.cdiv(heads.head_dim, BLOCK_P))
     _chunk[grid](
-        xBC,
-        dt,
-        rate,
-        rate if D is None else D,
-        rate if dt_bias is None else dt_bias,
-        state,
-        drafts,
+        inputs.xBC,
+        inputs.dt,
+        *inputs.weights,
+        lines.state,
+        lines.drafts,
         y,
         rows.control,
         rows.control.stride(0),
-        drafts.shape[2],
+        lines.drafts.shape[2],
         *heads.dt_limit,
-        xBC.stride(0),
-        dt.stride(0),
-        H=heads.num_heads,
-        G=heads.num_groups,
-        P=heads.head_dim,
-        S=heads.state_dim,
+        inputs.xBC.stride(0),
+        inputs.dt.stride(0),
+        **inputs.sizes,
+        **inputs.steps,
         BLOCK_P=BLOCK_P,
         BLOCK_S=max(16, triton.next_power_of_2(heads.state_dim)),
-        LOG_RATE=log_rate,
-        SOFTPLUS=softplus,
-        HAS_D=D is not None,
-        HAS_BIAS=dt_bias is not None,
-        LINE_SHIFT=line_shift,
+        HAS_D=inputs.D is not None,
+        LINE_SHIFT=lines.shift,
         CHUNK=CHUNK,
         num_warps=8,
         num_stages=1,

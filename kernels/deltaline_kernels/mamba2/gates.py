@@ -1,4 +1,4 @@
-"""Gates of the Mamba2 recurrence in Triton, shared by its kernels. Knows values in registers, no pointers."""
+"""Gates of the Mamba2 recurrence in Triton, shared by its kernels."""
 
 import triton
 import triton.language as tl

@@ -23,8 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from deltaline_kernels.device.hopper import barrier, copy_rest
 from deltaline_kernels.device.row_splits import Plan
 from deltaline_kernels.mamba2.chunk_plan import BLOCK_P, CHUNK
-from deltaline_kernels.mamba2.heads import Heads
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.mamba2.inputs import MambaInputs
+from deltaline_kernels.rows import Rows, StateLines
 
 WARPS = 4
 # Chunks whose tiles are in shared memory or on their way: more leave no room for two programs on a multiprocessor.
@@ -250,30 +250,27 @@ def _walk(
             gl.store(p_new, h.to(state.dtype.element_ty))
 
 
-def can_walk(xBC: Tensor, y: Tensor, heads: Heads) -> bool:
+def can_walk(inputs: MambaInputs, y: Tensor) -> bool:
     """Return whether `launch_walk` runs on this device with heads of this size, given that tiles are copied whole."""
     # Triton's interpreter has no Gluon.
-    compiled = xBC.is_cuda and not triton.knobs.runtime.interpret
-    fits = heads.state_dim in STATE_DIMS and y.dtype == xBC.dtype
-    return fits and compiled and torch.cuda.get_device_capability(xBC.device)[0] == 9
+    compiled = inputs.xBC.is_cuda and not triton.knobs.runtime.interpret
+    fits = inputs.heads.state_dim in STATE_DIMS and y.dtype == inputs.xBC.dtype
+    return fits and compiled and torch.cuda.get_device_capability(inputs.device)[0] == 9
 
 
 def launch_walk(
-    xBC: Tensor,
-    steps: Tensor,
-    D: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    ends: Tensor,
+    inputs: MambaInputs,
+    lines: StateLines,
     rows: Rows,
     y: Tensor,
-    heads: Heads,
+    steps: Tensor,
+    ends: Tensor,
     plan: Plan,
     *,
     padding: int,
-    line_shift: int,
 ) -> None:
-    """Walk through all rows; `ends` has what the first walk left of those in parts. Mutates `state` and `y`."""
+    """Walk through all rows; `ends` has what the first walk left of those in parts. Mutates `lines` and `y`."""
+    xBC, heads = inputs.xBC, inputs.heads
 
     def tiles(tensor: Tensor, columns: int, stride: int, width: int) -> TensorDescriptor:
         layout = gl.NVMMASharedLayout(min(128, 2 * width), 16, 2)
@@ -284,28 +281,25 @@ def launch_walk(
         xBC,
         tiles(xBC, heads.channels, xBC.stride(0), BLOCK_P),
         tiles(xBC, heads.channels, xBC.stride(0), heads.state_dim),
-        tiles(y, heads.values, heads.values, BLOCK_P),
+        tiles(y, heads.value_channels, heads.value_channels, BLOCK_P),
         steps,
-        steps if D is None else D,
-        state,
-        drafts,
+        steps if inputs.D is None else inputs.D,
+        lines.state,
+        lines.drafts,
         ends,
         y,
         rows.control,
         rows.control.stride(0),
-        drafts.shape[2],
+        lines.drafts.shape[2],
         plan.num_parts,
         plan.part_length,
         xBC.stride(0),
-        H=heads.num_heads,
-        G=heads.num_groups,
-        P=heads.head_dim,
-        S=heads.state_dim,
+        **inputs.sizes,
         BLOCK_P=BLOCK_P,
         CHUNK=CHUNK,
         PADDING=padding,
-        HAS_D=D is not None,
-        LINE_SHIFT=line_shift,
+        HAS_D=inputs.D is not None,
+        LINE_SHIFT=lines.shift,
         STAGES=STAGES,
         WARPS=WARPS,
         num_warps=WARPS,

@@ -1,8 +1,8 @@
-"""Which tile of a head's state a program of the Mamba2 kernels holds. Knows sizes, no tensors and no kernels."""
+"""Which tile of a head's state a program of the Mamba2 kernels holds."""
 
 from dataclasses import dataclass
 
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaHeads
 
 # From so many rows x heads on, short rows are computed by programs that take more of the state each.
 MANY_HEADS = 256
@@ -38,7 +38,7 @@ SHORT_ROWS = 16
 FEW_SHORT, MANY_SHORT = (1, 168, 3), (2, 224, 1)
 
 
-def choose_tile(heads: Heads, num_rows: int, state_bytes: int, *, one: bool) -> Tile:
+def choose_tile(heads: MambaHeads, num_rows: int, state_bytes: int, *, one: bool) -> Tile:
     """Return the tile for rows of `one` token, or of several; `state_bytes` is the size of a value."""
     many = num_rows * heads.num_heads >= MANY_HEADS
     num_warps, parts, max_registers = (MANY[state_bytes] if one else MANY_TOKENS) if many else FEW
@@ -49,7 +49,7 @@ def choose_tile(heads: Heads, num_rows: int, state_bytes: int, *, one: bool) -> 
     return Tile(num_warps, parts, max_registers, max(16, min(ROW_BYTES // state_bytes, values)))
 
 
-def choose_short_tile(heads: Heads, num_rows: int, state_bytes: int) -> Tile:
+def choose_short_tile(heads: MambaHeads, num_rows: int, state_bytes: int) -> Tile:
     """Return the tile for rows of several tokens that are a chunk each."""
     parts, max_registers, records = MANY_SHORT if num_rows * heads.num_heads >= MANY_HEADS else FEW_SHORT
     return Tile(1, parts, max_registers, ROW_THREADS * LOAD_BYTES // state_bytes, records)

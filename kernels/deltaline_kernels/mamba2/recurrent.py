@@ -26,9 +26,9 @@ from deltaline_kernels.device.state_tile import (
     to_fp32,
 )
 from deltaline_kernels.mamba2.gates import read_rate, time_step
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.mamba2.plan import ROWS_PER_WARP, choose_tile
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, StateLines
 
 # Records of accepted drafts loaded at once, while the state is on its way: as many as its registers have room for.
 AT_ONCE = tl.constexpr(3)
@@ -204,53 +204,31 @@ def _recurrent(
         store_tile(p_new, tile, o_p, P, S, PARTS, SUB, BLOCK_S)
 
 
-def launch_recurrent(
-    xBC: Tensor,
-    dt: Tensor,
-    rate: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    y: Tensor,
-    heads: Heads,
-    *,
-    log_rate: bool = True,
-    softplus: bool = True,
-    line_shift: int = 0,
-) -> None:
-    """Run `rows` token by token; arguments as of `mamba2_triton`. Mutates `state`, `drafts` and `y`."""
+def launch_recurrent(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
+    """Run `rows` token by token; arguments as of `mamba2_triton`. Mutates `lines` and `y`."""
     if rows.num_rows == 0:
         return
-    tile = choose_tile(heads, rows.num_rows, state.element_size(), one=rows.max_length <= 1)
+    heads, xBC, state_bytes = inputs.heads, inputs.xBC, lines.state.element_size()
+    tile = choose_tile(heads, rows.num_rows, state_bytes, one=rows.max_length <= 1)
     sub = ROWS_PER_WARP * tile.num_warps
-    unit = math.gcd(16 // state.element_size(), xBC.stride(0))
+    unit = math.gcd(16 // state_bytes, xBC.stride(0))
     _recurrent[(rows.num_rows * heads.num_heads * triton.cdiv(heads.head_dim, tile.parts * sub),)](
         xBC,
-        dt,
-        rate,
-        rate if D is None else D,
-        rate if dt_bias is None else dt_bias,
-        state,
-        drafts,
+        inputs.dt,
+        *inputs.weights,
+        lines.state,
+        lines.drafts,
         y,
         rows.control,
         rows.control.stride(0),
-        drafts.shape[2],
-        heads.dt_limit[0],
-        heads.dt_limit[1],
+        lines.drafts.shape[2],
+        *heads.dt_limit,
         xBC.stride(0) // unit,
-        dt.stride(0),
-        H=heads.num_heads,
-        G=heads.num_groups,
-        P=heads.head_dim,
-        S=heads.state_dim,
-        LOG_RATE=log_rate,
-        SOFTPLUS=softplus,
-        HAS_D=D is not None,
-        HAS_BIAS=dt_bias is not None,
-        LINE_SHIFT=line_shift,
+        inputs.dt.stride(0),
+        **inputs.sizes,
+        **inputs.steps,
+        HAS_D=inputs.D is not None,
+        LINE_SHIFT=lines.shift,
         ONE=rows.max_length <= 1,
         UNIT=unit,
         PARTS=tile.parts,

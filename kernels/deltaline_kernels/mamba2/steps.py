@@ -8,7 +8,7 @@ from torch import Tensor
 from deltaline_kernels.device.chunks import find_chunk
 from deltaline_kernels.mamba2.chunk_plan import CHUNK
 from deltaline_kernels.mamba2.gates import read_rate, time_step
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.rows import Rows
 
 # fp32 values of a chunk and head: two vectors, exponents of 2. G_i; and G_j - log2(dt_j), so that the weight of token j
@@ -71,27 +71,19 @@ def _sum_steps(
         tl.store(p_steps + CHUNK, b_g - b_log, mask=in_h)
 
 
-def launch_steps(
-    dt: Tensor,
-    rate: Tensor,
-    dt_bias: Tensor | None,
-    rows: Rows,
-    heads: Heads,
-    *,
-    log_rate: bool,
-    softplus: bool,
-) -> Tensor:
+def launch_steps(inputs: MambaInputs, rows: Rows) -> Tensor:
     """Return the steps `[slots, H, STEPS]` fp32 of all chunks, which have the slots of `find_chunk`.
 
-    Arguments as of `mamba2_triton`, but that a time step is within the limits without `softplus` too. The slots of no
-    chunk are left as they are.
+    A time step is within the limits without `softplus` too. The slots of no chunk are left as they are.
     """
+    heads, dt = inputs.heads, inputs.dt
+    rate, _, dt_bias = inputs.weights
     num_slots = dt.shape[0] // CHUNK + rows.num_rows
     steps = torch.empty((num_slots, heads.num_heads, STEPS), dtype=torch.float32, device=dt.device)
     _sum_steps[(num_slots * triton.cdiv(heads.num_heads, HEADS),)](
         dt,
         rate,
-        rate if dt_bias is None else dt_bias,
+        dt_bias,
         steps,
         rows.control,
         rows.num_rows,
@@ -100,9 +92,7 @@ def launch_steps(
         H=heads.num_heads,
         CHUNK=CHUNK,
         HEADS=HEADS,
-        LOG_RATE=log_rate,
-        SOFTPLUS=softplus,
-        HAS_BIAS=dt_bias is not None,
+        **inputs.steps,
         num_warps=WARPS,
     )
     return steps

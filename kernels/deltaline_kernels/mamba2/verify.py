@@ -29,9 +29,9 @@ from deltaline_kernels.device.token_tile import (
     remain,
 )
 from deltaline_kernels.mamba2.gates import read_rate, time_step
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.mamba2.plan import SHORT_ROWS, choose_short_tile
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, StateLines
 
 STATES = (64, 128)
 
@@ -187,61 +187,39 @@ def _verify(
         store_tile(p_new, tile, o_p, P, S, PARTS, SUB, BLOCK_S)
 
 
-def can_verify(xBC: Tensor, drafts: Tensor, heads: Heads, rows: Rows) -> bool:
+def can_verify(inputs: MambaInputs, lines: StateLines, rows: Rows) -> bool:
     """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, states of a size that it has."""
-    fits = 1 < rows.max_length <= TOKENS.value and drafts.shape[2] <= TOKENS.value
-    return fits and xBC.dtype != torch.float32 and heads.state_dim in STATES
+    fits = 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
+    return fits and inputs.xBC.dtype != torch.float32 and inputs.heads.state_dim in STATES
 
 
-def launch_verify(
-    xBC: Tensor,
-    dt: Tensor,
-    rate: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    drafts: Tensor,
-    rows: Rows,
-    y: Tensor,
-    heads: Heads,
-    *,
-    log_rate: bool = True,
-    softplus: bool = True,
-    line_shift: int = 0,
-) -> None:
+def launch_verify(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
     """Run `rows`, for which `can_verify` holds, as a chunk each; arguments as of `mamba2_triton`.
 
-    Mutates `state`, `drafts` and `y`.
+    Mutates `lines` and `y`.
     """
     if rows.num_rows == 0:
         return
-    tile = choose_short_tile(heads, rows.num_rows, state.element_size())
-    unit = math.gcd(16 // state.element_size(), xBC.stride(0))
+    heads, xBC, state_bytes = inputs.heads, inputs.xBC, lines.state.element_size()
+    tile = choose_short_tile(heads, rows.num_rows, state_bytes)
+    unit = math.gcd(16 // state_bytes, xBC.stride(0))
     _verify[(rows.num_rows * heads.num_heads * triton.cdiv(heads.head_dim, tile.parts * SHORT_ROWS),)](
         xBC,
-        dt,
-        rate,
-        rate if D is None else D,
-        rate if dt_bias is None else dt_bias,
-        state,
-        drafts,
+        inputs.dt,
+        *inputs.weights,
+        lines.state,
+        lines.drafts,
         y,
         rows.control,
         rows.control.stride(0),
-        drafts.shape[2],
-        heads.dt_limit[0],
-        heads.dt_limit[1],
+        lines.drafts.shape[2],
+        *heads.dt_limit,
         xBC.stride(0) // unit,
-        dt.stride(0),
-        H=heads.num_heads,
-        G=heads.num_groups,
-        P=heads.head_dim,
-        S=heads.state_dim,
-        LOG_RATE=log_rate,
-        SOFTPLUS=softplus,
-        HAS_D=D is not None,
-        HAS_BIAS=dt_bias is not None,
-        LINE_SHIFT=line_shift,
+        inputs.dt.stride(0),
+        **inputs.sizes,
+        **inputs.steps,
+        HAS_D=inputs.D is not None,
+        LINE_SHIFT=lines.shift,
         UNIT=unit,
         PARTS=tile.parts,
         SUB=SHORT_ROWS,

@@ -1,7 +1,4 @@
-"""Manifold-constrained hyper-connections: several residual streams, mixed around every sublayer.
-
-Validates and picks the path by device. Does not know what the sublayer computes.
-"""
+"""Manifold-constrained hyper-connections: several residual streams, mixed around every sublayer."""
 
 import torch
 from torch import Tensor

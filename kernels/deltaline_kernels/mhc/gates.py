@@ -1,4 +1,4 @@
-"""What mixes the streams of a hyper-connected layer before and after a sublayer. Knows shapes; computes nothing."""
+"""What mixes the streams of a hyper-connected layer before and after a sublayer."""
 
 from __future__ import annotations
 

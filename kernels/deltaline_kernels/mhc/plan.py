@@ -1,4 +1,4 @@
-"""How the kernels of hyper-connections are cut into programs. Knows sizes and figures of an H200, no tensors.
+"""How the kernels of hyper-connections are cut into programs.
 
 A plan follows from the bucket of the number of tokens, the streams, the channels and the dtype, never from contents:
 the order of every sum is the same for all numbers of tokens in a bucket.

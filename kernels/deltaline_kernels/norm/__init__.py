@@ -1,4 +1,4 @@
-"""Gated RMS norm of a layer's heads or groups of channels. Validates and picks the path by device."""
+"""Gated RMS norm of a layer's heads or groups of channels."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Gated RMS norm in Triton: a program normalises a block of heads. Does not know tokens from heads."""
+"""Gated RMS norm in Triton: a program normalises a block of heads."""
 
 import triton
 import triton.language as tl

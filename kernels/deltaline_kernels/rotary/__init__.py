@@ -1,4 +1,4 @@
-"""Queries and keys made ready for attention, and keys and values kept in pages. Validates, picks the path by device."""
+"""Queries and keys made ready for attention, and keys and values kept in pages."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
-"""Rows of the self-test: of every kind, few and many of them, short and long. Knows no kernels."""
+"""Rows of the self-test: of every kind, few and many of them, short and long."""
 
 import torch
 
-from deltaline_kernels.gated_delta.heads import MANY_HEADS as MANY_DELTA_HEADS
+from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.rows import Rows
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.lora import (
     LoraWeights,
     add_lora,
@@ -18,10 +18,10 @@ from deltaline_kernels.lora import (
 
 
 def compare_lora(
-    fill: Callable[..., Tensor], num_tokens: int, heads: Heads, device: torch.device | str, dtype: torch.dtype
+    fill: Callable[..., Tensor], num_tokens: int, heads: DeltaHeads, device: torch.device | str, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what adapters of several ranks added to a projection of two slices, and what their reference added."""
-    sizes, inputs, rank = (heads.values, heads.num_value_heads), heads.keys, 64
+    sizes, inputs, rank = (heads.value_channels, heads.num_value_heads), heads.key_channels, 64
     ranks = torch.tensor([[16, 0], [1, 64], [64, 5]], dtype=torch.int32, device=device)
     a, b = fill(3, 2, rank, inputs).to(dtype), fill(3, rank, sum(sizes)).to(dtype)
     # Of ones, inputs x rank are summed: fp16 holds that with this factor up to inputs of 65,504.

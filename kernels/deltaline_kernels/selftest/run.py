@@ -1,6 +1,6 @@
 """Compares every kernel family with its reference on small inputs, on the device that is to serve.
 
-Wrong code from an assembler shows here before it shows in an answer. Knows nothing of models, allocates its tensors.
+Wrong code from an assembler shows here before it shows in an answer.
 """
 
 import math
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from deltaline_kernels.conv1d import causal_conv1d, causal_conv1d_reference
 from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.gated_delta.plan import choose_plan
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.mamba2.chunk_plan import choose_plan as choose_mamba_plan
-from deltaline_kernels.mamba2.heads import Heads as MambaHeads
+from deltaline_kernels.mamba2.inputs import MambaHeads
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest.attention import attention_batches, compare_attention
@@ -87,7 +87,7 @@ def run_selftest(
         KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the three. TypeError, ValueError: sizes
             that the kernels don't take.
     """
-    heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
+    heads = DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
     sizes = (heads, conv_width, max_draft, dtype, state_dtype)
     options: dict[str, Any] = {"norm_groups": norm_groups or num_key_heads, "dt_limit": dt_limit}
@@ -128,7 +128,7 @@ def run_selftest(
     return checks
 
 
-def _has_parts(recurrence: str, heads: Heads, dtype: torch.dtype) -> bool:
+def _has_parts(recurrence: str, heads: DeltaHeads, dtype: torch.dtype) -> bool:
     """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
     if recurrence == "gated_delta":
         return choose_plan(heads, 1, LONG, LONG).num_parts > 1
@@ -140,20 +140,20 @@ def _has_parts(recurrence: str, heads: Heads, dtype: torch.dtype) -> bool:
 def _run_in_parts(
     fill: Callable[..., Tensor],
     recurrence: str,
-    heads: Heads,
+    heads: DeltaHeads,
     device: torch.device | str,
     dtype: torch.dtype,
     state_dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what one long row gave in parts and, in place of the slow reference, token by token."""
     tokens = _projected(fill, LONG, heads).to(dtype)
-    x, _, b, a = tokens.split((2 * heads.keys + heads.values, heads.values, *[heads.num_value_heads] * 2), dim=-1)
+    x, _, b, a = tokens.split((heads.channels, heads.value_channels, *[heads.num_value_heads] * 2), dim=-1)
     x = x.contiguous()  # as the convolution leaves it
     gates = fill(3, heads.num_value_heads)
     state = fill(2, heads.num_value_heads, heads.value_dim, heads.key_dim).to(state_dtype)
     drafts, results = torch.zeros(2, 2, 1, heads.record, device=device), []
     if recurrence == "mamba2":
-        x[:, heads.values :] *= heads.scale**0.5
+        x[:, heads.value_channels :] *= heads.scale**0.5
     for max_short in (1, LONG):
         rows = Rows.build([LONG], [1], [1], [LONG], [0], [0], max_short=max_short, device=device)
         own = state.clone()
@@ -168,7 +168,7 @@ def _run_in_parts(
 def _convolve(
     fill: Callable[..., Tensor],
     rows: Rows,
-    heads: Heads,
+    heads: DeltaHeads,
     width: int,
     max_draft: int,
     dtype: torch.dtype,
@@ -176,7 +176,7 @@ def _convolve(
     has_bias: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what the convolution computed and what its reference computed, for rows that update their lines."""
-    num_rows, channels = rows.num_rows, 2 * heads.keys + heads.values
+    num_rows, channels = rows.num_rows, heads.channels
     x = _projected(fill, num_rows * rows.max_length, heads).to(dtype)[:, :channels]
     weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype) if has_bias else None
     lines = fill(num_rows + 1, width - 1 + max_draft, channels).to(dtype)
@@ -185,15 +185,15 @@ def _convolve(
     return [y, lines], [causal_conv1d_reference(x, weight, bias, want_lines, rows), want_lines]
 
 
-def _projected(fill: Callable[..., Tensor], num_tokens: int, heads: Heads) -> Tensor:
+def _projected(fill: Callable[..., Tensor], num_tokens: int, heads: DeltaHeads) -> Tensor:
     """Make what the projection of a layer leaves: q, k, v, z, b and a side by side, `[T, *]`."""
-    return fill(num_tokens, 2 * heads.keys + 2 * heads.values + 2 * heads.num_value_heads)
+    return fill(num_tokens, heads.channels + heads.value_channels + 2 * heads.num_value_heads)
 
 
 def _compare_delta(
     fill: Callable[..., Tensor],
     rows: Rows,
-    heads: Heads,
+    heads: DeltaHeads,
     width: int,
     max_draft: int,
     dtype: torch.dtype,
@@ -201,9 +201,9 @@ def _compare_delta(
 ) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
     """Yield the name of each family, what it computed and what its reference computed."""
     num_tokens = int(rows.query_start_loc[-1])
-    channels, num_heads = 2 * heads.keys + heads.values, heads.num_value_heads
+    channels, num_heads = heads.channels, heads.num_value_heads
     x = _projected(fill, num_tokens, heads).to(dtype)
-    x, z, b, a = x.split((channels, heads.values, num_heads, num_heads), dim=-1)
+    x, z, b, a = x.split((channels, heads.value_channels, num_heads, num_heads), dim=-1)
     weight = fill(width, channels).to(dtype)
     num_lines = max(4, rows.num_rows + 1)
     lines = fill(num_lines, width - 1 + max_draft, channels).to(dtype)
@@ -231,7 +231,7 @@ def _compare_delta(
 def _compare_mamba(
     fill: Callable[..., Tensor],
     rows: Rows,
-    heads: Heads,
+    heads: DeltaHeads,
     width: int,
     max_draft: int,
     dtype: torch.dtype,
@@ -243,8 +243,14 @@ def _compare_mamba(
 ) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
     """Yield what `_compare_delta` does, for the families of a Mamba2 layer."""
     num_tokens, num_lines = int(rows.query_start_loc[-1]), max(4, rows.num_rows + 1)
-    channels, num_heads, groups = 2 * heads.keys + heads.values, heads.num_value_heads, heads.num_key_heads
-    z, x, dt, _ = _projected(fill, num_tokens, heads).to(dtype).split((heads.values, channels, num_heads, num_heads), 1)
+    channels, num_heads, groups = (
+        heads.channels,
+        heads.num_value_heads,
+        heads.num_key_heads,
+    )
+    z, x, dt, _ = (
+        _projected(fill, num_tokens, heads).to(dtype).split((heads.value_channels, channels, num_heads, num_heads), 1)
+    )
     weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype) if has_conv_bias else None
     lines = fill(num_lines, width - 1 + max_draft, channels).to(dtype)
     want_lines = lines.clone()
@@ -253,7 +259,7 @@ def _compare_mamba(
     yield "conv1d", [y, lines], [xBC, want_lines]
 
     # B and C of moderate length: products of 128 large numbers would hide what is added to them.
-    xBC[:, heads.values :] *= heads.scale**0.5
+    xBC[:, heads.value_channels :] *= heads.scale**0.5
     weights = (fill(num_heads), fill(num_heads), fill(num_heads))
     state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(state_dtype)
     drafts = fill(num_lines, 2, max_draft, heads.record).mul_(heads.scale)
@@ -265,7 +271,7 @@ def _compare_mamba(
     yield "mamba2", [y, state, drafts], [want, want_state, want_drafts]
 
     want, z = (part.flatten(1).unflatten(1, (norm_groups, -1)) for part in (want, z))
-    scale = fill(norm_groups, heads.values // norm_groups)
+    scale = fill(norm_groups, heads.value_channels // norm_groups)
     got = gated_rms_norm(want, z, scale, 1e-6, gate_first=True)
     yield "norm", [got], [gated_rms_norm_reference(want, z, scale, 1e-6, gate_first=True)]
 

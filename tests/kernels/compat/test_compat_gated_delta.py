@@ -16,9 +16,9 @@ from torch import Tensor
 
 from deltaline_kernels.compat import (
     chunk_gated_delta_rule,
+    delta_inputs,
     fused_recurrent_gated_delta_rule,
     fused_sigmoid_gating_delta_rule_update,
-    operands,
 )
 
 NUM_SLOTS = 9
@@ -327,8 +327,8 @@ def test_columns_of_one_tensor_are_used_where_they_are(path: Path) -> None:
         told = call.arguments()
         g = call.tokens.g.to(path.device).view(told["v"].shape[:3])
         gates: dict[str, Tensor | None] = {"g": g, "beta": None}
-        shared = operands.pack_operands(told["q"], told["k"], told["v"], gates, None, normalize=True, optional="beta")
-        copied = operands.pack_operands(
+        shared = delta_inputs.pack_delta(told["q"], told["k"], told["v"], gates, None, normalize=True, optional="beta")
+        copied = delta_inputs.pack_delta(
             apart["q"], apart["k"], apart["v"], gates, None, normalize=True, optional="beta"
         )
         assert shared.qkv.data_ptr() == told["q"].data_ptr() and shared.a.data_ptr() == g.data_ptr()
@@ -346,14 +346,14 @@ def test_columns_that_only_look_alike_are_copied(exact_path: Path) -> None:
         one, two, three = (x.unflatten(1, size)[None] for x, size in zip(parts, [(H, K), (H, K), (HV, V)], strict=True))
         gates = {"g": torch.zeros(1, len(want), HV, device=exact_path.device), "beta": None}
         assert torch.equal(
-            operands.pack_operands(one, two, three, gates, None, normalize=True, optional="beta").qkv, want
+            delta_inputs.pack_delta(one, two, three, gates, None, normalize=True, optional="beta").qkv, want
         )
     gates = {"g": torch.zeros(2, 3, HV, device=exact_path.device), "beta": None}
     # A batch whose rows do not follow each other, and tokens that are all the same one.
     for apart in (wide[None].expand(2, -1, -1)[:, :3], wide.unflatten(0, (2, 3))[:, :1].expand(-1, 3, -1)):
         columns = apart.split((H * K, H * K, HV * V), dim=2)
         one, two, three = (x.unflatten(2, size) for x, size in zip(columns, [(H, K), (H, K), (HV, V)], strict=True))
-        packed = operands.pack_operands(one, two, three, gates, None, normalize=True, optional="beta").qkv
+        packed = delta_inputs.pack_delta(one, two, three, gates, None, normalize=True, optional="beta").qkv
         assert torch.equal(packed, apart.flatten(0, 1)) and packed.is_contiguous()
 
 

@@ -15,7 +15,7 @@ from rigs.kernels.tolerance import assert_close
 from torch import Tensor
 
 from deltaline_kernels.compat import selective_state_update
-from deltaline_kernels.compat.mamba2_operands import pack_mamba
+from deltaline_kernels.compat.mamba2_inputs import pack_mamba
 
 NUM_SLOTS = 9
 

@@ -12,7 +12,8 @@ from rigs.kernels.batches import Batch, Layer, Row, make_batch, plan_rows
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
+from deltaline_kernels.rows import StateLines
 
 chunk = pytest.importorskip("deltaline_kernels.gated_delta.chunk", reason="triton is not installed")
 plan = pytest.importorskip("deltaline_kernels.gated_delta.plan")
@@ -152,14 +153,13 @@ def test_lines_lie_anywhere(half_path: Path, walk: str, monkeypatch: pytest.Monk
     control = batch.rows.control.clone()
     control[1:3] = torch.where(control[1:3] > 0, control[1:3] + far, control[1:3])
     placed = replace(batch.rows, control=control)
-    heads = Heads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, 1e-6)
+    heads = DeltaHeads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, 1e-6)
     for length in (0, 64):
         in_parts(monkeypatch, length)
         pool[ours] = batch.state
         o = torch.empty_like(outputs)
-        launch.gated_delta_triton(
-            batch.qkv, batch.a, batch.b, batch.A_log, batch.dt_bias, pool, drafts, placed, o, heads, line_shift=1
-        )
+        inputs = DeltaInputs(batch.qkv, batch.a, batch.b, batch.A_log, batch.dt_bias, heads)
+        launch.gated_delta_triton(inputs, StateLines(pool, drafts, shift=1), placed, o)
         assert_close("o", o, outputs, half_path.dtype)
         assert_close("state", pool[ours], near.state, half)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from deltaline_kernels.device.row_splits import Plan
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.gated_delta.plan import CHUNK, PROGRAMS, SHORTEST_PART, choose_plan
 
 RAGGED = (37, 513, 4096, 1, 2900, 8000, 64, 773)
 
 
-def heads(num_key_heads: int, num_value_heads: int, key_dim: int = 128) -> Heads:
-    return Heads(num_key_heads, num_value_heads, key_dim, 128, 1.0, 1e-6)
+def heads(num_key_heads: int, num_value_heads: int, key_dim: int = 128) -> DeltaHeads:
+    return DeltaHeads(num_key_heads, num_value_heads, key_dim, 128, 1.0, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def heads(num_key_heads: int, num_value_heads: int, key_dim: int = 128) -> Heads
     ],
     ids=["few-heads", "long", "short", "many-rows", "ragged", "wide-keys"],
 )
-def test_plans_are_those_that_were_measured(layer: Heads, lengths: tuple[int, ...], expected: Plan) -> None:
+def test_plans_are_those_that_were_measured(layer: DeltaHeads, lengths: tuple[int, ...], expected: Plan) -> None:
     assert choose_plan(layer, len(lengths), sum(lengths), max(lengths)) == expected
 
 

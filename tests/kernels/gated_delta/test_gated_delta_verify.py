@@ -12,7 +12,8 @@ from rigs.kernels.batches import Batch, Layer, Row, make_batch, plan_rows
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
+from deltaline_kernels.rows import StateLines
 
 SMALL = Layer(H=1, HV=1, K=64, V=20, M=8)
 CASES = {
@@ -160,10 +161,11 @@ def test_short_rows_that_fit_are_computed_at_once() -> None:
 
     def fits(length: int = 5, dtype: torch.dtype = torch.bfloat16, K: int = 128, drafts: int = 8) -> bool:
         rows = plan_rows([Row(length), Row(0)], 64, "cpu")
-        heads = Heads(2, 4, K, 16, 1.0, 1e-6)
-        answer: bool = verify.can_verify(
-            torch.empty(length, heads.keys, dtype=dtype), torch.empty(1, 2, drafts, 1), heads, rows
-        )
+        heads = DeltaHeads(2, 4, K, 16, 1.0, 1e-6)
+        qkv = torch.empty(length, heads.channels, dtype=dtype)
+        inputs = DeltaInputs(qkv, qkv, qkv, None, None, heads)
+        lines = StateLines(torch.empty(1, 4, 16, K), torch.empty(1, 2, drafts, 1))
+        answer: bool = verify.can_verify(inputs, lines, rows)
         return answer
 
     assert fits() and fits(2) and fits(8) and fits(dtype=torch.float16) and fits(K=64)

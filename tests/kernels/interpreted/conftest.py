@@ -33,7 +33,7 @@ def release(package: str) -> tuple[int, ...]:
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send what engines' functions are given on the CPU to the Triton kernels."""
-    from deltaline_kernels.compat.launch import convolve_triton
+    from deltaline_kernels.compat.conv1d_launch import convolve_triton
 
     monkeypatch.setattr(conv1d, "convolve_cpu", convolve_triton)
 

@@ -36,7 +36,8 @@ from rigs.kernels.batches import Layer, Row, make_batch
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.tolerance import assert_close
 
-from deltaline_kernels.gated_delta.heads import Heads
+from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
+from deltaline_kernels.rows import StateLines
 
 __all__ = [
     "test_conv_has_every_width",
@@ -86,21 +87,10 @@ def test_delta_shifts_lines(exact_path: InterpretedPath) -> None:
     rows = [Row(3, verify=True, replayed=2), Row(1, fresh=True), Row(2, to="other"), Row(20, replayed=1)]
     whole = make_batch(rows, exact_path, layer)
     shifted = whole.clone()
-    heads = Heads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, 1e-6)
+    heads = DeltaHeads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, 1e-6)
     got = torch.empty(shifted.qkv.shape[0], layer.HV, layer.V)
-    gated_delta_triton(
-        shifted.qkv,
-        shifted.a,
-        shifted.b,
-        shifted.A_log,
-        shifted.dt_bias,
-        shifted.state[1:],
-        shifted.drafts[1:],
-        shifted.rows,
-        got,
-        heads,
-        line_shift=1,
-    )
+    inputs = DeltaInputs(shifted.qkv, shifted.a, shifted.b, shifted.A_log, shifted.dt_bias, heads)
+    gated_delta_triton(inputs, StateLines(shifted.state[1:], shifted.drafts[1:], shift=1), shifted.rows, got)
     assert torch.equal(got, whole.run_delta(exact_path))
     assert_close("state", shifted.state, whole.state, torch.float32)
     assert_close("drafts", shifted.drafts, whole.drafts, torch.float32)

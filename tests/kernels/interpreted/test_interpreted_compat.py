@@ -25,7 +25,7 @@ from kernels.compat.test_compat_conv1d import (
 )
 from rigs.kernels.paths import InterpretedPath
 
-from deltaline_kernels.compat import gated_delta, recurrence
+from deltaline_kernels.compat import gated_delta, rows
 
 __all__ = [
     "test_a_row_without_an_index_has_the_line_of_its_number",
@@ -42,9 +42,11 @@ __all__ = [
 @pytest.fixture(autouse=True)
 def interpreted_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat CPU tensors as those of a GPU: the Triton kernels, and no look at what index tensors say."""
-    from deltaline_kernels.compat.recurrence_launch import advance_triton
+    from deltaline_kernels.compat.build_rows import build_rows
+    from deltaline_kernels.gated_delta.launch import gated_delta_triton
 
-    monkeypatch.setattr(recurrence, "advance_cpu", advance_triton)
+    monkeypatch.setattr(rows, "place_on_host", build_rows)
+    monkeypatch.setattr(gated_delta, "run_gated_delta", gated_delta_triton)
     monkeypatch.setattr(gated_delta, "check_contents", lambda *_: None)
 
 
@@ -122,7 +124,7 @@ def test_whole_sequences_go_in_chunks_and_next_tokens_one_by_one(
 
     seen = []
     for name in ("launch_recurrent", "launch_exact_chunk", "launch_chunk"):
-        monkeypatch.setattr(launch, name, lambda *args, name=name, **_: seen.append((name, args[7].num_rows)))
+        monkeypatch.setattr(launch, name, lambda *args, name=name: seen.append((name, args[2].num_rows)))
     chunks = "launch_exact_chunk" if path.dtype == torch.float32 else "launch_chunk"
     checks.CHUNK(**checks.good_chunk(path, checks.Case([3, 1])))
     assert seen == [("launch_recurrent", 0), (chunks, 2)]

@@ -6,14 +6,16 @@ import pytest
 from kernels.compat.test_compat_chunk_scan import SCANS, check_scan
 from rigs.kernels.paths import InterpretedPath
 
-from deltaline_kernels.compat import recurrence
+from deltaline_kernels.compat import chunk_scan, rows
 
 
 @pytest.fixture(autouse=True)
 def triton_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltaline_kernels.compat.recurrence_launch import advance_triton
+    from deltaline_kernels.compat.build_rows import build_rows
+    from deltaline_kernels.mamba2.launch import mamba2_triton
 
-    monkeypatch.setattr(recurrence, "advance_cpu", advance_triton)
+    monkeypatch.setattr(rows, "place_on_host", build_rows)
+    monkeypatch.setattr(chunk_scan, "run_mamba2", mamba2_triton)
 
 
 @pytest.mark.parametrize(

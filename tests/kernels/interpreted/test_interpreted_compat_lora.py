@@ -31,7 +31,7 @@ __all__ = [
 @pytest.fixture(autouse=True, params=["table", "dense"])
 def interpreted_lora(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat CPU tensors as those of a GPU, with its table or in dense tiles."""
-    from deltaline_kernels.compat.lora_launch import expand_triton, shrink_triton
+    from deltaline_kernels.compat.lora.launch import expand_triton, shrink_triton
 
     monkeypatch.setattr(lora, "shrink_cpu", shrink_triton)
     monkeypatch.setattr(lora, "expand_cpu", expand_triton)

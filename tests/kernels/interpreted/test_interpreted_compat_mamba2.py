@@ -6,15 +6,17 @@ import kernels.compat.test_compat_mamba2 as checks
 import pytest
 from rigs.kernels.paths import InterpretedPath
 
-from deltaline_kernels.compat import mamba2, recurrence
+from deltaline_kernels.compat import mamba2, rows
 
 
 @pytest.fixture(autouse=True)
 def interpreted_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat CPU tensors as those of a GPU: the Triton kernels, and no look at what index tensors say."""
-    from deltaline_kernels.compat.recurrence_launch import advance_triton
+    from deltaline_kernels.compat.build_rows import build_rows
+    from deltaline_kernels.mamba2.launch import mamba2_triton
 
-    monkeypatch.setattr(recurrence, "advance_cpu", advance_triton)
+    monkeypatch.setattr(rows, "place_on_host", build_rows)
+    monkeypatch.setattr(mamba2, "run_mamba2", mamba2_triton)
     monkeypatch.setattr(mamba2, "check_contents", lambda *_: None)
 
 

@@ -28,7 +28,8 @@ from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import InterpretedPath, Path
 from rigs.kernels.tolerance import assert_close
 
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
+from deltaline_kernels.rows import StateLines
 
 __all__ = [
     "test_a_decode_is_a_verify_of_one_token",
@@ -74,9 +75,9 @@ def test_mamba2_shifts_lines(exact_path: InterpretedPath, rows: list[Row]) -> No
     shifted = whole.clone()
     want = whole.run(exact_path)
     got = torch.empty_like(want)
-    heads = Heads(layer.G, layer.H, layer.P, layer.S)
-    lined = (shifted.state[1:], shifted.drafts[1:])
-    mamba2_triton(*shifted.inputs, *lined, shifted.rows, got, heads, line_shift=1)
+    heads = MambaHeads(layer.G, layer.H, layer.P, layer.S)
+    lines = StateLines(shifted.state[1:], shifted.drafts[1:], shift=1)
+    mamba2_triton(MambaInputs(*shifted.inputs, heads), lines, shifted.rows, got)
     assert_close("y", got, want, torch.float32)
     assert_close("state", shifted.state, whole.state, torch.float32)
     assert_close("drafts", shifted.drafts, whole.drafts, torch.float32)

@@ -21,7 +21,8 @@ from rigs.kernels.mamba_batches import make_mamba_batch
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.tolerance import assert_close
 
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
+from deltaline_kernels.rows import StateLines
 
 __all__ = [
     "test_a_short_draft_that_is_not_finite_leaves_those_before_it_alone",
@@ -48,8 +49,8 @@ def test_a_verify_is_as_exact_as_fp32(path: InterpretedPath) -> None:
     reference = replace(batch.clone(), xBC=batch.xBC.float(), dt=batch.dt.float())
     want = reference.run_reference()
     y = torch.empty_like(want)
-    heads = Heads(SMALL.G, SMALL.H, SMALL.P, SMALL.S)
-    mamba2_triton(*batch.inputs, batch.state, batch.drafts, batch.rows, y, heads)
+    heads = MambaHeads(SMALL.G, SMALL.H, SMALL.P, SMALL.S)
+    mamba2_triton(MambaInputs(*batch.inputs, heads), StateLines(batch.state, batch.drafts), batch.rows, y)
     assert_close("y", y, want, torch.float32)
     assert_close("state", batch.state, reference.state, torch.float32)
     assert_close("drafts", batch.drafts, reference.drafts, torch.float32)
@@ -61,7 +62,7 @@ def test_a_batch_of_short_rows_goes_one_way(path: InterpretedPath, monkeypatch: 
 
     seen = []
     for name in ("launch_recurrent", "launch_verify"):
-        monkeypatch.setattr(launch, name, lambda *args, name=name, **_: seen.append((name, args[7].num_rows)))
+        monkeypatch.setattr(launch, name, lambda *args, name=name: seen.append((name, args[2].num_rows)))
     make_mamba_batch([Row(5, verify=True), Row(1)], path, SMALL).run(path)
     make_mamba_batch([Row(1), Row(1, verify=True, replayed=2)], path, SMALL).run(path)
     assert [way for way in seen if way[1]] == [("launch_verify", 2), ("launch_recurrent", 2)]

@@ -15,8 +15,8 @@ from rigs.kernels.paths import InterpretedPath
 from torch import Tensor
 
 from deltaline_kernels.device.row_splits import Plan
-from deltaline_kernels.mamba2.heads import Heads
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.mamba2.inputs import MambaInputs
+from deltaline_kernels.rows import Rows, StateLines
 
 chunk = pytest.importorskip("deltaline_kernels.mamba2.chunk", reason="triton is not installed")
 hopper_chunk = pytest.importorskip("deltaline_kernels.mamba2.hopper_chunk", reason="triton is not installed")
@@ -34,47 +34,41 @@ ROWS = [
 
 
 def walk_on_cpu(
-    xBC: Tensor,
-    steps: Tensor,
-    D: Tensor,
-    state: Tensor,
-    drafts: Tensor,
-    ends: Tensor,
+    inputs: MambaInputs,
+    lines: StateLines,
     rows: Rows,
     y: Tensor,
-    heads: Heads,
+    steps: Tensor,
+    ends: Tensor,
     plan: Plan,
     *,
     padding: int,
-    line_shift: int,
 ) -> None:
     """Do what `launch_walk` does."""
+    xBC, heads = inputs.xBC, inputs.heads
     told: dict[str, Any] = {
         "xBC": xBC,
         "x_tiles": Tiles(xBC, heads.channels, xBC.stride(0)),
         "s_tiles": Tiles(xBC, heads.channels, xBC.stride(0)),
-        "y_tiles": Tiles(y, heads.values, heads.values),
+        "y_tiles": Tiles(y, heads.value_channels, heads.value_channels),
         "steps": steps,
-        "D": D,
-        "state": state,
-        "drafts": drafts,
+        "D": inputs.D,
+        "state": lines.state,
+        "drafts": lines.drafts,
         "ends": ends,
         "y": y,
         "control": rows.control,
         "control_stride": rows.control.stride(0),
-        "max_draft": drafts.shape[2],
+        "max_draft": lines.drafts.shape[2],
         "num_parts": plan.num_parts,
         "part_length": plan.part_length,
         "xBC_stride": xBC.stride(0),
-        "H": heads.num_heads,
-        "G": heads.num_groups,
-        "P": heads.head_dim,
-        "S": heads.state_dim,
+        **inputs.sizes,
         "BLOCK_P": chunk.BLOCK_P,
         "CHUNK": chunk.CHUNK,
         "PADDING": padding,
         "HAS_D": True,
-        "LINE_SHIFT": line_shift,
+        "LINE_SHIFT": lines.shift,
         "STAGES": hopper_chunk.STAGES,
         "WARPS": hopper_chunk.WARPS,
     }

@@ -6,7 +6,7 @@ import pytest
 
 from deltaline_kernels.device.row_splits import Plan
 from deltaline_kernels.mamba2.chunk_plan import CHUNK, PROGRAMS, SHORTEST_PART, choose_plan
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaHeads
 
 
 @pytest.mark.parametrize(
@@ -33,14 +33,14 @@ from deltaline_kernels.mamba2.heads import Heads
     ],
 )
 def test_rows_are_cut_where_few_programs_would_run(num_heads: int, lengths: tuple[int, ...], expected: Plan) -> None:
-    heads = Heads(1, num_heads, 64, 128)
+    heads = MambaHeads(1, num_heads, 64, 128)
     assert choose_plan(heads, len(lengths), sum(lengths), max(lengths)) == expected
 
 
 @pytest.mark.parametrize("num_heads", [1, 3, 8, 64, 128, 300])
 @pytest.mark.parametrize("length", [0, 1, 64, 3 * SHORTEST_PART, 4097, 8191, 1_000_000])
 def test_parts_cover_the_row_and_run_at_once(num_heads: int, length: int) -> None:
-    plan = choose_plan(Heads(1, num_heads, 128, 128), 1, length, length)
+    plan = choose_plan(MambaHeads(1, num_heads, 128, 128), 1, length, length)
     assert plan.num_parts * plan.part_length >= length
     assert (plan.num_parts - 1) * plan.part_length < max(length, 1)
     if plan.num_parts > 1:

@@ -15,7 +15,8 @@ from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 
 from deltaline_kernels.device.row_splits import Plan
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
+from deltaline_kernels.rows import StateLines
 
 chunk = pytest.importorskip("deltaline_kernels.mamba2.chunk", reason="triton is not installed")
 launch = pytest.importorskip("deltaline_kernels.mamba2.launch", reason="triton is not installed")
@@ -198,12 +199,13 @@ def test_lines_lie_anywhere(half_path: Path, walk: str, monkeypatch: pytest.Monk
     control = batch.rows.control.clone()
     control[1:3] = torch.where(control[1:3] > 0, control[1:3] + far, control[1:3])
     placed = replace(batch.rows, control=control)
-    heads = Heads(layer.G, layer.H, layer.P, layer.S)
+    heads = MambaHeads(layer.G, layer.H, layer.P, layer.S)
     for length in (0, 64):
         in_parts(monkeypatch, length)
         pool[ours] = batch.state
         y = torch.full_like(outputs, torch.nan)
-        launch.mamba2_triton(*batch.inputs, pool, drafts, placed, y, heads, line_shift=1)
+        inputs = MambaInputs(*batch.inputs, heads)
+        launch.mamba2_triton(inputs, StateLines(pool, drafts, shift=1), placed, y)
         assert_close("y", y, outputs, half_path.dtype)
         assert_close("state", pool[ours], near.state, half)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaHeads
 from deltaline_kernels.mamba2.plan import (
     FEW,
     LOAD_BYTES,
@@ -25,7 +25,7 @@ from deltaline_kernels.mamba2.plan import (
     ids=["few", "few-of-tokens", "many", "many-of-tokens"],
 )
 def test_few_rows_are_spread_over_more_programs(num_rows: int, one: bool, expected: object, state_bytes: int) -> None:
-    tile = choose_tile(Heads(1, 8, 64, 128), num_rows, state_bytes, one=one)
+    tile = choose_tile(MambaHeads(1, 8, 64, 128), num_rows, state_bytes, one=one)
     chosen = expected[state_bytes] if isinstance(expected, dict) else expected
     assert (tile.num_warps, tile.parts, tile.max_registers) == chosen
 
@@ -34,15 +34,15 @@ def test_few_rows_are_spread_over_more_programs(num_rows: int, one: bool, expect
 @pytest.mark.parametrize("state_dim", [1, 5, 16, 33, 64, 128, 200, 256])
 def test_a_block_is_what_threads_load_at_once(state_dim: int, state_bytes: int) -> None:
     for num_rows in (1, 1000):
-        tile = choose_tile(Heads(1, 8, 64, state_dim), num_rows, state_bytes, one=True)
+        tile = choose_tile(MambaHeads(1, 8, 64, state_dim), num_rows, state_bytes, one=True)
         assert tile.parts >= 1
         assert tile.block_s & (tile.block_s - 1) == 0 and tile.block_s >= 16
         assert tile.block_s == 16 or tile.block_s * state_bytes <= ROW_BYTES
-        short = choose_short_tile(Heads(1, 8, 64, state_dim), num_rows, state_bytes)
+        short = choose_short_tile(MambaHeads(1, 8, 64, state_dim), num_rows, state_bytes)
         assert short.num_warps == 1 and short.records >= 1
         assert short.block_s * state_bytes == ROW_THREADS * LOAD_BYTES
 
 
 def test_large_states_have_a_quarter_of_the_parts() -> None:
-    small, large = (choose_tile(Heads(1, 8, 64, size), 1000, 2, one=True) for size in (128, 256))
+    small, large = (choose_tile(MambaHeads(1, 8, 64, size), 1000, 2, one=True) for size in (128, 256))
     assert large.parts * 4 == small.parts

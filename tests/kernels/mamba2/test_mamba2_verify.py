@@ -13,7 +13,8 @@ from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 
-from deltaline_kernels.mamba2.heads import Heads
+from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
+from deltaline_kernels.rows import StateLines
 
 SMALL = MambaLayer(H=2, S=64, P=20, M=8)
 CASES = {
@@ -139,9 +140,11 @@ def test_short_rows_that_fit_are_computed_at_once() -> None:
 
     def fits(length: int = 5, dtype: torch.dtype = torch.bfloat16, S: int = 128, drafts: int = 8) -> bool:
         rows = plan_rows([Row(length), Row(0)], 64, "cpu")
-        heads = Heads(2, 4, 16, S)
+        heads = MambaHeads(2, 4, 16, S)
         tokens = torch.empty(length, heads.channels, dtype=dtype)
-        answer: bool = verify.can_verify(tokens, torch.empty(1, 2, drafts, 1), heads, rows)
+        inputs = MambaInputs(tokens, tokens, tokens, None, None, heads)
+        lines = StateLines(torch.empty(1, 4, 16, S), torch.empty(1, 2, drafts, 1))
+        answer: bool = verify.can_verify(inputs, lines, rows)
         return answer
 
     assert fits() and fits(2) and fits(8) and fits(dtype=torch.float16) and fits(S=64)

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from deltaline_kernels import Rows
 from deltaline_kernels.attention import BlockLists, Modifiers, and_masks, find_modifier, flex_decode, or_masks
-from deltaline_kernels.attention.heads import Heads
+from deltaline_kernels.attention.inputs import AttentionHeads, Keys, Queries
 from deltaline_kernels.attention.modifiers.modifier import Mask, Part
 
 MAX_POSITION = 2048
@@ -75,17 +75,18 @@ class Batch:
             arguments = (self.q, self.k_pages, self.v_pages, self.page_table, self.rows)
             o, lse = flex_decode(*arguments, modifiers=modifiers, return_lse=True, **options)
             return o, lse
-        from deltaline_kernels.attention.launch import Keys, flex_decode_triton
+        from deltaline_kernels.attention.launch import flex_decode_triton
 
         layer = self.layer
         o, lse = torch.empty(*self.q.shape[:2], layer.DV, dtype=self.q.dtype), torch.empty(self.q.shape[:2])
         keys = Keys(
             self.k_pages, self.v_pages, self.page_table, layer.page, layer.page * self.page_table.shape[1], False, False
         )
-        heads = Heads(layer.HQ, layer.HKV, layer.D, layer.DV, options.get("scale", layer.D**-0.5))
+        heads = AttentionHeads(layer.HQ, layer.HKV, layer.D, layer.DV, options.get("scale", layer.D**-0.5))
         sinks, gate = options.get("sinks"), options.get("gate")
         modifiers = Modifiers() if modifiers is None else modifiers
-        flex_decode_triton(self.q, keys, self.rows, modifiers, sinks, gate, o, lse, heads, options.get("blocks"))
+        queries = Queries(self.q, heads, modifiers, sinks, gate, options.get("blocks"))
+        flex_decode_triton(queries, keys, self.rows, o, lse)
         return o, lse
 
     def expected(self, truth: Truth = Truth(), scale: float | None = None) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,10 @@ from deltaline_kernels import (
     mamba2,
     spread_slots,
 )
-from deltaline_kernels.gated_delta.heads import Heads
-from deltaline_kernels.mamba2.heads import Heads as MambaHeads
+from deltaline_kernels.conv1d.inputs import ConvInputs
+from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
+from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
+from deltaline_kernels.rows import StateLines
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class InterpretedPath(Path):
         from deltaline_kernels.conv1d.launch import causal_conv1d_triton
 
         y = torch.empty(x.shape, dtype=x.dtype)
-        causal_conv1d_triton(x, weight, bias, lines, rows, (y,), silu=activation == "silu")
+        causal_conv1d_triton(ConvInputs(x, weight, bias, lines, activation == "silu"), rows, (y,))
         return y
 
     def conv_split(
@@ -116,7 +118,7 @@ class InterpretedPath(Path):
         from deltaline_kernels.conv1d.launch import causal_conv1d_triton
 
         parts = tuple(torch.empty(x.shape[0], size, dtype=x.dtype) for size in sizes)
-        causal_conv1d_triton(x, weight, bias, lines, rows, parts, silu=True)
+        causal_conv1d_triton(ConvInputs(x, weight, bias, lines, silu=True), rows, parts)
         return parts
 
     def delta(
@@ -136,9 +138,10 @@ class InterpretedPath(Path):
         from deltaline_kernels.gated_delta.launch import gated_delta_triton
 
         _, num_value_heads, value_dim, key_dim = state.shape
-        heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
+        heads = DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
         o = torch.empty(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype)
-        gated_delta_triton(qkv, a, b, A_log, dt_bias, state, drafts, rows, o, heads, normalize=normalize)
+        inputs = DeltaInputs(qkv, a, b, A_log, dt_bias, heads, normalize)
+        gated_delta_triton(inputs, StateLines(state, drafts), rows, o)
         return o
 
     def mamba2(
@@ -160,7 +163,7 @@ class InterpretedPath(Path):
         _, num_heads, head_dim, state_dim = state.shape
         heads = MambaHeads(num_groups, num_heads, head_dim, state_dim, dt_limit)
         y = torch.empty(xBC.shape[0], heads.num_heads, heads.head_dim, dtype=xBC.dtype)
-        mamba2_triton(xBC, dt, A_log, D, dt_bias, state, drafts, rows, y, heads)
+        mamba2_triton(MambaInputs(xBC, dt, A_log, D, dt_bias, heads), StateLines(state, drafts), rows, y)
         return y
 
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:

@@ -1,8 +1,8 @@
 """LoRA as vLLM calls it: `lora_shrink` and `lora_expand`, tokens sorted by adapter in tensors that the engine prepares.
 
 Sums are fp32, added to the outputs in fp32 and rounded once; nothing uses atomics. The tokens of an adapter are those
-that the sorted indices, counts and starts name; `token_lora_mapping` is not read, as in vLLM's kernels. Validates and
-picks the path by device; neither waits for it nor keeps anything of a call.
+that the sorted indices, counts and starts name; `token_lora_mapping` is not read, as in vLLM's kernels. Nothing
+waits for the device, and nothing is kept of a call.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS
-from deltaline_kernels.compat.lora_cpu import expand_cpu, shrink_cpu
-from deltaline_kernels.compat.lora_tokens import AdapterTokens, check_beside
+from deltaline_kernels.compat.lora.cpu import expand_cpu, shrink_cpu
+from deltaline_kernels.compat.lora.tokens import AdapterTokens, check_beside
 from deltaline_kernels.lora.weights import MAX_RANK
 
 # Dimensions of the weights.
@@ -80,7 +80,7 @@ def lora_shrink(
             shrink_cpu(x, weights, output_tensor, tokens, float(scaling))
         else:
             # Imported here: only this path needs triton, which is installed on Linux alone.
-            from deltaline_kernels.compat.lora_launch import shrink_triton
+            from deltaline_kernels.compat.lora.launch import shrink_triton
 
             shrink_triton(x, weights, output_tensor, tokens, float(scaling))
 
@@ -150,7 +150,7 @@ def lora_expand(
             expand_cpu(sums, weights, output_tensor, tokens, offset_start, add=add_inputs)
         else:
             # Imported here: only this path needs triton, which is installed on Linux alone.
-            from deltaline_kernels.compat.lora_launch import expand_triton
+            from deltaline_kernels.compat.lora.launch import expand_triton
 
             expand_triton(sums, weights, output_tensor, tokens, offset_start, add=add_inputs)
 

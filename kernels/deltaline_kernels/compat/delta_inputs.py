@@ -1,112 +1,17 @@
-"""The tokens that engines pass to the gated delta rule, checked and packed as the native operation has them.
-
-Knows shapes, dtypes and strides. Does not know what rows hold, nor where states are.
-"""
+"""The tokens that engines pass to the gated delta rule, checked and packed as the native operation has them."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
 from deltaline_kernels.compat.arguments import INTEGERS, check_operand
-from deltaline_kernels.gated_delta import gated_delta
-from deltaline_kernels.gated_delta.heads import Heads
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
 
 # Under the root of the norms of q and k, in every engine.
 EPS = 1e-6
-
-
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """Packed tokens and their gates.
-
-    Args:
-        qkv: `[T, 2*H*K + HV*V]`, any row stride. a, b: `[T, HV]` of qkv's dtype or fp32, any row stride.
-        A_log, dt_bias: `[HV]`, or both None where a and b are the log decay and the strength themselves.
-        normalize: whether q and k are divided by their norms.
-        shape: of the outputs in the engine's order, `[batch, tokens, HV, V]`.
-    """
-
-    qkv: Tensor
-    a: Tensor
-    b: Tensor
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    heads: Heads
-    normalize: bool
-    shape: tuple[int, int, int, int]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.qkv.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.qkv.device
-
-    @property
-    def record(self) -> int:
-        """Values of one draft token."""
-        return self.heads.record
-
-    def state_shape(self) -> dict[str, int]:
-        """Return the dimensions of one state."""
-        return {"HV": self.heads.num_value_heads, "V": self.heads.value_dim, "K": self.heads.key_dim}
-
-    def empty_output(self) -> Tensor:
-        """Return an output `[T, HV, V]` without contents."""
-        return torch.empty((self.num_tokens, *self.shape[2:]), dtype=self.qkv.dtype, device=self.device)
-
-    def column(self, t: int, length: int) -> "Operands":
-        """Return token t of each of the rows of `length` tokens as views."""
-        qkv, a, b = (x.unflatten(0, (-1, length))[:, t] for x in (self.qkv, self.a, self.b))
-        return replace(self, qkv=qkv, a=a, b=b)
-
-    def gather(self, index: Tensor) -> "Operands":
-        """Return the tokens `index`, in that order, as copies."""
-        qkv, a, b = (x.index_select(0, index) for x in (self.qkv, self.a, self.b))
-        return replace(self, qkv=qkv, a=a, b=b)
-
-    def compute(self, state: Tensor, drafts: Tensor, rows: Rows) -> Tensor:
-        """Run the rule on the CPU; return o `[T, HV, V]`; mutates `state`."""
-        return gated_delta(
-            self.qkv,
-            self.a,
-            self.b,
-            self.A_log,
-            self.dt_bias,
-            state,
-            drafts,
-            rows,
-            num_key_heads=self.heads.num_key_heads,
-            scale=self.heads.scale,
-            eps=self.heads.eps,
-            normalize=self.normalize,
-        )
-
-    def launch(self, state: Tensor, drafts: Tensor, rows: Rows, o: Tensor, line_shift: int) -> None:
-        """Launch the rule on a GPU, where line i of `rows` is line i - line_shift; mutates `state` and o."""
-        # Imported here: only this path needs triton, which is installed on Linux alone.
-        from deltaline_kernels.gated_delta.launch import gated_delta_triton
-
-        gated_delta_triton(
-            self.qkv,
-            self.a,
-            self.b,
-            self.A_log,
-            self.dt_bias,
-            state,
-            drafts,
-            rows,
-            o,
-            self.heads,
-            normalize=self.normalize,
-            line_shift=line_shift,
-        )
 
 
 def check_beside(
@@ -134,7 +39,7 @@ def check_number(name: str, value: float, *, positive: bool = False) -> None:
         raise ValueError(f"{name}: expected a finite number above 0, got {value}")
 
 
-def pack_operands(
+def pack_delta(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -144,7 +49,7 @@ def pack_operands(
     normalize: bool,
     flat_gates: bool = False,
     optional: str | None = None,
-) -> Operands:
+) -> DeltaInputs:
     """Check and pack q, k `[batch, tokens, H, K]`, v `[batch, tokens, HV, V]` and the two gates `[batch, tokens, HV]`.
 
     q, k and v that are the columns of one tensor, in this order, are used where they are; others are copied. The gate
@@ -181,18 +86,18 @@ def pack_operands(
         rows = {"batch * tokens": batch * length} if flat else tokens
         check_beside(name, gate, {**rows, "HV": num_value_heads}, ACTIVATIONS, device)
         packed.append(pack_gate(gate, batch * length, num_value_heads, q.dtype))
-    heads = Heads(num_key_heads, num_value_heads, key_dim, value_dim, scale, EPS)
+    heads = DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, float(scale), EPS)
     qkv = share_columns(q, k, v)
     if qkv is None:
         qkv = torch.cat([x.reshape(batch * length, x.shape[2] * x.shape[3]) for x in (q, k, v)], dim=1)
     a, b = packed
-    return Operands(qkv, a, b, None, None, heads, normalize, (batch, length, num_value_heads, value_dim))
+    return DeltaInputs(qkv, a, b, None, None, heads, normalize)
 
 
-def pack_rates(name: str, rates: Tensor, operands: Operands) -> Tensor:
+def pack_rates(name: str, rates: Tensor, inputs: DeltaInputs) -> Tensor:
     """Check and return `(HV,)` values of the heads, contiguous, of qkv's dtype or fp32."""
-    check_beside(name, rates, {"HV": operands.heads.num_value_heads}, ACTIVATIONS, operands.device)
-    return widen(rates, operands.qkv.dtype).contiguous()
+    check_beside(name, rates, {"HV": inputs.heads.num_value_heads}, ACTIVATIONS, inputs.device)
+    return widen(rates, inputs.qkv.dtype).contiguous()
 
 
 def widen(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,4 @@
-"""Builds `Rows` on the device from the tensors that engines pass, in one launch and without the host.
-
-Line j of an engine is line j + 1 of `Rows`, whose line 0 is the zero state. Does not know what a line stores.
-"""
+"""Builds `Rows` on the device from the tensors that engines pass, in one launch and without the host."""
 
 import torch
 import triton
@@ -10,7 +7,6 @@ import triton.language as tl
 from deltaline_kernels.compat.rows import EngineRows
 from deltaline_kernels.rows import NUM_FIELDS, Rows
 
-LINE_SHIFT = 1
 # Entries of the control tensor per program.
 BLOCK = 256
 
@@ -87,9 +83,9 @@ def _build(
 
 
 def build_rows(
-    rows: EngineRows, num_tokens: int, columns: int, width: int, device: torch.device, *, keep: bool
+    rows: EngineRows, num_tokens: int, device: torch.device, columns: int, width: int, *, keep: bool
 ) -> Rows:
-    """Return the rows over lines of `columns` columns, which they write if `keep`; does not wait for the device."""
+    """Do what `place_rows` does, on a GPU."""
     n = rows.num_rows
     control = torch.empty((NUM_FIELDS, n + 1), dtype=torch.int32, device=device)
     reads, writes = rows.read_line, rows.write_line

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.lora_tokens import AdapterTokens
+from deltaline_kernels.compat.lora.tokens import AdapterTokens
 
 
 def shrink_cpu(x: Tensor, weights: Sequence[Tensor], out: Tensor, tokens: AdapterTokens, scaling: float) -> None:

@@ -1,32 +1,28 @@
-"""Sends the rows of an engine to the kernel for their length. Does not know what the kernels compute."""
+"""Sends the rows of an engine to the convolution's kernel for their length."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.kernel import LINE_SHIFT, build_rows
+from deltaline_kernels.compat.build_rows import build_rows
 from deltaline_kernels.compat.rows import EngineRows
+from deltaline_kernels.conv1d.inputs import ConvInputs
 from deltaline_kernels.conv1d.prefill import launch_prefill
 from deltaline_kernels.conv1d.update import MAX_TOKENS, Indices, launch_update
 
 
-def convolve_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor | None, rows: EngineRows, y: Tensor, *, silu: bool
-) -> None:
-    """Write the rows' outputs to y `[T, D]`, which may be x `[T, D]`; mutates `lines` `[L, columns, D]`."""
-    width, channels = weight.shape
-    keep = lines is not None
-    if lines is None:
-        # Its dtype counts; its contents do not.
-        lines = torch.empty((1, width - 1, channels), dtype=x.dtype, device=x.device)
-    columns = lines.shape[1]
+def convolve_triton(inputs: ConvInputs, rows: EngineRows, y: Tensor, *, keep: bool) -> None:
+    """Write the rows' outputs to y `[T, D]`, which may be x; mutates the lines if `keep`."""
+    x, width, columns = inputs.x, inputs.weight.shape[0], inputs.lines.shape[1]
     most = rows.most_tokens(columns, width)
     if keep and rows.history is True and rows.longest <= (MAX_TOKENS if most is None else min(MAX_TOKENS, most)):
-        launch_update(x, weight, bias, lines, _indices(rows, x.device), y, silu=silu)
+        # Its rows name the lines themselves.
+        launch_update(replace(inputs, line_shift=0), _indices(rows, x.device), y)
         return
     # Only an update reads all of a row before it writes: elsewhere others still need what would be overwritten.
     result = torch.empty_like(y) if y.data_ptr() == x.data_ptr() else y
-    built = build_rows(rows, x.shape[0], columns, width, x.device, keep=keep)
-    launch_prefill(x, weight, bias, lines, built, (result,), silu=silu, line_shift=LINE_SHIFT)
+    launch_prefill(inputs, build_rows(rows, x.shape[0], x.device, columns, width, keep=keep), (result,))
     if result is not y:
         y.copy_(result)
 

@@ -1,12 +1,12 @@
-"""Sends vLLM's shrink and expand to the LoRA kernels, slice by slice. Does not know what the kernels compute."""
+"""Sends vLLM's shrink and expand to the LoRA kernels, slice by slice."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.lora_kernel import add_up, list_tiles, split_sums
-from deltaline_kernels.compat.lora_tokens import AdapterTokens
+from deltaline_kernels.compat.lora.kernel import add_up, list_tiles, split_sums
+from deltaline_kernels.compat.lora.tokens import AdapterTokens
 from deltaline_kernels.lora.dense import empty_halves, launch_expand_dense, launch_shrink_dense
 from deltaline_kernels.lora.expand import launch_expand
 from deltaline_kernels.lora.launch import find_dense

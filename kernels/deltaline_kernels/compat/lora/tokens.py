@@ -1,4 +1,4 @@
-"""The tokens of each adapter as vLLM's metadata names them, checked. Knows shapes and devices; reads no contents."""
+"""The tokens of each adapter as vLLM's metadata names them, checked. No contents are read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Turns what engines tell about adapters into tiles, and partial sums into what they expect of a shrink.
 
-One launch each, without the host. Does not know weights.
+One launch each, without the host.
 """
 
 import triton

@@ -1,0 +1,65 @@
+"""What an attention is given: the sizes of its heads, its queries and what modifies them, and where its keys are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deltaline_kernels.attention.blocks import BlockLists
+from deltaline_kernels.attention.modifiers.packed import Modifiers
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """`num_queries` heads of queries, of which as many share each of `num_keys` heads of keys and values."""
+
+    num_queries: int
+    num_keys: int
+    key_dim: int
+    value_dim: int
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that share a head of keys."""
+        return self.num_queries // self.num_keys
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Packed queries, checked by the caller.
+
+    Args:
+        q: `[T, HQ, D]`, any strides of tokens and heads.
+        sinks: `[HQ]` fp32 or None. gate: `[T, HQ, DV]`, any strides of tokens and heads, or None.
+        blocks: lists of the blocks of keys that are looked at, or None for all keys that the mask may leave.
+    """
+
+    q: Tensor
+    heads: AttentionHeads
+    modifiers: Modifiers
+    sinks: Tensor | None = None
+    gate: Tensor | None = None
+    blocks: BlockLists | None = None
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where keys and values are.
+
+    Args:
+        k, v: `[pages, page_size, HKV, D]` and `[.., DV]`; or, without a page table, of each line a tensor of
+            `page_size` keys, `[L, page_size, HKV, D]`, or `[L, HKV, page_size, D]` with heads_first.
+        page_table: `[L, max_pages]` int32, or None (not on the CPU).
+        capacity: most keys of a row.
+        shared: all lines have the keys of line 0 (without a page table).
+    """
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None
+    page_size: int
+    capacity: int
+    heads_first: bool = False
+    shared: bool = False

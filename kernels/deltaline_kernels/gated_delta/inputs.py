@@ -1,0 +1,125 @@
+"""What the gated delta kernels are given of a layer: the sizes of its heads, its tokens and their gates."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.checks import MAX_HEAD_DIM, check_positive
+
+# From so many rows x value heads on, short rows are computed by programs that take more of the state each.
+MANY_HEADS = 256
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """Sizes of one layer's heads."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    eps: float
+
+    @cached_property
+    def key_channels(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @cached_property
+    def value_channels(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @cached_property
+    def channels(self) -> int:
+        """Values of one token: q, k, v."""
+        return 2 * self.key_channels + self.value_channels
+
+    @cached_property
+    def record(self) -> int:
+        """Values of one draft token: k, u, g."""
+        return self.key_channels + self.value_channels + self.num_value_heads
+
+    @cached_property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+
+@lru_cache(typed=True)
+def find_heads(
+    num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, scale: float | None, eps: float
+) -> DeltaHeads:
+    """Return the heads of these sizes, checked once for all launches; a scale of None is key_dim ** -0.5.
+
+    Raises:
+        TypeError, ValueError: naming the argument of `gated_delta`, what was expected and what was got.
+    """
+    check_positive("num_key_heads", num_key_heads)
+    if num_value_heads < 1 or num_value_heads % num_key_heads:
+        raise ValueError(f"state: expected a multiple of {num_key_heads} value heads, got {num_value_heads}")
+    for name, size in (("K", key_dim), ("V", value_dim)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"state: expected {name} of 1..{MAX_HEAD_DIM}, got {size}")
+    if scale is not None and not 0.0 < scale < math.inf:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
+    if not 0.0 < eps < math.inf:
+        raise ValueError(f"eps: expected a positive number, got {eps}")
+    scale = key_dim**-0.5 if scale is None else float(scale)
+    return DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, scale, float(eps))
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaInputs:
+    """Packed tokens and their gates, checked by the caller.
+
+    Args:
+        qkv: `[T, 2*H*K + HV*V]`, any row stride. a, b: `[T, HV]` of qkv's dtype or fp32, any row stride.
+        A_log, dt_bias: `[HV]`, or both None where a and b are the log decay and the strength themselves.
+        normalize: whether q and k are divided by their norms.
+    """
+
+    qkv: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    heads: DeltaHeads
+    normalize: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return self.qkv.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.qkv.device
+
+    def empty_output(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return room for the outputs, `[T, HV, V]` in qkv's dtype or another."""
+        size = (self.qkv.shape[0], self.heads.num_value_heads, self.heads.value_dim)
+        return torch.empty(size, dtype=dtype or self.qkv.dtype, device=self.qkv.device)
+
+    def with_tokens(self, pick: Callable[[Tensor], Tensor]) -> "DeltaInputs":
+        """Return the same with `pick` of each tensor of tokens."""
+        return replace(self, qkv=pick(self.qkv), a=pick(self.a), b=pick(self.b))
+
+    @cached_property
+    def gates(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tensors of the gates as kernels take them: what is not there is never read."""
+        absent = self.a
+        return (
+            self.a,
+            self.b,
+            absent if self.A_log is None else self.A_log,
+            absent if self.dt_bias is None else self.dt_bias,
+        )
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that are constants of every kernel."""
+        heads = self.heads
+        return {"H": heads.num_key_heads, "HV": heads.num_value_heads, "K": heads.key_dim, "V": heads.value_dim}
