@@ -166,7 +166,7 @@ class Runtime:
             versions=_versions(),
             shared_memory_bytes=config.shared_memory_bytes,
             adapter_bytes=config.adapter_bytes,
-            adapter_slots=0 if self.adapters is None else self.adapters.registry.places.num_slots,
+            adapter_slots=0 if self.adapters is None else self.adapters.registry.places.num_places,
             max_adapter_rank=0 if self.adapters is None else config.max_adapter_rank,
             kv_pages=0 if self.pool.kv is None else self.pool.kv.num_pages,
             kv_page_tokens=0 if self.pool.kv is None else self.pool.kv.page_size,
@@ -199,7 +199,7 @@ def page_pool(model: Model, pool: StatePool) -> PagePool | None:
 
 
 def check_adapter_memory(options: ModelOptions) -> None:
-    """Raise ModelError unless a GPU has room for the adapter slots; allocate nothing."""
+    """Raise ModelError unless a GPU has room for the adapters; allocate nothing."""
     if options.adapters is not None and options.device.type == "cuda":
         needed, (free, _) = check_model(options), torch.cuda.mem_get_info(options.device)
         if needed > free:

@@ -169,7 +169,7 @@ def random_adapter(layout: AdapterLayout, seed: int, max_rank: int = 8, *, dora:
             sizes = tuple(ranks.tolist())
             shape = AdapterShape(slices.inputs, slices.sizes, sizes, dora, layout.placement.dtype)
             memory = torch.empty(shape.num_bytes, dtype=torch.uint8, pin_memory=layout.placement.device.type == "cuda")
-            one = shape.place(layer, packed, memory)
+            one = shape.lay_out(layer, packed, memory)
             begin = 0
             for a, size, rank in zip(one.a, slices.sizes, sizes, strict=True):
                 a.copy_(torch.randn(a.shape, generator=generator) / slices.inputs**0.5)

@@ -32,7 +32,7 @@ from deltaline_server.front.interceptor import Context, Interceptor
 from deltaline_server.models.config import Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.weights import LayerLoader
-from deltaline_server.tables.adapter_places import AdapterSlots
+from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 from deltaline_server.telemetry.metrics import Metrics
 
@@ -97,8 +97,8 @@ class AdapterHost:
         self.base = base_weights(NEXT)
         self.tensors = adapter_tensors(self.base, modules(NEXT))
         self.directory = self.write("good")
-        self.slots = AdapterSlots(2, FakeDevice(2), Clock())
-        self.registry = AdapterRegistry(LIMIT_BYTES, self.slots)
+        self.places = AdapterPlaces(2, FakeDevice(2), Clock())
+        self.registry = AdapterRegistry(LIMIT_BYTES, self.places)
         self._root = AdapterRoot(folder)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)

@@ -31,7 +31,7 @@ from deltaline_server.step import (
     StepRequest,
     StepResult,
 )
-from deltaline_server.tables.adapter_places import AdapterSlots
+from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
@@ -221,7 +221,7 @@ class Rig:
         self.zeroed: list[int] = []
         self.device = FakeDevice(adapter_slots)
         self.engine = ChecksumEngine(eager, self.device)
-        self.adapter_slots = AdapterSlots(adapter_slots or 1, self.device, lambda: self.now)
+        self.adapter_slots = AdapterPlaces(adapter_slots or 1, self.device, lambda: self.now)
         self.registry = AdapterRegistry(10_000, self.adapter_slots)
         self.counts = Counts()
         self.pages = None

@@ -15,7 +15,7 @@ from deltaline_server.config import Config
 from deltaline_server.memory.host_memory import HostMemory
 from deltaline_server.memory.pinning import CudaPinning
 from deltaline_server.models.model import Model, ModelOptions, open_weights
-from deltaline_server.tables.adapter_places import AdapterSlots
+from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 
 
@@ -34,7 +34,7 @@ class Adapters:
     def build(
         cls, config: Config, model: Model, options: ModelOptions, clock: Callable[[], float], call_soon: CallSoon
     ) -> Adapters | None:
-        """Put them together for a model that was loaded with these options; None where it has no slots for adapters.
+        """Put them together for a model that was loaded with these options; None where it has no places for adapters.
 
         clock: monotonic seconds. call_soon: runs calls on the event loop's thread, which alone uses all this.
         Raises ModelError when the folder of adapters can't be opened.
@@ -49,7 +49,7 @@ class Adapters:
         closing.callback(memory.close)
         copier = AdapterCopier(model.adapters, call_soon)
         closing.callback(copier.close)
-        places = AdapterSlots(model.adapters.num_slots, copier, clock)
+        places = AdapterPlaces(model.adapters.num_places, copier, clock)
         registry = AdapterRegistry(config.adapter_bytes, places)
         loader = AdapterLoader(
             registry=registry,

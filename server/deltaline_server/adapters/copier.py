@@ -27,18 +27,18 @@ CallSoon = Callable[[Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class _Copy:
-    slot: int
+    place: int
     adapter: Adapter
     done: Callable[[bool], None]
 
 
 @dataclass(frozen=True)
 class _Clear:
-    slot: int
+    place: int
 
 
 class AdapterCopier:
-    """A SlotCopier: writes slots in the order in which it was told to. `close` must follow."""
+    """A PlaceCopier: writes places in the order in which it was told to. `close` must follow."""
 
     def __init__(self, store: AdapterStore, call_soon: CallSoon) -> None:
         self._store, self._call_soon = store, call_soon
@@ -49,25 +49,25 @@ class AdapterCopier:
         self._stream: torch.cuda.Stream | None = None
         if store.device.type == "cuda":
             self._stream = torch.cuda.Stream(store.device)
-            # The slots were allocated and zeroed there.
+            # The places were allocated and zeroed there.
             self._stream.wait_stream(torch.cuda.current_stream(store.device))
         # Begins with the first job: a server whose start was broken off has nothing to end.
         self._thread = threading.Thread(target=self._serve, name="adapters", daemon=False)
         self._is_started = False
 
-    def copy(self, slot: int, content: Content, done: Callable[[bool], None]) -> None:
+    def copy(self, place: int, content: Content, done: Callable[[bool], None]) -> None:
         """Begin to copy an adapter; `done` is called later by way of `call_soon`: whether it went well.
 
         What is begun after `close` goes wrong. Raises TypeError: the content is no Adapter.
         """
         if not isinstance(content, Adapter):
             raise TypeError(f"content: expected an Adapter, got {type(content).__name__}")
-        if not self._put(_Copy(slot, content, done)):
+        if not self._put(_Copy(place, content, done)):
             self._call_soon(lambda: done(False))
 
-    def clear(self, slot: int) -> None:
-        """Overwrite a slot with zeros, before what it is told afterwards."""
-        self._put(_Clear(slot))
+    def clear(self, place: int) -> None:
+        """Overwrite a place with zeros, before what it is told afterwards."""
+        self._put(_Clear(place))
 
     def close(self) -> None:
         """Finish what was begun and end the thread. Idempotent; to be called while `call_soon` still takes calls."""
@@ -106,13 +106,13 @@ class AdapterCopier:
         """Do a job and wait until it is over on the device; whether it went well."""
         try:
             if isinstance(job, _Copy):
-                self._store.write(job.slot, job.adapter)
+                self._store.write(job.place, job.adapter)
             else:
-                self._store.clear(job.slot)
+                self._store.clear(job.place)
             if self._stream is not None:
                 self._stream.synchronize()
         except Exception:
-            _log.exception("writing adapter slot %d failed", job.slot)
+            _log.exception("writing adapter slot %d failed", job.place)
             return False
         return True
 

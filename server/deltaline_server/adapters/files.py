@@ -20,7 +20,7 @@ from deltaline_server.adapters.peft_config import AdapterConfig, ModuleConfig
 from deltaline_server.checkpoints.config_reader import ModelError, shown
 from deltaline_server.checkpoints.modules import Module, Packed
 from deltaline_server.checkpoints.tensor_file import TensorFile
-from deltaline_server.models.lora_layout import AdapterLayout, Part, Place, parse_name
+from deltaline_server.models.lora_layout import AdapterLayout, LoraPart, TensorName, parse_name
 from deltaline_server.models.lora_weights import Adapter, AdapterShape, AdapterWeights
 
 _HASH_VERSION = b"deltaline adapter 1"
@@ -39,10 +39,10 @@ class BaseRows(Protocol):
 class _Group:
     """The tensors of one module, by part; `module` is None where it is not served here."""
 
-    place: Place
+    target: TensorName
     config: ModuleConfig
     module: Module | None
-    names: dict[Part, str] = field(default_factory=dict)
+    names: dict[LoraPart, str] = field(default_factory=dict)
 
 
 class AdapterPlan:
@@ -59,19 +59,19 @@ class AdapterPlan:
         groups: dict[tuple[int, str], _Group] = {}
         prefix = ""
         for name in file.names:
-            place = parse_name(name)
-            if "" not in (prefix, place.prefix) and prefix != place.prefix:
+            tensor = parse_name(name)
+            if "" not in (prefix, tensor.prefix) and prefix != tensor.prefix:
                 raise ModelError(f"{shown(name)}: expected layers named {prefix}N, as others are")
-            prefix = prefix or place.prefix
-            shape = layout.check(place, name)
-            key = (place.layer, place.module)
+            prefix = prefix or tensor.prefix
+            shape = layout.check(tensor, name)
+            key = (tensor.layer, tensor.module)
             if key not in groups:
-                module_config = config.module(place.module_name)
+                module_config = config.module(tensor.module_name)
                 if module_config is None:
                     raise ModelError(f"{shown(name)}: expected no tensor of a module that target_modules leaves out")
-                groups[key] = _Group(place, module_config, layout.served(place))
-            _check_shape(name, file.info(name).shape, place.part, groups[key].config, shape)
-            groups[key].names[place.part] = name
+                groups[key] = _Group(tensor, module_config, layout.served(tensor))
+            _check_shape(name, file.info(name).shape, tensor.part, groups[key].config, shape)
+            groups[key].names[tensor.part] = name
         self._groups = [groups[key] for key in sorted(groups)]
         for group in self._groups:
             _check_parts(group, file)
@@ -94,14 +94,14 @@ class AdapterPlan:
         memory = allocate(self.num_bytes)
         parts = memory.split([shape.num_bytes for shape in self._shapes.values()])
         weights = {
-            place: shape.place(*place, part) for (place, shape), part in zip(self._shapes.items(), parts, strict=True)
+            place: shape.lay_out(*place, part) for (place, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
         digest = hashlib.sha256(_HASH_VERSION)
         for group in self._groups:
             contents = self._digest(group, digest, is_kept=group.module is not None)
             if group.module is not None:
                 tensors = {part: self._file.tensor(group.names[part], content) for part, content in contents.items()}
-                place = group.place.layer, group.module.packed
+                place = group.target.layer, group.module.packed
                 self._convert(group, group.module, tensors, weights[place], base)
         num_elsewhere = sum(group.module is None for group in self._groups)
         return Adapter(digest.digest(), self.rank, tuple(weights.values()), num_elsewhere, memory)
@@ -125,7 +125,9 @@ class AdapterPlan:
     def _plan_shapes(self) -> dict[tuple[int, Packed], AdapterShape]:
         """The sizes of what is added to each served projection, by layer and place in the layer."""
         layout, shapes = self._layout, {}
-        served = {(group.place.layer, group.module): group.config for group in self._groups if group.module is not None}
+        served = {
+            (group.target.layer, group.module): group.config for group in self._groups if group.module is not None
+        }
         for layer in layout.layers:
             for packed, slices in layout.projections(layer).items():
                 modules = [module for module in layout.modules(layer) if module.packed is packed]
@@ -137,15 +139,15 @@ class AdapterPlan:
                     shapes[layer, packed] = AdapterShape(slices.inputs, slices.sizes, ranks, has_factors, dtype)
         return shapes
 
-    def _digest(self, group: _Group, digest: hashlib._Hash, is_kept: bool) -> dict[Part, bytearray]:
+    def _digest(self, group: _Group, digest: hashlib._Hash, is_kept: bool) -> dict[LoraPart, bytearray]:
         """Feed what a module's tensors do to the digest, each item with its length, so nothing runs into the next.
 
         Returns the bytes of the tensors if they are kept; else no more than a piece of one is in memory at a time.
         """
-        place, config = group.place, group.config
-        _feed(digest, struct.pack("<q", place.layer), place.module.encode(), struct.pack("<d", config.scale))
+        target, config = group.target, group.config
+        _feed(digest, struct.pack("<q", target.layer), target.module.encode(), struct.pack("<d", config.scale))
         contents = {}
-        for part in Part:
+        for part in LoraPart:
             if part in group.names:
                 info = self._file.info(group.names[part])
                 shape = struct.pack(f"<{len(info.shape)}Q", *info.shape)
@@ -160,32 +162,37 @@ class AdapterPlan:
         return contents
 
     def _convert(
-        self, group: _Group, module: Module, tensors: dict[Part, Tensor], weights: AdapterWeights, base: BaseRows | None
+        self,
+        group: _Group,
+        module: Module,
+        tensors: dict[LoraPart, Tensor],
+        weights: AdapterWeights,
+        base: BaseRows | None,
     ) -> None:
         """Put a served module's tensors into the weights of its projection, in the served order."""
         placement, scale = self._layout.placement, torch.tensor(group.config.scale, dtype=torch.float32)
-        index, rows = self._layout.slice_of(group.place.layer, module)
-        a = tensors[Part.A]
-        b = module.order(tensors[Part.B].__getitem__, placement)
+        index, rows = self._layout.slice_of(group.target.layer, module)
+        a = tensors[LoraPart.A]
+        b = module.order(tensors[LoraPart.B].__getitem__, placement)
         weights.scales[index] = scale
-        _keep(a[:, module.columns_of(placement)], weights.a[index], group.names[Part.A])
-        _keep(b.t(), weights.b[: group.config.rank, rows], group.names[Part.B])
-        if Part.MAGNITUDE in tensors:
+        _keep(a[:, module.columns_of(placement)], weights.a[index], group.names[LoraPart.A])
+        _keep(b.t(), weights.b[: group.config.rank, rows], group.names[LoraPart.B])
+        if LoraPart.MAGNITUDE in tensors:
             assert base is not None and weights.factors is not None
-            magnitude = module.order(tensors[Part.MAGNITUDE].__getitem__, placement)
-            factors = row_factors(base.rows(group.place.layer, module), a, b, scale.item(), magnitude)
-            _keep(factors, weights.factors[rows], group.names[Part.MAGNITUDE])
+            magnitude = module.order(tensors[LoraPart.MAGNITUDE].__getitem__, placement)
+            factors = row_factors(base.rows(group.target.layer, module), a, b, scale.item(), magnitude)
+            _keep(factors, weights.factors[rows], group.names[LoraPart.MAGNITUDE])
 
 
 def _check_shape(
-    name: str, got: tuple[int, ...], part: Part, config: ModuleConfig, module: tuple[int, int] | None
+    name: str, got: tuple[int, ...], part: LoraPart, config: ModuleConfig, module: tuple[int, int] | None
 ) -> None:
     """Raise ModelError unless a tensor has the rank of the config and the sizes of its module, where they are known."""
     rows, columns = module or (got[0], got[-1])
     expected = {
-        Part.A: (config.rank, columns),
-        Part.B: (rows, config.rank),
-        Part.MAGNITUDE: (rows,),
+        LoraPart.A: (config.rank, columns),
+        LoraPart.B: (rows, config.rank),
+        LoraPart.MAGNITUDE: (rows,),
     }[part]
     if got != expected:
         raise ModelError(f"{shown(name)}: expected shape {list(expected)}, got {list(got)}")
@@ -193,18 +200,18 @@ def _check_shape(
 
 def _check_parts(group: _Group, file: TensorFile) -> None:
     """Raise ModelError unless a module has just the tensors that its config asks for."""
-    wanted = {Part.A, Part.B} | ({Part.MAGNITUDE} if group.config.has_magnitude else set())
-    for part in Part:
+    wanted = {LoraPart.A, LoraPart.B} | ({LoraPart.MAGNITUDE} if group.config.has_magnitude else set())
+    for part in LoraPart:
         if (part in wanted) != (part in group.names):
             found = "nothing" if part in wanted else "it"
             expected = "a tensor" if part in wanted else "none, as use_dora is off"
-            raise ModelError(f"{group.place.module_name}.{part}: expected {expected}, found {found}")
+            raise ModelError(f"{group.target.module_name}.{part}: expected {expected}, found {found}")
     if group.config.has_magnitude:
-        rows = file.info(group.names[Part.B]).shape[0]
+        rows = file.info(group.names[LoraPart.B]).shape[0]
         _check_shape(
-            group.names[Part.MAGNITUDE],
-            file.info(group.names[Part.MAGNITUDE]).shape,
-            Part.MAGNITUDE,
+            group.names[LoraPart.MAGNITUDE],
+            file.info(group.names[LoraPart.MAGNITUDE]).shape,
+            LoraPart.MAGNITUDE,
             group.config,
             (rows, 0),
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from deltaline_server.adapters.directory import CONFIG_FILE, MAX_CONFIG_BYTES
 from deltaline_server.adapters.name_pattern import MAX_CHARS, NamePattern, Work, is_readable
-from deltaline_server.checkpoints.config_reader import Keys, ModelError, parse_json_object, shown
+from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, parse_json_object, shown
 from deltaline_server.models.config import MAX_LAYERS
 
 MAX_RANK = 256
@@ -78,21 +78,24 @@ class AdapterConfig:
 
     def __init__(self, raw: Mapping[str, Any], max_rank: int = MAX_RANK) -> None:
         """Raises ModelError naming the key: it is not honoured, not known, of a wrong type or out of its range."""
-        keys = Keys(raw, "")
-        _refuse_what_is_not_honoured(keys, raw)
+        config = ConfigReader(raw, "")
+        _refuse_what_is_not_honoured(config, raw)
         work = Work(MATCHING_STEPS)
-        self._is_dora, self._is_rank_stabilised = _flag(keys, "use_dora"), _flag(keys, "use_rslora")
-        self._rank, self._alpha = keys.integer("r", 1, max_rank), _number(keys, "lora_alpha", keys.get("lora_alpha"))
-        ranks, alphas = _patterns(keys, "rank_pattern"), _patterns(keys, "alpha_pattern")
-        ranks = {name: Keys(ranks, "rank_pattern.").integer(name, 1, max_rank) for name in ranks}
-        alphas = {name: _number(Keys(alphas, "alpha_pattern."), name, alpha) for name, alpha in alphas.items()}
-        self._ranks = _FirstMatch(ranks, work, keys, "rank_pattern")
-        self._alphas = _FirstMatch(alphas, work, keys, "alpha_pattern")
-        if keys.get("target_modules") is None:
-            raise keys.fail("target_modules", "names of modules, a pattern or 'all-linear'")
-        self._targets = _Names(keys, "target_modules", work)
-        self._excluded = _Names(keys, "exclude_modules", work)
-        self._layers, self._has_layers_pattern = _layers(keys), bool(keys.get("layers_pattern"))
+        self._is_dora, self._is_rank_stabilised = _flag(config, "use_dora"), _flag(config, "use_rslora")
+        self._rank, self._alpha = (
+            config.integer("r", 1, max_rank),
+            _number(config, "lora_alpha", config.get("lora_alpha")),
+        )
+        ranks, alphas = _patterns(config, "rank_pattern"), _patterns(config, "alpha_pattern")
+        ranks = {name: ConfigReader(ranks, "rank_pattern.").integer(name, 1, max_rank) for name in ranks}
+        alphas = {name: _number(ConfigReader(alphas, "alpha_pattern."), name, alpha) for name, alpha in alphas.items()}
+        self._ranks = _FirstMatch(ranks, work, config, "rank_pattern")
+        self._alphas = _FirstMatch(alphas, work, config, "alpha_pattern")
+        if config.get("target_modules") is None:
+            raise config.fail("target_modules", "names of modules, a pattern or 'all-linear'")
+        self._targets = _Names(config, "target_modules", work)
+        self._excluded = _Names(config, "exclude_modules", work)
+        self._layers, self._has_layers_pattern = _layers(config), bool(config.get("layers_pattern"))
 
     @classmethod
     def parse(cls, text: bytes, max_rank: int = MAX_RANK) -> AdapterConfig:
@@ -119,14 +122,14 @@ class AdapterConfig:
 class _Names:
     """Names of modules: whole names or their ends in a list, a pattern for whole names, or all linear modules."""
 
-    def __init__(self, keys: Keys, key: str, work: Work) -> None:
-        value = keys.get(key) or []
+    def __init__(self, config: ConfigReader, key: str, work: Work) -> None:
+        value = config.get(key) or []
         self._is_all = isinstance(value, str) and value.lower() == "all-linear" and key == "target_modules"
         self._pattern = NamePattern(value, work) if isinstance(value, str) and not self._is_all else None
         if isinstance(value, str):
             value = []
         if not isinstance(value, list) or len(value) > MAX_NAMES or not all(isinstance(name, str) for name in value):
-            raise keys.fail(key, f"at most {MAX_NAMES} names of modules, or a pattern")
+            raise config.fail(key, f"at most {MAX_NAMES} names of modules, or a pattern")
         self._names = frozenset(value)
 
     def include(self, name: str) -> bool:
@@ -149,12 +152,12 @@ class _FirstMatch:
     dot in them stands for any character, as in any pattern.
     """
 
-    def __init__(self, values: Mapping[str, float], work: Work, keys: Keys, key: str) -> None:
+    def __init__(self, values: Mapping[str, float], work: Work, config: ConfigReader, key: str) -> None:
         self._values = list(values.values())
         self._plain: dict[tuple[int, ...], dict[str, int]] = {}
         self._expressions: list[tuple[int, NamePattern]] = []
         if len(values) > MAX_NAMES:
-            raise keys.fail(key, f"at most {MAX_NAMES} patterns")
+            raise config.fail(key, f"at most {MAX_NAMES} patterns")
         for i, pattern in enumerate(values):
             if pattern and _PLAIN.issuperset(pattern):
                 dots = tuple(at - len(pattern) for at, character in enumerate(pattern) if character == ".")
@@ -163,7 +166,7 @@ class _FirstMatch:
                 NamePattern(pattern, work)  # by itself it is whole: it ends no group that it did not begin
                 self._expressions.append((i, NamePattern(rf"(.*\.)?({pattern})", work)))
         if len(self._expressions) > MAX_EXPRESSIONS or len(self._plain) > MAX_EXPRESSIONS:
-            raise keys.fail(key, f"at most {MAX_EXPRESSIONS} patterns that are more than names")
+            raise config.fail(key, f"at most {MAX_EXPRESSIONS} patterns that are more than names")
 
     def value(self, name: str, default: float) -> float:
         """The value for a name, the default where no pattern matches."""
@@ -201,52 +204,52 @@ def _number_after_layers(name: str) -> int | None:
     return next((int(b) for a, b in pairwise(parts[:-1]) if a == "layers" and b.isdecimal()), None)
 
 
-def _refuse_what_is_not_honoured(keys: Keys, raw: Mapping[str, Any]) -> None:
+def _refuse_what_is_not_honoured(config: ConfigReader, raw: Mapping[str, Any]) -> None:
     if raw.get("peft_type") != "LORA":
-        raise keys.fail("peft_type", "'LORA'")
+        raise config.fail("peft_type", "'LORA'")
     if raw.get("bias", "none") != "none":
-        raise keys.fail("bias", "'none' (biases of the base are not changed)")
+        raise config.fail("bias", "'none' (biases of the base are not changed)")
     init = raw.get("init_lora_weights", True)
     if not any(init is known or (isinstance(init, str) and init == known) for known in INITS):
-        raise keys.fail("init_lora_weights", "one that leaves the base weights as they are")
+        raise config.fail("init_lora_weights", "one that leaves the base weights as they are")
     for key, value in raw.items():
         if key not in HONOURED and key not in WITHOUT_MEANING and value not in UNSET:
             raise ModelError(f"{shown(key)}: expected none (it is not honoured), got {shown(value)}")
 
 
-def _flag(keys: Keys, key: str) -> bool:
-    value = keys.get(key)
+def _flag(config: ConfigReader, key: str) -> bool:
+    value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise keys.fail(key, "true or false")
+        raise config.fail(key, "true or false")
     return bool(value)
 
 
-def _number(keys: Keys, key: str, value: object) -> float:
+def _number(config: ConfigReader, key: str, value: object) -> float:
     """A finite number that a scale may be made of."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e6:
-        raise keys.fail(key, "a number in -1e6..1e6")
+        raise config.fail(key, "a number in -1e6..1e6")
     return float(value)
 
 
-def _patterns(keys: Keys, key: str) -> dict[str, Any]:
+def _patterns(config: ConfigReader, key: str) -> dict[str, Any]:
     """Values by pattern, which are not judged yet."""
-    value = keys.get(key)
+    value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise keys.fail(key, "an object")
+        raise config.fail(key, "an object")
     if not all(is_readable(pattern) for pattern in value or ()):
-        raise keys.fail(key, f"patterns of at most {MAX_CHARS} printable ASCII characters")
+        raise config.fail(key, f"patterns of at most {MAX_CHARS} printable ASCII characters")
     return value or {}
 
 
-def _layers(keys: Keys) -> frozenset[int] | None:
+def _layers(config: ConfigReader) -> frozenset[int] | None:
     """The layers that a list of names is meant for, None for all."""
-    value = keys.get("layers_to_transform")
+    value = config.get("layers_to_transform")
     layers = [value] if isinstance(value, int) else value or []
     is_known = isinstance(layers, list) and all(type(layer) is int and 0 <= layer < MAX_LAYERS for layer in layers)
     if not is_known:
-        raise keys.fail("layers_to_transform", f"numbers of layers, 0..{MAX_LAYERS - 1}")
-    if keys.get("layers_pattern") not in (None, "", [], "layers", ["layers"]):
-        raise keys.fail("layers_pattern", "'layers'")
-    if layers and isinstance(keys.get("target_modules"), str):
-        raise keys.fail("layers_to_transform", "none beside a pattern in target_modules")
+        raise config.fail("layers_to_transform", f"numbers of layers, 0..{MAX_LAYERS - 1}")
+    if config.get("layers_pattern") not in (None, "", [], "layers", ["layers"]):
+        raise config.fail("layers_pattern", "'layers'")
+    if layers and isinstance(config.get("target_modules"), str):
+        raise config.fail("layers_to_transform", "none beside a pattern in target_modules")
     return frozenset(layers) if layers else None

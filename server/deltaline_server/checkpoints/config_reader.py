@@ -57,7 +57,7 @@ def parse_json_object(text: bytes, name: str) -> dict[str, Any]:
     return parsed
 
 
-class Keys:
+class ConfigReader:
     """Typed access to the keys of a config; `prefix` is what messages put before a key."""
 
     def __init__(self, values: object, prefix: str) -> None:
@@ -70,9 +70,9 @@ class Keys:
         """The value, None where it is absent."""
         return self._values.get(key)
 
-    def nested(self, key: str) -> Keys:
+    def nested(self, key: str) -> ConfigReader:
         """Access to the keys of an object under `key`. Raises ModelError where there is something else."""
-        return Keys(self.get(key), f"{self._prefix}{key}.")
+        return ConfigReader(self.get(key), f"{self._prefix}{key}.")
 
     def only(self, known: Collection[str]) -> None:
         """Raise ModelError naming a key that is none of those."""

@@ -108,7 +108,7 @@ class AdapterService:
             used_bytes=adapters.registry.used_bytes,
             limit_bytes=adapters.registry.limit_bytes,
             slots_used=adapters.registry.places.num_resident,
-            slots_total=adapters.registry.places.num_slots,
+            slots_total=adapters.registry.places.num_places,
         ).SerializeToString()
 
     def _existing(self) -> Adapters:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from deltaline_kernels import MAX_STREAMS
-from deltaline_server.checkpoints.config_reader import Keys, ModelError
+from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError
 from deltaline_server.step import SpanShapes
 
 MAX_SINKHORN_ITERS = 1000
@@ -46,14 +46,14 @@ class StreamEnds(StrEnum):
         return self in (StreamEnds.HEAD, StreamEnds.BOTH)
 
 
-def stream_config(keys: Keys) -> StreamConfig | None:
+def stream_config(config: ConfigReader) -> StreamConfig | None:
     """Read what a config says of residual streams; None where it says nothing. Raises ModelError naming the key."""
-    if keys.get("hc_mult") is None:
+    if config.get("hc_mult") is None:
         return None
     return StreamConfig(
-        count=keys.integer("hc_mult", 1, MAX_STREAMS),
-        sinkhorn_iters=keys.integer("hc_sinkhorn_iters", 1, MAX_SINKHORN_ITERS, default=20),
-        eps=keys.positive("hc_eps", default=1e-6),
+        count=config.integer("hc_mult", 1, MAX_STREAMS),
+        sinkhorn_iters=config.integer("hc_sinkhorn_iters", 1, MAX_SINKHORN_ITERS, default=20),
+        eps=config.positive("hc_eps", default=1e-6),
     )
 
 

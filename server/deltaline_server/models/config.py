@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
-from deltaline_server.checkpoints.config_reader import MAX_FLOAT, Keys, ModelError, read_json_object, shown
+from deltaline_server.checkpoints.config_reader import MAX_FLOAT, ConfigReader, ModelError, read_json_object, shown
 from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, MixerShape
 from deltaline_server.layers.streams import StreamConfig, stream_config
 
@@ -125,29 +125,29 @@ class ModelConfig:
         if "quantization_config" in raw:
             raise ModelError("quantization_config: expected none (quantised weights are not served)")
         nested, read = _READERS[model_type]
-        keys = Keys(raw.get(nested), f"{nested}.") if nested else Keys(raw, "")
-        return replace(read(model_type, keys, _dtype(keys, raw)), streams=stream_config(keys))
+        config = ConfigReader(raw.get(nested), f"{nested}.") if nested else ConfigReader(raw, "")
+        return replace(read(model_type, config, _dtype(config, raw)), streams=stream_config(config))
 
 
-def _qwen(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
-    keys.require("hidden_act", "silu", default="silu")
-    num_layers = keys.integer("num_hidden_layers", 1, MAX_LAYERS)
-    mixers = _mixers(keys, num_layers)
+def _qwen(model_type: str, config: ConfigReader, dtype: str | None) -> ModelConfig:
+    config.require("hidden_act", "silu", default="silu")
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    mixers = _mixers(config, num_layers)
     shapes: dict[MixerKind, MixerShape] = {}
     unserved = {}
     if MixerKind.GATED_DELTA_NET in mixers:
-        shapes[MixerKind.GATED_DELTA_NET] = gated_delta_net_shape(keys)
+        shapes[MixerKind.GATED_DELTA_NET] = gated_delta_net_shape(config)
     if MixerKind.ATTENTION in mixers:
         try:
-            shapes[MixerKind.ATTENTION] = attention_shape(keys, num_kv_heads=2 if model_type == "qwen3_next" else 4)
+            shapes[MixerKind.ATTENTION] = attention_shape(config, num_kv_heads=2 if model_type == "qwen3_next" else 4)
         except ModelError as error:  # its other layers can be served all the same
             unserved[MixerKind.ATTENTION] = str(error)
-    mlps = _mlps(keys, num_layers) if model_type == "qwen3_next" else (MlpKind.DENSE,) * num_layers
+    mlps = _mlps(config, num_layers) if model_type == "qwen3_next" else (MlpKind.DENSE,) * num_layers
     return ModelConfig(
         model_type=model_type,
-        hidden_size=keys.integer("hidden_size", 1, MAX_SIZE),
-        intermediate_size=keys.integer("intermediate_size", 1, MAX_SIZE),
-        rms_norm_eps=keys.positive("rms_norm_eps"),
+        hidden_size=config.integer("hidden_size", 1, MAX_SIZE),
+        intermediate_size=config.integer("intermediate_size", 1, MAX_SIZE),
+        rms_norm_eps=config.positive("rms_norm_eps"),
         dtype=dtype,
         shapes=shapes,
         layers=tuple(LayerConfig(*layer) for layer in zip(range(num_layers), mixers, mlps, strict=True)),
@@ -155,68 +155,68 @@ def _qwen(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
     )
 
 
-def _mamba2(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
-    keys.require("hidden_act", "silu", default="silu")
-    hidden_size = keys.integer("hidden_size", 1, MAX_SIZE)
-    num_heads, head_dim = keys.integer("num_heads", 1, MAX_LAYERS), keys.integer("head_dim", 1, MAX_HEAD_DIM)
-    if keys.integer("expand", 1, MAX_LAYERS, default=2) * hidden_size != num_heads * head_dim:
-        raise keys.fail("expand", f"num_heads * head_dim / hidden_size ({num_heads} * {head_dim} / {hidden_size})")
+def _mamba2(model_type: str, config: ConfigReader, dtype: str | None) -> ModelConfig:
+    config.require("hidden_act", "silu", default="silu")
+    hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
+    num_heads, head_dim = config.integer("num_heads", 1, MAX_LAYERS), config.integer("head_dim", 1, MAX_HEAD_DIM)
+    if config.integer("expand", 1, MAX_LAYERS, default=2) * hidden_size != num_heads * head_dim:
+        raise config.fail("expand", f"num_heads * head_dim / hidden_size ({num_heads} * {head_dim} / {hidden_size})")
     shape = Mamba2Shape(
-        num_key_heads=value_groups(keys, num_heads),
+        num_key_heads=value_groups(config, num_heads),
         num_value_heads=num_heads,
         value_dim=head_dim,
-        key_dim=keys.integer("state_size", 1, MAX_HEAD_DIM, default=128),
-        conv_width=keys.integer("conv_kernel", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
+        key_dim=config.integer("state_size", 1, MAX_HEAD_DIM, default=128),
+        conv_width=config.integer("conv_kernel", MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
         norm_groups=1,
-        dt_limit=time_step_limits(keys),
-        has_conv_bias=keys.flag("use_conv_bias", default=True),
-        has_bias=keys.flag("use_bias", default=False),
+        dt_limit=time_step_limits(config),
+        has_conv_bias=config.flag("use_conv_bias", default=True),
+        has_bias=config.flag("use_bias", default=False),
     )
     return ModelConfig(
         model_type=model_type,
         hidden_size=hidden_size,
         intermediate_size=0,
-        rms_norm_eps=keys.positive("layer_norm_epsilon", default=1e-5),
+        rms_norm_eps=config.positive("layer_norm_epsilon", default=1e-5),
         dtype=dtype,
         shapes={MixerKind.MAMBA2: shape},
         layers=tuple(
-            LayerConfig(i, MixerKind.MAMBA2, None) for i in range(keys.integer("num_hidden_layers", 1, MAX_LAYERS))
+            LayerConfig(i, MixerKind.MAMBA2, None) for i in range(config.integer("num_hidden_layers", 1, MAX_LAYERS))
         ),
-        residual_in_fp32=keys.flag("residual_in_fp32", default=True),
+        residual_in_fp32=config.flag("residual_in_fp32", default=True),
     )
 
 
-def _nemotron_h(model_type: str, keys: Keys, dtype: str | None) -> ModelConfig:
-    keys.require("mamba_hidden_act", "silu", default="silu")
-    num_heads = keys.integer("mamba_num_heads", 1, MAX_LAYERS)
-    groups = value_groups(keys, num_heads, _spelling(keys, "mamba_n_groups", "n_groups"))
+def _nemotron_h(model_type: str, config: ConfigReader, dtype: str | None) -> ModelConfig:
+    config.require("mamba_hidden_act", "silu", default="silu")
+    num_heads = config.integer("mamba_num_heads", 1, MAX_LAYERS)
+    groups = value_groups(config, num_heads, _spelling(config, "mamba_n_groups", "n_groups"))
     shape = Mamba2Shape(
         num_key_heads=groups,
         num_value_heads=num_heads,
-        value_dim=keys.integer("mamba_head_dim", 1, MAX_HEAD_DIM),
-        key_dim=keys.integer("ssm_state_size", 1, MAX_HEAD_DIM, default=128),
-        conv_width=keys.integer(
-            _spelling(keys, "mamba_d_conv", "conv_kernel"), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4
+        value_dim=config.integer("mamba_head_dim", 1, MAX_HEAD_DIM),
+        key_dim=config.integer("ssm_state_size", 1, MAX_HEAD_DIM, default=128),
+        conv_width=config.integer(
+            _spelling(config, "mamba_d_conv", "conv_kernel"), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4
         ),
         norm_groups=groups,
         # The checkpoint's model takes time_step_min for the least time step, and has no greatest one.
-        dt_limit=(keys.positive(_spelling(keys, "mamba_dt_min", "time_step_min"), default=0.001), math.inf),
-        has_conv_bias=keys.flag(_spelling(keys, "mamba_conv_bias", "use_conv_bias"), default=True),
-        has_bias=keys.flag("use_bias", default=False),
+        dt_limit=(config.positive(_spelling(config, "mamba_dt_min", "time_step_min"), default=0.001), math.inf),
+        has_conv_bias=config.flag(_spelling(config, "mamba_conv_bias", "use_conv_bias"), default=True),
+        has_bias=config.flag("use_bias", default=False),
     )
     return ModelConfig(
         model_type=model_type,
-        hidden_size=keys.integer("hidden_size", 1, MAX_SIZE),
-        intermediate_size=keys.integer("intermediate_size", 1, MAX_SIZE),
-        rms_norm_eps=keys.positive("layer_norm_epsilon", default=1e-5),
+        hidden_size=config.integer("hidden_size", 1, MAX_SIZE),
+        intermediate_size=config.integer("intermediate_size", 1, MAX_SIZE),
+        rms_norm_eps=config.positive("layer_norm_epsilon", default=1e-5),
         dtype=dtype,
         shapes={MixerKind.MAMBA2: shape},
-        layers=_nemotron_layers(keys),
+        layers=_nemotron_layers(config),
     )
 
 
 # model_type -> the key that nests the language model's config ("" where it is the config itself), and who reads it.
-_READERS: dict[str, tuple[str, Callable[[str, Keys, str | None], ModelConfig]]] = {
+_READERS: dict[str, tuple[str, Callable[[str, ConfigReader, str | None], ModelConfig]]] = {
     "qwen3_next": ("", _qwen),
     "qwen3_5": ("text_config", _qwen),
     "qwen3_5_text": ("", _qwen),
@@ -241,107 +241,107 @@ _NEMOTRON_LAYERS: dict[str, tuple[MixerKind | None, MlpKind | None]] = {
 }
 
 
-def _nemotron_layers(keys: Keys) -> tuple[LayerConfig, ...]:
+def _nemotron_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """The layers: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
-    key = "layers_block_type" if keys.get("layers_block_type") is not None else "hybrid_override_pattern"
-    types = keys.get(key)
+    key = "layers_block_type" if config.get("layers_block_type") is not None else "hybrid_override_pattern"
+    types = config.get(key)
     is_known = isinstance(types, list | str) and all(
         isinstance(kind, str) and kind in _NEMOTRON_LAYERS for kind in types
     )
     if not is_known or not 1 <= len(types) <= MAX_LAYERS:
-        raise keys.fail(key, f"1..{MAX_LAYERS} of {', '.join(_NEMOTRON_LAYERS)}")
+        raise config.fail(key, f"1..{MAX_LAYERS} of {', '.join(_NEMOTRON_LAYERS)}")
     return tuple(LayerConfig(i, *_NEMOTRON_LAYERS[kind]) for i, kind in enumerate(types))
 
 
-def _spelling(keys: Keys, old: str, new: str) -> str:
+def _spelling(config: ConfigReader, old: str, new: str) -> str:
     """The key to read: the old one where there is one, which goes before the new one in the checkpoint's model."""
-    return new if keys.get(old) is None else old
+    return new if config.get(old) is None else old
 
 
-def _mixers(keys: Keys, num_layers: int) -> tuple[MixerKind, ...]:
+def _mixers(config: ConfigReader, num_layers: int) -> tuple[MixerKind, ...]:
     """The mixer of each layer: `layer_types`, or every full_attention_interval-th is attention."""
-    types = keys.get("layer_types")
+    types = config.get("layer_types")
     if types is None:
-        interval = keys.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
+        interval = config.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
         return tuple(
             MixerKind.GATED_DELTA_NET if (i + 1) % interval else MixerKind.ATTENTION for i in range(num_layers)
         )
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_LAYER_TYPES) for kind in types):
-        raise keys.fail("layer_types", f"{num_layers} of {', '.join(_LAYER_TYPES)}")
+        raise config.fail("layer_types", f"{num_layers} of {', '.join(_LAYER_TYPES)}")
     return tuple(_LAYER_TYPES[kind] for kind in types)
 
 
-def _mlps(keys: Keys, num_layers: int) -> tuple[MlpKind, ...]:
+def _mlps(config: ConfigReader, num_layers: int) -> tuple[MlpKind, ...]:
     """The MLP of each layer; absent keys mean what they mean to the checkpoint's model."""
-    dense = keys.get("mlp_only_layers")
+    dense = config.get("mlp_only_layers")
     if dense is None:
         dense = []
     if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
-        raise keys.fail("mlp_only_layers", "a list of layer numbers")
-    num_experts = keys.integer("num_experts", 0, MAX_SIZE, default=512)
-    step = keys.integer("decoder_sparse_step", 1, MAX_SIZE, default=1)
+        raise config.fail("mlp_only_layers", "a list of layer numbers")
+    num_experts = config.integer("num_experts", 0, MAX_SIZE, default=512)
+    step = config.integer("decoder_sparse_step", 1, MAX_SIZE, default=1)
     return tuple(
         MlpKind.DENSE if i in dense or num_experts == 0 or (i + 1) % step else MlpKind.MIXTURE_OF_EXPERTS
         for i in range(num_layers)
     )
 
 
-def _dtype(keys: Keys, raw: Mapping[str, Any]) -> str | None:
+def _dtype(config: ConfigReader, raw: Mapping[str, Any]) -> str | None:
     """The dtype that the config names, under its new or its old key, nested or not."""
-    named = keys.get("dtype") or keys.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype")
+    named = config.get("dtype") or config.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype")
     if named is not None and named not in DTYPES:
         raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {shown(named)}")
     return named
 
 
-def gated_delta_net_shape(keys: Keys) -> GatedDeltaNetShape:
+def gated_delta_net_shape(config: ConfigReader) -> GatedDeltaNetShape:
     """Read the sizes of Gated DeltaNet mixers. Raises ModelError naming the key."""
     shape = GatedDeltaNetShape(
-        num_key_heads=keys.integer("linear_num_key_heads", 1, MAX_HEADS),
-        num_value_heads=keys.integer("linear_num_value_heads", 1, MAX_HEADS),
-        key_dim=keys.integer("linear_key_head_dim", 1, MAX_HEAD_DIM),
-        value_dim=keys.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
-        conv_width=keys.integer("linear_conv_kernel_dim", MIN_CONV_WIDTH, MAX_CONV_WIDTH),
+        num_key_heads=config.integer("linear_num_key_heads", 1, MAX_HEADS),
+        num_value_heads=config.integer("linear_num_value_heads", 1, MAX_HEADS),
+        key_dim=config.integer("linear_key_head_dim", 1, MAX_HEAD_DIM),
+        value_dim=config.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
+        conv_width=config.integer("linear_conv_kernel_dim", MIN_CONV_WIDTH, MAX_CONV_WIDTH),
     )
     if shape.num_value_heads % shape.num_key_heads:
-        raise keys.fail("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.num_key_heads})")
+        raise config.fail("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.num_key_heads})")
     return shape
 
 
-def attention_shape(keys: Keys, num_kv_heads: int) -> AttentionShape:
+def attention_shape(config: ConfigReader, num_kv_heads: int) -> AttentionShape:
     """Read the sizes of gated attention mixers. num_kv_heads: where the config says nothing.
 
     Raises ModelError naming the key, also of a kind of rotary embedding that is not served.
     """
-    heads = keys.integer("num_attention_heads", 1, MAX_HEADS, default=16)
-    kv_heads = keys.integer("num_key_value_heads", 1, MAX_HEADS, default=num_kv_heads)
+    heads = config.integer("num_attention_heads", 1, MAX_HEADS, default=16)
+    kv_heads = config.integer("num_key_value_heads", 1, MAX_HEADS, default=num_kv_heads)
     if heads % kv_heads:
-        raise keys.fail("num_attention_heads", f"a multiple of num_key_value_heads ({kv_heads})")
-    head_dim = keys.integer("head_dim", 1, MAX_HEAD_DIM, default=256)
-    rotary_dim, theta = _rotary(keys, head_dim)
+        raise config.fail("num_attention_heads", f"a multiple of num_key_value_heads ({kv_heads})")
+    head_dim = config.integer("head_dim", 1, MAX_HEAD_DIM, default=256)
+    rotary_dim, theta = _rotary(config, head_dim)
     return AttentionShape(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
         rope_theta=theta,
-        max_positions=keys.integer("max_position_embeddings", 1, MAX_POSITIONS, default=32768),
-        has_bias=keys.flag("attention_bias", default=False),
+        max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS, default=32768),
+        has_bias=config.flag("attention_bias", default=False),
     )
 
 
-def _rotary(keys: Keys, head_dim: int) -> tuple[int, float]:
+def _rotary(config: ConfigReader, head_dim: int) -> tuple[int, float]:
     """Channels that are rotated, and the base of their wavelengths.
 
     As `rope_scaling` says, else `rope_parameters`, else the config itself.
     """
-    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
-    rope = keys.nested(name) if keys.get(name) else Keys({}, "")
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.nested(name) if config.get(name) else ConfigReader({}, "")
     kind = "rope_type" if rope.get("rope_type") is not None else "type"
     rope.require(kind, "default", default="default")
     rope.only(ROPE_KEYS)
-    theta = rope if rope.get("rope_theta") is not None else keys
-    factor = rope if rope.get("partial_rotary_factor") is not None else keys
+    theta = rope if rope.get("rope_theta") is not None else config
+    factor = rope if rope.get("partial_rotary_factor") is not None else config
     share = factor.positive("partial_rotary_factor", default=0.25)
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
@@ -349,27 +349,27 @@ def _rotary(keys: Keys, head_dim: int) -> tuple[int, float]:
     return rotary_dim, theta.positive("rope_theta", default=10000.0)
 
 
-def value_groups(keys: Keys, num_heads: int, key: str = "n_groups") -> int:
+def value_groups(config: ConfigReader, num_heads: int, key: str = "n_groups") -> int:
     """Read the groups of Mamba2 heads that share B and C. Raises ModelError naming the key."""
-    groups = keys.integer(key, 1, MAX_HEADS, default=8)
+    groups = config.integer(key, 1, MAX_HEADS, default=8)
     if num_heads % groups:
-        raise keys.fail(key, f"a divisor of {num_heads} heads")
+        raise config.fail(key, f"a divisor of {num_heads} heads")
     return groups
 
 
-def time_step_limits(keys: Keys) -> tuple[float, float]:
+def time_step_limits(config: ConfigReader) -> tuple[float, float]:
     """Read the least and the greatest time step of Mamba2. Raises ModelError naming the key.
 
     JSON has no infinity: it is written in an object, or as Python does.
     """
-    limits = keys.get("time_step_limit")
+    limits = config.get("time_step_limit")
     if limits is None:
         return 0.0, math.inf
     if not isinstance(limits, list) or len(limits) != 2:
-        raise keys.fail("time_step_limit", "two numbers")
+        raise config.fail("time_step_limit", "two numbers")
     least, greatest = (math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits)
     if not all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, greatest)):
-        raise keys.fail("time_step_limit", "two numbers")
+        raise config.fail("time_step_limit", "two numbers")
     if not (0 <= least <= MAX_FLOAT and least <= greatest and (greatest <= MAX_FLOAT or greatest == math.inf)):
-        raise keys.fail("time_step_limit", "0 <= least <= greatest, numbers that fp32 holds or infinity")
+        raise config.fail("time_step_limit", "0 <= least <= greatest, numbers that fp32 holds or infinity")
     return float(least), float(greatest)

@@ -22,7 +22,7 @@ BESIDE_LAYERS = {"qwen3_5": ("model.visual.", "visual.")}
 BESIDE = -1
 
 
-class Part(StrEnum):
+class LoraPart(StrEnum):
     """What a tensor is to its module; the ends of the names that PEFT writes."""
 
     A = "lora_A.weight"
@@ -31,7 +31,7 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorName:
     """What a tensor belongs to. prefix: what stands before the layer's number; module: the name behind it.
 
     Of what is no layer's, layer is BESIDE, prefix is empty and module is the whole name.
@@ -40,7 +40,7 @@ class Place:
     prefix: str
     layer: int
     module: str
-    part: Part
+    part: LoraPart
 
     @property
     def module_name(self) -> str:
@@ -48,21 +48,21 @@ class Place:
         return self.module if self.layer == BESIDE else f"{self.prefix}{self.layer}.{self.module}"
 
 
-def parse_name(name: str) -> Place:
+def parse_name(name: str) -> TensorName:
     """Read the name of a tensor. Raises ModelError naming it, if PEFT gives no tensor of LoRA's such a name."""
     stem, part = next(
-        ((name.removesuffix(f".{part}"), part) for part in Part if name.endswith(f".{part}")), (name, None)
+        ((name.removesuffix(f".{part}"), part) for part in LoraPart if name.endswith(f".{part}")), (name, None)
     )
     inner = stem.removeprefix(PEFT_PREFIX)
     prefix = next((prefix for prefix in PREFIXES if inner.startswith(prefix)), None)
     if part is None or inner == stem:
         raise _no_match(name)
     if prefix is None:
-        return Place("", BESIDE, inner, part)
+        return TensorName("", BESIDE, inner, part)
     number, _, module = inner.removeprefix(prefix).partition(".")
     if not (number.isascii() and number.isdecimal() and len(number) <= 4 and str(int(number)) == number and module):
         raise _no_match(name)
-    return Place(prefix, int(number), module, part)
+    return TensorName(prefix, int(number), module, part)
 
 
 @dataclass(frozen=True)
@@ -98,38 +98,38 @@ class AdapterLayout:
         return self._projections[self._kind(layer)]
 
     def slice_of(self, layer: int, module: Module) -> tuple[int, slice]:
-        """The place of a module among those of its served projection, and its rows there, on this rank."""
+        """The tensor of a module among those of its served projection, and its rows there, on this rank."""
         sizes = self.projections(layer)[module.packed].sizes
         index = [other for other in self.modules(layer) if other.packed is module.packed].index(module)
         start = sum(sizes[:index])
         return index, slice(start, start + sizes[index])
 
-    def served(self, place: Place) -> Module | None:
+    def served(self, tensor: TensorName) -> Module | None:
         """The served module that a tensor belongs to, None where it is not served here."""
-        if place.layer not in self.layers:
+        if tensor.layer not in self.layers:
             return None
-        return next((module for module in self.modules(place.layer) if module.name == place.module), None)
+        return next((module for module in self.modules(tensor.layer) if module.name == tensor.module), None)
 
-    def check(self, place: Place, name: str) -> tuple[int, int] | None:
+    def check(self, tensor: TensorName, name: str) -> tuple[int, int] | None:
         """Return rows and columns of the module that a tensor belongs to, None where no config tells them.
 
         Raises ModelError naming the tensor, if the model has no such module.
         """
-        if place.layer == BESIDE and place.module.startswith(BESIDE_LAYERS.get(self._config.model_type, ())):
+        if tensor.layer == BESIDE and tensor.module.startswith(BESIDE_LAYERS.get(self._config.model_type, ())):
             return None
-        if not 0 <= place.layer < len(self._config.layers):
+        if not 0 <= tensor.layer < len(self._config.layers):
             raise _no_match(name)
-        layer = self._config.layers[place.layer]
+        layer = self._config.layers[tensor.layer]
         mixer = {} if layer.mixer is None else self._mixers.get(layer.mixer)
-        if mixer is None and place.module in ATTENTION_MODULES:
+        if mixer is None and tensor.module in ATTENTION_MODULES:
             return None
-        if layer.mixer is None and place.module.startswith(ALONE):
+        if layer.mixer is None and tensor.module.startswith(ALONE):
             return None
-        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and place.module.startswith(MLP):
+        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and tensor.module.startswith(MLP):
             return None
-        module = (mixer or {}).get(place.module)
+        module = (mixer or {}).get(tensor.module)
         if module is None and layer.mlp is MlpKind.DENSE:
-            module = self._mlp.get(place.module)
+            module = self._mlp.get(tensor.module)
         if module is None:
             raise _no_match(name)
         return module.rows, module.columns

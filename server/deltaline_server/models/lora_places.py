@@ -17,32 +17,32 @@ from deltaline_server.models.lora_weights import Adapter
 
 
 class AdapterStore:
-    """Slots 0 .. num_slots - 1, each with room for an adapter of ranks up to max_rank; empty at first.
+    """Places 0 .. num_places - 1, each with room for an adapter of ranks up to max_rank; empty at first.
 
-    An empty slot adds nothing. total_bytes: of the device.
+    An empty place adds nothing. total_bytes: of the device.
 
-    Every slot has DoRA's factors, 4 bytes per output beside 2 * max_rank of B in 16 bits: so an adapter with them needs
-    no slot of its own kind.
+    Every place has DoRA's factors, 4 bytes per output beside 2 * max_rank of B in 16 bits: so an adapter with them
+    needs no place of its own kind.
     """
 
-    def __init__(self, layout: AdapterLayout, num_slots: int, max_rank: int) -> None:
+    def __init__(self, layout: AdapterLayout, num_places: int, max_rank: int) -> None:
         """Allocate, after the size was computed in Python integers. Raises ModelError as `store_bytes` does."""
-        self.total_bytes = store_bytes(layout, num_slots, max_rank)
-        self.num_slots, self.max_rank = num_slots, max_rank
+        self.total_bytes = store_bytes(layout, num_places, max_rank)
+        self.num_places, self.max_rank = num_places, max_rank
         self.device = layout.placement.device
         # Whoever writes to them need not be in inference mode.
         with torch.inference_mode(False):
-            self._layers = {layer: _allocate(layout, layer, num_slots, max_rank) for layer in layout.layers}
+            self._layers = {layer: _allocate(layout, layer, num_places, max_rank) for layer in layout.layers}
 
     def layer(self, layer: int) -> Mapping[Packed, LoraWeights]:
-        """The slots of a layer's projections."""
+        """The places of a layer's projections."""
         return self._layers[layer]
 
-    def write(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter in a slot; nothing of what was there is left. Mutates the slot, allocates nothing.
+    def write(self, place: int, adapter: Adapter) -> None:
+        """Put an adapter in a place; nothing of what was there is left. Mutates the place, allocates nothing.
 
         On a GPU the copies are queued on the current stream: until they are over the adapter has to stay.
-        Raises: ValueError naming what the slots have no room for; then nothing was written.
+        Raises: ValueError naming what the places have no room for; then nothing was written.
         """
         for one in adapter.weights:
             weights = self._layers.get(one.layer, {}).get(one.packed)
@@ -52,60 +52,60 @@ class AdapterStore:
                 )
             if len(one.b) > self.max_rank:
                 raise ValueError(f"adapter: expected ranks up to {self.max_rank}, got {len(one.b)}")
-        self.clear(slot)
+        self.clear(place)
         for one in adapter.weights:
             weights = self._layers[one.layer][one.packed]
             assert weights.factors is not None
             for i, a in enumerate(one.a):
-                weights.a[slot, i, : len(a)].copy_(a, non_blocking=True)
-            weights.b[slot, : len(one.b)].copy_(one.b, non_blocking=True)
-            weights.scales[slot].copy_(one.scales, non_blocking=True)
+                weights.a[place, i, : len(a)].copy_(a, non_blocking=True)
+            weights.b[place, : len(one.b)].copy_(one.b, non_blocking=True)
+            weights.scales[place].copy_(one.scales, non_blocking=True)
             if one.factors is None:
-                weights.factors[slot].fill_(1)
+                weights.factors[place].fill_(1)
             else:
-                weights.factors[slot].copy_(one.factors, non_blocking=True)
-            weights.ranks[slot].copy_(one.ranks, non_blocking=True)
+                weights.factors[place].copy_(one.factors, non_blocking=True)
+            weights.ranks[place].copy_(one.ranks, non_blocking=True)
 
-    def clear(self, slot: int) -> None:
-        """Overwrite a slot with zeros, on the current stream. Raises IndexError."""
-        if not 0 <= slot < self.num_slots:
-            raise IndexError(f"slot: expected 0..{self.num_slots - 1}, got {slot}")
+    def clear(self, place: int) -> None:
+        """Overwrite a place with zeros, on the current stream. Raises IndexError."""
+        if not 0 <= place < self.num_places:
+            raise IndexError(f"place: expected 0..{self.num_places - 1}, got {place}")
         for projections in self._layers.values():
             for weights in projections.values():
                 assert weights.factors is not None
                 for tensor in (weights.ranks, weights.scales, weights.a, weights.b, weights.factors):
-                    tensor[slot].zero_()
+                    tensor[place].zero_()
 
 
-def store_bytes(layout: AdapterLayout, num_slots: int, max_rank: int) -> int:
+def store_bytes(layout: AdapterLayout, num_places: int, max_rank: int) -> int:
     """Return the bytes of an AdapterStore, in Python integers; allocate nothing.
 
-    Raises ModelError: no slot, or a rank that the kernels don't take.
+    Raises ModelError: no place, or a rank that the kernels don't take.
     """
-    if num_slots < 1:
-        raise ModelError(f"num_slots: expected at least 1, got {num_slots}")
+    if num_places < 1:
+        raise ModelError(f"num_places: expected at least 1, got {num_places}")
     if not 1 <= max_rank <= MAX_RANK:
         raise ModelError(f"max_rank: expected 1..{MAX_RANK}, got {max_rank}")
-    itemsize, slot_bytes = layout.placement.dtype.itemsize, 0
+    itemsize, place_bytes = layout.placement.dtype.itemsize, 0
     for slices in (slices for layer in layout.layers for slices in layout.projections(layer).values()):
         count, outputs = len(slices.sizes), sum(slices.sizes)
-        slot_bytes += max_rank * (count * slices.inputs + outputs) * itemsize
-        slot_bytes += count * (torch.int32.itemsize + torch.float32.itemsize) + outputs * torch.float32.itemsize
-    return num_slots * slot_bytes
+        place_bytes += max_rank * (count * slices.inputs + outputs) * itemsize
+        place_bytes += count * (torch.int32.itemsize + torch.float32.itemsize) + outputs * torch.float32.itemsize
+    return num_places * place_bytes
 
 
-def _allocate(layout: AdapterLayout, layer: int, num_slots: int, max_rank: int) -> dict[Packed, LoraWeights]:
-    """Make the empty slots of one layer's projections."""
+def _allocate(layout: AdapterLayout, layer: int, num_places: int, max_rank: int) -> dict[Packed, LoraWeights]:
+    """Make the empty places of one layer's projections."""
     place, projections = layout.placement, {}
     for packed, slices in layout.projections(layer).items():
         count, outputs = len(slices.sizes), sum(slices.sizes)
         projections[packed] = LoraWeights(
-            torch.zeros(num_slots, count, max_rank, slices.inputs, dtype=place.dtype, device=place.device),
-            torch.zeros(num_slots, max_rank, outputs, dtype=place.dtype, device=place.device),
-            torch.zeros(num_slots, count, dtype=torch.int32, device=place.device),
-            torch.zeros(num_slots, count, dtype=torch.float32, device=place.device),
+            torch.zeros(num_places, count, max_rank, slices.inputs, dtype=place.dtype, device=place.device),
+            torch.zeros(num_places, max_rank, outputs, dtype=place.dtype, device=place.device),
+            torch.zeros(num_places, count, dtype=torch.int32, device=place.device),
+            torch.zeros(num_places, count, dtype=torch.float32, device=place.device),
             slices.sizes,
             # Filled by the kernel that `write` fills them with: it need not be loaded while batches run.
-            torch.full((num_slots, outputs), 0.0, dtype=torch.float32, device=place.device),
+            torch.full((num_places, outputs), 0.0, dtype=torch.float32, device=place.device),
         )
     return projections

@@ -55,21 +55,21 @@ class AdapterShape:
         """Bytes of all tensors, with the gaps behind them."""
         return sum(self._parts())
 
-    def place(self, layer: int, packed: Packed, memory: Tensor) -> AdapterWeights:
+    def lay_out(self, layer: int, packed: Packed, memory: Tensor) -> AdapterWeights:
         """Return the weights in memory `[num_bytes]` uint8; ranks are written, factors are 1 and all else is 0."""
         memory.zero_()
         parts = iter(memory.split(self._parts()))
 
-        def take(dtype: torch.dtype, *shape: int) -> Tensor:
-            taken: Tensor = next(parts)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            return taken
+        def next_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
+            tensor: Tensor = next(parts)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            return tensor
 
         count, outputs = len(self.sizes), sum(self.sizes)
-        a = tuple(take(self.dtype, rank, self.inputs) for rank in self.ranks)
-        b = take(self.dtype, max(self.ranks), outputs)
-        ranks, scales = take(torch.int32, count), take(torch.float32, count)
+        a = tuple(next_tensor(self.dtype, rank, self.inputs) for rank in self.ranks)
+        b = next_tensor(self.dtype, max(self.ranks), outputs)
+        ranks, scales = next_tensor(torch.int32, count), next_tensor(torch.float32, count)
         ranks.copy_(torch.tensor(self.ranks))
-        factors = take(torch.float32, outputs).fill_(1) if self.has_factors else None
+        factors = next_tensor(torch.float32, outputs).fill_(1) if self.has_factors else None
         return AdapterWeights(layer, packed, self.sizes, a, b, ranks, scales, factors)
 
     def _parts(self) -> list[int]:

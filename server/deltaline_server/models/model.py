@@ -39,9 +39,9 @@ NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Room for adapters on the device: slots, and the largest rank that one may have."""
+    """Room for adapters on the device: places, and the largest rank that one may have."""
 
-    num_slots: int
+    num_places: int
     max_rank: int
 
 
@@ -79,7 +79,7 @@ class Model:
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
     is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank);
     stream_sizes (what the kernels' self-test is told of residual streams); layout (of what adapters may change);
-    adapters (their slots, None where there are none); paged_spans (those with attention layers, which keep pages).
+    adapters (their places, None where there are none); paged_spans (those with attention layers, which keep pages).
     """
 
     def __init__(self, plan: ModelPlan, scope: Scope, stacks: Sequence[Stack], adapters: AdapterStore | None) -> None:
@@ -127,8 +127,8 @@ class Model:
         new_pages: as StatePool.put_pages takes them, those that begin among the rows' tokens; None for none, and where
         the span has no attention layers.
 
-        adapter_slots: int32 `[N]`, contiguous, the slot of each row's adapter, -1 for none; None where no row has one.
-        Raises ValueError: rows with adapters, and no slots.
+        adapter_slots: int32 `[N]`, contiguous, the place of each row's adapter, -1 for none; None where no row has one.
+        Raises ValueError: rows with adapters, and no places for any.
         """
         if new_pages is not None:
             pool.put_pages(new_pages)
@@ -137,7 +137,7 @@ class Model:
             if self.adapters is None:
                 raise ValueError("adapter_slots: expected None, as this model has no adapter slots")
             token_slots = spread_slots(adapter_slots, rows.query_start_loc, hidden.shape[0])
-            tiles = group_tokens(token_slots, self.adapters.num_slots, self.adapters.max_rank)
+            tiles = group_tokens(token_slots, self.adapters.num_places, self.adapters.max_rank)
         states = [pool.layers[self._places[layer]] for layer in self.spans[span]]
         return self._stacks[span].forward(hidden, rows, states, tiles).to(self.dtype)
 
@@ -146,7 +146,7 @@ def load_model(options: ModelOptions) -> Model:
     """Load what `options` ask for.
 
     Raises ModelError: the config, a span, a layer or a tensor is not as expected, and the message names it; or there is
-    no room for the weights, or the adapters' slots.
+    no room for the weights, or the adapters' places.
     """
     with _plan(options) as plan:
         try:
@@ -161,7 +161,7 @@ def load_model(options: ModelOptions) -> Model:
 def _load(plan: ModelPlan, options: ModelOptions) -> Model:
     """Load the planned layers. Raises RuntimeError where there is no room."""
     wanted = options.adapters
-    store = None if wanted is None else AdapterStore(plan.layout, wanted.num_slots, wanted.max_rank)
+    store = None if wanted is None else AdapterStore(plan.layout, wanted.num_places, wanted.max_rank)
     layers: dict[int, Layer | HyperBlock] = {}
     for number in plan.layers:
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
@@ -192,14 +192,14 @@ def check_model(options: ModelOptions, state: StateOptions | None = None) -> int
     """Check all that `load_model` checks, on no device: names and shapes of weights are read, their values are not.
 
     With `state`, check that its limit holds the model's state as well; none is allocated. Returns the bytes that the
-    adapter slots will take, 0 where there are none.
+    places of adapters will take, 0 where there are none.
     Raises ModelError as `load_model` and `Model.make_pool` do.
     """
     with _plan(replace(options, device=torch.device("cpu"))) as plan:
         if state is not None:
             plan_state([plan.loader.shapes[layer] for layer in plan.layers], state, plan.layout.placement.dtype)
         wanted = options.adapters
-        return 0 if wanted is None else store_bytes(plan.layout, wanted.num_slots, wanted.max_rank)
+        return 0 if wanted is None else store_bytes(plan.layout, wanted.num_places, wanted.max_rank)
 
 
 def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> tuple[range, ...]:

@@ -40,7 +40,7 @@ class LayerSize:
 class Sizes:
     """What a server takes on its device. state: its lines and pages, as they are allocated at start.
 
-    adapter_bytes: of the slots of adapters. context: tokens that a sequence is counted with. fits: whether the state
+    adapter_bytes: of the places of adapters. context: tokens that a sequence is counted with. fits: whether the state
     is within the options' limit; of one that is not, `state` is as it would be without a limit.
     """
 

@@ -1,9 +1,9 @@
-"""Which adapter is in which slot on the device: who gets a slot, who loses one, and which slots batches use.
+"""Which adapter is in which place on the device: who gets a place, who loses one, and which places batches use.
 
-Knows numbers of adapters, slots and time; neither the device nor what an adapter is: what copies is passed in. A slot
+Knows numbers of adapters, places and time; neither the device nor what an adapter is: what copies is passed in. A place
 that a batch uses is never given away: the device would read another tenant's adapter. All methods belong to one thread.
 
-Life of a slot:  free -> want -> loading -> copied, ready -> taken by batches, let go -> given to another, or cleared
+Life of a place:  free -> requested -> copied, ready -> acquired by batches, released -> given to another, or cleared
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-# An adapter that was just copied stays for so long before its first batch, seconds. Else two adapters that want the
-# same slot could take it from each other forever.
+# An adapter that was just copied stays for so long before its first batch, seconds. Else two adapters that ask for
+# the same place could take it from each other forever.
 GRACE_S = 1.0
 
 
 class Content(Protocol):
-    """What a slot holds; immutable."""
+    """What a place holds; immutable."""
 
     @property
     def content_hash(self) -> bytes:
@@ -38,26 +38,26 @@ class Content(Protocol):
         """Modules that it changes and that are not served here."""
 
 
-class SlotCopier(Protocol):
-    """Writes slots on the device. What it is told about a slot it does in order, and after the batches before."""
+class PlaceCopier(Protocol):
+    """Writes places on the device. What it is told about a place it does in order, and after the batches before."""
 
-    def copy(self, slot: int, content: Content, done: Callable[[bool], None]) -> None:
-        """Begin to copy; nothing of what the slot held is left then. `done` is called once, on the caller's thread and
+    def copy(self, place: int, content: Content, done: Callable[[bool], None]) -> None:
+        """Begin to copy; nothing of what the place held is left then. `done` is called once, on the caller's thread and
         not before this returns: whether it went well."""
 
-    def clear(self, slot: int) -> None:
-        """Overwrite the slot with zeros before anything else is copied to it."""
+    def clear(self, place: int) -> None:
+        """Overwrite the place with zeros before anything else is copied to it."""
 
 
 @dataclass
 class _Resident:
-    """An adapter that has a slot. ready_s: when it was copied, None before; num_batches: that use it and are not over.
+    """An adapter that has a place. ready_s: when it was copied, None before; num_batches: that use it and are not over.
 
-    is_leaving: no batch may take it any more, and the slot goes to another when the last one is over. is_forgotten: the
-    slot is cleared then.
+    is_leaving: no batch may take it any more, and its place goes to another when the last one is over. is_forgotten:
+    the place is cleared then.
     """
 
-    slot: int
+    place: int
     ready_s: float | None = None
     num_batches: int = 0
     was_taken: bool = False
@@ -65,22 +65,22 @@ class _Resident:
     is_forgotten: bool = False
 
 
-class AdapterSlots:
-    """Slots 0 .. num_slots - 1. `clock` gives seconds.
+class AdapterPlaces:
+    """Places 0 .. num_places - 1. `clock` gives seconds.
 
     Attributes: on_copied, called with the number of each adapter that batches may use from now on.
     """
 
-    def __init__(self, num_slots: int, copier: SlotCopier, clock: Callable[[], float]) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots: expected 1 or more, got {num_slots}")
-        self.num_slots, self.num_copies, self.num_evicted = num_slots, 0, 0
+    def __init__(self, num_places: int, copier: PlaceCopier, clock: Callable[[], float]) -> None:
+        if num_places < 1:
+            raise ValueError(f"num_places: expected 1 or more, got {num_places}")
+        self.num_places, self.num_copies, self.num_evicted = num_places, 0, 0
         self.on_copied: Callable[[int], None] = lambda number: None
         self._copier, self._clock = copier, clock
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = list(range(num_places - 1, -1, -1))
         # By number of the adapter, the least recently used first.
         self._residents: OrderedDict[int, _Resident] = OrderedDict()
-        # Who waits for a slot, in the order in which they came.
+        # Who waits for a place, in the order in which they came.
         self._waiting: OrderedDict[int, Content] = OrderedDict()
 
     @property
@@ -98,8 +98,8 @@ class AdapterSlots:
         resident = self._residents.get(number)
         return resident is not None and (resident.ready_s is None or resident.num_batches > 0)
 
-    def want(self, number: int, content: Content) -> bool:
-        """Whether the adapter is ready. If not, it waits for a slot: ask again, before each batch.
+    def request(self, number: int, content: Content) -> bool:
+        """Whether the adapter is ready. If not, it waits for a place: ask again, before each batch.
 
         Numbers are never used again for another content.
         """
@@ -108,29 +108,29 @@ class AdapterSlots:
         resident = self._residents.get(number)
         others_wait = len(self._waiting) > (number in self._waiting)
         if resident is not None and resident.is_leaving and not resident.is_forgotten and not others_wait:
-            resident.is_leaving = False  # whoever its slot was for waits no more
+            resident.is_leaving = False  # whoever its place was for waits no more
             self.cancel(number)
             return True
         is_new = number not in self._waiting
         if resident is None or resident.is_leaving:
             self._waiting.setdefault(number, content)
-        # All that wait are asked for again, one after the other: a slot is looked for once, for the first of them.
+        # All that wait are asked for again, one after the other: a place is looked for once, for the first of them.
         if is_new or next(iter(self._waiting)) == number:
             self._assign()
         return False
 
-    def take(self, number: int, content: Content) -> int | None:
-        """The slot of an adapter, for a batch that uses it from now on; `let_go` must follow. None, and it waits for a
-        slot, where it is not ready: the batch has to go without its rows."""
-        if not self.want(number, content):
+    def acquire(self, number: int, content: Content) -> int | None:
+        """The place of an adapter, for a batch that uses it from now on; `release` must follow. None where it is not
+        ready: it waits for a place, and the batch has to go without its rows."""
+        if not self.request(number, content):
             return None
         resident = self._residents[number]
         resident.num_batches += 1
         resident.was_taken = True
         self._residents.move_to_end(number)
-        return resident.slot
+        return resident.place
 
-    def let_go(self, numbers: Iterable[int]) -> None:
+    def release(self, numbers: Iterable[int]) -> None:
         """A batch that took these adapters is over on the device: each of them as often as it was taken."""
         for number in numbers:
             resident = self._residents.get(number)
@@ -141,11 +141,11 @@ class AdapterSlots:
         self._assign()
 
     def cancel(self, number: int) -> None:
-        """Nobody needs the adapter now: it waits no longer. In its slot it stays."""
+        """Nobody needs the adapter now: it waits no longer. In its place it stays."""
         self._waiting.pop(number, None)
 
     def forget(self, number: int) -> None:
-        """The adapter is gone: clear its slot, now or when it is no longer busy. Idempotent."""
+        """The adapter is gone: clear its place, now or when it is no longer busy. Idempotent."""
         self.cancel(number)
         resident = self._residents.get(number)
         if resident is not None:
@@ -154,20 +154,20 @@ class AdapterSlots:
         self._assign()
 
     def _settle(self, number: int) -> None:
-        """Take the slot of an adapter that leaves, once it is not busy."""
+        """Take the place of an adapter that leaves, once it is not busy."""
         resident = self._residents[number]
         if not resident.is_leaving or self.is_busy(number):
             return
         del self._residents[number]
         if resident.is_forgotten:
-            self._copier.clear(resident.slot)
+            self._copier.clear(resident.place)
         else:
             self.num_evicted += 1
-        self._free.append(resident.slot)
+        self._free.append(resident.place)
 
     def _assign(self) -> None:
-        """Give slots to those who wait: free ones, then ones that no batch uses; else let ones in use leave."""
-        # One that leaves gets no second slot while batches use its first.
+        """Give places to those who wait: free ones, then ones that no batch uses; else let ones in use leave."""
+        # One that leaves gets no second place while batches use its first.
         while (number := next((i for i in self._waiting if i not in self._residents), None)) is not None:
             if not self._free:
                 victim = self._victim(in_use=False)
@@ -184,7 +184,7 @@ class AdapterSlots:
             self._residents[victim].is_leaving = True
 
     def _victim(self, in_use: bool) -> int | None:
-        """The least recently used adapter that may lose its slot, among those that batches use or those they don't."""
+        """The least recently used adapter that may lose its place, among those that batches use or those they don't."""
         now_s = self._clock()
         for number, resident in self._residents.items():
             if resident.ready_s is None or resident.is_leaving or (resident.num_batches > 0) != in_use:
@@ -194,9 +194,9 @@ class AdapterSlots:
         return None
 
     def _begin(self, number: int, content: Content) -> None:
-        """Copy an adapter into a free slot."""
-        slot = self._free.pop()
-        resident = self._residents[number] = _Resident(slot)
+        """Copy an adapter into a free place."""
+        place = self._free.pop()
+        resident = self._residents[number] = _Resident(place)
         self.num_copies += 1
 
         def done(is_copied: bool) -> None:
@@ -208,21 +208,21 @@ class AdapterSlots:
             if self.is_ready(number):
                 self.on_copied(number)
 
-        self._copier.copy(slot, content, done)
+        self._copier.copy(place, content, done)
 
     def check_integrity(self) -> None:
-        """Raise ValueError unless every slot is free or has one adapter, and what waits has none that it may use."""
-        slots = sorted([*self._free, *(resident.slot for resident in self._residents.values())])
-        if slots != list(range(self.num_slots)):
-            raise ValueError("adapter slots: a slot is free and taken, taken twice, or lost")
+        """Raise ValueError unless every place is free or has one adapter, and what waits has none that it may use."""
+        places = sorted([*self._free, *(resident.place for resident in self._residents.values())])
+        if places != list(range(self.num_places)):
+            raise ValueError("adapter places: a place is free and taken, taken twice, or lost")
         for number, resident in self._residents.items():
             if resident.num_batches < 0 or (resident.num_batches and resident.ready_s is None):
-                raise ValueError("adapter slots: a batch uses an adapter that is not there")
+                raise ValueError("adapter places: a batch uses an adapter that is not there")
             if resident.is_leaving and not self.is_busy(number):
-                raise ValueError("adapter slots: an adapter that leaves is still there")
+                raise ValueError("adapter places: an adapter that leaves is still there")
             if resident.is_forgotten and not resident.is_leaving:
-                raise ValueError("adapter slots: an adapter is forgotten and stays")
+                raise ValueError("adapter places: an adapter is forgotten and stays")
         if any(self.is_ready(number) for number in self._waiting):
-            raise ValueError("adapter slots: an adapter waits and is ready")
+            raise ValueError("adapter places: an adapter waits and is ready")
         if self._waiting.keys() - self._residents.keys() and self._free:
-            raise ValueError("adapter slots: an adapter waits while a slot is free")
+            raise ValueError("adapter places: an adapter waits while a place is free")

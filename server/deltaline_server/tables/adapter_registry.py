@@ -1,6 +1,6 @@
 """The adapters in host memory: their names, who uses them, and which goes when memory is short.
 
-Registered is not resident: what is here may or may not have a slot on the device (adapter_places.py). Knows names,
+Registered is not resident: what is here may or may not have a place on the device (adapter_places.py). Knows names,
 hashes and sizes; neither files nor tensors. All methods belong to one thread.
 
 A sequence binds an adapter by name when it opens, and has its number from then on: a number means one content forever,
@@ -17,7 +17,7 @@ from enum import IntEnum
 
 from deltaline_server.errors import Reason, RequestError, spelled_bytes
 from deltaline_server.log import event
-from deltaline_server.tables.adapter_places import AdapterSlots, Content
+from deltaline_server.tables.adapter_places import AdapterPlaces, Content
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class AdapterRegistry:
     Attributes: places, those of adapters on the device; load_s, how long the loads of those registered took together.
     """
 
-    def __init__(self, limit_bytes: int, places: AdapterSlots) -> None:
+    def __init__(self, limit_bytes: int, places: AdapterPlaces) -> None:
         self.limit_bytes, self.used_bytes = limit_bytes, 0
         self.num_loaded = self.num_evicted = 0
         self.load_s = 0.0
@@ -183,19 +183,19 @@ class AdapterRegistry:
         return {number: entry.num_sequences for number, entry in self._entries.items() if entry.num_sequences}
 
     def want(self, number: int) -> bool:
-        """Bring a bound adapter to the device; see AdapterSlots.want."""
-        return self.places.want(number, self._entries[number].content)
+        """Bring a bound adapter to the device; see AdapterPlaces.request."""
+        return self.places.request(number, self._entries[number].content)
 
     def take(self, number: int) -> int | None:
-        """The slot of a bound adapter, for a batch; see AdapterSlots.take."""
-        return self.places.take(number, self._entries[number].content)
+        """The place of a bound adapter, for a batch; see AdapterPlaces.acquire."""
+        return self.places.acquire(number, self._entries[number].content)
 
     def let_go(self, numbers: Iterable[int]) -> None:
-        """A batch that took these adapters is over; see AdapterSlots.let_go."""
-        self.places.let_go(numbers)
+        """A batch that took these adapters is over; see AdapterPlaces.release."""
+        self.places.release(numbers)
 
     def cancel(self, number: int) -> None:
-        """No row waits for the adapter any more; see AdapterSlots.cancel."""
+        """No row waits for the adapter any more; see AdapterPlaces.cancel."""
         self.places.cancel(number)
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class AdapterRegistry:
         return [self._describe(number) for number in numbers]
 
     def check_integrity(self) -> None:
-        """Raise ValueError unless names, numbers, bytes and slots agree."""
+        """Raise ValueError unless names, numbers, bytes and places agree."""
         self.places.check_integrity()
         named = {entry.name: number for number, entry in self._entries.items() if not entry.is_draining}
         if named != self._numbers:

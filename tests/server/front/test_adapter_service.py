@@ -44,7 +44,7 @@ from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.models.config import Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.weights import LayerLoader
-from deltaline_server.tables.adapter_places import AdapterSlots
+from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 from deltaline_server.telemetry.metrics import Metrics
 
@@ -60,8 +60,8 @@ class Rig:
         self.folder, self.base = folder, base_weights(NEXT)
         self.tensors = adapter_tensors(self.base, modules(NEXT))
         write_adapter(folder / "good", adapter_config(), self.tensors)
-        self.slots = AdapterSlots(2, FakeDevice(2), Clock())
-        self.registry = AdapterRegistry(LIMIT_BYTES, self.slots)
+        self.places = AdapterPlaces(2, FakeDevice(2), Clock())
+        self.registry = AdapterRegistry(LIMIT_BYTES, self.places)
         self.root: AdapterRoot | None = AdapterRoot(folder)
         self.allocated: list[int] = []
         self.before_reading: Callable[[], object] = lambda: None
@@ -289,7 +289,7 @@ async def test_bad_contents(rig: Rig, case: str) -> None:
 def check_unharmed(rig: Rig) -> None:
     """Nothing is registered, no memory is taken, the slots are free, and no upload is counted."""
     rig.registry.check_integrity()
-    assert (rig.registry.num_registered, rig.registry.used_bytes, rig.slots.num_copies) == (0, 0, 0)
+    assert (rig.registry.num_registered, rig.registry.used_bytes, rig.places.num_copies) == (0, 0, 0)
     assert rig.service._upload_bytes == 0
 
 

@@ -23,7 +23,7 @@ from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.lora_weights import Adapter
-from deltaline_server.tables.adapter_places import AdapterSlots
+from deltaline_server.tables.adapter_places import AdapterPlaces
 
 WAIT_S = 20.0
 
@@ -62,7 +62,7 @@ def test_bytes_are_known_before_they_are_allocated(config: ModelConfig, world_si
 
 @pytest.mark.parametrize(
     ("num_slots", "max_rank", "message"),
-    [(0, 8, "num_slots: expected at least 1, got 0"), (1, 0, r"max_rank: expected 1\.\.512, got 0"), (1, 513, "512")],
+    [(0, 8, "num_places: expected at least 1, got 0"), (1, 0, r"max_rank: expected 1\.\.512, got 0"), (1, 513, "512")],
 )
 def test_slots_that_cannot_be_are_refused(num_slots: int, max_rank: int, message: str) -> None:
     with pytest.raises(ModelError, match=message):
@@ -117,7 +117,7 @@ def test_what_a_slot_has_no_room_for_is_refused_and_nothing_written() -> None:
     with pytest.raises(ValueError, match="adapter: expected ranks up to 8, got 9"):
         store.write(1, random_adapter(layout, 3, 9))
     for slot in (-1, 2):
-        with pytest.raises(IndexError, match=rf"slot: expected 0\.\.1, got {slot}"):
+        with pytest.raises(IndexError, match=rf"place: expected 0\.\.1, got {slot}"):
             store.write(slot, adapter)
     assert all(map(torch.equal, content(store, 1), before))
 
@@ -227,14 +227,14 @@ async def test_slots_fill_while_the_event_loop_goes_on(monkeypatch: pytest.Monke
         loop.call_soon_threadsafe(came.put_nowait, None)
 
     copier = AdapterCopier(rig.store, call_soon)
-    slots = AdapterSlots(2, copier, Clock())
+    slots = AdapterPlaces(2, copier, Clock())
     first, second = random_adapter(rig.layout, 1), random_adapter(rig.layout, 2)
-    assert slots.take(1, first) is None and slots.take(2, second) is None
+    assert slots.acquire(1, first) is None and slots.acquire(2, second) is None
     await asyncio.sleep(0.02)
     assert slots.num_resident == 0
     rig.may_copy.release(2)
     for _ in range(2):
         await asyncio.wait_for(came.get(), WAIT_S)
-    assert {slots.take(1, first), slots.take(2, second)} == {0, 1}
+    assert {slots.acquire(1, first), slots.acquire(2, second)} == {0, 1}
     slots.check_integrity()
     await asyncio.to_thread(copier.close)

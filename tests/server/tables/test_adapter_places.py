@@ -7,7 +7,7 @@ import random
 import pytest
 from rigs.adapter_rig import Clock, FakeContent, FakeDevice
 
-from deltaline_server.tables.adapter_places import GRACE_S, AdapterSlots
+from deltaline_server.tables.adapter_places import GRACE_S, AdapterPlaces
 
 A, B, C = (FakeContent(name) for name in (b"a", b"b", b"c"))
 CONTENTS = {1: A, 2: B, 3: C}
@@ -16,15 +16,15 @@ CONTENTS = {1: A, 2: B, 3: C}
 class Rig:
     def __init__(self, num_slots: int) -> None:
         self.clock, self.device = Clock(), FakeDevice(num_slots)
-        self.slots = AdapterSlots(num_slots, self.device, self.clock)
+        self.places = AdapterPlaces(num_slots, self.device, self.clock)
 
     def make_ready(self, number: int, content: FakeContent) -> None:
-        assert not self.slots.want(number, content)
+        assert not self.places.request(number, content)
         self.device.finish()
-        assert self.slots.is_ready(number)
+        assert self.places.is_ready(number)
 
     def take(self, number: int, content: FakeContent) -> int | None:
-        slot = self.slots.take(number, content)
+        slot = self.places.acquire(number, content)
         if slot is not None:
             assert self.device.slots[slot] == content.content_hash, "the slot has another adapter"
             self.device.used.append(slot)
@@ -35,22 +35,22 @@ class Rig:
         assert slot is not None
         return [slot]
 
-    def let_go(self, *numbers: int, slots: list[int]) -> None:
+    def release(self, *numbers: int, slots: list[int]) -> None:
         for slot in slots:
             self.device.used.remove(slot)
-        self.slots.let_go(numbers)
+        self.places.release(numbers)
 
 
 def test_a_batch_gets_the_slot_once_the_copy_is_done() -> None:
     rig = Rig(2)
-    assert not rig.slots.want(1, A) and not rig.slots.want(1, A)
-    assert (len(rig.device.running), rig.slots.num_copies, rig.slots.num_resident) == (1, 1, 0)
-    assert rig.slots.take(1, A) is None
+    assert not rig.places.request(1, A) and not rig.places.request(1, A)
+    assert (len(rig.device.running), rig.places.num_copies, rig.places.num_resident) == (1, 1, 0)
+    assert rig.places.acquire(1, A) is None
     rig.device.finish()
-    assert rig.slots.want(1, A)
+    assert rig.places.request(1, A)
     [slot] = rig.hold(1)
-    assert (rig.device.slots[slot], rig.slots.num_resident) == (b"a", 1)
-    rig.slots.check_integrity()
+    assert (rig.device.slots[slot], rig.places.num_resident) == (b"a", 1)
+    rig.places.check_integrity()
 
 
 def test_the_least_recently_used_loses_its_slot() -> None:
@@ -58,23 +58,23 @@ def test_the_least_recently_used_loses_its_slot() -> None:
     rig.make_ready(1, A)
     rig.make_ready(2, B)
     for number in (2, 1):
-        rig.let_go(number, slots=rig.hold(number))
+        rig.release(number, slots=rig.hold(number))
     rig.make_ready(3, C)
-    assert [rig.slots.is_ready(number) for number in (1, 2, 3)] == [True, False, True]
-    assert rig.slots.num_evicted == 1
+    assert [rig.places.is_ready(number) for number in (1, 2, 3)] == [True, False, True]
+    assert rig.places.num_evicted == 1
 
 
 def test_a_slot_in_use_is_given_away_only_when_its_batches_are_over() -> None:
     rig = Rig(1)
     rig.make_ready(1, A)
     first, second = rig.hold(1), rig.hold(1)
-    assert not rig.slots.want(2, B)
-    assert not rig.slots.is_ready(1), "no later batch takes it, else the one that waits would wait forever"
-    rig.let_go(1, slots=first)
+    assert not rig.places.request(2, B)
+    assert not rig.places.is_ready(1), "no later batch takes it, else the one that waits would wait forever"
+    rig.release(1, slots=first)
     assert rig.device.running == [] and rig.device.slots == [b"a"]
-    rig.let_go(1, slots=second)
+    rig.release(1, slots=second)
     rig.device.finish()
-    assert rig.slots.want(2, B) and rig.device.slots == [b"b"]
+    assert rig.places.request(2, B) and rig.device.slots == [b"b"]
 
 
 @pytest.mark.parametrize("was_wanted", [False, True])
@@ -82,26 +82,26 @@ def test_one_that_was_to_leave_stays_if_nobody_else_waits_any_more(was_wanted: b
     rig = Rig(1)
     rig.make_ready(1, A)
     held = rig.hold(1)
-    rig.slots.want(2, B)
+    rig.places.request(2, B)
     if was_wanted:
-        assert not rig.slots.want(1, A)
-    rig.slots.cancel(2)
-    assert rig.slots.want(1, A)
-    rig.let_go(1, slots=held)
-    assert (rig.slots.num_copies, rig.slots.is_ready(1)) == (1, True)
-    rig.slots.check_integrity()
+        assert not rig.places.request(1, A)
+    rig.places.cancel(2)
+    assert rig.places.request(1, A)
+    rig.release(1, slots=held)
+    assert (rig.places.num_copies, rig.places.is_ready(1)) == (1, True)
+    rig.places.check_integrity()
 
 
 def test_an_adapter_that_was_just_copied_stays_for_its_first_batch() -> None:
     rig = Rig(1)
     rig.make_ready(1, A)
     rig.clock.now_s = GRACE_S / 2
-    assert not rig.slots.want(2, B)
-    assert rig.slots.is_ready(1)
+    assert not rig.places.request(2, B)
+    assert rig.places.is_ready(1)
     rig.clock.now_s = GRACE_S
-    assert not rig.slots.want(2, B)
+    assert not rig.places.request(2, B)
     rig.device.finish()
-    assert rig.slots.is_ready(2)
+    assert rig.places.is_ready(2)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -113,7 +113,7 @@ def test_asking_again_for_many_that_wait_is_cheap(is_held: bool) -> None:
         rig.hold(1)
     waiting = range(2, 102)
     for number in waiting:
-        rig.slots.want(number, FakeContent(b"%d" % number))
+        rig.places.request(number, FakeContent(b"%d" % number))
     searches = 0
 
     def now() -> float:
@@ -121,9 +121,9 @@ def test_asking_again_for_many_that_wait_is_cheap(is_held: bool) -> None:
         searches += 1
         return 0.0
 
-    rig.slots._clock = now  # what is asked before a resident may lose its slot
+    rig.places._clock = now  # what is asked before a resident may lose its slot
     for _ in range(10):
-        assert not any(rig.slots.want(number, FakeContent(b"%d" % number)) for number in waiting)
+        assert not any(rig.places.request(number, FakeContent(b"%d" % number)) for number in waiting)
     assert searches <= 2 * 10
 
 
@@ -131,31 +131,31 @@ def test_asking_again_for_many_that_wait_is_cheap(is_held: bool) -> None:
 def test_a_forgotten_adapter_leaves_nothing_on_the_device(state: str) -> None:
     rig = Rig(1)
     if state == "waiting":
-        rig.slots.want(2, B)
-    rig.slots.want(1, A)
+        rig.places.request(2, B)
+    rig.places.request(1, A)
     held = []
     if state not in ("waiting", "loading"):
         rig.device.finish()
     if state in ("held", "leaving"):
         held = rig.hold(1)
     if state == "leaving":
-        rig.slots.want(2, B)
-        rig.slots.cancel(2)
-    rig.slots.forget(1)
-    rig.slots.forget(1)
+        rig.places.request(2, B)
+        rig.places.cancel(2)
+    rig.places.forget(1)
+    rig.places.forget(1)
     if state in ("waiting", "loading"):
         rig.device.finish()
     if held:
         assert rig.device.slots == [b"a"]
-        rig.let_go(1, slots=held)
+        rig.release(1, slots=held)
     assert rig.device.slots == ([b"b"] if state == "waiting" else [None])
     assert rig.device.running == []
-    rig.slots.check_integrity()
+    rig.places.check_integrity()
 
 
 def test_a_copy_that_failed_is_no_adapter() -> None:
     rig = Rig(1)
-    rig.slots.want(1, A)
+    rig.places.request(1, A)
     rig.device.finish(is_copied=False)
     assert rig.device.slots == [None]
     rig.make_ready(1, A)
@@ -166,12 +166,12 @@ def test_letting_go_of_what_is_not_held_is_a_bug() -> None:
     rig.make_ready(1, A)
     for number in (1, 7):
         with pytest.raises(ValueError, match="expected one that a batch has taken"):
-            rig.slots.let_go([number])
+            rig.places.release([number])
 
 
 def test_there_is_at_least_one_slot() -> None:
-    with pytest.raises(ValueError, match="num_slots: expected 1 or more, got 0"):
-        AdapterSlots(0, FakeDevice(0), Clock())
+    with pytest.raises(ValueError, match="num_places: expected 1 or more, got 0"):
+        AdapterPlaces(0, FakeDevice(0), Clock())
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
@@ -197,23 +197,23 @@ def test_churn(num_slots: int, seed: int) -> None:
             num_batches += bool(taken)
         if batches and draw.random() < 0.6:
             numbers, held = batches.pop(0)
-            rig.let_go(*numbers, slots=held)
+            rig.release(*numbers, slots=held)
         if rig.device.running and draw.random() < 0.7:
             rig.device.finish(draw.randrange(len(rig.device.running)), draw.random() < 0.95)
         if draw.random() < 0.02:
             gone = draw.choice(list(contents))
-            rig.slots.forget(gone)
+            rig.places.forget(gone)
             del contents[gone]
             waiting.pop(gone, None)
             contents[next_number] = FakeContent(b"%d" % next_number)
             next_number += 1
-        rig.slots.check_integrity()
+        rig.places.check_integrity()
     assert num_batches > 300
     assert longest < 150
     for numbers, held in batches:
-        rig.let_go(*numbers, slots=held)
+        rig.release(*numbers, slots=held)
     for number in contents:
-        rig.slots.forget(number)
+        rig.places.forget(number)
     while rig.device.running:
         rig.device.finish()
     assert rig.device.slots == [None] * num_slots

@@ -11,15 +11,15 @@ from rigs.adapter_rig import Clock, FakeContent, FakeDevice
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.tables import adapter_registry
-from deltaline_server.tables.adapter_places import AdapterSlots
+from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry, AdapterState
 
 
 class Rig:
     def __init__(self, limit_bytes: int = 30, num_slots: int = 2) -> None:
         self.device = FakeDevice(num_slots)
-        self.slots = AdapterSlots(num_slots, self.device, Clock())
-        self.registry = AdapterRegistry(limit_bytes, self.slots)
+        self.places = AdapterPlaces(num_slots, self.device, Clock())
+        self.registry = AdapterRegistry(limit_bytes, self.places)
 
     def load(self, name: str, content: bytes = b"", num_bytes: int = 10, is_pinned: bool = False) -> AdapterDescription:
         made = FakeContent(content or name.encode(), num_bytes)
@@ -242,7 +242,7 @@ def test_churn(seed: int) -> None:
         if batches and draw.random() < 0.5:
             number, slot = batches.pop(0)
             rig.device.used.remove(slot)
-            rig.slots.let_go([number])
+            rig.places.release([number])
         if rig.device.running and draw.random() < 0.6:
             rig.device.finish(draw.randrange(len(rig.device.running)))
         if sequences and draw.random() < 0.15:
