@@ -84,6 +84,6 @@ class AdapterWait:
         assert registry is not None
         for number in sorted({number for ready in self._ready for number in ready.parked}):
             if not sum(ready.still_waits(number) for ready in self._ready):
-                registry.cancel(number)
-            elif registry.want(number):
+                registry.places.cancel(number)
+            elif registry.places.request(number, registry.content(number)):
                 self._wake(number)

@@ -43,12 +43,12 @@ class BatchAdapters:
         """The batch is over on the device, or came to nothing. To be called once."""
         taken = self.taken
         if taken:
-            self._registry.let_go(taken)
+            self._registry.places.release(taken)
 
     def _place(self, number: int) -> int:
         place = self._places.get(number)
         if place is None:
-            taken = self._registry.take(number)
+            taken = self._registry.places.acquire(number, self._registry.content(number))
             place = self._places[number] = ABSENT if taken is None else taken
             if taken is None:
                 self._on_absent()

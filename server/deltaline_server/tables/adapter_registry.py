@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -181,22 +180,6 @@ class AdapterRegistry:
     def bound(self) -> dict[int, int]:
         """The numbers that sequences have bound, and how many."""
         return {number: entry.num_sequences for number, entry in self._entries.items() if entry.num_sequences}
-
-    def want(self, number: int) -> bool:
-        """Bring a bound adapter to the device; see AdapterPlaces.request."""
-        return self.places.request(number, self._entries[number].content)
-
-    def take(self, number: int) -> int | None:
-        """The place of a bound adapter, for a batch; see AdapterPlaces.acquire."""
-        return self.places.acquire(number, self._entries[number].content)
-
-    def let_go(self, numbers: Iterable[int]) -> None:
-        """A batch that took these adapters is over; see AdapterPlaces.release."""
-        self.places.release(numbers)
-
-    def cancel(self, number: int) -> None:
-        """No row waits for the adapter any more; see AdapterPlaces.cancel."""
-        self.places.cancel(number)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

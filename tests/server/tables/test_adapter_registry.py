@@ -75,7 +75,7 @@ def test_what_is_bound_pinned_or_busy_does_not_go() -> None:
         rig.load(name)
     rig.registry.bind("bound")
     busy = rig.registry.bind("busy")
-    rig.registry.want(busy)
+    rig.registry.places.request(busy, rig.registry.content(busy))
     rig.registry.release(busy)
     before = rig.registry.describe()
     with pytest.raises(RequestError) as error:
@@ -131,7 +131,7 @@ def test_an_evicted_adapter_leaves_its_slot_cleared() -> None:
     rig = Rig()
     number = [rig.load("a"), rig.registry.bind("a")][1]
     assert isinstance(number, int)
-    rig.registry.want(number)
+    rig.registry.places.request(number, rig.registry.content(number))
     rig.device.finish()
     assert rig.registry.describe()[0].state is AdapterState.RESIDENT
     rig.registry.release(number)
@@ -174,7 +174,7 @@ def test_draining_keeps_the_content_for_those_who_have_it_and_frees_the_name() -
     ]
     assert rig.registry.content(number).content_hash == b"old"
     assert rig.registry.content(rig.registry.bind("a")).content_hash == b"new"
-    rig.registry.want(number)
+    rig.registry.places.request(number, rig.registry.content(number))
     rig.device.finish()
     rig.registry.release(number)
     assert rig.device.slots.count(b"old") == 1
