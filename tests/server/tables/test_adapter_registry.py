@@ -233,7 +233,7 @@ def test_churn(seed: int) -> None:
             pass
         if sequences and draw.random() < 0.5:
             number, content = draw.choice(sequences)
-            slot = rig.registry.take(number)
+            slot = rig.registry.places.acquire(number, rig.registry.content(number))
             if slot is not None:
                 assert rig.device.slots[slot] == content == rig.registry.content(number).content_hash
                 batches.append((number, slot))
