@@ -1,3 +1,3 @@
-"""The deltaline server: recurrent layers of a language model behind gRPC, with the state they need."""
+"""The deltaline server: recurrent layers behind gRPC, with their state; here its options, reasons of refusal, start."""
 
 __version__ = "0.1.0"

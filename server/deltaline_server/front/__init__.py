@@ -1,1 +1,1 @@
-"""What speaks gRPC: services, what surrounds their calls, and the messages of steps, parsed and answered."""
+"""What speaks gRPC: services, what surrounds their calls, requests checked (sizes, deadlines), replies written."""

@@ -11,8 +11,8 @@ from deltaline_server.errors import Reason, Refusal
 from deltaline_server.scheduling.pending import Join, PendingStep
 from deltaline_server.scheduling.queue import Queue
 from deltaline_server.step import StepRequest
-from deltaline_server.tables.admission import Admission, Slots
 from deltaline_server.tables.kept_replies import KeptReply
+from deltaline_server.tables.ledger import Admission, Slots
 from deltaline_server.tables.pages import PagePool
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
 from deltaline_server.step import RowKind, RowOutcome, StepRequest, StepResult, StepTiming, count_kinds
-from deltaline_server.tables.admission import Admission
 from deltaline_server.tables.kept_replies import KeptReply
+from deltaline_server.tables.ledger import Admission
 
 
 class RowState:

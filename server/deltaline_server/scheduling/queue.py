@@ -16,8 +16,8 @@ from deltaline_server.scheduling.ready import ReadyQueue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.scheduling.step_index import StepIndex
 from deltaline_server.step import Limits, StepRequest
-from deltaline_server.tables.admission import Admission
 from deltaline_server.tables.kept_replies import Fingerprint, KeptReply, is_streamed
+from deltaline_server.tables.ledger import Admission
 from deltaline_server.tables.sequences import SequenceTable
 
 

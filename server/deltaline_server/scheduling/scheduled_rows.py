@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.scheduling.pending import PendingStep
 from deltaline_server.step import OutputRows, RowKind, count_kinds
-from deltaline_server.tables.admission import Slots
+from deltaline_server.tables.ledger import Slots
 
 
 class ScheduledRows:

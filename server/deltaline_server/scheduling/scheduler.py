@@ -27,8 +27,8 @@ from deltaline_server.scheduling.pending import PendingStep, RowState
 from deltaline_server.scheduling.queue import Load, Queue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.step import BatchResult, Limits, RowKind, RowOutcome, StepRequest, StepResult
-from deltaline_server.tables.admission import Slots
 from deltaline_server.tables.kept_replies import Answers
+from deltaline_server.tables.ledger import Slots
 from deltaline_server.tables.sequences import SequenceTable
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.tables.admission import Slots
+from deltaline_server.tables.ledger import Slots
 
 _INDEX_BITS = 20
 

@@ -1,1 +1,1 @@
-"""Sequences as arrays by slot: handles, leases, progress, kept replies, lines, pages and adapters."""
+"""Who has what, by slot: handles, leases, progress, kept replies, lines, pages, adapters; and who loses it."""

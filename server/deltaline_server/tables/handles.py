@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.tables.admission import Slots
+from deltaline_server.tables.ledger import Slots
 
 SLOT_BITS = 24
 MAX_SLOTS = (1 << SLOT_BITS) - 1

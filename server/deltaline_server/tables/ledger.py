@@ -6,12 +6,17 @@ step is done. A new step is judged by the tail; when an admitted step is dropped
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal
 from deltaline_server.step import RowKind, StepRequest
-from deltaline_server.tables.admission import NO_COMMIT, Admission, Slots
+
+NO_COMMIT = -1
+
+Slots = NDArray[np.int64]
 
 # Commits that one span may be ahead of another's: each is remembered until every span has passed it.
 MAX_FIXED_COMMITS = 16384
@@ -29,6 +34,42 @@ class Progress:
     def __init__(self, num_spans: int, num_slots: int) -> None:
         self.values = np.zeros((5, num_spans, num_slots), dtype=np.int64)
         self.step, self.position, self.pending, self.replay, self.zero_commits = self.values
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """Rows of a request that were taken, in row order: what each does once it runs.
+
+    rows: index into the request. after: the progress of their slots on the span once the rows are done, int64 [5, rows]
+    as in Progress: the numbers of their steps and their positions come first.
+    commit: accepted count that the row fixes, NO_COMMIT for none; has_commits: whether any may. num_replayed: drafts
+    that it folds into the state first; has_replays: whether there are any. is_idle: whether no row's cell has a step in
+    flight. Nothing of it changes; it is not frozen because every step makes one.
+    """
+
+    rows: NDArray[np.int64]
+    slots: Slots
+    after: NDArray[np.int64]
+    has_commits: bool
+    commit: NDArray[np.int64]
+    commit_position: NDArray[np.int64]
+    commit_ordinal: NDArray[np.int64]
+    num_replayed: NDArray[np.int64]
+    has_replays: bool
+    is_idle: bool
+
+    def only(self, index: NDArray[np.int64]) -> Admission:
+        """These rows (positions in the admission) alone. The flags may speak of rows that are left out."""
+        return replace(
+            self,
+            rows=self.rows[index],
+            slots=self.slots[index],
+            after=self.after[:, index],
+            commit=self.commit[index],
+            commit_position=self.commit_position[index],
+            commit_ordinal=self.commit_ordinal[index],
+            num_replayed=self.num_replayed[index],
+        )
 
 
 class StepLedger:

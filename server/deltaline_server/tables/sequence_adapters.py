@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.tables.adapter_registry import AdapterRegistry
-from deltaline_server.tables.admission import Slots
+from deltaline_server.tables.ledger import Slots
 
 NO_ADAPTER = 0
 

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.step import ANONYMOUS, Principal
-from deltaline_server.tables.admission import Slots
 from deltaline_server.tables.handles import MAX_SLOTS, make_handles, slots_of
 from deltaline_server.tables.kept_replies import KeptReplies
-from deltaline_server.tables.ledger import StepLedger
+from deltaline_server.tables.ledger import Slots, StepLedger
 from deltaline_server.tables.lines import NULL_LINE, LinePool
 from deltaline_server.tables.open_tokens import Opened, OpenTokens
 from deltaline_server.tables.sequence import GONE, SequenceDescription, SequenceState, SpanProgress

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltaline_server.step import OutputRows, RowKind, SpanShapes, StepForm, StepRequest
-from deltaline_server.tables.admission import Admission
-from deltaline_server.tables.ledger import StepLedger
+from deltaline_server.tables.ledger import Admission, StepLedger
 
 NUM_SLOTS, MAX_IN_FLIGHT = 6, 2
 
