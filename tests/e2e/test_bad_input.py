@@ -15,7 +15,7 @@ from rigs.target import ADMIN, HIDDEN, LAYER, Target, bounded_memory, reason_of,
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
-from deltaline_server.tables.handles import slots_of
+from deltaline_server.tables.sequences import slots_of
 
 # Far less than what a lie asks for, far more than a request of this server needs.
 MEMORY_LIMIT_BYTES = 64 << 20

@@ -6,6 +6,7 @@ They belong to one batch from its launch until its result is taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from deltaline_kernels.rows import NUM_FIELDS
 from deltaline_server.engine.batch_layout import NUM_PAGE_FIELDS, Layout, fill_adapters, fill_control, fill_pages
-from deltaline_server.engine.copier import Copier
 from deltaline_server.step import BatchResult, SpanShapes, StepBatch, sound_rows
 
 # Most bytes that cross either way with a graph's own copies: within the time that asking for copies one by one takes.
@@ -24,6 +24,30 @@ CARRIED_BYTES = 1 << 20
 DIRECT_BYTES = 1 << 16
 # Views of the memory that are remembered.
 MOST_PARTS = 1024
+# Arrays from this size on are copied by several threads; for smaller ones, waking these takes longer.
+LARGE_BYTES, COPY_THREADS = 1 << 21, 4
+
+
+class Copier:
+    """Copies between arrays of the host, large ones with several threads at once."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+
+    def copy(self, target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+        """Copy bytes `[n]`; mutates `target`."""
+        if len(target) < LARGE_BYTES:
+            target[:] = source
+            return
+        part = -(-len(target) // COPY_THREADS)
+        begins = range(0, len(target), part)
+        waiting = [self._pool.submit(np.copyto, target[i : i + part], source[i : i + part]) for i in begins[1:]]
+        np.copyto(target[:part], source[:part])
+        for done in waiting:
+            done.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
 class Inputs(NamedTuple):

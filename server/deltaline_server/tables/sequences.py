@@ -1,7 +1,7 @@
 """The sequence table: handles, leases and life cycle of sequences, as arrays by slot.
 
-A slot's progress is in its ledger, its kept
-replies in its replies, its state in a line of the pool. Time is the `clock` argument (monotonic seconds).
+A slot's progress is in the ledger, its kept replies in `replies`, its state in a line of the pool. Time is the `clock`
+argument (monotonic seconds).
 
 Life of a slot:  FREE -> open -> OPEN (-> POISONED) -> close or lease over -> [CLOSING while steps are in flight] ->
 FREE
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.step import ANONYMOUS, Principal
-from deltaline_server.tables.handles import MAX_SLOTS, make_handles, slots_of
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import Slots, StepLedger
 from deltaline_server.tables.lines import NULL_LINE, LinePool
@@ -27,6 +26,22 @@ from deltaline_server.tables.sequence import GONE, SequenceDescription, Sequence
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 CLOSING = bytes([SequenceState.CLOSING])
+# A handle is 40 random bits over the number of its slot.
+SLOT_BITS = 24
+MAX_SLOTS = (1 << SLOT_BITS) - 1
+_SLOT_MASK = np.uint64(MAX_SLOTS)
+
+
+def make_handles(slots: Slots) -> NDArray[np.uint64]:
+    """Make new handles for slots, uint64 [len(slots)]; never 0."""
+    random = np.array([secrets.randbits(40) or 1 for _ in range(len(slots))], dtype=np.uint64)
+    handles: NDArray[np.uint64] = (random << np.uint64(SLOT_BITS)) | slots.astype(np.uint64)
+    return handles
+
+
+def slots_of(handles: NDArray[np.uint64]) -> Slots:
+    """The slots that handles name, int64 [N], in range or not."""
+    return (handles & _SLOT_MASK).view(np.int64)
 
 
 class SequenceTable:

@@ -18,7 +18,6 @@ from rigs.limits import make_limits
 
 from deltaline_kernels import Rows
 from deltaline_server.engine.batch_layout import Layout, fill_pages
-from deltaline_server.engine.copier import Copier
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import (
     DeviceCounts,
@@ -28,7 +27,7 @@ from deltaline_server.engine.executor import (
     token_sizes,
 )
 from deltaline_server.engine.graphs import Bucket, Graphs, make_buckets
-from deltaline_server.engine.staging import DIRECT_BYTES
+from deltaline_server.engine.staging import DIRECT_BYTES, Copier
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.models.model import Model, ModelOptions, load_model

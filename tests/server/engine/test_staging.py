@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from deltaline_server.engine.batch_layout import Layout
-from deltaline_server.engine.copier import Copier
-from deltaline_server.engine.staging import CARRIED_BYTES, BatchBuffers
+from deltaline_server.engine.staging import CARRIED_BYTES, BatchBuffers, Copier
 from deltaline_server.step import BatchResult, SpanShapes, StepBatch
 
 HIDDEN, TOKENS = 8, 150
