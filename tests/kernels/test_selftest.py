@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from deltaline_kernels.selftest import attention as attention_selftest
 from deltaline_kernels.selftest import mhc as mhc_selftest
 from deltaline_kernels.selftest import run as selftest
 from deltaline_kernels.selftest.batches import batches
+from deltaline_kernels.selftest.shapes import Shapes
 
 
 def test_selftest_passes(path: Path) -> None:
@@ -152,6 +154,12 @@ def test_few_and_many_rows_of_any_number_of_heads(num_heads: int) -> None:
         assert max(programs) >= max(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
 
 
+def shapes_of(recurrence: str, heads: DeltaHeads) -> Shapes:
+    """Return the sizes of a model of 16 bits with a state of 32."""
+    sizes = (4, 4, torch.bfloat16, torch.float32, heads.num_key_heads)
+    return Shapes(recurrence, heads, *sizes, (0.0, torch.inf), has_conv_bias=False, rotary_dim=16, page_size=64)
+
+
 @pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
 def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch, recurrence: str) -> None:
     """Which of the two calls is computed in parts, a GPU decides."""
@@ -170,8 +178,7 @@ def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(selftest, name, shifted(function))
     heads = DeltaHeads(2, 4, 16, 32, 0.25, 1e-6)
     for wrong in (0.0, 1.0):
-        fill = torch.randn
-        got, want = selftest._run_in_parts(fill, recurrence, heads, "cpu", torch.bfloat16, torch.float32)
+        got, want = selftest._run_in_parts(torch.randn, shapes_of(recurrence, heads), "cpu")
         assert [tensor.shape for tensor in got] == [(130, 4, 32), (1, 4, 32, 16)]
         assert bool(selftest._error(got, want) < 2e-2) is not bool(wrong)
     assert calls == [(130, 0), (130, 1)] * 2
@@ -181,8 +188,9 @@ def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch,
 def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str) -> None:
     for num_heads, expected in ((4, True), (64, True), (300, False)):
         heads = DeltaHeads(1, num_heads, 128, 64, 0.25, 1e-6)
-        assert selftest._has_parts(recurrence, heads, torch.bfloat16) is expected
-    assert not selftest._has_parts("mamba2", DeltaHeads(1, 4, 128, 64, 0.25, 1e-6), torch.float32)
+        assert selftest._has_parts(shapes_of(recurrence, heads)) is expected
+    few = shapes_of("mamba2", DeltaHeads(1, 4, 128, 64, 0.25, 1e-6))
+    assert not selftest._has_parts(replace(few, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])

@@ -20,12 +20,13 @@ def check_operand(
     shape: Mapping[str, int | None],
     dtypes: Sequence[torch.dtype] = ACTIVATIONS,
     device: torch.device | None = None,
+    beside: str | None = "x",
 ) -> None:
     """Check one tensor argument of any strides.
 
     Args:
         shape: the name of each dimension and its size, None for any.
-        device: None for any.
+        device: None for any. beside: the argument that is there too, if an error shall name it.
 
     Raises:
         TypeError: not a tensor, or a dtype that is not accepted.
@@ -36,7 +37,8 @@ def check_operand(
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if device is not None and tensor.device != device:
-        raise ValueError(f"{name}: expected device {device} as x has, got {tensor.device}")
+        reason = "" if beside is None else f" as {beside} has"
+        raise ValueError(f"{name}: expected device {device}{reason}, got {tensor.device}")
     sizes = tuple(tensor.shape)
     if len(sizes) != len(shape) or any(
         want is not None and want != got for want, got in zip(shape.values(), sizes, strict=True)

@@ -135,10 +135,7 @@ def mamba_chunk_scan_combined_varlen(
 
 def _check_contents(rows: EngineRows, num_tokens: int, pool: Tensor | None, slots: Tensor | None) -> None:
     """Check what the tensors say; waits for the device."""
-    try:
-        check_offsets(rows, num_tokens)
-    except ValueError as error:
-        raise ValueError(str(error).replace("query_start_loc", "cu_seqlens")) from None
+    check_offsets(rows, num_tokens, "cu_seqlens")
     if pool is not None and slots is not None:
         used = slots[: rows.num_rows].tolist()
         if len(set(used)) != len(used) or not all(0 <= slot < pool.shape[0] for slot in used):

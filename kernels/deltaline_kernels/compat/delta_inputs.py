@@ -1,7 +1,8 @@
 """The tokens that engines pass to the gated delta rule, checked and packed as the native operation has them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,13 +15,8 @@ from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
 EPS = 1e-6
 
 
-def check_beside(
-    name: str, tensor: Tensor, shape: Mapping[str, int | None], dtypes: Sequence[torch.dtype], device: torch.device
-) -> None:
-    """Check one tensor of any strides that has to be where q is; raise as `check_operand` does."""
-    check_operand(name, tensor, shape, dtypes)
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected device {device} as q has, got {tensor.device}")
+# Checks one tensor of any strides that has to be where q is.
+check_beside = partial(check_operand, beside="q")
 
 
 def check_counts(name: str, tensor: Tensor, num_rows: int, device: torch.device, columns: str | None = None) -> None:

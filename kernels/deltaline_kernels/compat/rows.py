@@ -3,6 +3,7 @@
 Line j of an engine is line j + 1 of `Rows`, whose line 0 is the zero state.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,15 +141,16 @@ def check_contents(
         if not all(0 <= count <= most for count in accepted):
             raise ValueError(f"num_accepted_tokens: expected counts of 0..{most}, got {accepted}")
     if num_lines is not None:
-        _check_lines(name, live, num_lines)
+        used = [(None if row.first_column is None else row.read, [row.write]) for row in live]
+        check_lines(name, "line", used, num_lines)
 
 
-def check_offsets(rows: EngineRows, num_tokens: int) -> None:
-    """Raise ValueError for offsets that fall or leave the tokens."""
+def check_offsets(rows: EngineRows, num_tokens: int, name: str = "query_start_loc") -> None:
+    """Raise ValueError for offsets, of that name, that fall or leave the tokens."""
     if rows.starts is not None:
         starts = rows.starts[: rows.num_rows + 1].tolist()
         if starts != sorted(starts) or starts[0] < 0 or starts[-1] > num_tokens:
-            raise ValueError(f"query_start_loc: expected offsets that rise within 0..{num_tokens}, got {starts}")
+            raise ValueError(f"{name}: expected offsets that rise within 0..{num_tokens}, got {starts}")
 
 
 def check_lengths(rows: EngineRows, live: list[HostRow], columns: int, width: int) -> None:
@@ -161,15 +163,22 @@ def check_lengths(rows: EngineRows, live: list[HostRow], columns: int, width: in
         raise ValueError(f"query_start_loc: expected rows of at most {most} tokens, got {longest}")
 
 
-def _check_lines(name: str, live: list[HostRow], num_lines: int) -> None:
-    """Raise ValueError for a line out of range, or one that a row writes and another one uses."""
-    used: dict[int, HostRow] = {}
-    for row in live:
-        for line in (row.read, row.write):
-            if line >= num_lines:
-                raise ValueError(f"{name}: expected lines below {num_lines}, got {line}")
-        if used.setdefault(row.write, row) is not row:
-            raise ValueError(f"{name}: expected no line that two rows write, got line {row.write} twice")
-    for row in live:
-        if row.first_column is not None and used.get(row.read, row) is not row:
-            raise ValueError(f"{name}: expected no line that one row reads and another writes, got line {row.read}")
+def check_lines(name: str, word: str, used: Sequence[tuple[int | None, Sequence[int]]], num_lines: int) -> None:
+    """Check the lines that each row begins with, None for none, and writes.
+
+    `name` is that of their argument, `word` what they are called there.
+
+    Raises:
+        ValueError: a line out of range, or one that a row writes and another one uses.
+    """
+    writers: dict[int, int] = {}
+    for i, (begin, written) in enumerate(used):
+        largest = max(written if begin is None else (begin, *written))
+        if largest >= num_lines:
+            raise ValueError(f"{name}: expected {word}s below {num_lines}, got {largest}")
+        for line in written:
+            if writers.setdefault(line, i) != i:
+                raise ValueError(f"{name}: expected no {word} that two rows write, got {word} {line} twice")
+    for i, (begin, _) in enumerate(used):
+        if begin is not None and writers.get(begin, i) != i:
+            raise ValueError(f"{name}: expected no {word} that one row reads and another writes, got {word} {begin}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.compat.recurrence import AnyInputs, Run, advance
-from deltaline_kernels.compat.rows import EngineRows
+from deltaline_kernels.compat.rows import EngineRows, check_lines, check_offsets
 
 
 def advance_table(
@@ -83,16 +83,14 @@ def check_contents(
         ValueError: offsets that fall or leave the tokens, a row longer than its table, a slot out of range, or one that
             a row writes and another one uses. What is said of rows that are empty or skipped is not checked.
     """
-    n = rows.num_rows
-    starts = [i * rows.length for i in range(n + 1)] if rows.starts is None else rows.starts.tolist()
-    if starts != sorted(starts) or starts[0] < 0 or starts[-1] > num_tokens:
-        raise ValueError(f"cu_seqlens: expected offsets that rise within 0..{num_tokens}, got {starts}")
+    check_offsets(rows, num_tokens, "cu_seqlens")
     if slots is None:
         return
+    n = rows.num_rows
+    starts = [i * rows.length for i in range(n + 1)] if rows.starts is None else rows.starts.tolist()
     table = slots.tolist() if slots.ndim == 2 else [[slot] for slot in slots.tolist()]
     counts = [1] * n if accepted is None else accepted.tolist()
-    begins: dict[int, int] = {}
-    writers: dict[int, int] = {}
+    used = []
     for i in range(n):
         length = starts[i + 1] - starts[i]
         if length == 0:
@@ -101,14 +99,6 @@ def check_contents(
             raise ValueError(f"cu_seqlens: expected rows of at most {len(table[i])} tokens, got {length} in row {i}")
         begin = table[i][min(max(counts[i] - 1, 0), len(table[i]) - 1)]
         targets = table[i][:length]
-        if min(begin, *targets) < 0:
-            continue
-        if max(begin, *targets) >= num_slots:
-            raise ValueError(f"{name}: expected slots below {num_slots}, got {max(begin, *targets)}")
-        begins[i] = begin
-        for slot in targets:
-            if writers.setdefault(slot, i) != i:
-                raise ValueError(f"{name}: expected no slot that two rows write, got slot {slot} twice")
-    for i, begin in begins.items():
-        if writers.get(begin, i) != i:
-            raise ValueError(f"{name}: expected no slot that one row reads and another writes, got slot {begin}")
+        if min(begin, *targets) >= 0:
+            used.append((begin, targets))
+    check_lines(name, "slot", used, num_slots)

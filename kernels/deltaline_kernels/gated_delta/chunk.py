@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltaline_kernels.device.replay import fold_drafts
+from deltaline_kernels.device.row import load_row
 from deltaline_kernels.gated_delta.hopper_chunk import can_walk, launch_walk
 from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK, choose_plan
@@ -103,14 +104,8 @@ def _advance(
     i_part = tl.program_id(0) // (BLOCKS * HV) % num_parts
     i_row = tl.program_id(0) // (BLOCKS * HV) // num_parts
     i_h = i_hv // (HV // H)
-    begin = tl.load(control + i_row).to(tl.int64)
-    n = (tl.load(control + i_row + 1) - begin).to(tl.int32)
-    read = tl.load(control + control_stride + i_row).to(tl.int64)
-    write = tl.load(control + 2 * control_stride + i_row).to(tl.int64)
-    replayed = tl.load(control + 4 * control_stride + i_row)
-    half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
+    begin, n, read, write, _, replayed, half = load_row(control, control_stride, i_row)
     live = (read != -1) | (write != -1)
-    replayed = tl.where(read > 0, replayed, 0)
     part_begin = i_part * part_length
     part_end = tl.minimum(n, part_begin + part_length)
     is_last = part_end == n

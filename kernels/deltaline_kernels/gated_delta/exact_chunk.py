@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaline_kernels.device.replay import fold_drafts
+from deltaline_kernels.device.row import load_row
 from deltaline_kernels.gated_delta.gates import read_gates
 from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.rows import Rows, StateLines
@@ -59,14 +60,8 @@ def _chunk(
     i_hv = tl.program_id(0).to(tl.int64) % HV
     i_v = tl.program_id(1).to(tl.int64)
     i_h = i_hv // (HV // H)
-    begin = tl.load(control + i_row).to(tl.int64)
-    n = tl.load(control + i_row + 1) - tl.load(control + i_row)
-    read = tl.load(control + control_stride + i_row).to(tl.int64)
-    write = tl.load(control + 2 * control_stride + i_row).to(tl.int64)
-    replayed = tl.load(control + 4 * control_stride + i_row)
-    half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
+    begin, n, read, write, _, replayed, half = load_row(control, control_stride, i_row)
     live = (read != -1) | (write != -1)
-    replayed = tl.where(read > 0, replayed, 0)
 
     o_k = tl.arange(0, BLOCK_K)
     o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)

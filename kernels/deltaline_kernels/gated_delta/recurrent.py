@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import (
     below,
     fold,
@@ -109,14 +110,7 @@ def _recurrent(
     i_hv = tl.program_id(0) // NUM_BLOCKS % HV
     i_row = tl.program_id(0) // (NUM_BLOCKS * HV)
     i_h = i_hv // (HV // H)
-    begin = tl.load(control + i_row).to(tl.int64)
-    n = tl.load(control + i_row + 1) - tl.load(control + i_row)
-    read = tl.load(control + control_stride + i_row).to(tl.int64)
-    write = tl.load(control + 2 * control_stride + i_row).to(tl.int64)
-    committed = tl.load(control + 3 * control_stride + i_row)
-    replayed = tl.load(control + 4 * control_stride + i_row)
-    half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
-    replayed = tl.where(read > 0, replayed, 0)
+    begin, n, read, write, committed, replayed, half = load_row(control, control_stride, i_row)
 
     o_v = i_v * (PARTS * SUB) + tl.arange(0, SUB)[:, None]
     p_o = o + (begin * HV + i_hv) * V

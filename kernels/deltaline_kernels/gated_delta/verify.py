@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.device.token_tile import (
     TOKENS,
@@ -86,14 +87,7 @@ def _verify(
     i_hv = tl.program_id(0) // NUM_BLOCKS % HV
     i_row = tl.program_id(0) // (NUM_BLOCKS * HV)
     i_h = i_hv // (HV // H)
-    begin = tl.load(control + i_row).to(tl.int64)
-    length = tl.load(control + i_row + 1) - tl.load(control + i_row)
-    read = tl.load(control + control_stride + i_row).to(tl.int64)
-    write = tl.load(control + 2 * control_stride + i_row).to(tl.int64)
-    committed = tl.load(control + 3 * control_stride + i_row)
-    replayed = tl.load(control + 4 * control_stride + i_row)
-    half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
-    replayed = tl.where(read > 0, replayed, 0)
+    begin, length, read, write, committed, replayed, half = load_row(control, control_stride, i_row)
     # Of a skipped row nothing is read; what is computed from nothing is zero.
     n = tl.where((read == -1) & (write == -1), 0, length)
 

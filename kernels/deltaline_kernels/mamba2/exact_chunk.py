@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaline_kernels.device.replay import fold_drafts
+from deltaline_kernels.device.row import load_row
 from deltaline_kernels.mamba2.gates import read_rate, time_step
 from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.rows import Rows, StateLines
@@ -60,14 +61,8 @@ def _chunk(
     i_h = tl.program_id(0).to(tl.int64) % H
     i_p = tl.program_id(1).to(tl.int64)
     i_g = i_h // (H // G)
-    begin = tl.load(control + i_row).to(tl.int64)
-    n = tl.load(control + i_row + 1) - tl.load(control + i_row)
-    read = tl.load(control + control_stride + i_row).to(tl.int64)
-    write = tl.load(control + 2 * control_stride + i_row).to(tl.int64)
-    replayed = tl.load(control + 4 * control_stride + i_row)
-    half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
+    begin, n, read, write, _, replayed, half = load_row(control, control_stride, i_row)
     live = (read != -1) | (write != -1)
-    replayed = tl.where(read > 0, replayed, 0)
 
     o_s = tl.arange(0, BLOCK_S)
     o_p = i_p * BLOCK_P + tl.arange(0, BLOCK_P)

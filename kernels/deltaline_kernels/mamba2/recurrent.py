@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import (
     below,
     fold,
@@ -102,14 +103,7 @@ def _recurrent(
     i_head = tl.program_id(0) // NUM_BLOCKS % H
     i_row = tl.program_id(0) // (NUM_BLOCKS * H)
     i_group = i_head // (H // G)
-    begin = tl.load(control + i_row).to(tl.int64)
-    n = tl.load(control + i_row + 1) - tl.load(control + i_row)
-    read = tl.load(control + control_stride + i_row).to(tl.int64)
-    write = tl.load(control + 2 * control_stride + i_row).to(tl.int64)
-    committed = tl.load(control + 3 * control_stride + i_row)
-    replayed = tl.load(control + 4 * control_stride + i_row)
-    half = tl.load(control + 5 * control_stride + i_row).to(tl.int64)
-    replayed = tl.where(read > 0, replayed, 0)
+    begin, n, read, write, committed, replayed, half = load_row(control, control_stride, i_row)
 
     o_p = i_block * BLOCK_P + tl.arange(0, SUB)[:, None]
     p_y = y + (begin * H + i_head) * P

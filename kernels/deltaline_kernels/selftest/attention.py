@@ -1,6 +1,6 @@
 """What the self-test computes for attention: keys and values that are stored in pages, and attention over them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,13 +8,15 @@ from torch import Tensor
 from deltaline_kernels.attention import Modifiers, find_modifier, flex_decode, flex_decode_reference
 from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import Rows
+from deltaline_kernels.selftest.shapes import Compared, Fill, Shapes
 
 # Positions of rows: at the beginning, at both sides of pages of any size, and where keys are split over programs.
 POSITIONS = (0, 63, 256, 2049, 700)
 
 
-def attention_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
-    """Rows of every kind at positions of every kind; on a GPU more of them than one wave of programs."""
+def attention_batches(num_heads: int, max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """Rows of every kind at positions of every kind; on a GPU more of them than one wave of programs has."""
+    del num_heads  # as many rows whatever they are
     n, count = max_draft, len(POSITIONS)
     # On a GPU long enough for several tiles of queries.
     long = 130 if torch.device(device).type == "cpu" else 330
@@ -31,17 +33,10 @@ def attention_batches(max_draft: int, device: torch.device | str) -> dict[str, R
     return batches
 
 
-def compare_attention(
-    fill: Callable[..., Tensor],
-    rows: Rows,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    page_size: int,
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
+def compare_attention(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
     """Yield the name of each family, what it computed and what its reference computed."""
+    num_heads, num_kv_heads, head_dim = shapes.heads.num_value_heads, shapes.heads.num_key_heads, shapes.heads.key_dim
+    rotary_dim, page_size, dtype = shapes.rotary_dim, shapes.page_size, shapes.dtype
     num_tokens, num_rows = int(rows.query_start_loc[-1]), rows.num_rows
     longest = max(POSITIONS) + rows.max_length
     max_pages = -(-longest // page_size)

@@ -1,12 +1,10 @@
 """What the self-test computes for adapters: several of them in one batch, of mixed ranks."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.lora import (
     LoraWeights,
     add_lora,
@@ -15,12 +13,14 @@ from deltaline_kernels.lora import (
     spread_slots,
     spread_slots_reference,
 )
+from deltaline_kernels.selftest.shapes import Fill, Shapes
 
 
 def compare_lora(
-    fill: Callable[..., Tensor], num_tokens: int, heads: DeltaHeads, device: torch.device | str, dtype: torch.dtype
+    fill: Fill, num_tokens: int, shapes: Shapes, device: torch.device | str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what adapters of several ranks added to a projection of two slices, and what their reference added."""
+    heads, dtype = shapes.heads, shapes.dtype
     sizes, inputs, rank = (heads.value_channels, heads.num_value_heads), heads.key_channels, 64
     ranks = torch.tensor([[16, 0], [1, 64], [64, 5]], dtype=torch.int32, device=device)
     a, b = fill(3, 2, rank, inputs).to(dtype), fill(3, rank, sum(sizes)).to(dtype)

@@ -6,7 +6,7 @@ Wrong code from an assembler shows here before it shows in an answer.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from deltaline_kernels.selftest.attention import attention_batches, compare_atte
 from deltaline_kernels.selftest.batches import batches, short_batches
 from deltaline_kernels.selftest.lora import compare_lora
 from deltaline_kernels.selftest.mhc import compare_mhc
+from deltaline_kernels.selftest.shapes import Compared, Fill, Shapes
 
 # Tokens of a row that is computed in parts, where heads are few enough for that.
 LONG = 4096
@@ -87,77 +88,98 @@ def run_selftest(
         KeyError: `dtype` is not fp32, bf16 or fp16, or `recurrence` none of the three. TypeError, ValueError: sizes
             that the kernels don't take.
     """
-    heads = DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
+    shapes = Shapes(
+        recurrence,
+        DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6),
+        conv_width,
+        max_draft,
+        dtype,
+        state_dtype,
+        norm_groups or num_key_heads,
+        dt_limit,
+        has_conv_bias,
+        rotary_dim,
+        page_size,
+    )
     limit = max(LIMITS[dtype], LIMITS[state_dtype])
-    sizes = (heads, conv_width, max_draft, dtype, state_dtype)
-    options: dict[str, Any] = {"norm_groups": norm_groups or num_key_heads, "dt_limit": dt_limit}
-    attention = (num_value_heads, num_key_heads, key_dim, rotary_dim, page_size, dtype)
-    mixers: dict[str, Callable[..., Iterator[tuple[str, list[Tensor], list[Tensor]]]]] = {
-        "gated_delta": lambda fill, rows: _compare_delta(fill, rows, *sizes),
-        "mamba2": lambda fill, rows: _compare_mamba(fill, rows, *sizes, **options, has_conv_bias=has_conv_bias),
-        "attention": lambda fill, rows: compare_attention(fill, rows, *attention),
-    }
-    compare, is_attention = mixers[recurrence], recurrence == "attention"
-    made = attention_batches(max_draft, device) if is_attention else batches(num_value_heads, max_draft, device)
     # On the device: numbers for a long row take a CPU longer than all the rest.
     generator = torch.Generator(device).manual_seed(0)
-    fills: dict[str, Callable[..., Tensor]] = {
+    fills: dict[str, Fill] = {
         "random": lambda *shape: torch.randn(*shape, generator=generator, device=device),
         "integers": lambda *shape: torch.randint(-2, 3, shape, generator=generator, device=device).float(),
         "ones": lambda *shape: torch.ones(*shape, device=device),
     }
-    checks = []
+    mixed = compare_mhc(fills, streams, hidden, dtype) if streams else ()
+    compared = chain(
+        _compare_mixers(fills, shapes, device),
+        _compare_adapters(fills, shapes, device),
+        mixed,
+        _compare_short_rows(fills["random"], shapes, device),
+    )
+    # One by one: what was computed is not kept.
+    return [Check(name, _error(got, want), limit) for name, got, want in compared]
+
+
+def _compare_mixers(fills: dict[str, Fill], shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:
+    """Yield what the families of the model's mixer computed of every kind of rows and of input."""
+    compare, make = {
+        "gated_delta": (_compare_recurrence, batches),
+        "mamba2": (_compare_recurrence, batches),
+        "attention": (compare_attention, attention_batches),
+    }[shapes.recurrence]
+    made = make(shapes.heads.num_value_heads, shapes.max_draft, device)
     for kind, fill in fills.items():
         for batch, rows in made.items():
-            for name, got, want in compare(fill, rows):
-                checks.append(Check(f"{name}, {batch}, {kind}", _error(got, want), limit))
-    on_gpu = torch.device(device).type != "cpu"
-    if on_gpu and _has_parts(recurrence, heads, dtype):
-        got, want = _run_in_parts(fills["random"], recurrence, heads, device, dtype, state_dtype)
-        checks.append(Check(f"{recurrence}, prefill in parts, random", _error(got, want), limit))
-    adapted = ADAPTED_GPU if on_gpu else ADAPTED
+            for name, got, want in compare(fill, rows, shapes):
+                yield f"{name}, {batch}, {kind}", got, want
+    if torch.device(device).type != "cpu" and _has_parts(shapes):
+        got, want = _run_in_parts(fills["random"], shapes, device)
+        yield f"{shapes.recurrence}, prefill in parts, random", got, want
+
+
+def _compare_adapters(fills: dict[str, Fill], shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:
+    """Yield what adapters added to batches of several sizes."""
+    adapted = ADAPTED if torch.device(device).type == "cpu" else ADAPTED_GPU
     for kind, fill in fills.items():
         for num_tokens in adapted if kind == "random" else adapted[-2:]:
-            got, want = compare_lora(fill, num_tokens, heads, device, dtype)
-            checks.append(Check(f"lora, {num_tokens} tokens, {kind}", _error(got, want), limit))
-    for name, got, want in compare_mhc(fills, streams, hidden, dtype) if streams else ():
-        checks.append(Check(name, _error(got, want), limit))
-    for batch, rows in () if is_attention else short_batches(max_draft, device).items():
-        got, want = _convolve(fills["random"], rows, heads, conv_width, max_draft, dtype, has_bias=has_conv_bias)
-        checks.append(Check(f"conv1d, {batch}, random", _error(got, want), limit))
-    return checks
+            yield f"lora, {num_tokens} tokens, {kind}", *compare_lora(fill, num_tokens, shapes, device)
 
 
-def _has_parts(recurrence: str, heads: DeltaHeads, dtype: torch.dtype) -> bool:
+def _compare_short_rows(fill: Fill, shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:
+    """Yield what the convolution of a recurrent layer computed of short rows, which have kernels of their own."""
+    if shapes.recurrence == "attention":
+        return
+    for batch, rows in short_batches(shapes.max_draft, device).items():
+        x = _projected(fill, rows.num_rows * rows.max_length, shapes)[:, : shapes.heads.channels]
+        conv, _ = _convolve(fill, x, rows, shapes, rows.num_rows + 1)
+        yield f"conv1d, {batch}, random", *conv
+
+
+def _has_parts(shapes: Shapes) -> bool:
     """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
-    if recurrence == "gated_delta":
+    heads = shapes.heads
+    if shapes.recurrence == "gated_delta":
         return choose_plan(heads, 1, LONG, LONG).num_parts > 1
     sizes = MambaHeads(heads.num_key_heads, heads.num_value_heads, heads.value_dim, heads.key_dim)
-    is_cut = dtype is not torch.float32 and choose_mamba_plan(sizes, 1, LONG, LONG).num_parts > 1
-    return recurrence == "mamba2" and is_cut
+    is_cut = shapes.dtype is not torch.float32 and choose_mamba_plan(sizes, 1, LONG, LONG).num_parts > 1
+    return shapes.is_mamba and is_cut
 
 
-def _run_in_parts(
-    fill: Callable[..., Tensor],
-    recurrence: str,
-    heads: DeltaHeads,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
-) -> tuple[list[Tensor], list[Tensor]]:
+def _run_in_parts(fill: Fill, shapes: Shapes, device: torch.device | str) -> tuple[list[Tensor], list[Tensor]]:
     """Return what one long row gave in parts and, in place of the slow reference, token by token."""
-    tokens = _projected(fill, LONG, heads).to(dtype)
-    x, _, b, a = tokens.split((heads.channels, heads.value_channels, *[heads.num_value_heads] * 2), dim=-1)
+    heads = shapes.heads
+    num_heads = heads.num_value_heads
+    x, _, b, a = _projected(fill, LONG, shapes).split((heads.channels, heads.value_channels, num_heads, num_heads), 1)
     x = x.contiguous()  # as the convolution leaves it
-    gates = fill(3, heads.num_value_heads)
-    state = fill(2, heads.num_value_heads, heads.value_dim, heads.key_dim).to(state_dtype)
+    gates = fill(3, num_heads)
+    state = fill(2, num_heads, heads.value_dim, heads.key_dim).to(shapes.state_dtype)
     drafts, results = torch.zeros(2, 2, 1, heads.record, device=device), []
-    if recurrence == "mamba2":
+    if shapes.is_mamba:
         x[:, heads.value_channels :] *= heads.scale**0.5
     for max_short in (1, LONG):
         rows = Rows.build([LONG], [1], [1], [LONG], [0], [0], max_short=max_short, device=device)
         own = state.clone()
-        if recurrence == "mamba2":
+        if shapes.is_mamba:
             o = mamba2(x, a, gates[0], gates[1], gates[2], own, drafts, rows, num_groups=heads.num_key_heads)
         else:
             o = gated_delta(x, a, b, gates[0], gates[1], own, drafts, rows, num_key_heads=heads.num_key_heads)
@@ -165,115 +187,63 @@ def _run_in_parts(
     return results[0], results[1]
 
 
+def _projected(fill: Fill, num_tokens: int, shapes: Shapes) -> Tensor:
+    """Make what the projection of a layer leaves, in its dtype: q, k, v, z, b and a side by side, `[T, *]`."""
+    heads = shapes.heads
+    return fill(num_tokens, heads.channels + heads.value_channels + 2 * heads.num_value_heads).to(shapes.dtype)
+
+
 def _convolve(
-    fill: Callable[..., Tensor],
-    rows: Rows,
-    heads: DeltaHeads,
-    width: int,
-    max_draft: int,
-    dtype: torch.dtype,
-    *,
-    has_bias: bool,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the convolution computed and what its reference computed, for rows that update their lines."""
-    num_rows, channels = rows.num_rows, heads.channels
-    x = _projected(fill, num_rows * rows.max_length, heads).to(dtype)[:, :channels]
-    weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype) if has_bias else None
-    lines = fill(num_rows + 1, width - 1 + max_draft, channels).to(dtype)
+    fill: Fill, x: Tensor, rows: Rows, shapes: Shapes, num_lines: int
+) -> tuple[tuple[list[Tensor], list[Tensor]], Tensor]:
+    """Return what the convolution computed and what its reference computed, and the latter's outputs alone."""
+    channels, dtype = shapes.heads.channels, shapes.dtype
+    weight = fill(shapes.conv_width, channels).to(dtype)
+    bias = fill(channels).to(dtype) if shapes.has_conv_bias else None
+    lines = fill(num_lines, shapes.conv_width - 1 + shapes.max_draft, channels).to(dtype)
     want_lines = lines.clone()
     y = causal_conv1d(x, weight, bias, lines, rows)
-    return [y, lines], [causal_conv1d_reference(x, weight, bias, want_lines, rows), want_lines]
+    want = causal_conv1d_reference(x, weight, bias, want_lines, rows)
+    return ([y, lines], [want, want_lines]), want
 
 
-def _projected(fill: Callable[..., Tensor], num_tokens: int, heads: DeltaHeads) -> Tensor:
-    """Make what the projection of a layer leaves: q, k, v, z, b and a side by side, `[T, *]`."""
-    return fill(num_tokens, heads.channels + heads.value_channels + 2 * heads.num_value_heads)
+def _compare_recurrence(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
+    """Yield the name of each family of a recurrent layer, what it computed and what its reference computed."""
+    heads, num_tokens, num_lines = shapes.heads, int(rows.query_start_loc[-1]), max(4, rows.num_rows + 1)
+    num_heads, values = heads.num_value_heads, heads.value_channels
+    projected = _projected(fill, num_tokens, shapes)
+    if shapes.is_mamba:
+        z, x, a, b = projected.split((values, heads.channels, num_heads, num_heads), dim=-1)
+    else:
+        x, z, b, a = projected.split((heads.channels, values, num_heads, num_heads), dim=-1)
+    conv, x = _convolve(fill, x, rows, shapes, num_lines)
+    yield "conv1d", *conv
 
-
-def _compare_delta(
-    fill: Callable[..., Tensor],
-    rows: Rows,
-    heads: DeltaHeads,
-    width: int,
-    max_draft: int,
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
-) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
-    """Yield the name of each family, what it computed and what its reference computed."""
-    num_tokens = int(rows.query_start_loc[-1])
-    channels, num_heads = heads.channels, heads.num_value_heads
-    x = _projected(fill, num_tokens, heads).to(dtype)
-    x, z, b, a = x.split((channels, heads.value_channels, num_heads, num_heads), dim=-1)
-    weight = fill(width, channels).to(dtype)
-    num_lines = max(4, rows.num_rows + 1)
-    lines = fill(num_lines, width - 1 + max_draft, channels).to(dtype)
-    want_lines = lines.clone()
-    y = causal_conv1d(x, weight, None, lines, rows)
-    qkv = causal_conv1d_reference(x, weight, None, want_lines, rows)
-    yield "conv1d", [y, lines], [qkv, want_lines]
-
-    A_log, dt_bias = fill(num_heads), fill(num_heads)
-    state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(state_dtype)
+    operation: Callable[..., Tensor] = mamba2 if shapes.is_mamba else gated_delta
+    reference: Callable[..., Tensor] = mamba2_reference if shapes.is_mamba else gated_delta_reference
+    if shapes.is_mamba:
+        # B and C of moderate length: products of 128 large numbers would hide what is added to them.
+        x[:, values:] *= heads.scale**0.5
+        inputs = (x, a, fill(num_heads), fill(num_heads), fill(num_heads))
+    else:
+        inputs = (x, a, b, fill(num_heads), fill(num_heads))
+    state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(shapes.state_dtype)
     # Drafts as a VERIFY writes them: unit keys, updates, gates below 0.
-    drafts = fill(num_lines, 2, max_draft, heads.record).mul_(heads.scale)
+    drafts = fill(num_lines, 2, shapes.max_draft, heads.record).mul_(heads.scale)
     drafts[..., -num_heads:].abs_().neg_()
     want_state, want_drafts = state.clone(), drafts.clone()
-    o = gated_delta(qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=heads.num_key_heads)
-    want = gated_delta_reference(
-        qkv, a, b, A_log, dt_bias, want_state, want_drafts, rows, num_key_heads=heads.num_key_heads
-    )
-    yield "gated_delta", [o, state, drafts], [want, want_state, want_drafts]
+    o = operation(*inputs, state, drafts, rows, **shapes.options)
+    want = reference(*inputs, want_state, want_drafts, rows, **shapes.options)
+    yield shapes.recurrence, [o, state, drafts], [want, want_state, want_drafts]
 
-    z, scale = z.unflatten(-1, (num_heads, heads.value_dim)), fill(heads.value_dim)
-    yield "norm", [gated_rms_norm(want, z, scale, 1e-6)], [gated_rms_norm_reference(want, z, scale, 1e-6)]
-
-
-def _compare_mamba(
-    fill: Callable[..., Tensor],
-    rows: Rows,
-    heads: DeltaHeads,
-    width: int,
-    max_draft: int,
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
-    *,
-    norm_groups: int,
-    dt_limit: tuple[float, float],
-    has_conv_bias: bool,
-) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:
-    """Yield what `_compare_delta` does, for the families of a Mamba2 layer."""
-    num_tokens, num_lines = int(rows.query_start_loc[-1]), max(4, rows.num_rows + 1)
-    channels, num_heads, groups = (
-        heads.channels,
-        heads.num_value_heads,
-        heads.num_key_heads,
-    )
-    z, x, dt, _ = (
-        _projected(fill, num_tokens, heads).to(dtype).split((heads.value_channels, channels, num_heads, num_heads), 1)
-    )
-    weight, bias = fill(width, channels).to(dtype), fill(channels).to(dtype) if has_conv_bias else None
-    lines = fill(num_lines, width - 1 + max_draft, channels).to(dtype)
-    want_lines = lines.clone()
-    y = causal_conv1d(x, weight, bias, lines, rows)
-    xBC = causal_conv1d_reference(x, weight, bias, want_lines, rows)
-    yield "conv1d", [y, lines], [xBC, want_lines]
-
-    # B and C of moderate length: products of 128 large numbers would hide what is added to them.
-    xBC[:, heads.value_channels :] *= heads.scale**0.5
-    weights = (fill(num_heads), fill(num_heads), fill(num_heads))
-    state = fill(num_lines, num_heads, heads.value_dim, heads.key_dim).to(state_dtype)
-    drafts = fill(num_lines, 2, max_draft, heads.record).mul_(heads.scale)
-    drafts[..., -num_heads:].abs_().neg_()
-    want_state, want_drafts = state.clone(), drafts.clone()
-    sizes: dict[str, Any] = {"num_groups": groups, "dt_limit": dt_limit}
-    y = mamba2(xBC, dt, *weights, state, drafts, rows, **sizes)
-    want = mamba2_reference(xBC, dt, *weights, want_state, want_drafts, rows, **sizes)
-    yield "mamba2", [y, state, drafts], [want, want_state, want_drafts]
-
-    want, z = (part.flatten(1).unflatten(1, (norm_groups, -1)) for part in (want, z))
-    scale = fill(norm_groups, heads.value_channels // norm_groups)
-    got = gated_rms_norm(want, z, scale, 1e-6, gate_first=True)
-    yield "norm", [got], [gated_rms_norm_reference(want, z, scale, 1e-6, gate_first=True)]
+    if shapes.is_mamba:
+        want, z = (part.flatten(1).unflatten(1, (shapes.norm_groups, -1)) for part in (want, z))
+        scale = fill(shapes.norm_groups, values // shapes.norm_groups)
+    else:
+        z, scale = z.unflatten(-1, (num_heads, heads.value_dim)), fill(heads.value_dim)
+    order = {"gate_first": True} if shapes.is_mamba else {}
+    got = gated_rms_norm(want, z, scale, 1e-6, **order)
+    yield "norm", [got], [gated_rms_norm_reference(want, z, scale, 1e-6, **order)]
 
 
 def _error(got: list[Tensor], want: list[Tensor]) -> float:

@@ -33,10 +33,10 @@ def every_third(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, p: Tensor) -> Tenso
 OWN = Modifier(
     "every_third",
     "mask",
-    "kernels.attention_own:every_third",
+    "rigs.kernels.attention_own:every_third",
     every_third,
     int,
-    range_kernel="kernels.attention_own:every_third_range",
+    range_kernel="rigs.kernels.attention_own:every_third_range",
     bounds=lambda first, last, p: (None, last + 1),
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS
 from deltaline_kernels.compat.lora.cpu import expand_cpu, shrink_cpu
-from deltaline_kernels.compat.lora.tokens import AdapterTokens, check_beside
+from deltaline_kernels.compat.lora.tokens import AdapterTokens, check_on
 from deltaline_kernels.lora.weights import MAX_RANK
 
 # Dimensions of the weights.
@@ -64,9 +64,9 @@ def lora_shrink(
         raise ValueError(f"lora_a_weights: expected one shape, got {[tuple(weight.shape) for weight in weights]}")
     if inputs.dtype != weights[0].dtype:
         raise TypeError(f"inputs: expected {weights[0].dtype} as lora_a_weights have, got {inputs.dtype}")
-    check_beside("inputs", inputs, {"tokens": None, "in": num_inputs}, ACTIVATIONS, inputs.device)
+    check_on("inputs", inputs, {"tokens": None, "in": num_inputs}, ACTIVATIONS, inputs.device)
     size = {"slices": len(weights), "tokens": tokens.num_tokens, "rank": rank}
-    check_beside("output_tensor", output_tensor, size, (torch.float32,), inputs.device)
+    check_on("output_tensor", output_tensor, size, (torch.float32,), inputs.device)
     if not output_tensor.is_contiguous():
         raise ValueError(f"output_tensor: expected a contiguous tensor, got strides {output_tensor.stride()}")
     if isinstance(scaling, bool) or not isinstance(scaling, int | float):
@@ -130,13 +130,13 @@ def lora_expand(
     if any((weight.shape[0], weight.shape[2]) != (num_slots, rank) for weight in weights):
         shapes = [tuple(weight.shape) for weight in weights]
         raise ValueError(f"lora_b_weights: expected one number of slots and one rank, got {shapes}")
-    check_beside("inputs", inputs, {"slices": len(weights), "tokens": None, "rank": rank}, ACTIVATIONS, inputs.device)
+    check_on("inputs", inputs, {"slices": len(weights), "tokens": None, "rank": rank}, ACTIVATIONS, inputs.device)
     if isinstance(offset_start, bool) or not isinstance(offset_start, int):
         raise TypeError(f"offset_start: expected an integer, got {offset_start!r}")
     if offset_start < 0:
         raise ValueError(f"offset_start: expected at least 0, got {offset_start}")
     size = {"tokens": tokens.num_tokens, "columns": None}
-    check_beside("output_tensor", output_tensor, size, ACTIVATIONS, inputs.device)
+    check_on("output_tensor", output_tensor, size, ACTIVATIONS, inputs.device)
     if not output_tensor.is_contiguous():
         raise ValueError(f"output_tensor: expected a contiguous tensor, got strides {output_tensor.stride()}")
     end = offset_start + sum(weight.shape[1] for weight in weights)
@@ -157,7 +157,7 @@ def lora_expand(
 
 def _parse_flag(no_lora_flag_cpu: Tensor) -> bool:
     """Return whether no token has an adapter, as the engine says on the host."""
-    check_beside("no_lora_flag_cpu", no_lora_flag_cpu, {"flags": 1}, (torch.bool,), torch.device("cpu"))
+    check_on("no_lora_flag_cpu", no_lora_flag_cpu, {"flags": 1}, (torch.bool,), torch.device("cpu"))
     return bool(no_lora_flag_cpu[0])
 
 
@@ -171,7 +171,7 @@ def _check_weights(name: str, weights: Sequence[Tensor], inputs: Tensor) -> list
     for i, weight in enumerate(weights):
         if weight.ndim == 4 and weight.shape[1] == 1:
             weight = weight[:, 0]
-        check_beside(f"{name}[{i}]", weight, dict.fromkeys(LAYOUT[name]), ACTIVATIONS, inputs.device)
+        check_on(f"{name}[{i}]", weight, dict.fromkeys(LAYOUT[name]), ACTIVATIONS, inputs.device)
         if weight.dtype != weights[0].dtype:
             raise TypeError(f"{name}[{i}]: expected {weights[0].dtype} as the first one has, got {weight.dtype}")
         if not weight.is_contiguous():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import check_tensor
 from deltaline_kernels.compat.arguments import check_operand
+
+# Checks one tensor of any strides.
+check_on = partial(check_operand, beside=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +74,3 @@ class AdapterTokens:
         if not 0 <= num_active <= num_groups:
             raise ValueError(f"num_active_loras: expected 0..{num_groups}, got {num_active}")
         return cls(order, counts, starts, ids, num_active)
-
-
-def check_beside(
-    name: str, tensor: Tensor, shape: Mapping[str, int | None], dtypes: Sequence[torch.dtype], device: torch.device
-) -> None:
-    """Check one tensor of any strides; raise as `check_operand` does."""
-    check_operand(name, tensor, shape, dtypes)
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
