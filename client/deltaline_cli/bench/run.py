@@ -1,4 +1,4 @@
-"""A run of a bench: in this process, or in several that begin together and whose samples are joined. Judges nothing."""
+"""A run of a bench: in this process, or in several that begin together and whose samples are joined."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from deltaline_cli.bench.load import Load, Share
+from deltaline_cli.bench.load import Share, opened
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.samples import Samples
 from deltaline_client import DeltalineError
 
-# From "all are ready" to the first step: the word must reach every process.
+# From "all are ready" to the first step: the start time must reach every process.
 _HEAD_START_S = 0.1
 _PROGRESS_S = 0.2
 _STOP_S = 10.0
@@ -41,7 +41,7 @@ def run(address: str, options: BenchOptions, on_step: OnStep, on_start: OnStart)
         return _run_processes(address, options, on_step, on_start)
 
     async def alone() -> Samples:
-        async with Load(address, options, Share(0, 1), on_step) as load:
+        async with opened(address, options, Share(0, 1), on_step) as load:
             start_s = time.monotonic()
             on_start(start_s)
             return await load.run(start_s)
@@ -96,7 +96,7 @@ def _run_processes(address: str, options: BenchOptions, on_step: OnStep, on_star
                     on_step(message)
     finally:
         for pipe in pipes:
-            pipe.close()  # tells those that still run to stop
+            pipe.close()  # those that still run stop then
         for process in processes:
             process.join(_STOP_S)
             if process.is_alive():
@@ -153,7 +153,7 @@ async def _drive(address: str, options: BenchOptions, share: Share, pipe: Connec
             pipe.send(done)
 
     threading.Thread(target=listen, daemon=True).start()
-    async with Load(address, options, share, count) as load:
+    async with opened(address, options, share, count) as load:
         pipe.send(None)
         reporter = asyncio.create_task(report())
         try:

@@ -99,7 +99,7 @@ class Watch:
             return replace(last, rates=rates, error=f"can't be asked: {error}")
 
     def _rates(self) -> Rates | str | None:
-        """What grew since the last call, why that can't be told, or None where nobody wants it."""
+        """What grew since the last call, why that is not known, or None where no metrics are read."""
         if self._url is None:
             return None
         try:

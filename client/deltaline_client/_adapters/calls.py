@@ -1,4 +1,4 @@
-"""The adapters of a server: load, unload, list. Flows; they know no channel."""
+"""The adapters of a server: load, unload, list."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deltaline_client._transport.methods import LIST_ADAPTERS, LOAD_ADAPTER, UNL
 from deltaline_client._transport.retry import Attempts, is_retryable
 
 # Over the loopback on two cores 620 MiB/s; with 64 and 256 KiB 255 and 480, with 2 MiB no more.
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
 class AdaptersRecord:
@@ -60,15 +60,15 @@ def load(
     """
     client = adapters._client
     source = _source(path, config, tensors)
-    piece_bytes = 0
+    chunk_bytes = 0
     if source is not None:
-        piece_bytes = min(PIECE_BYTES, (yield from info(client)).inline_limit_bytes)
+        chunk_bytes = min(CHUNK_BYTES, (yield from info(client)).inline_limit_bytes)
     # No attempt is cut short to make another: that would send all of it again.
     attempts = Attempts(
         replace(client._retry, attempt_timeout_s=math.inf), client._timeout_s if timeout_s is None else timeout_s
     )
     while True:
-        upload = Upload(source, piece_bytes, progress)
+        upload = Upload(source, chunk_bytes, progress)
         messages = upload.messages(name, pinned)
         try:
             response = yield from call(LOAD_ADAPTER, messages, attempts.next_timeout_s())
@@ -85,7 +85,7 @@ def load(
                 waiting(error)
         finally:
             upload.is_over = True
-            with suppress(ValueError):  # a thread is reading just now: it lets go of the file when it is done
+            with suppress(ValueError):  # a thread is reading just now, and closes the file when it is done
                 messages.close()
         yield Sleep(delay_s)
 
@@ -107,7 +107,7 @@ def unload(adapters: AdaptersRecord, name: str, *, drain: bool = False) -> Flow[
                 raise
             break  # a try whose answer was lost has freed it
         except DeltalineError as error:
-            # When its sequences end nobody knows: the caller may drain them instead.
+            # Waiting may never help: its sequences may stay open. The caller can drain them instead.
             is_final = isinstance(error, AdapterInUse) or not is_retryable(error)
             delay_s = None if is_final else attempts.delay_s(error.retry_after_s)
             if delay_s is None:

@@ -1,6 +1,6 @@
-"""An adapter's two files as the messages of an upload: read a piece at a time, when the channel asks for the next.
+"""An adapter's two files as the messages of an upload: read a chunk at a time, when the channel asks for the next.
 
-Knows the files' names, not what is in them: that is the server's to judge.
+What is in the files is the server's to check.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ MAX_CONFIG_BYTES = 1 << 20
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 
 Progress = Callable[[int, int], object]
-"""Told how many bytes of the tensors are on their way, and how many there are; from 0 again when sent again."""
+"""Called with how many bytes of the tensors are on their way, and how many there are; from 0 again when sent again."""
 
 Files = tuple[bytes, int, Iterator[bytes]]
-"""The config's text, the size of the tensors' file in bytes, and that file in pieces."""
+"""The config's text, the size of the tensors' file in bytes, and that file in chunks."""
 
 
 class Source(Protocol):
     """Where an adapter's files are."""
 
-    def open(self, piece_bytes: int) -> AbstractContextManager[Files]:
-        """Open them; they are readable inside the context. Raises OSError, ValueError; so do the pieces."""
+    def open(self, chunk_bytes: int) -> AbstractContextManager[Files]:
+        """Open them; they are readable inside the context. Raises OSError, ValueError; so do the chunks."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Directory:
     path: Path
 
     @contextmanager
-    def open(self, piece_bytes: int) -> Iterator[Files]:
+    def open(self, chunk_bytes: int) -> Iterator[Files]:
         if not self.path.exists():
             raise FileNotFoundError(f"{self.path}: expected a directory, found nothing")
         if not self.path.is_dir():
@@ -58,7 +58,7 @@ class Directory:
             )
         with open(self.path / TENSORS_FILE, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            yield config, size, _pieces(file, size, piece_bytes)
+            yield config, size, _chunks(file, size, chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class InMemory:
     tensors: memoryview
 
     @contextmanager
-    def open(self, piece_bytes: int) -> Iterator[Files]:
+    def open(self, chunk_bytes: int) -> Iterator[Files]:
         size = len(self.tensors)
-        yield self.config, size, (bytes(self.tensors[at : at + piece_bytes]) for at in range(0, size, piece_bytes))
+        yield self.config, size, (bytes(self.tensors[at : at + chunk_bytes]) for at in range(0, size, chunk_bytes))
 
 
 class Upload:
@@ -81,9 +81,9 @@ class Upload:
     call. is_over: set by whoever made the call when it has ended.
     """
 
-    def __init__(self, source: Source | None, piece_bytes: int, progress: Progress | None) -> None:
+    def __init__(self, source: Source | None, chunk_bytes: int, progress: Progress | None) -> None:
         """source: None for the server's folder."""
-        self._source, self._piece_bytes, self._progress = source, piece_bytes, progress
+        self._source, self._chunk_bytes, self._progress = source, chunk_bytes, progress
         self.error: Exception | None = None
         self.is_over = False
 
@@ -93,29 +93,29 @@ class Upload:
             yield pb.LoadAdapterRequest(name=name, pinned=pinned)
             return
         try:
-            with self._source.open(self._piece_bytes) as (config, size, pieces):
+            with self._source.open(self._chunk_bytes) as (config, size, chunks):
                 upload = pb.AdapterUpload(config=config, tensors_bytes=size)
                 yield pb.LoadAdapterRequest(name=name, pinned=pinned, upload=upload)
                 sent = 0
-                self._tell(sent, size)
-                for piece in pieces:
-                    yield pb.LoadAdapterRequest(chunk=piece)
-                    sent += len(piece)
-                    self._tell(sent, size)
+                self._report(sent, size)
+                for chunk in chunks:
+                    yield pb.LoadAdapterRequest(chunk=chunk)
+                    sent += len(chunk)
+                    self._report(sent, size)
         except Exception as error:  # an iterator that raises is something else to each gRPC: the caller gets it
             self.error = error
 
-    def _tell(self, sent: int, size: int) -> None:
+    def _report(self, sent: int, size: int) -> None:
         if self._progress is not None and not self.is_over:
             self._progress(sent, size)
 
 
-def _pieces(file: BinaryIO, size: int, piece_bytes: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file, in pieces. Raises ValueError if it has fewer."""
+def _chunks(file: BinaryIO, size: int, chunk_bytes: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file, in chunks. Raises ValueError if it has fewer."""
     left = size
     while left:
-        piece = file.read(min(piece_bytes, left))
-        if not piece:
+        chunk = file.read(min(chunk_bytes, left))
+        if not chunk:
             raise ValueError(f"{TENSORS_FILE}: expected {size} bytes, got {size - left}: it was changed meanwhile")
-        left -= len(piece)
-        yield piece
+        left -= len(chunk)
+        yield chunk
