@@ -69,11 +69,13 @@ def _run_processes(address: str, options: BenchOptions, on_step: OnStep, on_star
     pipes: list[Connection] = []
     processes = []
     parts: list[Samples] = []
+    # Each is written by one process alone.
+    counters: list[Any] = [spawn.RawValue("q") for _ in range(options.processes)]
     try:
-        for number in range(options.processes):
+        for number, counter in enumerate(counters):
             mine, theirs = spawn.Pipe()
             share = Share(number, options.processes)
-            process = spawn.Process(target=_process, args=(address, options, share, theirs))
+            process = spawn.Process(target=_process, args=(address, options, share, theirs, counter))
             process.start()
             theirs.close()
             pipes.append(mine)
@@ -84,16 +86,17 @@ def _run_processes(address: str, options: BenchOptions, on_step: OnStep, on_star
         on_start(start_s)
         for pipe in pipes:
             pipe.send(start_s)
-        running = list(pipes)
+        running, counted = list(pipes), 0
         while running:
-            ready = wait(running)
+            ready = wait(running, _PROGRESS_S)
             for pipe in [pipe for pipe in running if pipe in ready]:
-                message = _receive(pipe)
-                if isinstance(message, Samples):
-                    parts.append(message)
-                    running.remove(pipe)
-                elif isinstance(message, int):
-                    on_step(message)
+                samples = _receive(pipe)
+                assert isinstance(samples, Samples)
+                parts.append(samples)
+                running.remove(pipe)
+            steps = sum(counter.value for counter in counters)
+            on_step(steps - counted)
+            counted = steps
     finally:
         for pipe in pipes:
             pipe.close()  # those that still run stop then
@@ -116,49 +119,34 @@ def _receive(pipe: Connection) -> object:
     return message
 
 
-def _process(address: str, options: BenchOptions, share: Share, pipe: Connection) -> None:
-    """A process: sends None when it is ready, numbers of steps, at last its Samples, or the text of an error."""
+def _process(address: str, options: BenchOptions, share: Share, pipe: Connection, counter: Any) -> None:
+    """A process: sends None when it is ready, at last its Samples, or the text of an error. Counts its steps."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says when to stop, also after Ctrl-C
     try:
-        pipe.send(asyncio.run(_drive(address, options, share, pipe)))
+        pipe.send(asyncio.run(_drive(address, options, share, pipe, counter)))
     except (DeltalineError, ValueError) as error:
         pipe.send(str(error))
     except (asyncio.CancelledError, ConnectionError):
         pass  # the first process has closed the pipe
 
 
-async def _drive(address: str, options: BenchOptions, share: Share, pipe: Connection) -> Samples:
+async def _drive(address: str, options: BenchOptions, share: Share, pipe: Connection, counter: Any) -> Samples:
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     start: asyncio.Future[float] = loop.create_future()
-    steps = 0
 
     def listen() -> None:
-        with suppress(EOFError, OSError, RuntimeError):  # RuntimeError: the loop is over
+        with suppress(RuntimeError):  # the loop is over
             try:
                 while True:
                     loop.call_soon_threadsafe(start.set_result, pipe.recv())
             except (EOFError, OSError):
                 loop.call_soon_threadsafe(this.cancel)
 
-    def count(done: int) -> None:
-        nonlocal steps
-        steps += done
-
-    async def report() -> None:
-        nonlocal steps
-        while True:
-            await asyncio.sleep(_PROGRESS_S)
-            done, steps = steps, 0
-            pipe.send(done)
+    def count(steps: int) -> None:
+        counter.value += steps
 
     threading.Thread(target=listen, daemon=True).start()
     async with opened(address, options, share, count) as load:
         pipe.send(None)
-        reporter = asyncio.create_task(report())
-        try:
-            return await load.run(await start)
-        finally:
-            reporter.cancel()
-            with suppress(ConnectionError):
-                pipe.send(steps)
+        return await load.run(await start)

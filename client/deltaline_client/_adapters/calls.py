@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline_client._adapters.types import AdapterList, AdapterState, LoadedAdapter
-from deltaline_client._adapters.upload import Directory, InMemory, Progress, Source, Upload
+from deltaline_client._adapters.upload import Progress, Source, Upload, files_in, files_of
 from deltaline_client._exceptions import AdapterInUse, AdapterUnknown, DeltalineError, TransportError
 from deltaline_client._state import ClientState, info, retried
 from deltaline_client._transport.flow import Flow, Sleep, call
@@ -130,7 +131,7 @@ def _source(
     if (config is None) != (tensors is None):
         raise ValueError("config, tensors: expected both or none, got one of them")
     if config is None or tensors is None:
-        return None if path is None else Directory(Path(path))
+        return None if path is None else partial(files_in, Path(path))
     if path is not None:
         raise ValueError("path: expected none beside config and tensors, got one")
-    return InMemory(config, memoryview(tensors).cast("B"))
+    return partial(files_of, config, memoryview(tensors).cast("B"))

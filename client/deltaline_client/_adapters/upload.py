@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from deltaline.v1 import adapter_service_pb2 as pb
 
@@ -27,51 +26,38 @@ Files = tuple[bytes, int, Iterator[bytes]]
 """The config's text, the size of the tensors' file in bytes, and that file in chunks."""
 
 
-class Source(Protocol):
-    """Where an adapter's files are."""
-
-    def open(self, chunk_bytes: int) -> AbstractContextManager[Files]:
-        """Open them; they are readable inside the context. Raises OSError, ValueError; so do the chunks."""
+Source = Callable[[int], AbstractContextManager[Files]]
+"""Opens an adapter's files, in chunks of so many bytes, readable inside the context. Raises OSError, ValueError; so do
+the chunks."""
 
 
-@dataclass(frozen=True)
-class Directory:
-    """A directory as PEFT writes it."""
-
-    path: Path
-
-    @contextmanager
-    def open(self, chunk_bytes: int) -> Iterator[Files]:
-        if not self.path.exists():
-            raise FileNotFoundError(f"{self.path}: expected a directory, found nothing")
-        if not self.path.is_dir():
-            raise NotADirectoryError(f"{self.path}: expected a directory, found something else")
-        with open(self.path / CONFIG_FILE, "rb") as file:
-            config = file.read(MAX_CONFIG_BYTES + 1)
-        if len(config) > MAX_CONFIG_BYTES:
-            raise ValueError(f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got more")
-        pickles = [name for name in _PICKLES if (self.path / name).exists()]
-        if pickles and not (self.path / TENSORS_FILE).exists():
-            raise ValueError(
-                f"{TENSORS_FILE}: expected a file, found only {pickles[0]}, which can run code when it is loaded; "
-                "save the adapter as safetensors"
-            )
-        with open(self.path / TENSORS_FILE, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            yield config, size, _chunks(file, size, chunk_bytes)
+@contextmanager
+def files_in(directory: Path, chunk_bytes: int) -> Iterator[Files]:
+    """The files of a directory as PEFT writes it. Raises as a Source."""
+    if not directory.exists():
+        raise FileNotFoundError(f"{directory}: expected a directory, found nothing")
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory}: expected a directory, found something else")
+    with open(directory / CONFIG_FILE, "rb") as file:
+        config = file.read(MAX_CONFIG_BYTES + 1)
+    if len(config) > MAX_CONFIG_BYTES:
+        raise ValueError(f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got more")
+    pickles = [name for name in _PICKLES if (directory / name).exists()]
+    if pickles and not (directory / TENSORS_FILE).exists():
+        raise ValueError(
+            f"{TENSORS_FILE}: expected a file, found only {pickles[0]}, which can run code when it is loaded; "
+            "save the adapter as safetensors"
+        )
+    with open(directory / TENSORS_FILE, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        yield config, size, _chunks(file, size, chunk_bytes)
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """The files' contents, which must not change meanwhile."""
-
-    config: bytes
-    tensors: memoryview
-
-    @contextmanager
-    def open(self, chunk_bytes: int) -> Iterator[Files]:
-        size = len(self.tensors)
-        yield self.config, size, (bytes(self.tensors[at : at + chunk_bytes]) for at in range(0, size, chunk_bytes))
+@contextmanager
+def files_of(config: bytes, tensors: memoryview, chunk_bytes: int) -> Iterator[Files]:
+    """Files whose contents are in memory, and must not change meanwhile."""
+    size = len(tensors)
+    yield config, size, (bytes(tensors[at : at + chunk_bytes]) for at in range(0, size, chunk_bytes))
 
 
 class Upload:
@@ -93,7 +79,7 @@ class Upload:
             yield pb.LoadAdapterRequest(name=name, pinned=pinned)
             return
         try:
-            with self._source.open(self._chunk_bytes) as (config, size, chunks):
+            with self._source(self._chunk_bytes) as (config, size, chunks):
                 upload = pb.AdapterUpload(config=config, tensors_bytes=size)
                 yield pb.LoadAdapterRequest(name=name, pinned=pinned, upload=upload)
                 sent = 0
