@@ -1,4 +1,4 @@
-"""The command `deltaline`. Knows nothing but where it begins: a probe's command is not to wait for what others need."""
+"""Where the command `deltaline` begins. A probe's command, `health`, does not wait for the imports of the others."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ def add_adapters(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     about = "load, unload and list the adapters of a server"
     parser = commands.add_parser("adapters", help=about, description=_ABOUT, formatter_class=raw)
+    parser.set_defaults(run=run_adapters)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     served = argparse.ArgumentParser(add_help=False)
     text = "host:port, or unix:/path [%(default)s]"

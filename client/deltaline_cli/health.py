@@ -66,6 +66,7 @@ def ask(address: str, service: str, timeout_s: float) -> str:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=health)
     text = "host:port, or unix:/path [this machine's port DELTALINE_PORT, else 50051: %(default)s]"
     parser.add_argument("server", nargs="?", default=_local_address(), help=text)
     parser.add_argument("--liveness", action="store_true", help="ask whether it is alive, not whether it is ready")

@@ -12,16 +12,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from deltaline_cli.adapters import add_adapters, run_adapters
+from deltaline_cli.adapters import add_adapters
 from deltaline_cli.bench.command import bench
 from deltaline_cli.bench.lengths import Lengths
 from deltaline_cli.bench.options import BenchOptions, parse_bytes, parse_mix
 from deltaline_cli.bench.run import BenchError
 from deltaline_cli.demo import DemoError, demo
-from deltaline_cli.health import add_health, health
+from deltaline_cli.health import add_health
 from deltaline_cli.size import size
 from deltaline_cli.text import plural, readable_bytes, table
-from deltaline_cli.top.command import add_top, top
+from deltaline_cli.top.command import add_top
 from deltaline_client import Client, DeltalineError, LayerSpan
 
 _ABOUT = """\
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         with _terminable():
-            return size(rest) if options.command == "size" else _run(options)
+            return size(rest) if options.command == "size" else int(options.run(options))
     except (BenchError, DeltalineError, DemoError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
         return 1
@@ -87,24 +87,6 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(options: argparse.Namespace) -> int:
-    match options.command:
-        case "info":
-            return show_info(options.server)
-        case "load":
-            return show_load(options.server)
-        case "health":
-            return health(options)
-        case "top":
-            return top(options)
-        case "adapters":
-            return run_adapters(options)
-        case "demo":
-            return demo(keep=options.keep)
-        case _:
-            return bench(options.server, bench_options(options))
-
-
 def bench_options(options: argparse.Namespace) -> BenchOptions:
     """What `deltaline bench` was asked for. Raises ValueError naming the option."""
     values: dict[str, Any] = {option.name: getattr(options, option.name) for option in fields(BenchOptions)}
@@ -114,9 +96,9 @@ def bench_options(options: argparse.Namespace) -> BenchOptions:
     return BenchOptions(**values)
 
 
-def show_info(address: str) -> int:
+def show_info(options: argparse.Namespace) -> int:
     """Print what a server serves."""
-    with Client(address, timeout=5.0) as client:
+    with Client(options.server, timeout=5.0) as client:
         info = client.info()
     spans = ", ".join(
         f"{index}: layers {span.first}-{span.first + span.count - 1}{_streams(span)}"
@@ -154,9 +136,9 @@ def _streams(span: LayerSpan) -> str:
     return f" ({span.input_streams or 'no'} streams in, {span.output_streams or 'none'} out)"
 
 
-def show_load(address: str) -> int:
+def show_load(options: argparse.Namespace) -> int:
     """Print how full a server is."""
-    with Client(address, timeout=5.0) as client:
+    with Client(options.server, timeout=5.0) as client:
         load = client.load()
     rows = [
         ("", "used", "limit"),
@@ -188,9 +170,9 @@ def _parser() -> argparse.ArgumentParser:
     served = argparse.ArgumentParser(add_help=False)
     served.add_argument("server", nargs="?", default="127.0.0.1:50051", help=_SERVER)
     about = "what a server serves, and its limits"
-    commands.add_parser("info", parents=[served], help=about, description=about)
+    commands.add_parser("info", parents=[served], help=about, description=about).set_defaults(run=show_info)
     about = "how full a server is now"
-    commands.add_parser("load", parents=[served], help=about, description=about)
+    commands.add_parser("load", parents=[served], help=about, description=about).set_defaults(run=show_load)
     add_top(commands, served)
     add_health(commands)
     add_adapters(commands)
@@ -199,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "start a server and drive it from a few clients"
     shows = commands.add_parser("demo", help=about, description=_DEMO, formatter_class=raw)
     shows.add_argument("--keep", action="store_true", help="leave the server running afterwards, until Ctrl-C")
+    shows.set_defaults(run=lambda options: demo(keep=options.keep))
     return parser
 
 
@@ -207,6 +190,7 @@ def _add_bench(commands: Any, served: argparse.ArgumentParser) -> None:
     about, default = "load a server, and tell what its steps took", BenchOptions()
     raw = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser("bench", parents=[served], help=about, description=_BENCH, formatter_class=raw)
+    parser.set_defaults(run=lambda options: bench(options.server, bench_options(options)))
     mix = ",".join(f"{kind}={weight:g}" for kind, weight in default.mix.items())
 
     def add(group: Any, flag: str, value: object, metavar: str, text: str, **more: Any) -> None:

@@ -102,7 +102,7 @@ class AsyncClient(ClientState):
                 await call.write(request)
             await call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the call is over: awaited, it tells why
+            pass  # the call is over: awaiting it raises the reason
         except asyncio.CancelledError:
             call.cancel()
             raise

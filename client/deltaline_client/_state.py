@@ -1,4 +1,4 @@
-"""What a client keeps between calls, and the calls that every room makes. Flows."""
+"""What a client keeps between calls, and the calls that every room makes, as flows."""
 
 from __future__ import annotations
 

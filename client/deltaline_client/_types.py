@@ -49,7 +49,7 @@ class RowOutcome(IntEnum):
 
 
 class SequenceState(IntEnum):
-    """How it stands with a sequence on the server."""
+    """The state of a sequence on the server."""
 
     OPEN = layer_service_pb2.SEQUENCE_STATE_OPEN
     CLOSING = layer_service_pb2.SEQUENCE_STATE_CLOSING
@@ -105,7 +105,7 @@ class ServerInfo:
 
     def input_shape(self, span: int = 0) -> tuple[int, ...]:
         """What one token is where it enters a span: (hidden_size,), or (streams, hidden_size)."""
-        # What a span is that the server has not, it says itself.
+        # For a span that the server does not have: the server refuses it, with its own message.
         streams = self.spans[span].input_streams if span < len(self.spans) else 0
         return (streams, self.hidden_size) if streams else (self.hidden_size,)
 
@@ -178,7 +178,7 @@ class SpanProgress:
 class SequenceDescription:
     """What the server holds of a sequence. spans is empty where it holds nothing, adapter None where there is none.
 
-    adapter: the name under which it was opened, which may mean another one by now; adapter_hash tells which it is.
+    adapter: the name under which it was opened, which may mean another one by now; adapter_hash identifies it.
     """
 
     state: SequenceState

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
 from deltaline_bench.service.figure import Bar, Figure
-from deltaline_bench.service.host import Host, connect
-from deltaline_bench.service.raw import DecodeStream, Times, echoes, percentile_us
+from deltaline_bench.service.host import Host, connect, hidden_states
+from deltaline_bench.service.raw import Times, decoding, echoes, percentile_us
 from deltaline_bench.service.size import Size
 from deltaline_client import Row
 
@@ -23,17 +21,12 @@ async def measure(host: Host) -> list[Figure]:
     echo_s: list[float] = []
     client_s: list[float] = []
     async with connect(host.address) as client:
-        info = await client.info()
-        rng = np.random.default_rng(0)
-        hidden = rng.standard_normal((size.decode_rows, size.hidden), dtype=np.float32).astype(info.dtype)
-        sequences = await client.open_many(size.decode_rows)
-        stream = DecodeStream(host.address, sequences[0].server_epoch, [s.handle for s in sequences], hidden)
-        async with stream, echoes(host.echo_address) as echo:
+        async with decoding(client, host.address, size.decode_rows) as stream, echoes(host.echo_address) as echo:
             for _ in range(WARM_UP + size.decode_steps):
                 message = stream.next_message()
                 times.append(await stream.step(message))
                 echo_s.append((await echo.exchange(message))[1])
-        await client.close(sequences)
+        hidden = await hidden_states(client, size.decode_rows)
         sequences = await client.open_many(size.decode_rows)
         for _ in range(WARM_UP + size.client_steps):
             rows = [Row.decode(sequence, token) for sequence, token in zip(sequences, hidden, strict=True)]

@@ -14,9 +14,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+
+import numpy as np
 
 from deltaline_bench.service.size import Size
+from deltaline_cli.bench.busy import read_metrics
 from deltaline_cli.bench.inline import InlineNotes
 from deltaline_client import AsyncClient
 
@@ -42,6 +44,13 @@ async def connect_shared(address: str, size_bytes: int) -> AsyncIterator[AsyncCl
             yield client
     if notes.texts:
         raise HostError(f"not all tensors went through shared memory: {notes.texts[0]}")
+
+
+async def hidden_states(client: AsyncClient, tokens: int) -> Any:
+    """Random hidden states [tokens, hidden size] in the server's type, the same in every run."""
+    info = await client.info()
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((tokens, info.hidden_size), dtype=np.float32).astype(info.dtype)
 
 
 async def place(client: AsyncClient, hidden: Any) -> Any:
@@ -84,10 +93,7 @@ class Host:
 
     def metrics(self) -> dict[str, float]:
         """The samples of the server's metrics page, by name with labels."""
-        with urlopen(self.metrics_url, timeout=30) as answer:
-            text = str(answer.read(), encoding="utf-8")
-        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
-        return {name: float(value) for name, value in pairs}
+        return read_metrics(self.metrics_url)
 
     def resident_bytes(self) -> int:
         """Resident memory of the server's process."""

@@ -9,11 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 
-import numpy as np
-
 from deltaline_bench.service.figure import Figure
-from deltaline_bench.service.host import Host, HostError, connect, connect_shared, place
-from deltaline_bench.service.raw import DecodeStream, percentile_us
+from deltaline_bench.service.host import Host, HostError, connect, connect_shared, hidden_states, place
+from deltaline_bench.service.raw import decoding, percentile_us
 from deltaline_bench.service.size import Size
 
 PART = "mixed"
@@ -66,21 +64,13 @@ def judge(size: Size, alone_s: list[float], beside_s: list[float], alone: float,
 
 async def _decode(host: Host, seconds: float) -> list[float]:
     """Seconds of each decode step of a closed loop that runs for so long."""
-    size = host.size
     taken = []
-    async with connect(host.address) as client:
-        info = await client.info()
-        rng = np.random.default_rng(0)
-        hidden = rng.standard_normal((size.decode_rows, size.hidden), dtype=np.float32).astype(info.dtype)
-        sequences = await client.open_many(size.decode_rows)
-        handles = [sequence.handle for sequence in sequences]
-        async with DecodeStream(host.address, sequences[0].server_epoch, handles, hidden) as stream:
-            for _ in range(WARM_UP):
-                await stream.step(stream.next_message())
-            end_s = time.perf_counter() + seconds
-            while time.perf_counter() < end_s:
-                taken.append((await stream.step(stream.next_message())).total_s)
-        await client.close(sequences)
+    async with connect(host.address) as client, decoding(client, host.address, host.size.decode_rows) as stream:
+        for _ in range(WARM_UP):
+            await stream.step(stream.next_message())
+        end_s = time.perf_counter() + seconds
+        while time.perf_counter() < end_s:
+            taken.append((await stream.step(stream.next_message())).total_s)
     return taken
 
 
@@ -124,10 +114,7 @@ async def _prefill_loop(address: str, size: Size, pipe: Connection) -> None:
     room_bytes = 2 * PREFILLS * size.mixed_tokens * size.token_bytes
     done: list[float] = []
     async with connect_shared(address, room_bytes) as client:
-        info = await client.info()
-        rng = np.random.default_rng(0)
-        hidden = rng.standard_normal((size.mixed_tokens, size.hidden), dtype=np.float32).astype(info.dtype)
-        hidden = await place(client, hidden)
+        hidden = await place(client, await hidden_states(client, size.mixed_tokens))
 
         async def prefills() -> None:
             while True:

@@ -7,11 +7,10 @@ import statistics
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from deltaline_bench.service.figure import Figure
-from deltaline_bench.service.host import Host, connect, connect_shared, place
+from deltaline_bench.service.host import Host, connect, connect_shared, hidden_states, place
 from deltaline_bench.service.raw import echoes
 from deltaline_bench.service.size import Size
 from deltaline_client import AsyncClient, Row
@@ -63,9 +62,7 @@ def judge(
 
 async def _prefills(client: AsyncClient, size: Size, *, is_shared: bool) -> tuple[float, float]:
     """Median seconds of a prefill end to end, and of its computation; each on a fresh sequence."""
-    info = await client.info()
-    rng = np.random.default_rng(0)
-    hidden = rng.standard_normal((size.prefill_tokens, size.hidden), dtype=np.float32).astype(info.dtype)
+    hidden = await hidden_states(client, size.prefill_tokens)
     options: Any = {}
     if is_shared:  # as a user would who cares: no copies in and out of it
         hidden, options = await place(client, hidden), {"copy": False}

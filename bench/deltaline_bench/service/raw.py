@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +16,8 @@ import numpy as np
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_bench.service.echo import METHOD as ECHO
+from deltaline_bench.service.host import hidden_states
+from deltaline_client import AsyncClient
 
 STEP_STREAM = "/deltaline.v1.LayerService/StepStream"
 MAX_MESSAGE_BYTES = 64 << 20
@@ -108,6 +112,17 @@ class DecodeStream(RawStream):
         timing = rows.timing
         stages = (timing.queue_ns, timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns)
         return Times(total_s, *(nanoseconds * 1e-9 for nanoseconds in stages))
+
+
+@asynccontextmanager
+async def decoding(client: AsyncClient, address: str, rows: int) -> AsyncIterator[DecodeStream]:
+    """A stream of decode steps of so many fresh sequences, which the client opens before and closes afterwards."""
+    hidden = await hidden_states(client, rows)
+    sequences = await client.open_many(rows)
+    handles = [sequence.handle for sequence in sequences]
+    async with DecodeStream(address, sequences[0].server_epoch, handles, hidden) as stream:
+        yield stream
+    await client.close(sequences)
 
 
 def percentile_us(seconds: list[float], percentile: float) -> float:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
 from deltaline_bench.service import memory
 from deltaline_bench.service.figure import Figure
 from deltaline_bench.service.host import Host, connect
-from deltaline_bench.service.raw import DecodeStream
+from deltaline_bench.service.raw import decoding
 from deltaline_bench.service.size import Size
 
 PART = "soak"
@@ -23,23 +21,16 @@ async def measure(host: Host) -> list[Figure]:
     """Decode, and look at the memory a hundred times."""
     size = host.size
     rows, resident, device = 0, [], []
-    async with connect(host.address) as client:
-        info = await client.info()
-        rng = np.random.default_rng(0)
-        hidden = rng.standard_normal((size.decode_rows, size.hidden), dtype=np.float32).astype(info.dtype)
-        sequences = await client.open_many(size.decode_rows)
-        handles = [sequence.handle for sequence in sequences]
+    async with connect(host.address) as client, decoding(client, host.address, size.decode_rows) as stream:
         begin_s = time.monotonic()
         look_s = begin_s + WARM_UP_SHARE * size.soak_s
-        async with DecodeStream(host.address, sequences[0].server_epoch, handles, hidden) as stream:
-            while (now_s := time.monotonic()) < begin_s + size.soak_s:
-                await stream.step(stream.next_message())
-                rows += size.decode_rows
-                if now_s >= look_s:
-                    look_s += size.soak_s * (1 - WARM_UP_SHARE) / LOOKS
-                    resident.append(host.resident_bytes())
-                    device.append(memory.device_bytes(host.metrics()))
-        await client.close(sequences)
+        while (now_s := time.monotonic()) < begin_s + size.soak_s:
+            await stream.step(stream.next_message())
+            rows += size.decode_rows
+            if now_s >= look_s:
+                look_s += size.soak_s * (1 - WARM_UP_SHARE) / LOOKS
+                resident.append(host.resident_bytes())
+                device.append(memory.device_bytes(host.metrics()))
     return judge(size, rows, resident, device)
 
 

@@ -1,4 +1,4 @@
-"""When the steps of an open loop are due: a Poisson process, told to the event loop by a thread that wakes on time."""
+"""When the steps of an open loop are due: a Poisson process, and a thread that wakes on time for it."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class ArrivalThread:
         self._times, self._begin_s, self._end_s = times, begin_s, end_s
         self._loop = asyncio.get_running_loop()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="arrivals", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="arrivals", daemon=True)
 
     def start(self) -> None:
         """Begin to wait for the first time."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell no further time. Idempotent."""
+        """Pass on no further time. Idempotent."""
         self._stopped.set()
 
-    def _tell(self) -> None:
+    def _run(self) -> None:
         for time_s in self._times:
             due_s = self._begin_s + time_s
             if due_s > self._end_s or self._stopped.wait(max(0.0, due_s - time.monotonic())):

@@ -1,4 +1,4 @@
-"""The share of a bench's time in which the device computed, from the server's metrics page. Reads text over HTTP."""
+"""The share of a bench's time in which the device computed, from the server's metrics page."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def read_metrics(url: str) -> dict[str, float]:
 
 
 def busy_seconds(before: Mapping[str, float], after: Mapping[str, float]) -> float | str:
-    """Return the device's busy seconds between two pages, or why they can't be told.
+    """Return the device's busy seconds between two pages, or why they are not known.
 
-    A server without such a counter tells the computing time of batches by kind. A batch of several kinds counts for
+    A server without such a counter has the computing time of batches by kind. A batch of several kinds counts for
     each, so that their sum is only right when a single kind was computed.
     """
     if BUSY in before and BUSY in after:
@@ -56,7 +56,7 @@ def busy_seconds(before: Mapping[str, float], after: Mapping[str, float]) -> flo
 
 
 class BusyMeter(threading.Thread):
-    """Reads the metrics when the measuring begins and when it ends; `share` tells what came of it."""
+    """Reads the metrics when the measuring begins and when it ends; `share` is what came of it."""
 
     def __init__(self, url: str, begin_s: float, end_s: float | None) -> None:
         super().__init__(name="busy", daemon=True)

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
 from deltaline_cli.bench.options import KINDS, BenchOptions, Kind
 from deltaline_cli.bench.samples import Sample
-from deltaline_client import AsyncClient, Row
+from deltaline_client import AsyncClient, DeltalineError, Row
 
 # Hidden states are cut from a block that is drawn once: drawing takes longer than a step.
 _BLOCK_TOKENS = 1024
 
 
-def connect(address: str, options: BenchOptions) -> AsyncClient:
-    """Make a client as the options ask."""
-    return AsyncClient(address, timeout=options.timeout_s, shared_memory_bytes=options.shared_memory_bytes)
+@asynccontextmanager
+async def prepared(address: str, options: BenchOptions, seed: int) -> AsyncIterator[BenchClient]:
+    """A client that is ready to step. Its sequences are closed afterwards, unless the server failed.
+
+    Raises ValueError when the server can't take such a run; DeltalineError.
+    """
+    connection = AsyncClient(address, timeout=options.timeout_s, shared_memory_bytes=options.shared_memory_bytes)
+    async with connection:
+        client = BenchClient(connection, options, seed)
+        try:
+            await client.prepare()
+            yield client
+        except DeltalineError:
+            raise
+        except BaseException:
+            await client.close()
+            raise
+        await client.close()
 
 
 class BenchClient:

@@ -1,4 +1,4 @@
-"""`deltaline bench`: loads a server, judges whether the load was held, and reports. Knows the order of things."""
+"""`deltaline bench`: loads a server, judges whether the load was held, and reports."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ _LOGGER = "deltaline_client"
 
 
 class InlineNotes(logging.Handler):
-    """Keeps what the client's loggers tell of shared memory within the block: anything they tell is a fall-back."""
+    """Keeps what the client logs about shared memory within the block: all of it is about tensors that go inline."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -1,4 +1,4 @@
-"""How long the prefills of a bench are: a fixed number of tokens, or a distribution. Draws numbers; sends nothing."""
+"""How long the prefills of a bench are: a fixed number of tokens, or a distribution."""
 
 from __future__ import annotations
 

@@ -1,23 +1,20 @@
-"""The load of one process: its clients step in a closed or an open loop, and each step is noted. Judges nothing."""
+"""The load of one process: its clients step in a closed or an open loop, and each step is noted."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from deltaline_cli.bench.arrivals import ArrivalThread, arrivals
-from deltaline_cli.bench.client import BenchClient, connect
+from deltaline_cli.bench.client import BenchClient, prepared
 from deltaline_cli.bench.inline import InlineNotes
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.samples import COLUMNS, Sample, Samples
-from deltaline_client import DeltalineError
 
 
 @dataclass(frozen=True)
@@ -42,39 +39,39 @@ class Share:
         return (options.rate or 0.0) * len(self.clients(options)) / options.clients
 
 
-class Load:
-    """Some clients of a bench. `async with` opens their sequences and makes a first step of each kind; then `run`.
+@asynccontextmanager
+async def opened(
+    address: str, options: BenchOptions, share: Share, on_step: Callable[[int], None]
+) -> AsyncIterator[Load]:
+    """The load of a share of the clients: their sequences are open, and a first step of each kind is made.
 
     on_step is called with the number of steps done since the last call.
     """
+    async with AsyncExitStack() as stack:
+        notes = stack.enter_context(InlineNotes())
+        clients = [
+            await stack.enter_async_context(prepared(address, options, seed=number))
+            for number in share.clients(options)
+        ]
+        yield Load(clients, notes, options, share, on_step)
 
-    def __init__(self, address: str, options: BenchOptions, share: Share, on_step: Callable[[int], None]) -> None:
-        self._address, self._options, self._share, self._on_step = address, options, share, on_step
-        self._clients: list[BenchClient] = []
+
+class Load:
+    """Some clients of a bench, which `run` makes step."""
+
+    def __init__(
+        self,
+        clients: list[BenchClient],
+        notes: InlineNotes,
+        options: BenchOptions,
+        share: Share,
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._clients, self._notes, self._options, self._share = clients, notes, options, share
+        self._on_step = on_step
         self._samples: list[Sample] = []
         self._unserved: list[float] = []
-        self._stack = AsyncExitStack()
-        self._notes = InlineNotes()
         self._steps_left = share.steps(options)
-
-    async def __aenter__(self) -> Self:
-        try:
-            self._stack.enter_context(self._notes)
-            for number in self._share.clients(self._options):
-                connection = await self._stack.enter_async_context(connect(self._address, self._options))
-                client = BenchClient(connection, self._options, seed=number)
-                self._stack.push_async_exit(_closing(client))
-                self._clients.append(client)
-                await client.prepare()
-        except BaseException as error:
-            await self._stack.__aexit__(type(error), error, error.__traceback__)
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._stack.__aexit__(kind, error, traceback)
 
     async def run(self, start_s: float) -> Samples:
         """Load the server from `start_s` on, ramp-up first, then what is measured; return all samples.
@@ -151,18 +148,6 @@ async def _cpu_seconds_from(begin_s: float) -> float:
     """The processor time that this process has used when the measuring begins."""
     await asyncio.sleep(max(0.0, begin_s - time.monotonic()))
     return time.process_time()
-
-
-def _closing(
-    client: BenchClient,
-) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], Awaitable[None]]:
-    """What ends a client: its sequences are closed, unless a server that failed would be asked."""
-
-    async def close(kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, DeltalineError):
-            await client.close()
-
-    return close
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,4 +1,4 @@
-"""What a bench is asked to do, and which of it makes no sense. Drives nothing."""
+"""What a bench is asked to do, and which of it makes no sense."""
 
 from __future__ import annotations
 

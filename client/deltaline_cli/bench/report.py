@@ -1,4 +1,4 @@
-"""What a bench prints and writes: tables for people, a record for programs. Measures and judges nothing."""
+"""What a bench prints and writes: tables for people, a record for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of a bench: in this process, or in several that begin together and whose samples are joined. Judges nothing."""
+"""A run of a bench: in this process, or in several that begin together and whose samples are joined."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from deltaline_cli.bench.load import Load, Share
+from deltaline_cli.bench.load import Share, opened
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.samples import Samples
 from deltaline_client import DeltalineError
 
-# From "all are ready" to the first step: the word must reach every process.
+# From "all are ready" to the first step: the start time must reach every process.
 _HEAD_START_S = 0.1
 _PROGRESS_S = 0.2
 _STOP_S = 10.0
@@ -41,7 +41,7 @@ def run(address: str, options: BenchOptions, on_step: OnStep, on_start: OnStart)
         return _run_processes(address, options, on_step, on_start)
 
     async def alone() -> Samples:
-        async with Load(address, options, Share(0, 1), on_step) as load:
+        async with opened(address, options, Share(0, 1), on_step) as load:
             start_s = time.monotonic()
             on_start(start_s)
             return await load.run(start_s)
@@ -69,11 +69,13 @@ def _run_processes(address: str, options: BenchOptions, on_step: OnStep, on_star
     pipes: list[Connection] = []
     processes = []
     parts: list[Samples] = []
+    # Each is written by one process alone.
+    counters: list[Any] = [spawn.RawValue("q") for _ in range(options.processes)]
     try:
-        for number in range(options.processes):
+        for number, counter in enumerate(counters):
             mine, theirs = spawn.Pipe()
             share = Share(number, options.processes)
-            process = spawn.Process(target=_process, args=(address, options, share, theirs))
+            process = spawn.Process(target=_process, args=(address, options, share, theirs, counter))
             process.start()
             theirs.close()
             pipes.append(mine)
@@ -84,19 +86,20 @@ def _run_processes(address: str, options: BenchOptions, on_step: OnStep, on_star
         on_start(start_s)
         for pipe in pipes:
             pipe.send(start_s)
-        running = list(pipes)
+        running, counted = list(pipes), 0
         while running:
-            ready = wait(running)
+            ready = wait(running, _PROGRESS_S)
             for pipe in [pipe for pipe in running if pipe in ready]:
-                message = _receive(pipe)
-                if isinstance(message, Samples):
-                    parts.append(message)
-                    running.remove(pipe)
-                elif isinstance(message, int):
-                    on_step(message)
+                samples = _receive(pipe)
+                assert isinstance(samples, Samples)
+                parts.append(samples)
+                running.remove(pipe)
+            steps = sum(counter.value for counter in counters)
+            on_step(steps - counted)
+            counted = steps
     finally:
         for pipe in pipes:
-            pipe.close()  # tells those that still run to stop
+            pipe.close()  # those that still run stop then
         for process in processes:
             process.join(_STOP_S)
             if process.is_alive():
@@ -116,49 +119,34 @@ def _receive(pipe: Connection) -> object:
     return message
 
 
-def _process(address: str, options: BenchOptions, share: Share, pipe: Connection) -> None:
-    """A process: sends None when it is ready, numbers of steps, at last its Samples, or the text of an error."""
+def _process(address: str, options: BenchOptions, share: Share, pipe: Connection, counter: Any) -> None:
+    """A process: sends None when it is ready, at last its Samples, or the text of an error. Counts its steps."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says when to stop, also after Ctrl-C
     try:
-        pipe.send(asyncio.run(_drive(address, options, share, pipe)))
+        pipe.send(asyncio.run(_drive(address, options, share, pipe, counter)))
     except (DeltalineError, ValueError) as error:
         pipe.send(str(error))
     except (asyncio.CancelledError, ConnectionError):
         pass  # the first process has closed the pipe
 
 
-async def _drive(address: str, options: BenchOptions, share: Share, pipe: Connection) -> Samples:
+async def _drive(address: str, options: BenchOptions, share: Share, pipe: Connection, counter: Any) -> Samples:
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     start: asyncio.Future[float] = loop.create_future()
-    steps = 0
 
     def listen() -> None:
-        with suppress(EOFError, OSError, RuntimeError):  # RuntimeError: the loop is over
+        with suppress(RuntimeError):  # the loop is over
             try:
                 while True:
                     loop.call_soon_threadsafe(start.set_result, pipe.recv())
             except (EOFError, OSError):
                 loop.call_soon_threadsafe(this.cancel)
 
-    def count(done: int) -> None:
-        nonlocal steps
-        steps += done
-
-    async def report() -> None:
-        nonlocal steps
-        while True:
-            await asyncio.sleep(_PROGRESS_S)
-            done, steps = steps, 0
-            pipe.send(done)
+    def count(steps: int) -> None:
+        counter.value += steps
 
     threading.Thread(target=listen, daemon=True).start()
-    async with Load(address, options, share, count) as load:
+    async with opened(address, options, share, count) as load:
         pipe.send(None)
-        reporter = asyncio.create_task(report())
-        try:
-            return await load.run(await start)
-        finally:
-            reporter.cancel()
-            with suppress(ConnectionError):
-                pipe.send(steps)
+        return await load.run(await start)

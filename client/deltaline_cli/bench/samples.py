@@ -1,4 +1,4 @@
-"""What a bench has measured: a table of steps with their times, joined from all processes. Knows arrays only."""
+"""What a bench has measured: a table of steps with their times, joined from all processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltaline_cli.bench.options import KINDS, Kind
 
 COLUMNS = ("kind", "tokens", "due", "late", "sent", "done", "queue", "copy in", "compute", "copy out")
 """Of a sample: index of the kind in KINDS; tokens of all rows; when it was due, how late the generator noticed, when it
-was sent and when it was done; the stages that the server told. Seconds, on the monotonic clock."""
+was sent and when it was done; the stages in the server's reply. Seconds, on the monotonic clock."""
 
 SERVER_STAGES = ("queue", "copy in", "compute", "copy out")
 STAGES = ("total", "wait", *SERVER_STAGES, "transport")

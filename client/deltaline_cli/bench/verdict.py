@@ -1,4 +1,4 @@
-"""Whether a bench held the load that it was asked for, and which side was slow if not. Looks at samples only."""
+"""Whether a bench held the load that it was asked for, and which side was slow if not."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ def add_top(commands: Any, served: argparse.ArgumentParser) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     about = "watch a server in the terminal"
     parser = commands.add_parser("top", parents=[served], help=about, description=_ABOUT, formatter_class=raw)
+    parser.set_defaults(run=top)
     text = "the server's metrics (http://HOST:9464/metrics), for latencies and rates"
     parser.add_argument("--metrics-url", metavar="URL", help=text)
     text = "seconds between frames, and that rates are of [%(default)s]"
@@ -99,7 +100,7 @@ class Watch:
             return replace(last, rates=rates, error=f"can't be asked: {error}")
 
     def _rates(self) -> Rates | str | None:
-        """What grew since the last call, why that can't be told, or None where nobody wants it."""
+        """What grew since the last call, why that is not known, or None where no metrics are read."""
         if self._url is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""What a frame of `deltaline top` shows. Plain values."""
+"""What a frame of `deltaline top` shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server did between two readings of its metrics page: rates, and quantiles of histograms. Knows text.
+"""What a server did between two readings of its metrics page: rates, and quantiles of histograms.
 
 A sample's key is its name and its labels, as Prometheus' format spells them.
 """

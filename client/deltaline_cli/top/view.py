@@ -1,4 +1,4 @@
-"""How a frame of `deltaline top` looks. Needs rich. Knows what there is to show; not where it comes from."""
+"""How a frame of `deltaline top` looks. Needs rich."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapters of a server: load, unload, list. Flows; they know no channel."""
+"""The adapters of a server: load, unload, list."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline_client._adapters.types import AdapterList, AdapterState, LoadedAdapter
-from deltaline_client._adapters.upload import Directory, InMemory, Progress, Source, Upload
+from deltaline_client._adapters.upload import Progress, Source, Upload, files_in, files_of
 from deltaline_client._exceptions import AdapterInUse, AdapterUnknown, DeltalineError, TransportError
 from deltaline_client._state import ClientState, info, retried
 from deltaline_client._transport.flow import Flow, Sleep, call
@@ -20,7 +21,7 @@ from deltaline_client._transport.methods import LIST_ADAPTERS, LOAD_ADAPTER, UNL
 from deltaline_client._transport.retry import Attempts, is_retryable
 
 # Over the loopback on two cores 620 MiB/s; with 64 and 256 KiB 255 and 480, with 2 MiB no more.
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
 class AdaptersRecord:
@@ -60,15 +61,15 @@ def load(
     """
     client = adapters._client
     source = _source(path, config, tensors)
-    piece_bytes = 0
+    chunk_bytes = 0
     if source is not None:
-        piece_bytes = min(PIECE_BYTES, (yield from info(client)).inline_limit_bytes)
+        chunk_bytes = min(CHUNK_BYTES, (yield from info(client)).inline_limit_bytes)
     # No attempt is cut short to make another: that would send all of it again.
     attempts = Attempts(
         replace(client._retry, attempt_timeout_s=math.inf), client._timeout_s if timeout_s is None else timeout_s
     )
     while True:
-        upload = Upload(source, piece_bytes, progress)
+        upload = Upload(source, chunk_bytes, progress)
         messages = upload.messages(name, pinned)
         try:
             response = yield from call(LOAD_ADAPTER, messages, attempts.next_timeout_s())
@@ -85,7 +86,7 @@ def load(
                 waiting(error)
         finally:
             upload.is_over = True
-            with suppress(ValueError):  # a thread is reading just now: it lets go of the file when it is done
+            with suppress(ValueError):  # a thread is reading just now, and closes the file when it is done
                 messages.close()
         yield Sleep(delay_s)
 
@@ -107,7 +108,7 @@ def unload(adapters: AdaptersRecord, name: str, *, drain: bool = False) -> Flow[
                 raise
             break  # a try whose answer was lost has freed it
         except DeltalineError as error:
-            # When its sequences end nobody knows: the caller may drain them instead.
+            # Waiting may never help: its sequences may stay open. The caller can drain them instead.
             is_final = isinstance(error, AdapterInUse) or not is_retryable(error)
             delay_s = None if is_final else attempts.delay_s(error.retry_after_s)
             if delay_s is None:
@@ -130,7 +131,7 @@ def _source(
     if (config is None) != (tensors is None):
         raise ValueError("config, tensors: expected both or none, got one of them")
     if config is None or tensors is None:
-        return None if path is None else Directory(Path(path))
+        return None if path is None else partial(files_in, Path(path))
     if path is not None:
         raise ValueError("path: expected none beside config and tensors, got one")
-    return InMemory(config, memoryview(tensors).cast("B"))
+    return partial(files_of, config, memoryview(tensors).cast("B"))

@@ -14,7 +14,7 @@ HASH_DIGITS = 16
 
 
 class AdapterState(IntEnum):
-    """Where an adapter is: in host memory; in a slot on the device too; or unloaded, and kept for who still uses it."""
+    """Where an adapter is: in host memory; on the device too; or unloaded, kept for sequences that still use it."""
 
     REGISTERED = adapter_service_pb2.ADAPTER_STATE_REGISTERED
     RESIDENT = adapter_service_pb2.ADAPTER_STATE_RESIDENT

@@ -1,6 +1,6 @@
-"""An adapter's two files as the messages of an upload: read a piece at a time, when the channel asks for the next.
+"""An adapter's two files as the messages of an upload: read a chunk at a time, when the channel asks for the next.
 
-Knows the files' names, not what is in them: that is the server's to judge.
+What is in the files is the server's to check.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from deltaline.v1 import adapter_service_pb2 as pb
 
@@ -21,57 +20,44 @@ MAX_CONFIG_BYTES = 1 << 20
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 
 Progress = Callable[[int, int], object]
-"""Told how many bytes of the tensors are on their way, and how many there are; from 0 again when sent again."""
+"""Called with how many bytes of the tensors are on their way, and how many there are; from 0 again when sent again."""
 
 Files = tuple[bytes, int, Iterator[bytes]]
-"""The config's text, the size of the tensors' file in bytes, and that file in pieces."""
+"""The config's text, the size of the tensors' file in bytes, and that file in chunks."""
 
 
-class Source(Protocol):
-    """Where an adapter's files are."""
-
-    def open(self, piece_bytes: int) -> AbstractContextManager[Files]:
-        """Open them; they are readable inside the context. Raises OSError, ValueError; so do the pieces."""
+Source = Callable[[int], AbstractContextManager[Files]]
+"""Opens an adapter's files, in chunks of so many bytes, readable inside the context. Raises OSError, ValueError; so do
+the chunks."""
 
 
-@dataclass(frozen=True)
-class Directory:
-    """A directory as PEFT writes it."""
-
-    path: Path
-
-    @contextmanager
-    def open(self, piece_bytes: int) -> Iterator[Files]:
-        if not self.path.exists():
-            raise FileNotFoundError(f"{self.path}: expected a directory, found nothing")
-        if not self.path.is_dir():
-            raise NotADirectoryError(f"{self.path}: expected a directory, found something else")
-        with open(self.path / CONFIG_FILE, "rb") as file:
-            config = file.read(MAX_CONFIG_BYTES + 1)
-        if len(config) > MAX_CONFIG_BYTES:
-            raise ValueError(f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got more")
-        pickles = [name for name in _PICKLES if (self.path / name).exists()]
-        if pickles and not (self.path / TENSORS_FILE).exists():
-            raise ValueError(
-                f"{TENSORS_FILE}: expected a file, found only {pickles[0]}, which can run code when it is loaded; "
-                "save the adapter as safetensors"
-            )
-        with open(self.path / TENSORS_FILE, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            yield config, size, _pieces(file, size, piece_bytes)
+@contextmanager
+def files_in(directory: Path, chunk_bytes: int) -> Iterator[Files]:
+    """The files of a directory as PEFT writes it. Raises as a Source."""
+    if not directory.exists():
+        raise FileNotFoundError(f"{directory}: expected a directory, found nothing")
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory}: expected a directory, found something else")
+    with open(directory / CONFIG_FILE, "rb") as file:
+        config = file.read(MAX_CONFIG_BYTES + 1)
+    if len(config) > MAX_CONFIG_BYTES:
+        raise ValueError(f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got more")
+    pickles = [name for name in _PICKLES if (directory / name).exists()]
+    if pickles and not (directory / TENSORS_FILE).exists():
+        raise ValueError(
+            f"{TENSORS_FILE}: expected a file, found only {pickles[0]}, which can run code when it is loaded; "
+            "save the adapter as safetensors"
+        )
+    with open(directory / TENSORS_FILE, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        yield config, size, _chunks(file, size, chunk_bytes)
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """The files' contents, which must not change meanwhile."""
-
-    config: bytes
-    tensors: memoryview
-
-    @contextmanager
-    def open(self, piece_bytes: int) -> Iterator[Files]:
-        size = len(self.tensors)
-        yield self.config, size, (bytes(self.tensors[at : at + piece_bytes]) for at in range(0, size, piece_bytes))
+@contextmanager
+def files_of(config: bytes, tensors: memoryview, chunk_bytes: int) -> Iterator[Files]:
+    """Files whose contents are in memory, and must not change meanwhile."""
+    size = len(tensors)
+    yield config, size, (bytes(tensors[at : at + chunk_bytes]) for at in range(0, size, chunk_bytes))
 
 
 class Upload:
@@ -81,9 +67,9 @@ class Upload:
     call. is_over: set by whoever made the call when it has ended.
     """
 
-    def __init__(self, source: Source | None, piece_bytes: int, progress: Progress | None) -> None:
+    def __init__(self, source: Source | None, chunk_bytes: int, progress: Progress | None) -> None:
         """source: None for the server's folder."""
-        self._source, self._piece_bytes, self._progress = source, piece_bytes, progress
+        self._source, self._chunk_bytes, self._progress = source, chunk_bytes, progress
         self.error: Exception | None = None
         self.is_over = False
 
@@ -93,29 +79,29 @@ class Upload:
             yield pb.LoadAdapterRequest(name=name, pinned=pinned)
             return
         try:
-            with self._source.open(self._piece_bytes) as (config, size, pieces):
+            with self._source(self._chunk_bytes) as (config, size, chunks):
                 upload = pb.AdapterUpload(config=config, tensors_bytes=size)
                 yield pb.LoadAdapterRequest(name=name, pinned=pinned, upload=upload)
                 sent = 0
-                self._tell(sent, size)
-                for piece in pieces:
-                    yield pb.LoadAdapterRequest(chunk=piece)
-                    sent += len(piece)
-                    self._tell(sent, size)
+                self._report(sent, size)
+                for chunk in chunks:
+                    yield pb.LoadAdapterRequest(chunk=chunk)
+                    sent += len(chunk)
+                    self._report(sent, size)
         except Exception as error:  # an iterator that raises is something else to each gRPC: the caller gets it
             self.error = error
 
-    def _tell(self, sent: int, size: int) -> None:
+    def _report(self, sent: int, size: int) -> None:
         if self._progress is not None and not self.is_over:
             self._progress(sent, size)
 
 
-def _pieces(file: BinaryIO, size: int, piece_bytes: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file, in pieces. Raises ValueError if it has fewer."""
+def _chunks(file: BinaryIO, size: int, chunk_bytes: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file, in chunks. Raises ValueError if it has fewer."""
     left = size
     while left:
-        piece = file.read(min(piece_bytes, left))
-        if not piece:
+        chunk = file.read(min(chunk_bytes, left))
+        if not chunk:
             raise ValueError(f"{TENSORS_FILE}: expected {size} bytes, got {size - left}: it was changed meanwhile")
-        left -= len(piece)
-        yield piece
+        left -= len(chunk)
+        yield chunk

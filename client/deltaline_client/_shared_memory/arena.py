@@ -1,4 +1,4 @@
-"""An arena: blocks of one piece of memory, handed out and taken back. Knows bytes; not who shares the memory.
+"""An arena: blocks of one mapping, handed out and taken back.
 
 A block is free again when no array over it is left: whoever holds one of its arrays holds the block.
 """

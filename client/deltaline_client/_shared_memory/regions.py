@@ -1,4 +1,4 @@
-"""Shared memory: a region of the server's in which this client places the tensors of its steps. Flows; no channel.
+"""Shared memory: a region of the server's in which this client places the tensors of its steps.
 
 Everything here may fail, and then tensors travel in the messages, as without it; the log says so once. Whether the
 server is on this host is not asked: a region can be opened here and begins with the server's nonce, or is not used.
@@ -70,12 +70,12 @@ class Placement:
     def holds(self, tensor: tensor_pb2.Tensor) -> bool:
         """Whether a reply's tensor is the room, whole."""
         shared, dtype = tensor.shared, wire.data_type(self.room.dtype)
-        told = shared.region, shared.offset, tensor.dtype, tuple(tensor.shape)
-        return told == (self.region, self.room_offset, dtype, self.room.shape)
+        slice_and_shape = shared.region, shared.offset, tensor.dtype, tuple(tensor.shape)
+        return slice_and_shape == (self.region, self.room_offset, dtype, self.room.shape)
 
 
 def shared_outputs(tensor: tensor_pb2.Tensor, placement: Placement | None) -> Array:
-    """The outputs of a reply that says that they lie in shared memory, a view of it [rows, *output_shape].
+    """The outputs of a reply that left them in shared memory: a view of it [rows, *output_shape].
 
     Raises: ProtocolError for outputs elsewhere than in the placement of the request.
     """
@@ -93,7 +93,7 @@ class SharedMemory:
             raise ValueError(f"shared_memory_bytes: expected 0 or more, got {size_bytes}")
         self._size_bytes = size_bytes
         self.is_off = size_bytes == 0
-        self._told_full = False
+        self._has_logged_full = False
         self._making = threading.Lock()
         self._region: tuple[int, Arena] | None = None
         # Of requests that may still reach the server, which would then write their outputs.
@@ -114,7 +114,7 @@ class SharedMemory:
             yield Sleep(_WAIT_S)
 
     def _make(self, limits: ServerInfo) -> Flow[None]:
-        """Ask for a region, and let go of `_making`."""
+        """Ask for a region, and release `_making`."""
         try:
             while self._to_release:
                 yield from self._release(self._to_release.pop())
@@ -163,20 +163,22 @@ class SharedMemory:
         if packed is None or room is None:
             if any(placement.region == number for placement in list(self._unsettled.values())):
                 self._replace(number)
-            elif not self._told_full:
+            elif not self._has_logged_full:
                 _log.info("shared memory is full (%d bytes): steps that find no room go inline", arena.size)
-                self._told_full = True
+                self._has_logged_full = True
             return None
         return Placement(number, packed, arena.offset(packed) or 0, room, arena.offset(room) or 0)
 
     def end_attempt(self, request: RequestKey, placement: Placement, *, is_over: bool) -> None:
-        """Tell how an attempt ended. Not over: the server may still read and write the placement for this request.
+        """An attempt has ended. Not over: the server may still read and write the placement for this request.
 
         Then its memory is held until the same request is over after all, or until the region's end.
         """
         if is_over:
             self._unsettled.pop(request, None)
-        elif self._region is not None and self._region[0] == placement.region:  # nobody is given memory of a former one
+        elif (
+            self._region is not None and self._region[0] == placement.region
+        ):  # memory of a former one goes to no other
             self._unsettled[request] = placement
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
@@ -195,7 +197,7 @@ class SharedMemory:
             self._unsettled.clear()
 
     def _replace(self, number: int) -> None:
-        """Go on in another region, from the next call on: this one is full, in part of what nobody will settle."""
+        """Go on in another region, from the next call on: this one is full of requests without an answer."""
         if self._region is None or self._region[0] != number:
             return  # another thread was first
         _log.info("shared memory is full of steps without an answer: another region takes its place")
@@ -233,7 +235,7 @@ def _open(response: admin.CreateSharedMemoryResponse) -> mmap.mmap:
     fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals or os.fstat(fd).st_size != response.size_bytes:
-            raise ValueError("expected sealed memory of the size told")
+            raise ValueError("expected sealed memory of the size that was promised")
         mapping = mmap.mmap(fd, response.size_bytes)
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""A batch: the rows of one call, or of one request of it, as arrays. Sends nothing."""
+"""A batch: the rows of one call, or of one request of it, as arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The convenient forms of a step: one kind for many sequences, or one sequence. Flows; they know no channel.
+"""The convenient forms of a step: one kind for many sequences, or one sequence.
 
 Batch forms raise StepError when rows fail. The forms on one sequence raise the row's own error, from the StepError.
 """
@@ -35,7 +35,7 @@ def prefill(
     output: Output = "all",
     **options: Unpack[StepOptions],
 ) -> Flow[list[Array]]:
-    """Add tokens to sequences: hidden[i] is [n_i, hidden_size]. Returns the wanted output rows of each."""
+    """Add tokens to sequences: hidden[i] is [n_i, hidden_size]. Returns the requested output rows of each."""
     rows = _rows(Row.prefill, sequences, hidden)
     return (yield from step(client, rows, output=output, **options)).outputs
 
@@ -102,7 +102,7 @@ def _check_count(sequences: Sequence[SequenceRecord], hidden: Sequence[Any] | Ar
 def prefill_one(
     sequence: SequenceRecord, hidden: Any, *, output: Output = "all", **options: Unpack[StepOptions]
 ) -> Flow[Array]:
-    """Add tokens: hidden [n, hidden_size]. Returns the wanted output rows: [n, .], [1, .] or [0, hidden_size].
+    """Add tokens: hidden [n, hidden_size]. Returns the requested output rows: [n, .], [1, .] or [0, hidden_size].
 
     More tokens than one request may carry are streamed as several steps, a few of them in flight at once.
     """

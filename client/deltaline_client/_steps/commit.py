@@ -1,4 +1,4 @@
-"""Commits of verified tokens: remembered for the next step, or sent at once. Flows; they know no channel."""
+"""Commits of verified tokens: remembered for the next step, or sent at once."""
 
 from __future__ import annotations
 

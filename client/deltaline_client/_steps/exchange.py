@@ -1,4 +1,4 @@
-"""The exchange of a call: its rows go to the server until each is applied or refused for good. Knows no channel.
+"""The exchange of a call: its rows go to the server until each is applied or refused for good.
 
 They go in rounds. A round sends what is left, several requests in flight at once, and ends when all are answered; after
 the first failure it sends nothing more. A step that is sent again is the same step: same number, position, commit,
@@ -95,7 +95,7 @@ class Exchange:
         return rows
 
     def _is_ordinary(self, batch: Batch, progress: Sequence[Progress]) -> bool:
-        """Whether one request may carry all rows, and nothing stands against any of them."""
+        """Whether one request may carry all rows, and no row has an unfinished step."""
         limits, sequences = self._limits, batch.sequences
         output_bytes = batch.output_start[-1] * math.prod(batch.output_shape) * limits.dtype.itemsize
         return (
@@ -170,7 +170,7 @@ class Exchange:
                 request.end(self._shared)
 
     def _take(self, request: Request, answer: Answer) -> bool:
-        """Note what became of the rows of a request; tell whether all were applied."""
+        """Note what became of the rows of a request. Returns whether all were applied."""
         is_applied, error = False, answer if isinstance(answer, DeltalineError) else None
         if not isinstance(answer, DeltalineError):
             try:
@@ -197,11 +197,11 @@ class Exchange:
             self._packing.shorten(request.rows()[0][0])
 
     def _note(self, request: Request, answer: StepAnswer, outputs: Array) -> bool:
-        """Note the answer to each row; tell whether all were applied."""
+        """Note the answer to each row. Returns whether all were applied."""
         fields = answer.fields
         if fields.HasField("timing"):
             self.timing = self.timing.plus(fields.timing)
-        # The caller's own, unless he takes them as they lie in shared memory.
+        # The caller gets outputs of its own, unless it takes them as they lie in shared memory.
         copies = answer.shared is None or self._options.get("copy", True)
         if request.advance(fields):
             request.applied = Applied(request.batch, outputs.copy() if copies else outputs, fields, self.timing)
@@ -225,7 +225,7 @@ class Exchange:
         return not statuses
 
     def _may_retry(self, error: DeltalineError) -> bool:
-        """Tell whether a row or request is sent again. A queue deadline that the caller set is final."""
+        """Whether a row or request is sent again. A queue deadline that the caller set is final."""
         if isinstance(error, QueueDeadline) and self._options.get("queue_timeout_s"):
             return False
         return is_retryable(error) or isinstance(error, InvalidSharedMemory)

@@ -1,4 +1,4 @@
-"""One call at a time on a span of a sequence: a call holds what it steps or commits. Knows threads; sends nothing."""
+"""One call at a time on a span of a sequence: a call holds what it steps or commits."""
 
 from __future__ import annotations
 

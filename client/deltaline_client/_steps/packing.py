@@ -1,4 +1,4 @@
-"""How rows share requests: which steps a round sends, and where their tensors lie. Sends nothing.
+"""How rows share requests: which steps a round sends, and where their tensors lie.
 
 Rows that fit a message go together, in shared memory where there is room. A row larger than a message goes as one step
 in shared memory; without room for that a prefill is cut into steps, which travel in messages. A verify is one step.

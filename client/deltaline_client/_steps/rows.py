@@ -1,4 +1,4 @@
-"""Rows of a step, and what became of them. Knows arrays and errors; sends nothing."""
+"""Rows of a step, and what became of them."""
 
 from __future__ import annotations
 

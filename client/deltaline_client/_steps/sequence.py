@@ -1,4 +1,4 @@
-"""What the client remembers of a sequence, and of one row on its way to the server. Sends nothing.
+"""What the client remembers of a sequence, and of one row on its way to the server.
 
 A Progress advances only when the server has answered that a step was applied. A RowProgress is one row of a call: it
 may be cut into several consecutive steps (a prefill larger than a request may be), each a RowStep. While a step's
@@ -160,12 +160,12 @@ class RowProgress:
 
     @property
     def is_one_step(self) -> bool:
-        """True when its tokens can't be steps one behind the other: a verify pends until it is committed."""
+        """Whether all its tokens must be one step: a verify is pending until it is committed."""
         return self.kind == layer_service_pb2.ROW_KIND_VERIFY
 
     @property
     def is_over(self) -> bool:
-        """True when every token is applied, or an error ended the row."""
+        """Whether every token is applied, or an error ended the row."""
         return self.error is not None or self.tokens_done == len(self.hidden)
 
     @property
@@ -174,7 +174,7 @@ class RowProgress:
         return self.steps[0].error if self.steps and not self.is_over else None
 
     def is_same_as(self, other: RowProgress) -> bool:
-        """Tell whether another row asks for the same: kind, tokens to the bit, outputs."""
+        """Whether another row asks for the same: kind, tokens to the bit, outputs."""
         return (
             self.kind == other.kind
             and self.output == other.output
@@ -249,12 +249,12 @@ class RowProgress:
     def _has_lost_its_reply(self, step: RowStep) -> bool:
         """Whether a step was applied and its reply is no longer kept: a later one of this row was applied since.
 
-        The server says that it is stale, it had been sent before, and the server stands where one of our steps ends.
+        So it is when the server calls it stale, it had been sent before, and the server is where one of our steps ends.
         """
         if not step.was_in_doubt or not isinstance(step.error, StepStale):
             return False
-        stands = step.error.metadata.get("step"), step.error.metadata.get("position")
-        return any((str(one.number), str(self._end(one))) == stands for one in self.steps)
+        current = step.error.metadata.get("step"), step.error.metadata.get("position")
+        return any((str(one.number), str(self._end(one))) == current for one in self.steps)
 
     def release(self) -> None:
         """The call is over: the sequence remembers the row if its next step may have been applied."""

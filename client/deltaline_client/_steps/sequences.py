@@ -1,4 +1,4 @@
-"""The life of sequences: open, close, describe, renew; and the server as a whole. Flows; they know no channel."""
+"""The life of sequences: open, close, describe, renew; and the server as a whole."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def open_sequences(
         client._info = None  # another process answers now; it may serve something else
     sequences = [make(handle, response.server_epoch, adapter, response.adapter_hash) for handle in response.sequence]
     if (adapter is not None) != bool(response.adapter_hash):
-        yield from close(client, sequences)  # nobody else could
+        yield from close(client, sequences)  # no one else has their handles
         raise ProtocolError("the server has not opened the sequences with the adapter that was asked for")
     return sequences
 

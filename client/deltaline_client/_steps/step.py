@@ -1,4 +1,4 @@
-"""Stepping: what a caller asks of sequences, and what came of it. Flows; they know no channel."""
+"""Stepping: what a caller asks of sequences, and what came of it."""
 
 from __future__ import annotations
 

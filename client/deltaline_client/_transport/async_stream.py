@@ -1,4 +1,4 @@
-"""The stream of steps for asyncio, as `_stream` is for threads: one StepStream per client, shared by all its calls."""
+"""The stream of steps for asyncio, as `stream` is for threads: one StepStream per client, shared by all its calls."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _Live:
             self._writer = None
 
     async def _read(self) -> None:
-        """Deliver answers until the stream ends, then its error to whoever still waits."""
+        """Deliver answers until the stream ends, then its error to all that still wait."""
         error: DeltalineError | None = None
         try:
             async for body in self._call:  # read() would drop what came before the stream broke

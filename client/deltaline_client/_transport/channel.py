@@ -1,4 +1,4 @@
-"""The channel: its options, and what its errors mean. Knows gRPC; not sequences, not when a call is sent again."""
+"""The channel: its options, and what its errors mean."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -86,20 +86,12 @@ def call(method: Method[Request, Response], request: Request | Iterator[Request]
     return cast(Response, (yield Call(method, request, timeout_s)))
 
 
-class _Blocks(Protocol):
-    def _run(self, flow: Flow[T]) -> T: ...
-
-
-class _Awaits(Protocol):
-    def _run(self, flow: Flow[T]) -> Coroutine[Any, Any, T]: ...
-
-
 def blocking(flow: Callable[Concatenate[H, P], Flow[T]]) -> Callable[Concatenate[H, P], T]:
     """Make the method that runs a flow on its object and returns the result."""
 
     @functools.wraps(flow)
     def method(self: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return cast(_Blocks, self)._run(flow(self, *args, **kwargs))
+        return cast(T, cast(Any, self)._run(flow(self, *args, **kwargs)))
 
     return _described(method, flow)
 
@@ -109,7 +101,7 @@ def awaited(flow: Callable[Concatenate[H, P], Flow[T]]) -> Callable[Concatenate[
 
     @functools.wraps(flow)
     async def method(self: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await cast(_Awaits, self)._run(flow(self, *args, **kwargs))
+        return cast(T, await cast(Any, self)._run(flow(self, *args, **kwargs)))
 
     return _described(method, flow)
 

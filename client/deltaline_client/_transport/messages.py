@@ -28,7 +28,7 @@ _FIXED_BYTES = {1: 8, 5: 4}
 class StepAnswer:
     """A StepResponse: its small fields as protobuf, its outputs as a read-only view [rows, *shape], None for none.
 
-    shared: in place of `hidden`, a Tensor without elements that tells where in shared memory the outputs are.
+    shared: in place of `hidden`, a Tensor without elements that says where in shared memory the outputs are.
     """
 
     fields: layers.StepResponse

@@ -1,4 +1,4 @@
-"""The steps on a stream that wait for their answers. Knows neither channels nor threads."""
+"""The steps on a stream that wait for their answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Deliver = Callable[[Answer], Any]
 
 
 class Pending:
-    """Correlation ids of one stream, and who waits for each."""
+    """Correlation ids of one stream, and what waits for each."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[int, Deliver]] = {}
@@ -25,13 +25,13 @@ class Pending:
         return self._last_id
 
     def deliver(self, correlation_id: int, result: object) -> None:
-        """Hand an answer to who waits for it. One that nobody waits for is dropped."""
+        """Hand an answer to the call that waits for it. An answer that no call waits for is dropped."""
         number, deliver = self._waiting.pop(correlation_id, (0, None))
         if deliver is not None:
             deliver((number, result))
 
     def fail(self, error: DeltalineError) -> None:
-        """The stream is over: hand its error to all who still wait."""
+        """The stream is over: hand its error to all calls that still wait."""
         waiting, self._waiting = self._waiting, {}
         for number, deliver in waiting.values():
             deliver((number, error))

@@ -1,4 +1,4 @@
-"""When a call is sent again, and after how long. Knows errors and time; neither gRPC nor steps.
+"""When a call is sent again, and after how long.
 
 Every method of the service may be sent again with the same request: a step is applied once or not at all. So the client
 resends by itself; the channel's own retries are off, because a retry must resend the same step and nothing else.
@@ -53,7 +53,7 @@ class Retry:
 
 
 def is_retryable(error: DeltalineError) -> bool:
-    """Tell whether the same request may succeed later.
+    """Whether the same request may succeed later.
 
     True for lost answers, for a server that stops (another may take its place), and wherever the server sent RetryInfo;
     never for a drain: this server will take no new sequence again.

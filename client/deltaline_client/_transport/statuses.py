@@ -1,4 +1,4 @@
-"""What a google.rpc.Status means: the exception that mirrors it. Opens no channel."""
+"""What a google.rpc.Status means: the exception that mirrors it."""
 
 from __future__ import annotations
 

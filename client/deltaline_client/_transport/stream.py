@@ -1,4 +1,4 @@
-"""The stream of steps for threads: one StepStream per client, shared by all its calls. Knows gRPC; not steps' rules.
+"""The stream of steps for threads: one StepStream per client, shared by all its calls.
 
 A stream opens with the first step and lives until it breaks or the client disconnects; the next step opens another.
 When it breaks, every step that waits for its answer gets the error: whether it was applied is not known.
@@ -58,7 +58,7 @@ class StepStream:
         return outbox, pending
 
     def _read(self, call: Any, outbox: queue.SimpleQueue[bytes | None], pending: Pending) -> None:
-        """Deliver answers until the stream ends, then its error to whoever still waits."""
+        """Deliver answers until the stream ends, then its error to all that still wait."""
         error: DeltalineError | None = None
         try:
             for body in call:
@@ -68,7 +68,7 @@ class StepStream:
             call.cancel()
         except grpc.RpcError as failure:
             error = error_of(failure)
-        finally:  # also after a bug: a stream that nobody reads must not take more steps
+        finally:  # also after a bug: a stream without a reader must not take more steps
             with self._lock:
                 if self._outbox is outbox:
                     self._outbox = None

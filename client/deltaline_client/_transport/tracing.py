@@ -1,4 +1,4 @@
-"""The trace that a call belongs to, where the program makes traces with OpenTelemetry. Makes no spans of its own.
+"""The trace that a call belongs to, where the program makes traces with OpenTelemetry.
 
 Never imports OpenTelemetry: a program that has not imported it has no span either.
 """

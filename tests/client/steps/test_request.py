@@ -1,0 +1,88 @@
+"""A request as arrays: what it sends, and which replies fit it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline_client import ProtocolError
+from deltaline_client._steps.batch import Batch
+from deltaline_client._steps.request import Request
+from deltaline_client._steps.sequence import Progress
+from deltaline_client._transport.messages import StepAnswer
+
+HIDDEN = 4
+EXECUTED, REFUSED = layers.ROW_OUTCOME_EXECUTED, layers.ROW_OUTCOME_REFUSED
+
+
+def made(tokens: int = 2) -> Request:
+    """A verify of three sequences, the second of which carries a commit."""
+    sequences: list[Any] = [SimpleNamespace(handle=handle, server_epoch=7) for handle in (1, 2, 3)]
+    hidden = np.arange(3 * tokens * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
+    batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, hidden, tokens, (HIDDEN,))
+    progress = [Progress(), Progress(4, 9, 3, 2), Progress(1, 5)]
+    return Request.of_batch(batch, progress)
+
+
+def answer(outcome: list[Any], start: list[int], refused: tuple[int, ...] = (), rows: int | None = None) -> StepAnswer:
+    fields = layers.StepResponse(outcome=outcome, position=[0] * len(outcome), output_start_loc=start)
+    for row in refused:
+        fields.row_status.add(row=row)
+    return StepAnswer(fields, np.zeros((start[-1] if rows is None else rows, HIDDEN), np.float32))
+
+
+def test_the_message_holds_the_next_steps() -> None:
+    body = b"".join(made().message({"span": 1, "priority": 3, "queue_timeout_s": 0.5}))
+    message = layers.StepRequest.FromString(body)
+    assert (message.server_epoch, message.span, message.priority, message.queue_timeout_us) == (7, 1, 3, 500_000)
+    assert list(message.sequence) == [1, 2, 3] and list(message.query_start_loc) == [0, 2, 4, 6]
+    assert list(message.step) == [1, 5, 2]
+    assert list(message.position) == [0, 11, 5]
+    assert list(message.accepted) == [-1, 2, -1]
+
+
+def test_a_reply_gives_each_applied_row_its_outputs() -> None:
+    assert made().read(answer([EXECUTED] * 3, [0, 2, 4, 6])).shape == (6, HIDDEN)
+    assert made().read(answer([EXECUTED, REFUSED, EXECUTED], [0, 2, 2, 4], (1,))).shape == (4, HIDDEN)
+    assert made().read(answer([REFUSED] * 3, [0, 0, 0, 0], (0, 1, 2))).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (answer([EXECUTED] * 2, [0, 2, 4]), "arrays"),
+        (answer([EXECUTED] * 3, [0, 1, 4, 6]), "arrays"),
+        (answer([EXECUTED] * 3, [0, 2, 4, 5]), "arrays"),
+        (answer([EXECUTED, REFUSED, EXECUTED], [0, 2, 4, 6], (1,)), "arrays"),
+        (answer([EXECUTED, REFUSED, EXECUTED], [0, 2, 2, 4]), "statuses"),
+        (answer([EXECUTED] * 3, [0, 2, 4, 6], (1,)), "statuses"),
+        (answer([EXECUTED, 99, EXECUTED], [0, 2, 4, 6]), "statuses"),
+        (answer([EXECUTED] * 3, [0, 2, 4, 6], rows=5), "tensor"),
+    ],
+)
+def test_a_reply_that_does_not_fit_is_refused(wrong: StepAnswer, why: str) -> None:
+    with pytest.raises(ProtocolError, match=why):
+        made().read(wrong)
+
+
+def test_only_a_batch_that_was_applied_whole_advances_as_arrays() -> None:
+    request = made()
+    assert not request.advance(answer([EXECUTED, REFUSED, EXECUTED], [0, 2, 2, 4], (1,)).fields)
+    steps = [step for _, step in request.rows()]
+    assert [(step.number, step.position, step.accepted, step.in_doubt) for step in steps] == [
+        (1, 0, -1, True),
+        (5, 11, 2, True),
+        (2, 5, -1, True),
+    ]
+    assert not request.advance(answer([EXECUTED] * 3, [0, 2, 4, 6]).fields)  # its rows go on one by one
+    whole = made()
+    assert whole.advance(answer([EXECUTED] * 3, [0, 2, 4, 6]).fields)
+    assert [(one.step, one.pending_tokens, one.accepted) for one in whole._progress] == [
+        (1, 2, None),
+        (5, 2, None),
+        (2, 2, None),
+    ]
