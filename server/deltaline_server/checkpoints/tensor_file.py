@@ -75,7 +75,7 @@ class DescriptorBytes:
 
 
 class TensorFile:
-    """The tensors of one file, read when asked for. A TensorSource (checkpoint.py)."""
+    """The tensors of one file, read when asked for."""
 
     def __init__(self, content: Bytes) -> None:
         """Raises ModelError: the header is too large, or is not what a header has to be."""
@@ -110,11 +110,6 @@ class TensorFile:
         begin, size = self._begin + self._offsets[name], self.num_bytes(name)
         for at in range(0, size, PIECE_BYTES):
             yield self._content.read(begin + at, min(PIECE_BYTES, size - at))
-
-    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Read a part of a tensor: `rows` of its first dimension, `columns` of its second where it has two."""
-        tensor = self.tensor(name, bytearray().join(self.pieces(name)))
-        return tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]
 
     def tensor(self, name: str, content: bytearray) -> Tensor:
         """Return the tensor that has these bytes, which it shares."""
