@@ -1,7 +1,7 @@
 """Copies adapters from host memory to their places on the device, beside serving: in a thread and a stream of its own.
 
-Whoever assigns places (adapter_places.py) promises that no batch uses one that is written: so nothing is ordered with
-the device thread, and nothing waits for it.
+adapter_places.py never assigns a place that a batch uses, so writing needs no order with the device thread and nothing
+waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CallSoon = Callable[[Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class _Job:
-    """What to write to a place: an adapter, or zeros; and who is told whether it went well, if anybody is."""
+    """What to write to a place: an adapter, or zeros where there is none. done: called with whether it succeeded."""
 
     place: int
     adapter: Adapter | None = None
@@ -64,7 +64,7 @@ class AdapterCopier:
             self._call_soon(partial(done, False))
 
     def clear(self, place: int) -> None:
-        """Overwrite a place with zeros, before what it is told afterwards."""
+        """Overwrite a place with zeros, before anything that is asked for later."""
         self._put(_Job(place))
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 Stricter than the format: limits on the header and on the number of tensors, no empty tensors, every byte belongs to
 exactly one tensor. Reads a part of a file at a time, from memory or from a descriptor, and maps nothing: a file that is
-cut short meanwhile is an error, not a signal. (The format's own library judges whole files in memory or mapped.)
+cut short meanwhile is an error, not a signal. (The format's own library checks only whole files, in memory or mapped.)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MemoryBytes:
 
 
 class DescriptorBytes:
-    """The bytes of an open regular file; whoever opened it closes it. size: as it was when it was opened."""
+    """The bytes of an open regular file, which the caller closes. size: when this was made."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor, self.name, self.size = descriptor, name, os.fstat(descriptor).st_size

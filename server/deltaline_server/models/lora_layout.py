@@ -110,7 +110,7 @@ class AdapterLayout:
         return next((module for module in self.modules(tensor.layer) if module.name == tensor.module), None)
 
     def check(self, tensor: TensorName, name: str) -> tuple[int, int] | None:
-        """Return rows and columns of the module that a tensor belongs to, None where no config tells them.
+        """Return rows and columns of the module that a tensor belongs to, None where the config does not say.
 
         Raises ModelError naming the tensor, if the model has no such module.
         """

@@ -26,7 +26,7 @@ MAX_ADAPTERS = 4096
 
 
 class AdapterState(IntEnum):
-    """How it stands with an adapter; the values of deltaline.v1.AdapterState."""
+    """The state of an adapter; the values of deltaline.v1.AdapterState."""
 
     REGISTERED = 1
     RESIDENT = 2
