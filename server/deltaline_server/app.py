@@ -166,7 +166,7 @@ class Server:
         event(_log, "stopped")
 
     def _listen(self) -> None:
-        """Bind the ports before the long load, so that one in use is told at once; calls wait for the start."""
+        """Bind the ports before the long load, so that one in use is reported at once; calls wait for the start."""
         config = self.config
         host = f"[{config.host}]" if ":" in config.host else config.host
         try:

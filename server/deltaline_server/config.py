@@ -1,7 +1,7 @@
 """The configuration: one frozen dataclass, its limits, and how the command line, environment and file are read into it.
 
-Every option is a flag, a variable DELTALINE_* and a key of a TOML file; a flag goes before the variable, the variable
-before the file, the file before the default. No other module reads the environment.
+Every option is a flag, a variable DELTALINE_* and a key of a TOML file; a flag overrides the variable, the variable the
+file, the file the default. No other module reads the environment.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Config:
     check: bool = setting(False, "process", "check the options and the model's files, then exit with 0 or 1")
 
     def __post_init__(self) -> None:
-        """Check every value that can be judged without the model."""
+        """Check every value that can be checked without the model."""
         for option in fields(self):
             check_limits(option, getattr(self, option.name))
         if (self.model is None) == (self.random_init is None):

@@ -13,7 +13,7 @@ def system_reason(error: OSError, flag: str) -> str:
 
 
 def why_not_bound(host: str, port: int) -> str:
-    """Why nothing can listen on the port of --port, as a plain socket tells it: gRPC does not."""
+    """Why nothing can listen on the port of --port, as a plain socket reports it; gRPC does not."""
     try:
         for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as probe:

@@ -42,7 +42,7 @@ from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
 
 MAX_STEPS_IN_FLIGHT = 8
-# How often leases are looked at.
+# How often leases are checked, seconds.
 LEASE_TICK_S = 1.0
 # Long rows of a batch. Each has to be large for its kernels to be fast.
 MAX_LONG_ROWS = 8
@@ -141,7 +141,7 @@ class Runtime:
         return Served(make_limits(self.config), self.model.ends, self.model.numpy_dtype, self.regions)
 
     def info(self) -> pb.GetServerInfoResponse:
-        """What GetServerInfo tells."""
+        """The answer of GetServerInfo."""
         config, model = self.config, self.model
         return pb.GetServerInfoResponse(
             server_epoch=self.table.server_epoch,

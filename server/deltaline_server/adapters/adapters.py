@@ -12,8 +12,7 @@ from deltaline_server.adapters.copier import AdapterCopier, CallSoon
 from deltaline_server.adapters.loader import AdapterLoader
 from deltaline_server.adapters.root import AdapterRoot
 from deltaline_server.config import Config
-from deltaline_server.memory.host_memory import HostMemory
-from deltaline_server.memory.pinning import CudaPinning
+from deltaline_server.memory.pinning import CudaPinning, HostMemory
 from deltaline_server.models.model import Model, ModelOptions, open_weights
 from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
@@ -62,6 +61,6 @@ class Adapters:
         return cls(registry, loader, closing)
 
     async def close(self) -> None:
-        """Finish the load and the copies that have begun, and let the folder go; after the last call. Idempotent."""
+        """Finish the load and the copies that have begun, and close the folder; after the last call. Idempotent."""
         await self.loader.close()
         await asyncio.to_thread(self.closing.close)

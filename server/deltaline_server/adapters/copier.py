@@ -1,7 +1,7 @@
 """Copies adapters from host memory to their places on the device, beside serving: in a thread and a stream of its own.
 
-Whoever assigns places (adapter_places.py) promises that no batch uses one that is written: so nothing is ordered with
-the device thread, and nothing waits for it.
+adapter_places.py never assigns a place that a batch uses, so writing needs no order with the device thread and nothing
+waits for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,26 +27,23 @@ CallSoon = Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True)
-class _Copy:
-    place: int
-    adapter: Adapter
-    done: Callable[[bool], None]
+class _Job:
+    """What to write to a place: an adapter, or zeros where there is none. done: called with whether it succeeded."""
 
-
-@dataclass(frozen=True)
-class _Clear:
     place: int
+    adapter: Adapter | None = None
+    done: Callable[[bool], None] | None = None
 
 
 class AdapterCopier:
-    """A PlaceCopier: writes places in the order in which it was told to. `close` must follow."""
+    """A PlaceCopier: writes places in the order in which it was asked to. `close` must follow."""
 
     def __init__(self, store: AdapterStore, call_soon: CallSoon) -> None:
         self._store, self._call_soon = store, call_soon
         # `close` may be called on another thread than the rest.
         self._lock = threading.Lock()
         self._is_closed = False
-        self._jobs: queue.SimpleQueue[_Copy | _Clear | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
         if store.device.type == "cuda":
             self._stream = torch.cuda.Stream(store.device)
@@ -62,12 +60,12 @@ class AdapterCopier:
         """
         if not isinstance(content, Adapter):
             raise TypeError(f"content: expected an Adapter, got {type(content).__name__}")
-        if not self._put(_Copy(place, content, done)):
-            self._call_soon(lambda: done(False))
+        if not self._put(_Job(place, content, done)):
+            self._call_soon(partial(done, False))
 
     def clear(self, place: int) -> None:
-        """Overwrite a place with zeros, before what it is told afterwards."""
-        self._put(_Clear(place))
+        """Overwrite a place with zeros, before anything that is asked for later."""
+        self._put(_Job(place))
 
     def close(self) -> None:
         """Finish what was begun and end the thread. Idempotent; to be called while `call_soon` still takes calls."""
@@ -78,7 +76,7 @@ class AdapterCopier:
         if self._is_started:
             self._thread.join()
 
-    def _put(self, job: _Copy | _Clear) -> bool:
+    def _put(self, job: _Job) -> bool:
         """Give the thread a job; whether it takes any more."""
         with self._lock:
             if self._is_closed:
@@ -97,15 +95,14 @@ class AdapterCopier:
                 stack.enter_context(torch.cuda.device(self._store.device))
                 stack.enter_context(torch.cuda.stream(self._stream))
             while (job := self._jobs.get()) is not None:
-                is_done = self._do(job)
-                if isinstance(job, _Copy):
-                    self._tell(job.done, is_done)
+                self._do(job)
                 del job  # no adapter is held while the thread waits
 
-    def _do(self, job: _Copy | _Clear) -> bool:
-        """Do a job and wait until it is over on the device; whether it went well."""
+    def _do(self, job: _Job) -> None:
+        """Do a job, wait until it is over on the device, and report whether it went well."""
+        is_done = True
         try:
-            if isinstance(job, _Copy):
+            if job.adapter is not None:
                 self._store.write(job.place, job.adapter)
             else:
                 self._store.clear(job.place)
@@ -113,8 +110,6 @@ class AdapterCopier:
                 self._stream.synchronize()
         except Exception:
             _log.exception("writing adapter slot %d failed", job.place)
-            return False
-        return True
-
-    def _tell(self, done: Callable[[bool], None], is_done: bool) -> None:
-        self._call_soon(lambda: done(is_done))
+            is_done = False
+        if job.done is not None:
+            self._call_soon(partial(job.done, is_done))

@@ -1,8 +1,7 @@
-"""An adapter's two files become an Adapter: names and shapes are judged first, then tensors are read one at a time.
+"""An adapter's two files become an Adapter: names and shapes are checked first, then tensors are read one at a time.
 
 Every tensor has to belong to a module of the model, and every module that the config names has to have its tensors.
-What belongs to modules that are not served here is passed over, and counted; it is a part of the content hash all the
-same.
+Tensors of modules that are not served here are skipped and counted, but are a part of the content hash too.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _Group:
 
 
 class AdapterPlan:
-    """An adapter whose names, shapes and sizes are judged and whose tensors are not read yet.
+    """An adapter whose names, shapes and sizes are checked and whose tensors are not read yet.
 
     Attributes: num_bytes, of host memory that it will take; rank, its largest; needs_base, whether `load` reads rows of
     the base.
@@ -85,7 +84,7 @@ class AdapterPlan:
         self.num_bytes = sum(shape.num_bytes for shape in self._shapes.values())
 
     def load(self, base: BaseRows | None, allocate: Callable[[int], Tensor]) -> Adapter:
-        """Read the tensors. `allocate` gives so many bytes of host memory, uint8, which the adapter then keeps.
+        """Read the tensors. allocate: takes a number of bytes, returns host memory uint8 that the adapter keeps.
 
         base: may be None unless `needs_base`.
 
@@ -200,11 +199,11 @@ def _check_shape(
 
 def _check_parts(group: _Group, file: TensorFile) -> None:
     """Raise ModelError unless a module has just the tensors that its config asks for."""
-    wanted = {LoraPart.A, LoraPart.B} | ({LoraPart.MAGNITUDE} if group.config.has_magnitude else set())
+    required = {LoraPart.A, LoraPart.B} | ({LoraPart.MAGNITUDE} if group.config.has_magnitude else set())
     for part in LoraPart:
-        if (part in wanted) != (part in group.names):
-            found = "nothing" if part in wanted else "it"
-            expected = "a tensor" if part in wanted else "none, as use_dora is off"
+        if (part in required) != (part in group.names):
+            found = "nothing" if part in required else "it"
+            expected = "a tensor" if part in required else "none, as use_dora is off"
             raise ModelError(f"{group.target.module_name}.{part}: expected {expected}, found {found}")
     if group.config.has_magnitude:
         rows = file.info(group.names[LoraPart.B]).shape[0]

@@ -81,24 +81,24 @@ class AdapterLoader:
             pass
 
     async def _load(self, name: str, is_pinned: bool, files: Files, field: str) -> tuple[AdapterDescription, bool]:
-        """Load. Who asks may go away: while it waits for its turn nothing comes of it, later the load is finished.
+        """Load, one at a time. A caller that is cancelled while it waits for its turn loads nothing.
 
-        It returns no sooner than that, as an upload's bytes are in memory until then.
+        A load that has begun is finished, and only then does this return: an upload's bytes are in memory until then.
         """
         await self._lock.acquire()
         self._loading = loading = asyncio.create_task(self._load_once(name, is_pinned, files, field))
-        loading.add_done_callback(self._is_over)
+        loading.add_done_callback(self._loaded)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
             await asyncio.wait([loading])
             raise
 
-    def _is_over(self, loading: asyncio.Task[tuple[AdapterDescription, bool]]) -> None:
-        self._loading = None  # what was raised holds its frames, and they the files
+    def _loaded(self, loading: asyncio.Task[tuple[AdapterDescription, bool]]) -> None:
+        self._loading = None  # an exception holds its frames, and these hold the files
         self._lock.release()
         if not loading.cancelled():
-            loading.exception()  # nobody may be there to see it
+            loading.exception()  # the caller may have gone
 
     async def _load_once(self, name: str, is_pinned: bool, files: Files, field: str) -> tuple[AdapterDescription, bool]:
         registry, begin_s = self._registry, time.monotonic()
@@ -131,7 +131,7 @@ class AdapterLoader:
         return description, False
 
     def _plan(self, stack: ExitStack, files: Files) -> AdapterPlan:
-        """Open the files, which stay open with the stack, and judge them. Raises ModelError."""
+        """Open the files, which stay open with the stack, and check them. Raises ModelError."""
         config, tensors = stack.enter_context(files())
         return AdapterPlan(AdapterConfig.parse(config, self._max_rank), TensorFile(tensors), self._layout)
 
@@ -139,15 +139,15 @@ class AdapterLoader:
         """Read and convert the tensors. Raises ModelError; RequestError ADAPTER_BYTES_EXHAUSTED; RuntimeError if the
         base weights can't be read, which is no fault of the adapter's."""
         if not plan.needs_base:
-            return plan.load(None, self._take)
+            return plan.load(None, self._allocate_or_refuse)
         with ExitStack() as stack:
             try:
                 base = stack.enter_context(self._open_base())
             except ModelError as error:
                 raise RuntimeError("the model's weights can't be read any more") from error
-            return plan.load(base, self._take)
+            return plan.load(base, self._allocate_or_refuse)
 
-    def _take(self, num_bytes: int) -> Tensor:
+    def _allocate_or_refuse(self, num_bytes: int) -> Tensor:
         try:
             return self._allocate(num_bytes)
         except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Regular expressions for names of modules, from files that nobody has checked.
+"""Regular expressions for names of modules, from files of clients.
 
 RE2 matches them: it never backtracks, and its work is counted and bounded here. Only syntax that means the same to RE2
 as to Python's `re.fullmatch`, which PEFT uses, is passed on to it.
@@ -16,8 +16,8 @@ from deltaline_server.checkpoints.config_reader import ModelError
 MAX_CHARS = 1024
 # Of a compiled pattern: about 10,000 instructions, or 1,000 repetitions.
 MAX_BYTES = 1 << 18
-# A step takes about a quarter of a microsecond. After so many of them the work rests, seconds: it runs beside threads
-# that serve, and each operation of theirs that gives up the interpreter would wait 5 ms for it.
+# A step takes about a quarter of a microsecond. After STEPS_PER_TURN of them the thread sleeps for REST_S: each time
+# a serving thread gives up the interpreter it would otherwise wait 5 ms to get it back.
 STEPS_PER_TURN = 2048
 REST_S = 5e-5
 STEPS_PER_MATCH = 4

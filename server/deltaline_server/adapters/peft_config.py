@@ -232,7 +232,7 @@ def _number(config: ConfigReader, key: str, value: object) -> float:
 
 
 def _patterns(config: ConfigReader, key: str) -> dict[str, Any]:
-    """Values by pattern, which are not judged yet."""
+    """Values by pattern, not checked yet."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
         raise config.fail(key, "an object")

@@ -1,7 +1,7 @@
 """The folder that holds the adapters which clients may name, one directory each.
 
 Nothing outside is opened: a name is one plain component, and directory and files are opened relative to descriptors,
-without following links, then judged by what was opened. So nothing that is swapped meanwhile leads elsewhere.
+without following links, then checked once open. So a file that is swapped meanwhile leads nowhere else.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class AdapterRoot:
     """One folder, held open from the start on: it stays the same if its path comes to mean another."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError if it is no directory that can be read. `close` lets it go."""
+        """Raises ModelError if it is no directory that can be read. Call `close` afterwards."""
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ModelError(f"--adapter-root: expected a directory, found none ({error.strerror})") from error
 
     def close(self) -> None:
-        """Let the folder go. To be called once."""
+        """Close the folder. To be called once."""
         os.close(self._descriptor)
 
     @contextmanager

@@ -33,7 +33,7 @@ def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def file_bytes(path: Path) -> int:
-    """Return the size of a regular file: reading another kind may wait for ever, or have no end.
+    """Return the size of a regular file: reading another kind may block, or never end.
 
     Raises ModelError naming it, without its folders.
     """

@@ -17,26 +17,11 @@ class LayerReader:
 
     def __init__(self, source: TensorSource, prefix: str, modules: Sequence[Module], placement: Placement) -> None:
         """modules: the served ones, those of one projection in the order of its rows."""
-        self._source, self._prefix, self._modules, self._placement = source, prefix, modules, placement
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that share the layer."""
-        return self._placement.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors go."""
-        return self._placement.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's dtype."""
-        return self._placement.dtype
+        self._source, self._prefix, self._modules, self.placement = source, prefix, modules, placement
 
     def projection(self, packed: Packed) -> Tensor:
         """Load the modules of a served projection `[out, in]`, their rows one after the other, in the model's dtype."""
-        place = self._placement
+        place = self.placement
         parts = []
         for module in self._modules:
             if module.packed is packed:
@@ -49,7 +34,7 @@ class LayerReader:
 
         None on all ranks but the first where the ranks' outputs are summed.
         """
-        place = self._placement
+        place = self.placement
         parts = []
         for module in self._modules:
             if module.packed is packed:
@@ -60,15 +45,15 @@ class LayerReader:
 
     def weight(self, module: Module) -> Tensor:
         """Read a module's weight, this rank's rows in the served order and all columns, as its file has it."""
-        return module.order(partial(self._read, f"{module.name}.weight"), self._placement)
+        return module.order(partial(self._read, f"{module.name}.weight"), self.placement)
 
     def sections(self, name: str, sections: Sequence[int]) -> Tensor:
         """Load this rank's share of sections that are stored one after the other, in the model's dtype."""
-        return self._put(whole_sections(sections, partial(self._read, name), self._placement))
+        return self._put(whole_sections(sections, partial(self._read, name), self.placement))
 
     def share(self, name: str, size: int) -> Tensor:
         """Load this rank's share of a vector `[size]`, fp32."""
-        return self._put(self._read(name, self._placement.share(size)), torch.float32)
+        return self._put(self._read(name, self.placement.share(size)), torch.float32)
 
     def vector(self, name: str) -> Tensor:
         """Load a whole vector, fp32."""
@@ -79,5 +64,5 @@ class LayerReader:
 
     def _put(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor on the device, contiguous, in `dtype` or the model's, sharing no memory with a file."""
-        place = self._placement
+        place = self.placement
         return tensor.to(place.device, dtype or place.dtype, copy=True).contiguous()

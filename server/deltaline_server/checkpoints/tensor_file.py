@@ -2,7 +2,7 @@
 
 Stricter than the format: limits on the header and on the number of tensors, no empty tensors, every byte belongs to
 exactly one tensor. Reads a part of a file at a time, from memory or from a descriptor, and maps nothing: a file that is
-cut short meanwhile is an error, not a signal. (The format's own library judges whole files in memory or mapped.)
+cut short meanwhile is an error, not a signal. (The format's own library checks only whole files, in memory or mapped.)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MemoryBytes:
 
 
 class DescriptorBytes:
-    """The bytes of an open regular file; whoever opened it closes it. size: as it was when it was opened."""
+    """The bytes of an open regular file, which the caller closes. size: when this was made."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor, self.name, self.size = descriptor, name, os.fstat(descriptor).st_size
@@ -75,7 +75,7 @@ class DescriptorBytes:
 
 
 class TensorFile:
-    """The tensors of one file, read when asked for. A TensorSource (checkpoint.py)."""
+    """The tensors of one file, read when asked for."""
 
     def __init__(self, content: Bytes) -> None:
         """Raises ModelError: the header is too large, or is not what a header has to be."""
@@ -110,11 +110,6 @@ class TensorFile:
         begin, size = self._begin + self._offsets[name], self.num_bytes(name)
         for at in range(0, size, PIECE_BYTES):
             yield self._content.read(begin + at, min(PIECE_BYTES, size - at))
-
-    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Read a part of a tensor: `rows` of its first dimension, `columns` of its second where it has two."""
-        tensor = self.tensor(name, bytearray().join(self.pieces(name)))
-        return tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]
 
     def tensor(self, name: str, content: bytearray) -> Tensor:
         """Return the tensor that has these bytes, which it shares."""

@@ -30,7 +30,7 @@ class Attention:
         self, family: AttentionFamily, reader: LayerReader, adapters: Mapping[Packed, LoraWeights], rotary: Tensor
     ) -> None:
         """Load it. rotary: as `rotary_table` gives it. Raises ModelError if its heads can't be shared out."""
-        shape = family.shape.shard(reader.world_size)
+        shape = family.shape.shard(reader.placement.world_size)
         self._in_proj = load_projection(reader, Packed.IN_PROJ, adapters, has_bias=shape.has_bias)
         self._q_norm = 1 + reader.vector(NAME + "q_norm.weight")
         self._k_norm = 1 + reader.vector(NAME + "k_norm.weight")
@@ -86,9 +86,9 @@ class AttentionFamily:
 
     def mixer(self, reader: LayerReader, adapters: Mapping[Packed, LoraWeights]) -> Attention:
         """Load a mixer with the device's memory of these adapters."""
-        if reader.device not in self._rotary:
-            self._rotary[reader.device] = rotary_table(self.shape).to(reader.device)
-        return Attention(self, reader, adapters, self._rotary[reader.device])
+        if reader.placement.device not in self._rotary:
+            self._rotary[reader.placement.device] = rotary_table(self.shape).to(reader.placement.device)
+        return Attention(self, reader, adapters, self._rotary[reader.placement.device])
 
 
 def rotary_table(shape: AttentionShape) -> Tensor:

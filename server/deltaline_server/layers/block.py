@@ -114,8 +114,8 @@ class MlpBlocks:
         """Load a block around its mixer."""
         input_norm, post_norm = (1 + reader.vector(name) for name in (INPUT_NORM, POST_NORM))
         return Block(
-            Residual(mixer, input_norm, self.eps, reader.dtype),
-            Residual(Mlp(reader, adapters), post_norm, self.eps, reader.dtype),
+            Residual(mixer, input_norm, self.eps, reader.placement.dtype),
+            Residual(Mlp(reader, adapters), post_norm, self.eps, reader.placement.dtype),
         )
 
 
@@ -143,7 +143,7 @@ class PlainBlocks:
 
     def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Residual:
         """Load a block around its mixer."""
-        return Residual(mixer, reader.vector(NORM), self.eps, reader.dtype, in_fp32=self.residual_in_fp32)
+        return Residual(mixer, reader.vector(NORM), self.eps, reader.placement.dtype, in_fp32=self.residual_in_fp32)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -31,7 +31,7 @@ class GatedDeltaNet:
         """Load it. Raises ModelError if its heads can't be shared out."""
         whole, self._eps = family.shape, family.eps
         channels = (whole.key_channels, whole.key_channels, whole.value_channels)
-        self._shape = shape = whole.shard(reader.world_size)
+        self._shape = shape = whole.shard(reader.placement.world_size)
         self._sections = (shape.conv_channels, shape.value_channels, shape.num_value_heads, shape.num_value_heads)
         self.in_proj = load_projection(reader, Packed.IN_PROJ, adapters)
         self.conv = reader.sections(NAME + "conv1d.weight", channels).squeeze(1).t().contiguous()

@@ -88,43 +88,25 @@ class HyperBlocks:
         )
 
 
-@dataclass(frozen=True)
 class HyperHead:
-    """Joins the streams behind the last layer, before the final norm.
+    """Joins the streams behind the last layer, before the final norm."""
 
-    weight: `[streams, streams * hidden]`; scale: `[1]`; base: `[streams]`; all fp32.
-    """
-
-    weight: Tensor
-    scale: Tensor
-    base: Tensor
-    rms_eps: float
-    pre_eps: float
+    def __init__(self, reader: LayerReader, streams: StreamConfig, rms_eps: float) -> None:
+        """Load it: weight `[streams, streams * hidden]`, scale `[1]`, base `[streams]`, all fp32."""
+        self._weight, self._scale, self._base = (
+            reader.vector(HEAD + name) for name in ("hc_fn", "hc_scale", "hc_base")
+        )
+        self._rms_eps, self._pre_eps = rms_eps, streams.eps
 
     def join(self, residual: Tensor) -> Tensor:
         """The weighted sum `[T, hidden]` of streams `[T, streams, hidden]`."""
-        return mhc_head(residual, self.weight, self.scale, self.base, self.rms_eps, self.pre_eps)
+        return mhc_head(residual, self._weight, self._scale, self._base, self._rms_eps, self._pre_eps)
 
 
-@dataclass(frozen=True)
-class HyperHeads:
-    """The head of a model with streams, as a checkpoint holds it."""
-
-    hidden_size: int
-    eps: float
-    streams: StreamConfig
-
-    @property
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of its tensors, as they are stored behind the name of the module that has the layers."""
-        count = self.streams.count
-        shapes = {"hc_fn": (count, count * self.hidden_size), "hc_scale": (1,), "hc_base": (count,)}
-        return {HEAD + name: shape for name, shape in shapes.items()}
-
-    def head(self, reader: LayerReader) -> HyperHead:
-        """Load it."""
-        fn, scale, base = (reader.vector(name) for name in self.tensors)
-        return HyperHead(fn, scale, base, self.eps, self.streams.eps)
+def head_tensors(streams: StreamConfig, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the head's tensors, as they are stored behind the name of the module that has the layers."""
+    count = streams.count
+    return {HEAD + "hc_fn": (count, count * hidden_size), HEAD + "hc_scale": (1,), HEAD + "hc_base": (count,)}
 
 
 def _gate_shapes(streams: int, hidden_size: int) -> dict[str, tuple[int, ...]]:

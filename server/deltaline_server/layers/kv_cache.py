@@ -14,7 +14,7 @@ from torch import Tensor
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.shapes import AttentionShape
 
-# Tokens of a sequence for which there are pages, on average, where nobody says how many bytes there may be.
+# Tokens of a sequence for which there are pages, on average, where --state-bytes sets no limit.
 USUAL_TOKENS = 2048
 MAX_PAGE_SIZE = 4096
 
@@ -23,7 +23,7 @@ MAX_PAGE_SIZE = 4096
 class KvState:
     """Keys and values of one layer, and the table of all: what an attention mixer mutates and reads.
 
-    k_pages, v_pages `[pages, page_size, HKV, D]` in the model's dtype; page 0 is nobody's. page_table int32
+    k_pages, v_pages `[pages, page_size, HKV, D]` in the model's dtype; page 0 belongs to no sequence. page_table int32
     `[L, max_pages]`: the pages of each line; what is behind a line's last token means nothing.
     """
 
@@ -71,7 +71,7 @@ def plan_cache(
     """
     page_bytes = sum(2 * page_size * shape.key_channels for shape in shapes) * dtype.itemsize
     longest = shapes[0].max_positions
-    # A page is one sequence's: what a last one has left is nobody else's.
+    # Sequences share no pages, so the last page of each is partly empty.
     usual, most = (-(-tokens // page_size) for tokens in (min(longest, USUAL_TOKENS), longest))
     if room_bytes is None:
         num_pages = max(most, num_lines * usual)

@@ -30,7 +30,7 @@ class Mamba2:
         """Load it. Raises ModelError if its heads can't be shared out."""
         whole, self._eps = family.shape, family.eps
         channels = (whole.value_channels, whole.key_channels, whole.key_channels)
-        self._shape = shape = whole.shard(reader.world_size)
+        self._shape = shape = whole.shard(reader.placement.world_size)
         self._sections = (shape.value_channels, shape.conv_channels, shape.num_value_heads)
         self.in_proj = load_projection(reader, Packed.IN_PROJ, adapters, has_bias=shape.has_bias)
         self.conv = reader.sections(NAME + "conv1d.weight", channels).squeeze(1).t().contiguous()

@@ -44,7 +44,7 @@ class RecurrentShape:
         return self.key_channels + self.value_channels + self.num_value_heads
 
     def test_sizes(self) -> dict[str, Any]:
-        """What the kernels' self-test is told of a model with such mixers."""
+        """The arguments of the kernels' self-test for a model with such mixers."""
         return asdict(self)
 
     def _share(self, world_size: int, heads: str, **more: Any) -> Self:
@@ -82,7 +82,7 @@ class Mamba2Shape(RecurrentShape):
     has_bias: bool
 
     def test_sizes(self) -> dict[str, Any]:
-        """What the kernels' self-test is told of a model with such mixers."""
+        """The arguments of the kernels' self-test for a model with such mixers."""
         sizes = {name: value for name, value in asdict(self).items() if name != "has_bias"}
         return sizes | {"recurrence": "mamba2"}
 
@@ -125,7 +125,7 @@ class AttentionShape:
         return self.num_kv_heads * self.head_dim
 
     def test_sizes(self) -> dict[str, Any]:
-        """What the kernels' self-test is told of a model with such mixers."""
+        """The arguments of the kernels' self-test for a model with such mixers."""
         return {
             "recurrence": "attention",
             "num_key_heads": self.num_kv_heads,

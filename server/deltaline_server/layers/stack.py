@@ -7,7 +7,7 @@ in the same layer or in the next, are one call of the kernels, norm included, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -15,13 +15,6 @@ from deltaline_kernels import AdapterTiles, Rows, mhc_post, mhc_post_pre, mhc_pr
 from deltaline_server.layers.block import Layer
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
 from deltaline_server.step import SpanShapes
-
-
-class Stack(Protocol):
-    """What a span computes."""
-
-    def forward(self, hidden: Tensor, rows: Rows, states: Sequence[Any], tiles: AdapterTiles | None) -> Tensor:
-        """Compute `[T, output width]` from `[T, input width]`; mutates the write lines of the layers' states."""
 
 
 class PlainStack:
@@ -73,6 +66,10 @@ class HyperStack:
                 norm_eps=following.branch.eps,
             )
         return residual.flatten(1) if self._head is None else self._head.join(residual)
+
+
+Stack = PlainStack | HyperStack
+"""What a span computes."""
 
 
 def make_stack(

@@ -119,7 +119,7 @@ class StatePool:
             raise IndexError(f"lines: expected 0..{self.num_lines}, got {lines.min()}..{lines.max()}")
 
     def zero_at(self, index: Tensor) -> None:
-        """As `zero`, for lines int64 `[n]` on the device, which nobody checks."""
+        """As `zero`, for lines int64 `[n]` on the device, unchecked."""
         for state in self.layers:
             for tensor in state.tensors if isinstance(state, LayerState) else ():
                 tensor.index_fill_(0, index, 0)

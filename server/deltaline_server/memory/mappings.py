@@ -37,7 +37,7 @@ class Mapping(NamedTuple):
 
 
 class Mappings:
-    """Maps memory, and unmaps it once no array refers to it: `unmap_next` does, and after `close` whoever drops it.
+    """Maps memory, and unmaps it once no array refers to it: in `unmap_next`, and after `close` where it is dropped.
 
     What is pinned is unpinned before: of memory that is mapped at its address later a device would copy the pages that
     were there. So what can't be unpinned stays mapped.
@@ -81,7 +81,7 @@ class Mappings:
         return len(mapped) if self._unpin(mapped, is_pinned) else 0
 
     def close(self) -> None:
-        """What is dropped from now on is unmapped there and then."""
+        """From now on memory is unmapped where its last reference is dropped."""
         self._is_closed = True
 
     def _retire(self, mapped: Bytes, is_pinned: bool) -> None:
@@ -91,7 +91,7 @@ class Mappings:
             self._unused.append((mapped, is_pinned))
 
     def _unpin(self, mapped: Bytes, is_pinned: bool) -> bool:
-        """Tell whether memory may be unmapped, which happens when the last array of it goes: the caller's."""
+        """Unpin memory; whether it may be unmapped, which happens when the caller drops it."""
         if is_pinned and self._pinning is not None:
             try:
                 self._pinning.unpin(mapped)

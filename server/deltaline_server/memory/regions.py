@@ -90,7 +90,7 @@ class Regions:
                 f"lease_ms: must be in 0 .. {limit_ms}, got {lease_s * 1000:.0f}",
                 field="lease_ms",
             )
-        # Who asks may go away at any time; what was begun is finished.
+        # The caller may be cancelled at any time; what has begun is finished.
         await asyncio.shield(asyncio.create_task(self._unmap_unused()))
         size = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self.used_bytes + size > self.limit_bytes or self._num_mapped >= MAX_REGIONS:
@@ -109,7 +109,7 @@ class Regions:
             raise
 
     def _abandon(self, making: asyncio.Task[Region]) -> None:
-        """Whoever asked for a region has gone before it was made."""
+        """Release a region whose caller was cancelled before it was made."""
         if not making.cancelled() and making.exception() is None:
             self.release(making.result().id)
 

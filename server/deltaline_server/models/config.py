@@ -92,7 +92,7 @@ class ModelConfig:
         return any(layer.mixer is not None and layer.mlp is not None for layer in self.layers)
 
     def with_context(self, max_context: int) -> ModelConfig:
-        """Let sequences have at most so many tokens; 0 for as many as the checkpoint was made for, which is the most.
+        """Limit the tokens of a sequence; 0 for as many as the checkpoint was made for, which is the most.
 
         Raises ModelError beyond that. Without attention there is no limit, and nothing changes.
         """
@@ -254,7 +254,7 @@ def _nemotron_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
 
 
 def _spelling(config: ConfigReader, old: str, new: str) -> str:
-    """The key to read: the old one where there is one, which goes before the new one in the checkpoint's model."""
+    """The key to read: the old one where there is one, as it overrides the new one in the checkpoint's model."""
     return new if config.get(old) is None else old
 
 

@@ -19,7 +19,7 @@ def check_kernels(
 ) -> None:
     """Compare every kernel, as it serves such a model, with its reference on the device.
 
-    streams: what the self-test is told of residual streams, nothing where there are none.
+    streams: the self-test's arguments for residual streams, empty where there are none.
     Raises: ModelError naming those that differ, and on a GPU what compiled them.
     """
     sizes: dict[str, Any] = shape.test_sizes() | dict(streams)

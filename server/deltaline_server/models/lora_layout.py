@@ -9,8 +9,7 @@ from enum import StrEnum
 from deltaline_server.checkpoints.config_reader import ModelError, shown
 from deltaline_server.checkpoints.modules import MLP, Module, Packed, Placement
 from deltaline_server.models.config import MixerKind, MlpKind, ModelConfig, Scope
-from deltaline_server.models.family import block_family, served_modules
-from deltaline_server.models.weights import PREFIXES
+from deltaline_server.models.weights import PREFIXES, block_family, served_modules
 
 PEFT_PREFIX = "base_model.model."
 # The modules of an attention mixer, where the config does not say their shapes.
@@ -111,7 +110,7 @@ class AdapterLayout:
         return next((module for module in self.modules(tensor.layer) if module.name == tensor.module), None)
 
     def check(self, tensor: TensorName, name: str) -> tuple[int, int] | None:
-        """Return rows and columns of the module that a tensor belongs to, None where no config tells them.
+        """Return rows and columns of the module that a tensor belongs to, None where the config does not say.
 
         Raises ModelError naming the tensor, if the model has no such module.
         """

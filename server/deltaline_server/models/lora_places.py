@@ -1,4 +1,4 @@
-"""The device's memory for adapters: for every projection of the served layers as many places, allocated once.
+"""The device's memory for adapters: places for them in every projection of the served layers, allocated once.
 
 Which adapter is in which place is for adapter_places.py to say.
 """
@@ -30,7 +30,7 @@ class AdapterStore:
         self.total_bytes = store_bytes(layout, num_places, max_rank)
         self.num_places, self.max_rank = num_places, max_rank
         self.device = layout.placement.device
-        # Whoever writes to them need not be in inference mode.
+        # Ordinary tensors: they may be written outside of inference mode.
         with torch.inference_mode(False):
             self._layers = {layer: _allocate(layout, layer, num_places, max_rank) for layer in layout.layers}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.weights import LayerLoader, random_init
 from deltaline_server.step import SpanShapes
 
+CPU = torch.device("cpu")
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
@@ -78,7 +79,7 @@ class Model:
 
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
     is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank);
-    stream_sizes (what the kernels' self-test is told of residual streams); layout (of what adapters may change);
+    stream_sizes (the self-test's arguments for residual streams); layout (of what adapters may change);
     adapters (their places, None where there are none); paged_spans (those with attention layers, which keep pages).
     """
 
@@ -148,7 +149,7 @@ def load_model(options: ModelOptions) -> Model:
     Raises ModelError: the config, a span, a layer or a tensor is not as expected, and the message names it; or there is
     no room for the weights, or the adapters' places.
     """
-    with _plan(options) as plan:
+    with open_plan(options, options.device) as plan:
         try:
             return _load(plan, options)
         except RuntimeError as error:  # that is how torch says that there is no room
@@ -160,8 +161,8 @@ def load_model(options: ModelOptions) -> Model:
 
 def _load(plan: ModelPlan, options: ModelOptions) -> Model:
     """Load the planned layers. Raises RuntimeError where there is no room."""
-    wanted = options.adapters
-    store = None if wanted is None else AdapterStore(plan.layout, wanted.num_places, wanted.max_rank)
+    requested = options.adapters
+    store = None if requested is None else AdapterStore(plan.layout, requested.num_places, requested.max_rank)
     layers: dict[int, Layer | HyperBlock] = {}
     for number in plan.layers:
         adapters: Mapping[Packed, LoraWeights] = {} if store is None else store.layer(number)
@@ -177,15 +178,8 @@ def _load(plan: ModelPlan, options: ModelOptions) -> Model:
 @contextmanager
 def open_weights(options: ModelOptions) -> Iterator[LayerLoader]:
     """Open once more what `load_model` loads from, to read rows of weights, on no device. Raises as it does."""
-    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+    with open_plan(options) as plan:
         yield plan.loader
-
-
-@contextmanager
-def open_plan(options: ModelOptions) -> Iterator[ModelPlan]:
-    """Open what `load_model` would load, checked, on no device; no weight is read. Raises as it does."""
-    with _plan(replace(options, device=torch.device("cpu"))) as plan:
-        yield plan
 
 
 def check_model(options: ModelOptions, state: StateOptions | None = None) -> int:
@@ -195,11 +189,11 @@ def check_model(options: ModelOptions, state: StateOptions | None = None) -> int
     places of adapters will take, 0 where there are none.
     Raises ModelError as `load_model` and `Model.make_pool` do.
     """
-    with _plan(replace(options, device=torch.device("cpu"))) as plan:
+    with open_plan(options) as plan:
         if state is not None:
             plan_state([plan.loader.shapes[layer] for layer in plan.layers], state, plan.layout.placement.dtype)
-        wanted = options.adapters
-        return 0 if wanted is None else store_bytes(plan.layout, wanted.num_places, wanted.max_rank)
+        requested = options.adapters
+        return 0 if requested is None else store_bytes(plan.layout, requested.num_places, requested.max_rank)
 
 
 def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> tuple[range, ...]:
@@ -237,8 +231,9 @@ class ModelPlan:
 
 
 @contextmanager
-def _plan(options: ModelOptions) -> Iterator[ModelPlan]:
-    """Plan what `options` ask for; the checkpoint is open inside the context. Raises ModelError."""
+def open_plan(options: ModelOptions, device: torch.device = CPU) -> Iterator[ModelPlan]:
+    """Plan to load what `options` ask for, to this device; the checkpoint is open inside the context, and no weight is
+    read. Raises ModelError as `load_model` does."""
     with ExitStack() as stack:
         checkpoint: Checkpoint | None = None
         if options.model is not None and options.random_init is None:
@@ -258,7 +253,7 @@ def _plan(options: ModelOptions) -> Iterator[ModelPlan]:
         spans = check_spans(options.spans, served, options.scope)
         layers = sorted(layer for span in spans for layer in span)
         dtype = options.dtype or getattr(torch, config.dtype or "float32")
-        placement = Placement(_with_index(options.device), dtype, options.rank, options.world_size)
+        placement = Placement(_with_index(device), dtype, options.rank, options.world_size)
         source = checkpoint or random_init(config, layers, options.scope, options.seed)
         loader = LayerLoader(source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None

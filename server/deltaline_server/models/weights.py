@@ -14,14 +14,45 @@ from deltaline_server.checkpoints.checkpoint import DTYPES, RandomTensors, Tenso
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
-from deltaline_server.layers.block import Layer
-from deltaline_server.layers.hyper_connection import HyperBlock, HyperHead
-from deltaline_server.layers.shapes import MixerShape
+from deltaline_server.layers.attention import AttentionFamily
+from deltaline_server.layers.block import Layer, MlpBlocks, PlainBlocks
+from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
+from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
+from deltaline_server.layers.mamba2 import Mamba2Family
+from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, MixerShape
 from deltaline_server.models.config import LayerConfig, MixerKind, MlpKind, ModelConfig, Scope
-from deltaline_server.models.family import block_family, head_family, mixer_family, served_modules
 
 # What transformers writes before a layer's number: in whole models, then in models saved without their head.
 PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "language_model.layers.", "backbone.layers.")
+
+MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family
+BlockFamily = MlpBlocks | PlainBlocks | HyperBlocks
+
+
+def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
+    """Return the family of a model's mixers of a kind. Raises KeyError where the config has no shape of it."""
+    shape, hidden, eps = config.shapes[kind], config.hidden_size, config.rms_norm_eps
+    if isinstance(shape, Mamba2Shape):
+        return Mamba2Family(shape, hidden, eps)
+    if isinstance(shape, AttentionShape):
+        return AttentionFamily(shape, hidden, eps)
+    assert isinstance(shape, GatedDeltaNetShape)
+    return GatedDeltaNetFamily(shape, hidden, eps, config.interleaves_projections)
+
+
+def block_family(config: ModelConfig) -> BlockFamily:
+    """Return the family of the blocks around them."""
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    blocks: MlpBlocks | PlainBlocks = PlainBlocks(hidden, eps, config.residual_in_fp32)
+    if config.has_mlp_blocks:
+        blocks = MlpBlocks(hidden, config.intermediate_size, eps)
+    return blocks if config.streams is None else HyperBlocks(blocks, config.streams)
+
+
+def served_modules(config: ModelConfig, kind: MixerKind, scope: Scope) -> tuple[Module, ...]:
+    """Return the modules of a served layer with a mixer of a kind, those of one projection in the order of its rows."""
+    mixer = mixer_family(config, kind).modules
+    return mixer if scope is Scope.MIXER else mixer + block_family(config).modules
 
 
 def expected_tensors(config: ModelConfig, kind: MixerKind, scope: Scope) -> dict[str, tuple[int, ...]]:
@@ -44,7 +75,8 @@ def random_init(config: ModelConfig, layers: Sequence[int], scope: Scope, seed: 
     names = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
     shapes = {f"{PREFIXES[0]}{i}.{name}": size for i, kind in kinds.items() for name, size in names[kind].items()}
     if config.streams is not None:
-        shapes |= {_beside(PREFIXES[0], name): size for name, size in head_family(config).tensors.items()}
+        head = head_tensors(config.streams, config.hidden_size)
+        shapes |= {_beside(PREFIXES[0], name): size for name, size in head.items()}
     return RandomTensors(shapes, seed)
 
 
@@ -81,7 +113,8 @@ class LayerLoader:
 
     def check_head(self) -> None:
         """Raise ModelError unless the source has the head of a model with streams."""
-        for name, shape in head_family(self._config).tensors.items():
+        assert self._config.streams is not None
+        for name, shape in head_tensors(self._config.streams, self._config.hidden_size).items():
             name = _beside(self._prefix, name)
             if name not in self._source.names:
                 raise ModelError(f"{name}: expected shape {list(shape)}, found nothing")
@@ -90,7 +123,8 @@ class LayerLoader:
     def head(self) -> HyperHead:
         """Load the head of a model with streams."""
         reader = LayerReader(self._source, _beside(self._prefix, ""), (), self._placement)
-        return head_family(self._config).head(reader)
+        assert self._config.streams is not None
+        return HyperHead(reader, self._config.streams, self._config.rms_norm_eps)
 
     def reader(self, layer: int) -> LayerReader:
         """What reads the tensors of a layer."""

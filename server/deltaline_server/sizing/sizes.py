@@ -14,11 +14,10 @@ import torch
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
-from deltaline_server.layers.hyper_connection import CONNECTIONS
+from deltaline_server.layers.hyper_connection import CONNECTIONS, head_tensors
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
 from deltaline_server.layers.state_pool import StateOptions, StatePlan, line_parts, plan_state
 from deltaline_server.models.config import MixerKind, Scope
-from deltaline_server.models.family import head_family
 from deltaline_server.models.model import ModelPlan, check_model, open_plan
 from deltaline_server.models.weights import expected_tensors, mixer_kinds
 from deltaline_server.runtime import model_options, state_options
@@ -159,7 +158,9 @@ def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.d
 def _head_bytes(plan: ModelPlan) -> int:
     """What is kept of the head that joins the streams: each span with no streams behind it has one."""
     count = sum(plan.streams > 0 and not ends.output_streams for ends in plan.ends)
-    sizes = head_family(plan.config).tensors.values() if count else ()
+    if not count or plan.config.streams is None:
+        return 0
+    sizes = head_tensors(plan.config.streams, plan.config.hidden_size).values()
     return count * sum(map(math.prod, sizes)) * torch.float32.itemsize
 
 

@@ -39,7 +39,7 @@ class Content(Protocol):
 
 
 class PlaceCopier(Protocol):
-    """Writes places on the device. What it is told about a place it does in order, and after the batches before."""
+    """Writes places on the device. What is asked for a place happens in order, and after the batches before."""
 
     def copy(self, place: int, content: Content, done: Callable[[bool], None]) -> None:
         """Begin to copy; nothing of what the place held is left then. `done` is called once, on the caller's thread and
@@ -80,7 +80,7 @@ class AdapterPlaces:
         self._free = list(range(num_places - 1, -1, -1))
         # By number of the adapter, the least recently used first.
         self._residents: OrderedDict[int, _Resident] = OrderedDict()
-        # Who waits for a place, in the order in which they came.
+        # Adapters that wait for a place, in the order of their requests.
         self._waiting: OrderedDict[int, Content] = OrderedDict()
 
     @property
@@ -108,13 +108,13 @@ class AdapterPlaces:
         resident = self._residents.get(number)
         others_wait = len(self._waiting) > (number in self._waiting)
         if resident is not None and resident.is_leaving and not resident.is_forgotten and not others_wait:
-            resident.is_leaving = False  # whoever its place was for waits no more
+            resident.is_leaving = False  # the one that its place was for waits no more
             self.cancel(number)
             return True
         is_new = number not in self._waiting
         if resident is None or resident.is_leaving:
             self._waiting.setdefault(number, content)
-        # All that wait are asked for again, one after the other: a place is looked for once, for the first of them.
+        # All that wait are requested again, one after the other; only the first of them looks for a place.
         if is_new or next(iter(self._waiting)) == number:
             self._assign()
         return False

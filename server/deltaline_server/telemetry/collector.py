@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def begin_tracing(config: Config, clock: Callable[[], float]) -> Tracing | None:
-    """Return what makes the spans of a server, None where nobody wants them. Raises: ConfigError."""
+    """Return what makes the spans of a server, None where no collector is configured. Raises: ConfigError."""
     if config.otlp_endpoint is None:
         return None
     try:

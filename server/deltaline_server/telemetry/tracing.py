@@ -130,7 +130,7 @@ class Tracing:
             describe_result(span, result)
 
     def observer(self, inner: Observer) -> Observer:
-        """An observer that tells `inner` everything, and makes the spans of batches."""
+        """An observer that passes everything on to `inner`, and makes the spans of batches."""
         return _TracedObserver(inner, self)
 
     def batch(self, timing: BatchTiming, traced: Sequence[ScheduledRows]) -> None:

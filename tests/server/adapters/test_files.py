@@ -34,11 +34,10 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.checkpoints.tensor_file import DescriptorBytes, MemoryBytes, TensorFile
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope
-from deltaline_server.models.family import served_modules
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_weights import Adapter
 from deltaline_server.models.model import ModelOptions, load_model, open_weights
-from deltaline_server.models.weights import LayerLoader
+from deltaline_server.models.weights import LayerLoader, served_modules
 
 CPU = torch.device("cpu")
 WHOLE = Placement(CPU, torch.float32)

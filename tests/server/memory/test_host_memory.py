@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from deltaline_server.memory.host_memory import HostMemory
+from deltaline_server.memory.pinning import HostMemory
 
 
 class Recorded:
