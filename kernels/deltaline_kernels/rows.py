@@ -26,6 +26,10 @@ class StateLines:
     drafts: Tensor
     shift: int = 0
 
+    def arguments(self, rows: "Rows", o: Tensor) -> tuple[Tensor | int, ...]:
+        """Return what every kernel takes in this order: state, drafts, outputs, control, its stride and M."""
+        return self.state, self.drafts, o, rows.control, rows.control.stride(0), self.drafts.shape[2]
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:

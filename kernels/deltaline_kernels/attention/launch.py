@@ -15,7 +15,8 @@ from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.combine import _combine
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.kernel import _attend
-from deltaline_kernels.attention.plan import MOST_ROWS, Tile, cdiv, choose_parts, choose_tile, pow2
+from deltaline_kernels.attention.plan import MOST_ROWS, Tile, choose_parts, choose_tile
+from deltaline_kernels.device.sizes import cdiv, pow2
 from deltaline_kernels.rows import Rows
 
 # From this capability on a launch may begin while the one before it still runs.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from deltaline_kernels.attention.inputs import AttentionHeads
+from deltaline_kernels.device.sizes import pow2
 
 # Columns of a tile: the least that a matrix instruction has, and the most whose outputs registers have room for.
 LEAST_COLUMNS, MOST_COLUMNS, MOST_SHORT_COLUMNS = 16, 64, 64
@@ -46,16 +47,6 @@ EXACT, EXACT_COLUMNS = (16, 4, 1, 2), 16
 # and 126 of 2,048.
 SPLITS: tuple[tuple[int, int], ...] = ((4, 256), (32, 512), (64, 1024))
 MOST_KEYS = 2048
-
-
-def pow2(size: int) -> int:
-    """Return the least power of two that is not below `size`, which is at least 1."""
-    return 1 << (size - 1).bit_length()
-
-
-def cdiv(size: int, part: int) -> int:
-    """Return how many parts `size` has, the last one perhaps cut."""
-    return -(-size // part)
 
 
 def choose_tile(

@@ -101,24 +101,8 @@ def mamba_chunk_scan_combined_varlen(
         states = initial_states.to(kept, copy=True, memory_format=torch.contiguous_format)
     # What follows the recurrence here is rounded once, with it.
     is_plain = z is None and (D is None or D.ndim == 1)
-    xBC = share_columns(x[None], B[None], C[None])
-    if xBC is None:
-        xBC = torch.cat([part.flatten(1) for part in (x, B, C)], dim=1)
-    step = dt
-    if not dt_softplus:
-        step = (dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*heads.dt_limit)
-        dt_bias = None
     y = out if is_plain else torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    inputs = MambaInputs(
-        xBC,
-        _pack(step, x.dtype),
-        _pack(A, x.dtype),
-        _pack(D, x.dtype) if D is not None and D.ndim == 1 else None,
-        None if dt_bias is None else _pack(dt_bias, x.dtype),
-        heads,
-        log_rate=False,
-        softplus=bool(dt_softplus),
-    )
+    inputs = _pack_inputs(x, dt, A, B, C, D, dt_bias, heads, softplus=bool(dt_softplus))
     advance(run_mamba2, inputs, states, rows, chunked=True, o=y)
     if D is not None and D.ndim == 2:
         y += D.float() * x.float()
@@ -131,6 +115,31 @@ def mamba_chunk_scan_combined_varlen(
     assert final_state_indices is not None
     final_states_out.index_copy_(0, final_state_indices[:num_rows].long(), states.to(final_states_out.dtype))
     return None
+
+
+def _pack_inputs(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
+    heads: MambaHeads,
+    *,
+    softplus: bool,
+) -> MambaInputs:
+    """Return the tokens as the native operation has them; a D per channel is left to the caller."""
+    xBC = share_columns(x[None], B[None], C[None])
+    if xBC is None:
+        xBC = torch.cat([part.flatten(1) for part in (x, B, C)], dim=1)
+    if not softplus:
+        dt = (dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*heads.dt_limit)
+        dt_bias = None
+    skip = _pack(D, x.dtype) if D is not None and D.ndim == 1 else None
+    bias = None if dt_bias is None else _pack(dt_bias, x.dtype)
+    steps, rates = _pack(dt, x.dtype), _pack(A, x.dtype)
+    return MambaInputs(xBC, steps, rates, skip, bias, heads, log_rate=False, softplus=softplus)
 
 
 def _check_contents(rows: EngineRows, num_tokens: int, pool: Tensor | None, slots: Tensor | None) -> None:

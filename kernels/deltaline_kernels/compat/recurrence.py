@@ -10,7 +10,7 @@ from deltaline_kernels.compat.rows import LINE_SHIFT, EngineRows, place_rows
 from deltaline_kernels.rows import Rows, StateLines
 
 
-class Heads(Protocol):
+class HasRecord(Protocol):
     """Sizes of a layer's heads."""
 
     @property
@@ -22,7 +22,7 @@ class Inputs(Protocol):
     """Packed tokens of a recurrence."""
 
     @property
-    def heads(self) -> Heads: ...
+    def heads(self) -> HasRecord: ...
 
     @property
     def num_tokens(self) -> int: ...
@@ -39,11 +39,11 @@ class Inputs(Protocol):
 
 AnyInputs = TypeVar("AnyInputs", bound=Inputs)
 # The operation itself: writes the rows' outputs to its last argument and mutates the lines.
-Run = Callable[[AnyInputs, StateLines, Rows, Tensor], None]
+Operation = Callable[[AnyInputs, StateLines, Rows, Tensor], None]
 
 
 def advance(
-    run: Run[AnyInputs],
+    run: Operation[AnyInputs],
     inputs: AnyInputs,
     state: Tensor,
     rows: EngineRows,

@@ -5,12 +5,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.recurrence import AnyInputs, Run, advance
+from deltaline_kernels.compat.recurrence import AnyInputs, Operation, advance
 from deltaline_kernels.compat.rows import EngineRows, check_lines, check_offsets
 
 
 def advance_table(
-    run: Run[AnyInputs],
+    run: Operation[AnyInputs],
     inputs: AnyInputs,
     pool: Tensor,
     rows: EngineRows,

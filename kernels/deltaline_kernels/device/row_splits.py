@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowSplits:
     """Every row in `num_parts` parts of `part_length` tokens; those behind its end are empty."""
 
     num_parts: int
@@ -21,7 +21,7 @@ def cut_rows(
     fewest: int,
     shortest: int,
     chunk: int,
-) -> Plan:
+) -> RowSplits:
     """Return the plan of rows of at most `max_length` tokens, of which each takes `programs` programs whole.
 
     As many parts as run at once, if there are at least `fewest`, none of less than `shortest` tokens but the last;
@@ -33,6 +33,6 @@ def cut_rows(
     # Several rows, of which one may have all tokens: nobody knows how long they are.
     is_unknown = num_rows > 1 and max_length >= num_tokens
     if is_unknown or num_parts < fewest:
-        return Plan(1, max(1, max_length))
+        return RowSplits(1, max(1, max_length))
     part_length = -(-max_length // (num_parts * chunk)) * chunk
-    return Plan(-(-max_length // part_length), part_length)
+    return RowSplits(-(-max_length // part_length), part_length)

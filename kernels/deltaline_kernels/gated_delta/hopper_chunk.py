@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.device.hopper import barrier, copy_rest
-from deltaline_kernels.device.row_splits import Plan
+from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK
 from deltaline_kernels.gated_delta.transform import FACTORS
@@ -74,9 +74,9 @@ def _walk(
     t_tiles,
     o_tiles,
     factors,
+    ends,
     state,
     drafts,
-    ends,
     o,
     control,
     control_stride,
@@ -314,7 +314,7 @@ def launch_walk(
     transforms: Tensor,
     factors: Tensor,
     ends: Tensor,
-    plan: Plan,
+    plan: RowSplits,
 ) -> None:
     """Walk through all rows; `ends` has what stands before their parts. Mutates `lines` and `o`."""
     qkv, heads = inputs.qkv, inputs.heads
@@ -333,13 +333,8 @@ def launch_walk(
         tiles(transforms, [transforms.numel() // CHUNK, CHUNK], CHUNK),
         tiles(o, [o.shape[0], heads.value_channels], BLOCK_V),
         factors,
-        lines.state,
-        lines.drafts,
         ends,
-        o,
-        rows.control,
-        rows.control.stride(0),
-        lines.drafts.shape[2],
+        *lines.arguments(rows, o),
         plan.num_parts,
         plan.part_length,
         qkv.stride(0),

@@ -11,7 +11,7 @@ whole, and in parts of so many tokens:
     37 to 8000, 16/32         463           523                  481
 """
 
-from deltaline_kernels.device.row_splits import Plan, cut_rows
+from deltaline_kernels.device.row_splits import RowSplits, cut_rows
 from deltaline_kernels.gated_delta.inputs import DeltaHeads
 
 CHUNK = 64
@@ -23,10 +23,10 @@ FEWEST_PARTS, SHORTEST_PART = 3, 1024
 LARGEST_KEY = 128
 
 
-def choose_plan(heads: DeltaHeads, num_rows: int, num_tokens: int, max_length: int) -> Plan:
+def choose_plan(heads: DeltaHeads, num_rows: int, num_tokens: int, max_length: int) -> RowSplits:
     """Return the plan of a batch whose rows have at most `max_length` tokens: as many parts as run at once."""
     if heads.key_dim > LARGEST_KEY:
-        return Plan(1, max(1, max_length))
+        return RowSplits(1, max(1, max_length))
     programs = heads.num_value_heads * -(-heads.value_dim // BLOCK_V)
     return cut_rows(
         programs,

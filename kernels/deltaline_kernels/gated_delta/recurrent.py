@@ -231,12 +231,7 @@ def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tens
     _recurrent[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * sub),)](
         qkv,
         *inputs.gates,
-        lines.state,
-        lines.drafts,
-        o,
-        rows.control,
-        rows.control.stride(0),
-        lines.drafts.shape[2],
+        *lines.arguments(rows, o),
         heads.scale,
         heads.eps,
         qkv.stride(0) // unit,

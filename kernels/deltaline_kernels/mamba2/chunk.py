@@ -70,9 +70,9 @@ def _walk(
     y_tiles,
     steps,
     D,
+    ends,
     state,
     drafts,
-    ends,
     y,
     control,
     control_stride,
@@ -206,7 +206,7 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
     """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `lines` and `y`."""
     if rows.num_rows == 0:
         return
-    xBC, heads, control = inputs.xBC, inputs.heads, rows.control
+    xBC, heads = inputs.xBC, inputs.heads
     head_dim, state_dim = heads.head_dim, heads.state_dim
     steps = launch_steps(inputs, rows)
     plan = choose_plan(heads, rows.num_rows, xBC.shape[0], rows.max_length)
@@ -233,13 +233,8 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
             y_tiles,
             steps,
             inputs.weights[1],
-            lines.state,
-            lines.drafts,
             ends,
-            y,
-            control,
-            control.stride(0),
-            lines.drafts.shape[2],
+            *lines.arguments(rows, y),
             plan.num_parts,
             plan.part_length,
             xBC.stride(0),

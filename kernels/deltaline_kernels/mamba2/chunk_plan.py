@@ -10,7 +10,7 @@ Microseconds on an H200, heads of 64, state 128, whole, and in so many parts:
     8 x 2048, 128             355   459
 """
 
-from deltaline_kernels.device.row_splits import Plan, cut_rows
+from deltaline_kernels.device.row_splits import RowSplits, cut_rows
 from deltaline_kernels.mamba2.inputs import MambaHeads
 
 CHUNK = 64
@@ -22,7 +22,7 @@ FEWEST_PARTS, SHORTEST_PART = 3, 512
 SHORTEST_HALF = 2048
 
 
-def choose_plan(heads: MambaHeads, num_rows: int, num_tokens: int, max_length: int) -> Plan:
+def choose_plan(heads: MambaHeads, num_rows: int, num_tokens: int, max_length: int) -> RowSplits:
     """Return the plan of a batch whose rows have at most `max_length` tokens: as many parts as run at once."""
     halves_pay = max_length >= 2 * SHORTEST_HALF
     return cut_rows(

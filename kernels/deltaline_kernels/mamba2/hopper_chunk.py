@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.device.hopper import barrier, copy_rest
-from deltaline_kernels.device.row_splits import Plan
+from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.mamba2.chunk_plan import BLOCK_P, CHUNK
 from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.rows import Rows, StateLines
@@ -59,9 +59,9 @@ def _walk(
     y_tiles,
     steps,
     D,
+    ends,
     state,
     drafts,
-    ends,
     y,
     control,
     control_stride,
@@ -265,7 +265,7 @@ def launch_walk(
     y: Tensor,
     steps: Tensor,
     ends: Tensor,
-    plan: Plan,
+    plan: RowSplits,
     *,
     padding: int,
 ) -> None:
@@ -284,13 +284,8 @@ def launch_walk(
         tiles(y, heads.value_channels, heads.value_channels, BLOCK_P),
         steps,
         steps if inputs.D is None else inputs.D,
-        lines.state,
-        lines.drafts,
         ends,
-        y,
-        rows.control,
-        rows.control.stride(0),
-        lines.drafts.shape[2],
+        *lines.arguments(rows, y),
         plan.num_parts,
         plan.part_length,
         xBC.stride(0),

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltaline_kernels.mhc.plan import Plan, cdiv
+from deltaline_kernels.device.sizes import cdiv
+from deltaline_kernels.mhc.plan import Plan
 from deltaline_kernels.mhc.sinkhorn import gate_sizes, sigmoid, write_gates
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deltaline_kernels.device.sizes import cdiv, pow2
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 
 ANY = 1 << 62
@@ -64,16 +65,6 @@ EXACT = (16, 32, 4, 1)
 MAX_WARPS = 16
 # Channels of a program of `mhc_post`, and warps.
 POST_BUCKETS = ((64, (512, 4)), (ANY, (1024, 4)))
-
-
-def pow2(size: int) -> int:
-    """Return the least power of two that is not below `size`, which is at least 1."""
-    return 1 << (size - 1).bit_length()
-
-
-def cdiv(size: int, part: int) -> int:
-    """Return how many parts `size` has, the last one perhaps cut."""
-    return -(-size // part)
 
 
 def find_bucket(num_tokens: int) -> Bucket:

@@ -5,7 +5,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from deltaline_kernels.mhc.plan import cdiv, plan_post
+from deltaline_kernels.device.sizes import cdiv
+from deltaline_kernels.mhc.plan import plan_post
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.

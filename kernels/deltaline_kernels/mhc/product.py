@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from deltaline_kernels.device.sizes import cdiv
 from deltaline_kernels.mhc.gates import NUM_TERMS
-from deltaline_kernels.mhc.plan import Plan, cdiv
+from deltaline_kernels.mhc.plan import Plan
 
 
 @triton.jit

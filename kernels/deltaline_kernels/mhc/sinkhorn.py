@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from deltaline_kernels.mhc.plan import pow2
+from deltaline_kernels.device.sizes import pow2
 
 # Splits that a program of gates adds up at once, so that it waits for all of them together; values of comb that it
 # computes at most, and such values of all these splits.

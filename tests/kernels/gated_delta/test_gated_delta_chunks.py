@@ -51,7 +51,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
 
     def choose(_heads: object, _num_rows: int, _num_tokens: int, max_length: int) -> object:
         num_parts = -(-max_length // length) if length else 1
-        return plan.Plan(max(num_parts, 1), length or max(max_length, 1))
+        return plan.RowSplits(max(num_parts, 1), length or max(max_length, 1))
 
     monkeypatch.setattr(chunk, "choose_plan", choose)
 

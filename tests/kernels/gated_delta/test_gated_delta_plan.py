@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltaline_kernels.device.row_splits import Plan
+from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.gated_delta.plan import CHUNK, PROGRAMS, SHORTEST_PART, choose_plan
 
@@ -18,16 +18,16 @@ def heads(num_key_heads: int, num_value_heads: int, key_dim: int = 128) -> Delta
 @pytest.mark.parametrize(
     ("layer", "lengths", "expected"),
     [
-        (heads(2, 8), (32768,), Plan(16, 2048)),
-        (heads(16, 32), (8192,), Plan(4, 2048)),
-        (heads(16, 32), (2048,), Plan(1, 2048)),
-        (heads(16, 32), (2048,) * 8, Plan(1, 2048)),
-        (heads(16, 32), RAGGED, Plan(1, 8000)),
-        (heads(2, 8, key_dim=256), (32768,), Plan(1, 32768)),
+        (heads(2, 8), (32768,), RowSplits(16, 2048)),
+        (heads(16, 32), (8192,), RowSplits(4, 2048)),
+        (heads(16, 32), (2048,), RowSplits(1, 2048)),
+        (heads(16, 32), (2048,) * 8, RowSplits(1, 2048)),
+        (heads(16, 32), RAGGED, RowSplits(1, 8000)),
+        (heads(2, 8, key_dim=256), (32768,), RowSplits(1, 32768)),
     ],
     ids=["few-heads", "long", "short", "many-rows", "ragged", "wide-keys"],
 )
-def test_plans_are_those_that_were_measured(layer: DeltaHeads, lengths: tuple[int, ...], expected: Plan) -> None:
+def test_plans_are_those_that_were_measured(layer: DeltaHeads, lengths: tuple[int, ...], expected: RowSplits) -> None:
     assert choose_plan(layer, len(lengths), sum(lengths), max(lengths)) == expected
 
 
@@ -43,4 +43,4 @@ def test_parts_cover_the_row_and_run_at_once(num_value_heads: int, length: int) 
 
 
 def test_rows_of_unknown_lengths_stay_whole() -> None:
-    assert choose_plan(heads(2, 8), 2, 32768, 32768) == Plan(1, 32768)
+    assert choose_plan(heads(2, 8), 2, 32768, 32768) == RowSplits(1, 32768)

@@ -14,7 +14,7 @@ from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import InterpretedPath
 from torch import Tensor
 
-from deltaline_kernels.device.row_splits import Plan
+from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.rows import Rows, StateLines
 
@@ -40,7 +40,7 @@ def walk_on_cpu(
     y: Tensor,
     steps: Tensor,
     ends: Tensor,
-    plan: Plan,
+    plan: RowSplits,
     *,
     padding: int,
 ) -> None:

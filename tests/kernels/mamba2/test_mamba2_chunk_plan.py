@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltaline_kernels.device.row_splits import Plan
+from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.mamba2.chunk_plan import CHUNK, PROGRAMS, SHORTEST_PART, choose_plan
 from deltaline_kernels.mamba2.inputs import MambaHeads
 
@@ -12,14 +12,14 @@ from deltaline_kernels.mamba2.inputs import MambaHeads
 @pytest.mark.parametrize(
     ("num_heads", "lengths", "expected"),
     [
-        (16, (32768,), Plan(16, 2048)),
-        (128, (8192,), Plan(2, 4096)),
-        (128, (4032,), Plan(1, 4032)),
-        (64, (8192,), Plan(4, 2048)),
-        (64, (2048,), Plan(4, 512)),
-        (128, (2048,), Plan(1, 2048)),
-        (128, (2048,) * 8, Plan(1, 2048)),
-        (16, (0, 32768), Plan(1, 32768)),
+        (16, (32768,), RowSplits(16, 2048)),
+        (128, (8192,), RowSplits(2, 4096)),
+        (128, (4032,), RowSplits(1, 4032)),
+        (64, (8192,), RowSplits(4, 2048)),
+        (64, (2048,), RowSplits(4, 512)),
+        (128, (2048,), RowSplits(1, 2048)),
+        (128, (2048,) * 8, RowSplits(1, 2048)),
+        (16, (0, 32768), RowSplits(1, 32768)),
     ],
     ids=[
         "few-heads",
@@ -32,7 +32,9 @@ from deltaline_kernels.mamba2.inputs import MambaHeads
         "unknown-lengths",
     ],
 )
-def test_rows_are_cut_where_few_programs_would_run(num_heads: int, lengths: tuple[int, ...], expected: Plan) -> None:
+def test_rows_are_cut_where_few_programs_would_run(
+    num_heads: int, lengths: tuple[int, ...], expected: RowSplits
+) -> None:
     heads = MambaHeads(1, num_heads, 64, 128)
     assert choose_plan(heads, len(lengths), sum(lengths), max(lengths)) == expected
 

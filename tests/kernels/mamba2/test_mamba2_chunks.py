@@ -14,7 +14,7 @@ from rigs.kernels.mamba_batches import MambaBatch, MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 
-from deltaline_kernels.device.row_splits import Plan
+from deltaline_kernels.device.row_splits import RowSplits
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 from deltaline_kernels.rows import StateLines
 
@@ -57,9 +57,9 @@ def half_path(request: pytest.FixtureRequest) -> Path:
 def in_parts(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     """Cut rows into parts of `length` tokens; 0 leaves them whole."""
 
-    def choose(_heads: object, _num_rows: int, _num_tokens: int, max_length: int) -> Plan:
+    def choose(_heads: object, _num_rows: int, _num_tokens: int, max_length: int) -> RowSplits:
         num_parts = -(-max_length // length) if length else 1
-        return Plan(max(num_parts, 1), length or max(max_length, 1))
+        return RowSplits(max(num_parts, 1), length or max(max_length, 1))
 
     monkeypatch.setattr(chunk, "choose_plan", choose)
 

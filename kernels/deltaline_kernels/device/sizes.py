@@ -1,0 +1,11 @@
+"""Arithmetic of sizes, for plans and launches."""
+
+
+def pow2(size: int) -> int:
+    """Return the least power of two that is not below `size`, which is at least 1."""
+    return 1 << (size - 1).bit_length()
+
+
+def cdiv(size: int, part: int) -> int:
+    """Return how many parts `size` has, the last one perhaps cut."""
+    return -(-size // part)
