@@ -97,7 +97,7 @@ class AdapterLayout:
         return self._projections[self._kind(layer)]
 
     def slice_of(self, layer: int, module: Module) -> tuple[int, slice]:
-        """The tensor of a module among those of its served projection, and its rows there, on this rank."""
+        """The index of a module among those of its served projection, and its rows there, on this rank."""
         sizes = self.projections(layer)[module.packed].sizes
         index = [other for other in self.modules(layer) if other.packed is module.packed].index(module)
         start = sum(sizes[:index])

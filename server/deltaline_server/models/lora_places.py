@@ -5,6 +5,7 @@ Which adapter is in which place is for adapter_places.py to say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from deltaline_kernels import MAX_RANK, LoraWeights
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Packed
-from deltaline_server.models.lora_layout import AdapterLayout
+from deltaline_server.models.lora_layout import AdapterLayout, Slices
 from deltaline_server.models.lora_weights import Adapter
 
 
@@ -86,26 +87,31 @@ def store_bytes(layout: AdapterLayout, num_places: int, max_rank: int) -> int:
         raise ModelError(f"num_places: expected at least 1, got {num_places}")
     if not 1 <= max_rank <= MAX_RANK:
         raise ModelError(f"max_rank: expected 1..{MAX_RANK}, got {max_rank}")
-    itemsize, place_bytes = layout.placement.dtype.itemsize, 0
-    for slices in (slices for layer in layout.layers for slices in layout.projections(layer).values()):
-        count, outputs = len(slices.sizes), sum(slices.sizes)
-        place_bytes += max_rank * (count * slices.inputs + outputs) * itemsize
-        place_bytes += count * (torch.int32.itemsize + torch.float32.itemsize) + outputs * torch.float32.itemsize
-    return num_places * place_bytes
+    projections = (slices for layer in layout.layers for slices in layout.projections(layer).values())
+    tensors = (tensor for slices in projections for tensor in _tensors(slices, max_rank, layout.placement.dtype))
+    return num_places * sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors)
 
 
 def _allocate(layout: AdapterLayout, layer: int, num_places: int, max_rank: int) -> dict[Packed, LoraWeights]:
     """Make the empty places of one layer's projections."""
-    place, projections = layout.placement, {}
+    dtype, device, projections = layout.placement.dtype, layout.placement.device, {}
     for packed, slices in layout.projections(layer).items():
-        count, outputs = len(slices.sizes), sum(slices.sizes)
-        projections[packed] = LoraWeights(
-            torch.zeros(num_places, count, max_rank, slices.inputs, dtype=place.dtype, device=place.device),
-            torch.zeros(num_places, max_rank, outputs, dtype=place.dtype, device=place.device),
-            torch.zeros(num_places, count, dtype=torch.int32, device=place.device),
-            torch.zeros(num_places, count, dtype=torch.float32, device=place.device),
-            slices.sizes,
-            # Filled by the kernel that `write` fills them with: it need not be loaded while batches run.
-            torch.full((num_places, outputs), 0.0, dtype=torch.float32, device=place.device),
+        a, b, ranks, scales, factors = (
+            # Not torch.zeros: by the kernel that `write` fills factors with, which is then loaded before batches run.
+            torch.full((num_places, *shape), 0, dtype=kind, device=device)
+            for kind, shape in _tensors(slices, max_rank, dtype)
         )
+        projections[packed] = LoraWeights(a, b, ranks, scales, slices.sizes, factors)
     return projections
+
+
+def _tensors(slices: Slices, max_rank: int, dtype: torch.dtype) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    """Dtype and shape of one place's tensors for a projection: a, b, ranks, scales and factors of LoraWeights."""
+    count, outputs = len(slices.sizes), sum(slices.sizes)
+    return (
+        (dtype, (count, max_rank, slices.inputs)),
+        (dtype, (max_rank, outputs)),
+        (torch.int32, (count,)),
+        (torch.float32, (count,)),
+        (torch.float32, (outputs,)),
+    )

@@ -53,33 +53,31 @@ class AdapterShape:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, with the gaps behind them."""
-        return sum(self._parts())
+        return sum(_aligned_bytes(dtype, shape) for dtype, shape in self._tensors())
 
     def lay_out(self, layer: int, packed: Packed, memory: Tensor) -> AdapterWeights:
         """Return the weights in memory `[num_bytes]` uint8; ranks are written, factors are 1 and all else is 0."""
         memory.zero_()
-        parts = iter(memory.split(self._parts()))
-
-        def next_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
-            tensor: Tensor = next(parts)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            return tensor
-
-        count, outputs = len(self.sizes), sum(self.sizes)
-        a = tuple(next_tensor(self.dtype, rank, self.inputs) for rank in self.ranks)
-        b = next_tensor(self.dtype, max(self.ranks), outputs)
-        ranks, scales = next_tensor(torch.int32, count), next_tensor(torch.float32, count)
+        views, begin = list[Tensor](), 0
+        for dtype, shape in self._tensors():
+            end = begin + math.prod(shape) * dtype.itemsize
+            views.append(memory[begin:end].view(dtype).view(shape))
+            begin += _aligned_bytes(dtype, shape)
+        factors = views.pop().fill_(1) if self.has_factors else None
+        *a, b, ranks, scales = views
         ranks.copy_(torch.tensor(self.ranks))
-        factors = next_tensor(torch.float32, outputs).fill_(1) if self.has_factors else None
-        return AdapterWeights(layer, packed, self.sizes, a, b, ranks, scales, factors)
+        return AdapterWeights(layer, packed, self.sizes, tuple(a), b, ranks, scales, factors)
 
-    def _parts(self) -> list[int]:
-        """Bytes of each tensor, in their order, with the gap behind it."""
-        count, outputs, itemsize = len(self.sizes), sum(self.sizes), self.dtype.itemsize
-        sizes = [rank * self.inputs * itemsize for rank in self.ranks]
-        sizes += [max(self.ranks) * outputs * itemsize, count * torch.int32.itemsize, count * torch.float32.itemsize]
-        if self.has_factors:
-            sizes.append(outputs * torch.float32.itemsize)
-        return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    def _tensors(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each tensor, in their order in memory."""
+        count, outputs = len(self.sizes), sum(self.sizes)
+        tensors: list[tuple[torch.dtype, tuple[int, ...]]] = [(self.dtype, (rank, self.inputs)) for rank in self.ranks]
+        tensors += [(self.dtype, (max(self.ranks), outputs)), (torch.int32, (count,)), (torch.float32, (count,))]
+        return [*tensors, (torch.float32, (outputs,))] if self.has_factors else tensors
+
+
+def _aligned_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -65,17 +65,9 @@ def add_gauges(
         ("device_allocations", "Allocations of device memory.", lambda: counts().allocations),
         ("adapter_loads", "Adapters loaded.", of_adapters(lambda a: a.num_loaded)),
         ("adapter_load_seconds", "Time that these loads took.", of_adapters(lambda a: a.load_s)),
-        (
-            "adapter_evictions",
-            "Adapters that left the host.",
-            of_adapters(lambda a: a.num_evicted),
-        ),
+        ("adapter_evictions", "Adapters that left the host.", of_adapters(lambda a: a.num_evicted)),
         ("adapter_slot_copies", "Copies of adapters to the device.", of_adapters(lambda a: a.places.num_copies)),
-        (
-            "adapter_slot_evictions",
-            "Adapters that left the device.",
-            of_adapters(lambda a: a.places.num_evicted),
-        ),
+        ("adapter_slot_evictions", "Adapters that left the device.", of_adapters(lambda a: a.places.num_evicted)),
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
     ):
         metrics.total(f"deltaline_{name}", text, read)
