@@ -7,10 +7,11 @@ from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.cpu import flex_decode_cpu
-from deltaline_kernels.attention.inputs import AttentionHeads, Keys, Queries
+from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.modifiers.modifier import Mask, Modifier, Part, and_masks, or_masks
 from deltaline_kernels.attention.modifiers.packed import Modifiers
 from deltaline_kernels.attention.modifiers.shipped import find_modifier, known_modifiers
+from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.attention.reference import flex_decode_reference
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
 from deltaline_kernels.rows import Rows

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from deltaline_kernels.attention.plan import Tile
+from deltaline_kernels.attention.plan import Tile
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What an attention is given: the sizes of its heads, its queries and what modifies them, and where its keys are."""
+"""What an attention is given: its queries and what modifies them, and where its keys are."""
 
 from __future__ import annotations
 
@@ -8,22 +8,7 @@ from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
 from deltaline_kernels.attention.modifiers.packed import Modifiers
-
-
-@dataclass(frozen=True)
-class AttentionHeads:
-    """`num_queries` heads of queries, of which as many share each of `num_keys` heads of keys and values."""
-
-    num_queries: int
-    num_keys: int
-    key_dim: int
-    value_dim: int
-    scale: float
-
-    @property
-    def group(self) -> int:
-        """Heads of queries that share a head of keys."""
-        return self.num_queries // self.num_keys
+from deltaline_kernels.attention.plan import AttentionHeads
 
 
 @dataclass(frozen=True, eq=False)

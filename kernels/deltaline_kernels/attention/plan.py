@@ -1,8 +1,7 @@
-"""How the work of an attention is cut."""
+"""The sizes of an attention's heads, and how its work is cut."""
 
 from dataclasses import dataclass
 
-from deltaline_kernels.attention.inputs import AttentionHeads
 from deltaline_kernels.device.sizes import pow2
 
 # Columns of a tile: the least that a matrix instruction has, and the most whose outputs registers have room for.
@@ -13,6 +12,22 @@ MOST_ROWS = 256
 # splits, and of many rows with a few.
 FEW_COMBINES = 512
 FEW, MANY = (32, 128), (64, 32)
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """`num_queries` heads of queries, of which as many share each of `num_keys` heads of keys and values."""
+
+    num_queries: int
+    num_keys: int
+    key_dim: int
+    value_dim: int
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that share a head of keys."""
+        return self.num_queries // self.num_keys
 
 
 @dataclass(frozen=True)

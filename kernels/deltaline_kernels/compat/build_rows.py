@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deltaline_kernels.compat.rows import EngineRows
+from deltaline_kernels.compat.arguments import EngineRows
 from deltaline_kernels.rows import NUM_FIELDS, Rows
 
 # Entries of the control tensor per program.

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, STATES
-from deltaline_kernels.compat.arguments import check_integer, check_operand
+from deltaline_kernels.compat.arguments import EngineRows, check_integer, check_operand
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, share_columns, widen
 from deltaline_kernels.compat.recurrence import advance
-from deltaline_kernels.compat.rows import EngineRows, check_offsets
+from deltaline_kernels.compat.rows import check_offsets
 from deltaline_kernels.mamba2 import run_mamba2
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltaline_kernels.compat.arguments import (
     INTEGERS,
+    EngineRows,
     check_filter,
     check_indices,
     check_integer,
@@ -22,7 +23,6 @@ from deltaline_kernels.compat.arguments import (
 )
 from deltaline_kernels.compat.rows import (
     LINE_SHIFT,
-    EngineRows,
     check_contents,
     check_lengths,
     check_offsets,

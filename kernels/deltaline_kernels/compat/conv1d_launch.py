@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from deltaline_kernels.compat.arguments import EngineRows
 from deltaline_kernels.compat.build_rows import build_rows
-from deltaline_kernels.compat.rows import EngineRows
 from deltaline_kernels.conv1d.inputs import ConvInputs
 from deltaline_kernels.conv1d.prefill import launch_prefill
 from deltaline_kernels.conv1d.update import MAX_TOKENS, Indices, launch_update

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from deltaline_kernels.attention import BlockLists, Mask, Modifier, Modifiers, Part, find_modifier, known_modifiers
 from deltaline_kernels.attention.cpu import flex_decode_cpu
-from deltaline_kernels.attention.inputs import AttentionHeads, Keys, Queries
+from deltaline_kernels.attention.inputs import Keys, Queries
+from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
 from deltaline_kernels.compat.arguments import check_operand
 from deltaline_kernels.rows import NUM_FIELDS, Rows

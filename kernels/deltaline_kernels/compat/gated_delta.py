@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, STATES
+from deltaline_kernels.compat.arguments import EngineRows
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, check_number, pack_delta, pack_rates
 from deltaline_kernels.compat.recurrence import advance
-from deltaline_kernels.compat.rows import EngineRows
 from deltaline_kernels.compat.slots import advance_table, check_contents
 from deltaline_kernels.gated_delta import run_gated_delta
 from deltaline_kernels.gated_delta.inputs import DeltaInputs

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import STATES
-from deltaline_kernels.compat.arguments import INTEGERS, check_indices, check_integer, check_operand
+from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_indices, check_integer, check_operand
 from deltaline_kernels.compat.mamba2_inputs import pack_head_values, pack_mamba
 from deltaline_kernels.compat.recurrence import advance
-from deltaline_kernels.compat.rows import EngineRows
 from deltaline_kernels.compat.slots import advance_table, check_contents
 from deltaline_kernels.mamba2 import run_mamba2
 from deltaline_kernels.mamba2.inputs import MambaInputs

@@ -6,7 +6,8 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.rows import LINE_SHIFT, EngineRows, place_rows
+from deltaline_kernels.compat.arguments import EngineRows
+from deltaline_kernels.compat.rows import LINE_SHIFT, place_rows
 from deltaline_kernels.rows import Rows, StateLines
 
 

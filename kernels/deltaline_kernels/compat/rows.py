@@ -1,4 +1,4 @@
-"""What engines say of the rows of a batch, its contents read back to the host, and `Rows` made of it.
+"""What engines say of the rows of a batch, read back to the host and checked, and `Rows` made of it.
 
 Line j of an engine is line j + 1 of `Rows`, whose line 0 is the zero state.
 """
@@ -7,42 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from deltaline_kernels.compat.arguments import EngineRows
 from deltaline_kernels.rows import NUM_FIELDS, Rows
 
 LINE_SHIFT = 1
-
-
-@dataclass(frozen=True, eq=False)
-class EngineRows:
-    """The rows of one call, their tensors on the device of the operands.
-
-    Args:
-        num_rows: rows; tensors may have more entries.
-        longest: upper bound of the length of a row.
-        length: tokens of every row, or 0 where `starts` tells.
-        starts: `[num_rows + 1]` integers or None.
-        read_line, write_line: `[num_rows]` integers of any stride, or None: row i has line i.
-        pad: this entry of either, or one below 0, skips the row: its outputs are zero and no line is touched.
-        history: whether rows begin behind what their line holds: `[num_rows]` bool, or one answer for all of them.
-        num_accepted: `[num_rows]` integers, accepted tokens of the previous step, its first included; None where
-            nothing is speculative.
-    """
-
-    num_rows: int
-    longest: int
-    length: int
-    starts: Tensor | None
-    read_line: Tensor | None
-    write_line: Tensor | None
-    pad: int
-    history: Tensor | bool
-    num_accepted: Tensor | None
-
-    def most_tokens(self, columns: int, width: int) -> int | None:
-        """Return how many tokens of a row fit a line, None for any number: drafts are all kept until the next step."""
-        return None if self.num_accepted is None else columns - width + 2
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from deltaline_kernels.compat.arguments import EngineRows
 from deltaline_kernels.compat.recurrence import AnyInputs, Operation, advance
-from deltaline_kernels.compat.rows import EngineRows, check_lines, check_offsets
+from deltaline_kernels.compat.rows import check_lines, check_offsets
 
 
 def advance_table(

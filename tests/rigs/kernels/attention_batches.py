@@ -19,8 +19,9 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from deltaline_kernels import Rows
 from deltaline_kernels.attention import BlockLists, Modifiers, and_masks, find_modifier, flex_decode, or_masks
-from deltaline_kernels.attention.inputs import AttentionHeads, Keys, Queries
+from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.modifiers.modifier import Mask, Part
+from deltaline_kernels.attention.plan import AttentionHeads
 
 MAX_POSITION = 2048
 
