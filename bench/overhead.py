@@ -47,9 +47,8 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2
 from deltaline_client import AsyncClient, AsyncSequence, Row
 from deltaline_kernels import Rows
-from deltaline_server.app import Server
+from deltaline_server.app import Server, grpc_options
 from deltaline_server.config import Config
-from deltaline_server.front.grpc_options import grpc_options
 from deltaline_server.layers.state_pool import StateOptions
 
 HIDDEN, HEADS, HEAD_DIM, ROWS = 1024, 16, 64, 64

@@ -6,8 +6,10 @@ Life: start (load, listen, ready) -> serve -> drain -> stop.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,12 +26,10 @@ from deltaline_server.config import Config
 from deltaline_server.front import adapter_service, admin_service, health, layer_service
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.admin_service import AdminService
-from deltaline_server.front.grpc_options import grpc_options
 from deltaline_server.front.health import Health
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
 from deltaline_server.log import event
-from deltaline_server.ports import answers, system_reason, why_not_bound
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
 from deltaline_server.telemetry.gauges import add_gauges
@@ -42,6 +42,9 @@ STOP_GRACE_S = 2.0
 # A device thread that has not taken a turn for so long is stuck. Compiling kernels on first use takes less.
 STUCK_S = 120.0
 WATCH_TICK_S = 0.05
+# What a message has besides its tensor.
+MESSAGE_SLACK_BYTES = 1 << 20
+MAX_METADATA_BYTES = 16 << 10
 
 
 class StartError(RuntimeError):
@@ -172,11 +175,11 @@ class Server:
         try:
             self.port = self._server.add_insecure_port(f"{host}:{config.port}")
         except RuntimeError as error:
-            why = why_not_bound(config.host, config.port)
+            why = _why_not_bound(config.host, config.port)
             raise StartError(f"--host, --port: can't listen on {host}:{config.port}{why}") from error
         self.address = f"{host}:{self.port}"
         if config.uds is not None:
-            if answers(config.uds):
+            if _answers(config.uds):
                 raise StartError(f"--uds: another process listens on {config.uds}")
             try:
                 self._server.add_insecure_port(f"unix:{config.uds}")
@@ -186,7 +189,7 @@ class Server:
             try:
                 self.metrics_port = self.metrics.serve(config.host, config.metrics_port)
             except OSError as error:
-                why = f"{host}:{config.metrics_port}{system_reason(error, '--metrics-port')}"
+                why = f"{host}:{config.metrics_port}{_system_reason(error, '--metrics-port')}"
                 raise StartError(f"--metrics-port: can't listen on {why}") from error
 
     async def _load(self) -> Runtime:
@@ -304,3 +307,45 @@ class Server:
             _log.exception("a periodic task failed")
             self._has_failed = True
             self._over.set()
+
+
+def grpc_options(config: Config) -> list[tuple[str, int]]:
+    """gRPC's options: every limit is explicit, and clients may keep idle connections alive."""
+    message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
+    return [
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        # Two servers on one port would each hold half of the sequences.
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Identity only: a small compressed message could unfold to any size.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+    ]
+
+
+def _system_reason(error: OSError, flag: str) -> str:
+    """What the system says of a port, in parentheses, and what to do when it is in use; `flag` is the port's."""
+    hint = f": another server runs there; stop it, or give {flag}" if error.errno == errno.EADDRINUSE else ""
+    return f" ({error.strerror}){hint}"
+
+
+def _why_not_bound(host: str, port: int) -> str:
+    """Why nothing can listen on the port of --port, as a plain socket reports it; gRPC does not."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        return _system_reason(error, "--port")
+    return ""
+
+
+def _answers(path: str) -> bool:
+    """Whether a process listens on a Unix socket; gRPC would take the socket of one that does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0

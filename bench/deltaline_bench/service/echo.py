@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from deltaline_server.app import grpc_options
 from deltaline_server.config import Config
-from deltaline_server.front.grpc_options import grpc_options
 
 METHOD = "/bare.Echo/Stream"
 
