@@ -27,7 +27,7 @@ _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 5.0
 _LOG_LINES = 20
-_SERVER_NEEDS = ("torch", "safetensors", "grpc_health", "grpc_reflection", "prometheus_client")
+_SERVER_NEEDS = ("torch", "safetensors", "re2", "grpc_health", "grpc_reflection", "prometheus_client")
 _LOAD = BenchOptions(clients=4, rows=6, steps=240, prefill_tokens=Lengths(16, 64), ramp_up_s=0.5)
 
 # What is served where transformers is not there to write a checkpoint.
