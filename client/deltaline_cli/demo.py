@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deltaline_cli.bench.command import bench
-from deltaline_cli.bench.lengths import Lengths
-from deltaline_cli.bench.options import BenchOptions
+from deltaline_cli.bench.options import BenchOptions, Lengths
 from deltaline_client import Client, Retry, TransportError
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +15,10 @@ from typing import Any
 
 from deltaline_cli.adapters import add_adapters
 from deltaline_cli.bench.command import bench
-from deltaline_cli.bench.lengths import Lengths
-from deltaline_cli.bench.options import BenchOptions, parse_bytes, parse_mix
+from deltaline_cli.bench.options import BenchOptions, Lengths, parse_bytes, parse_mix
 from deltaline_cli.bench.run import BenchError
-from deltaline_cli.demo import DemoError, demo
+from deltaline_cli.demo import DemoError, demo, missing_packages
 from deltaline_cli.health import add_health
-from deltaline_cli.size import size
 from deltaline_cli.text import plural, readable_bytes, table
 from deltaline_cli.top.command import add_top
 from deltaline_client import Client, DeltalineError, LayerSpan
@@ -153,6 +152,17 @@ def show_load(options: argparse.Namespace) -> int:
         f"{load.sequences_open} {plural(load.sequences_open, 'sequence')} open{', draining' if load.draining else ''}"
     )
     return 0
+
+
+def size(arguments: Sequence[str]) -> int:
+    """Hand the arguments to the server's own calculator, a process of its own: only the server knows what it allocates.
+
+    Returns its exit code. Raises ValueError where the server is not installed.
+    """
+    missing = missing_packages()
+    if missing:
+        raise ValueError(f"size needs {', '.join(missing)}: pip install 'deltaline[server]'")
+    return subprocess.run([sys.executable, "-m", "deltaline_server.sizing", *arguments], check=False).returncode
 
 
 def _version() -> str:

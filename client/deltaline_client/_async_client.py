@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import grpc
@@ -131,12 +130,7 @@ class AsyncClient(ClientState):
 
         Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name.
         """
-        return await self._run(sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
-
-    def _sequence(
-        self, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
-    ) -> AsyncSequence:
-        return AsyncSequence(self, handle, server_epoch, adapter, adapter_hash)
+        return await self._run(sequences.open_sequences(self, AsyncSequence, count, lease_s, adapter))
 
     @property
     def adapters(self) -> AsyncAdapters:
@@ -203,9 +197,7 @@ class AsyncSequence(SequenceRecord):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exception: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, exception: BaseException | None, traceback: object) -> None:
         try:
             await self.close()
         except DeltalineError:

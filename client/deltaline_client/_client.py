@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import grpc
@@ -100,12 +99,7 @@ class Client(ClientState):
 
         Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name.
         """
-        return self._run(sequences.open_sequences(self, self._sequence, count, lease_s, adapter))
-
-    def _sequence(
-        self, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
-    ) -> Sequence:
-        return Sequence(self, handle, server_epoch, adapter, adapter_hash)
+        return self._run(sequences.open_sequences(self, Sequence, count, lease_s, adapter))
 
     @property
     def adapters(self) -> Adapters:
@@ -167,9 +161,7 @@ class Sequence(SequenceRecord):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exception: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, exception: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except DeltalineError:

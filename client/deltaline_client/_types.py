@@ -128,9 +128,7 @@ class ServerInfo:
         if message.scope not in scopes:
             raise ProtocolError("the server's scope is not known to this client")
         converted: dict[str, Any] = {
-            "spans": tuple(
-                LayerSpan(span.first, span.count, span.input_streams, span.output_streams) for span in message.spans
-            ),
+            "spans": tuple(LayerSpan(**same_fields(LayerSpan, span)) for span in message.spans),
             "scope": scopes[message.scope],
             "dtype": dtype,
             "state_dtype": state_dtype,
@@ -193,10 +191,7 @@ class SequenceDescription:
         return cls(
             state=SequenceState(message.state),
             lease_remaining_s=message.lease_remaining_ms / 1000,
-            spans=tuple(
-                SpanProgress(span.step, span.position, span.steps_in_flight, span.pending_tokens)
-                for span in message.spans
-            ),
+            spans=tuple(SpanProgress(**same_fields(SpanProgress, span)) for span in message.spans),
             adapter=message.adapter or None,
             adapter_hash=message.adapter_hash,
         )

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from rigs.faulty_stream import FaultyStream
 from rigs.layer_calls import HeldEngine
 
-from deltaline_client import AsyncClient, DeadlineExceeded, MessageTooLarge, Retry, SequenceBusy, SharedMemoryExhausted
+from deltaline_client import (
+    AsyncClient,
+    AsyncSequence,
+    DeadlineExceeded,
+    MessageTooLarge,
+    Retry,
+    SequenceBusy,
+    SharedMemoryExhausted,
+)
 from deltaline_server.app import Server
 
 HIDDEN = 64
@@ -114,7 +122,7 @@ async def test_decode_of_many_lies_in_shared_memory(make_server: Callable[..., S
     async with make_server(**SHARING) as server, AsyncClient(server.address, shared_memory_bytes=MIB) as client:
         sequences, twins = await client.open_many(5), await client.open_many(5)
         async with AsyncClient(server.address) as inline:
-            twins = [inline._sequence(twin.handle, twin.server_epoch) for twin in twins]
+            twins = [AsyncSequence(inline, twin.handle, twin.server_epoch) for twin in twins]
             for turn in range(4):
                 tokens = draw(5, turn)
                 outputs = await client.decode(sequences, tokens, copy=turn % 2 == 0)

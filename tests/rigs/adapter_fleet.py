@@ -114,4 +114,4 @@ class Tenant:
         request = layer_pb.OpenSequencesRequest(count=count, adapter=adapter, **fields)
         response = await self.layers.OpenSequences(request, timeout=60)
         epoch = response.server_epoch
-        return [self.client._sequence(handle, epoch) for handle in response.sequence], bytes(response.adapter_hash)
+        return [AsyncSequence(self.client, handle, epoch) for handle in response.sequence], bytes(response.adapter_hash)

@@ -19,7 +19,7 @@ import numpy as np
 
 from deltaline_bench.service.size import Size
 from deltaline_cli.bench.busy import read_metrics
-from deltaline_cli.bench.inline import InlineNotes
+from deltaline_cli.bench.load import InlineNotes
 from deltaline_client import AsyncClient
 
 START_TIMEOUT_S = 300.0

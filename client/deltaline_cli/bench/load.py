@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from deltaline_cli.bench.arrivals import ArrivalThread, arrivals
 from deltaline_cli.bench.client import BenchClient, prepared
-from deltaline_cli.bench.inline import InlineNotes
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.samples import COLUMNS, Sample, Samples
 
@@ -37,6 +38,31 @@ class Share:
     def rate(self, options: BenchOptions) -> float:
         """Steps per second: Poisson processes add up to a Poisson process."""
         return (options.rate or 0.0) * len(self.clients(options)) / options.clients
+
+
+class InlineNotes(logging.Handler):
+    """Keeps what the client logs about shared memory within the block: all of it is about tensors that go inline."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+        self._logger = logging.getLogger("deltaline_client")
+        self._level_before = self._logger.level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record's text if it is about shared memory."""
+        text = record.getMessage()
+        if "shared memory" in text:
+            self.texts.append(text)
+
+    def __enter__(self) -> Self:
+        self._logger.setLevel(min(self._logger.getEffectiveLevel(), logging.INFO))
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level_before)
 
 
 @asynccontextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
-from deltaline_cli.bench.lengths import Lengths
+import numpy as np
+
 from deltaline_client import ServerInfo
 
 Kind = Literal["prefill", "decode", "verify"]
@@ -15,6 +16,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Mix = dict[Kind, float]
 # Those of the server's own options.
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_LENGTHS = "--prefill-tokens: expected N, LOW:HIGH or lognormal:MEDIAN,P99, each at least 1 and growing"
+# The 99th percentile of the standard normal distribution.
+_Z99 = 2.3263478740408408
 
 
 def parse_bytes(text: str, option: str) -> int:
@@ -46,6 +50,41 @@ def parse_mix(text: str) -> Mix:
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Numbers of tokens: uniform in low .. high, or with the median `low` and the 99th percentile `high`."""
+
+    low: int
+    high: int
+    is_lognormal: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read "512", "16:4096" or "lognormal:512,4096". Raises ValueError."""
+        name, _, sizes = text.rpartition("lognormal:")
+        is_lognormal = name == "" and text != sizes
+        low, mark, high = sizes.partition("," if is_lognormal else ":")
+        try:
+            made = cls(int(low), int(high) if mark else int(low), is_lognormal)
+        except ValueError:
+            raise ValueError(f"{_LENGTHS}, got {text!r}") from None
+        if made.low < 1 or made.high < made.low or (is_lognormal and made.high == made.low):
+            raise ValueError(f"{_LENGTHS}, got {text!r}")
+        return made
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """Return one length, at least 1."""
+        if not self.is_lognormal:
+            return int(rng.integers(self.low, self.high + 1))
+        sigma = math.log(self.high / self.low) / _Z99
+        return max(1, round(self.low * math.exp(sigma * rng.standard_normal())))
+
+    def __str__(self) -> str:
+        if self.is_lognormal:
+            return f"lognormal:{self.low},{self.high}"
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """A run. Raises ValueError naming the option that makes no sense.
 
@@ -60,7 +99,7 @@ class BenchOptions:
     steps: int | None = None
     rate: float | None = None
     mix: Mix = field(default_factory=lambda: {"prefill": 1.0, "decode": 20.0, "verify": 5.0})
-    prefill_tokens: Lengths = Lengths(64, 512, is_lognormal=True)  # noqa: RUF009 it is frozen
+    prefill_tokens: Lengths = Lengths(64, 512, is_lognormal=True)
     drafts: int = 4
     ramp_up_s: float = 1.0
     processes: int = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,11 +43,9 @@ class Verdict:
             return cls(None, done_per_s, 0.0, samples.cpu_share, refusal)
         inside = (samples.unserved >= samples.begin_s) & (samples.unserved <= samples.end_s)
         offered = int(due.sum()) + int(inside.sum())
-        offered_per_s = offered / samples.seconds
+        verdict = cls(offered / samples.seconds, done_per_s, late_p99_s, samples.cpu_share, "")
         if not offered:
-            refusal = "no step was due in the measured time: ask for a longer --duration"
-            return cls(offered_per_s, done_per_s, late_p99_s, samples.cpu_share, refusal)
-        verdict = cls(offered_per_s, done_per_s, late_p99_s, samples.cpu_share, "")
+            return replace(verdict, refusal="no step was due in the measured time: ask for a longer --duration")
         latency_s = (samples.column("done") - samples.column("due"))[due]
         wait_s = (samples.column("sent") - samples.column("due"))[due]
         is_own_fault = samples.cpu_share > _FULL_CORE
@@ -63,9 +61,7 @@ class Verdict:
             why, is_own_fault = "steps were sent late", True
         else:
             return verdict
-        return cls(
-            offered_per_s, done_per_s, late_p99_s, samples.cpu_share, f"{why}: {verdict._side(options, is_own_fault)}"
-        )
+        return replace(verdict, refusal=f"{why}: {verdict._side(options, is_own_fault)}")
 
     def _side(self, options: BenchOptions, is_own_fault: bool) -> str:
         """Say who could not keep up, and what may help."""

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from deltaline_cli.bench.busy import read_metrics
-from deltaline_cli.top.frame import Frame
-from deltaline_cli.top.rates import Rates, Samples
+from deltaline_cli.top.frame import Frame, Rates, Samples
 from deltaline_client import Client, DeltalineError, Retry
 
 _ABOUT = """\

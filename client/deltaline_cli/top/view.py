@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltaline_cli.text import plural, readable_bytes
-from deltaline_cli.top.frame import Frame
-from deltaline_cli.top.rates import Rates
+from deltaline_cli.top.frame import Frame, Rates
 from deltaline_client import AdapterList, ServerLoad
 
 KINDS, STAGES = ("decode", "verify", "prefill"), ("queue", "copy_in", "compute", "copy_out")

@@ -154,11 +154,9 @@ class SharedMemory:
         is_there = len(hidden) == 1 and arena.offset(hidden[0]) is not None
         if (math.prod(shape) * (not is_there) + math.prod(output_shape)) * dtype.itemsize > arena.size:
             return None  # it would not fit in an empty one
-        packed: Array | None = hidden[0] if is_there else None
-        if packed is None:
-            packed = arena.empty(shape, dtype)
-            if packed is not None:
-                np.concatenate(hidden, out=packed)
+        packed: Array | None = hidden[0] if is_there else arena.empty(shape, dtype)
+        if packed is not None and not is_there:
+            np.concatenate(hidden, out=packed)
         room = arena.empty(output_shape, dtype)
         if packed is None or room is None:
             if any(placement.region == number for placement in list(self._unsettled.values())):
@@ -176,9 +174,7 @@ class SharedMemory:
         """
         if is_over:
             self._unsettled.pop(request, None)
-        elif (
-            self._region is not None and self._region[0] == placement.region
-        ):  # memory of a former one goes to no other
+        elif self._region is not None and self._region[0] == placement.region:  # a former one's goes to no other
             self._unsettled[request] = placement
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:

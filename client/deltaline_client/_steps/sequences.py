@@ -23,12 +23,12 @@ _TOKEN_BYTES = 16
 
 def open_sequences(
     client: ClientState,
-    make: Callable[[int, int, str | None, bytes], S],
+    make: Callable[[ClientState, int, int, str | None, bytes], S],
     count: int,
     lease_s: float | None,
     adapter: str | None,
 ) -> Flow[list[S]]:
-    """Open `count` sequences, all or none; `make` makes the objects, of handle, server_epoch, adapter and its hash.
+    """Open `count` sequences, all or none; `make` makes the objects, of client, handle, server_epoch, adapter and hash.
 
     Raises ProtocolError if the server has opened them without the adapter: it is too old to know any.
     """
@@ -47,7 +47,8 @@ def open_sequences(
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequence)}")
     if client._info is not None and client._info.server_epoch != response.server_epoch:
         client._info = None  # another process answers now; it may serve something else
-    sequences = [make(handle, response.server_epoch, adapter, response.adapter_hash) for handle in response.sequence]
+    epoch, adapter_hash = response.server_epoch, response.adapter_hash
+    sequences = [make(client, handle, epoch, adapter, adapter_hash) for handle in response.sequence]
     if (adapter is not None) != bool(response.adapter_hash):
         yield from close(client, sequences)  # no one else has their handles
         raise ProtocolError("the server has not opened the sequences with the adapter that was asked for")

@@ -15,7 +15,7 @@ from deltaline_client._exceptions import Cancelled, DeltalineError, Disconnected
 from deltaline_client._transport.channel import error_of
 from deltaline_client._transport.flow import Answer
 from deltaline_client._transport.messages import read_stream_response, stream_request
-from deltaline_client._transport.pending import Pending, broken
+from deltaline_client._transport.pending import Pending
 from deltaline_client._transport.tracing import traceparent
 
 Mailbox = asyncio.Queue[Answer]
@@ -94,7 +94,7 @@ class _Live:
             error = Cancelled("the client was disconnected")
         finally:
             self.is_over = True
-            self._pending.fail(broken(error))
+            self._pending.fail(error)
 
     async def close(self) -> None:
         self._call.cancel()

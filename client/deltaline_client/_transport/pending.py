@@ -30,15 +30,10 @@ class Pending:
         if deliver is not None:
             deliver((number, result))
 
-    def fail(self, error: DeltalineError) -> None:
-        """The stream is over: hand its error to all calls that still wait."""
+    def fail(self, error: DeltalineError | None) -> None:
+        """The stream is over, None: in order. For a step that waits it means no answer, whatever the reason was."""
+        if not isinstance(error, TransportError):
+            error = Unavailable("the stream ended" if error is None else f"the stream ended: {error}")
         waiting, self._waiting = self._waiting, {}
         for number, deliver in waiting.values():
             deliver((number, error))
-
-
-def broken(error: DeltalineError | None) -> TransportError:
-    """What the end of a stream means for a step on it: no answer, whatever the reason was; None: it ended in order."""
-    if isinstance(error, TransportError):
-        return error
-    return Unavailable("the stream ended" if error is None else f"the stream ended: {error}")

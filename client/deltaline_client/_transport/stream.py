@@ -18,7 +18,7 @@ from deltaline_client._exceptions import DeltalineError, Disconnected
 from deltaline_client._transport.channel import error_of
 from deltaline_client._transport.flow import Answer
 from deltaline_client._transport.messages import read_stream_response, stream_request
-from deltaline_client._transport.pending import Pending, broken
+from deltaline_client._transport.pending import Pending
 from deltaline_client._transport.tracing import traceparent
 
 Mailbox = queue.SimpleQueue[Answer]
@@ -73,4 +73,4 @@ class StepStream:
                 if self._outbox is outbox:
                     self._outbox = None
             outbox.put(None)  # ends the thread of gRPC that waits for more to send
-            pending.fail(broken(error))
+            pending.fail(error)

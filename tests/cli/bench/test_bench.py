@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from deltaline_cli.bench import verdict
-from deltaline_cli.bench.inline import InlineNotes
+from deltaline_cli.bench.load import InlineNotes
 from deltaline_cli.bench.run import BenchError, _receive
 from deltaline_cli.main import main
 

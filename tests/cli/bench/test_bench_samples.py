@@ -11,9 +11,8 @@ import pytest
 
 from deltaline_cli.bench.arrivals import ArrivalThread, arrivals
 from deltaline_cli.bench.busy import BUSY, busy_seconds
-from deltaline_cli.bench.lengths import Lengths
 from deltaline_cli.bench.load import Share
-from deltaline_cli.bench.options import BenchOptions, parse_mix
+from deltaline_cli.bench.options import BenchOptions, Lengths, parse_mix
 from deltaline_cli.bench.samples import Sample, Samples
 from deltaline_cli.bench.verdict import Verdict
 

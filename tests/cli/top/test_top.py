@@ -20,8 +20,7 @@ from rich.console import Console
 from deltaline.v1 import adapter_service_pb2
 from deltaline_cli.main import main
 from deltaline_cli.top.command import Watch
-from deltaline_cli.top.frame import Frame
-from deltaline_cli.top.rates import Rates, parse
+from deltaline_cli.top.frame import Frame, Rates, parse
 from deltaline_cli.top.view import render
 from deltaline_client import AdapterList, Client, DeltalineError
 
