@@ -31,7 +31,7 @@ _DATA_TYPES: dict[np.dtype[Any], tensor_pb2.DataType.ValueType] = {
     np.dtype("<f2"): tensor_pb2.DATA_TYPE_FLOAT16,
 }
 
-Piece = bytes | memoryview
+Buffer = bytes | memoryview
 
 
 class WireError(ValueError):
@@ -130,8 +130,8 @@ def check_header(
     return dtype, tuple(shape)
 
 
-def tensor_pieces(array: NDArray[Any]) -> list[Piece]:
-    """Return the serialised Tensor of an array as pieces that concatenate to it; the elements are not copied.
+def tensor_pieces(array: NDArray[Any]) -> list[Buffer]:
+    """Return the serialised Tensor of an array as buffers that concatenate to it; the elements are not copied.
 
     The last piece is a view of `array` (of a copy, if it is not contiguous). Raises: as `encode`.
     """
@@ -139,13 +139,13 @@ def tensor_pieces(array: NDArray[Any]) -> list[Piece]:
     return [_header(array.dtype, array.shape), field_head(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, len(payload)), payload]
 
 
-def field_pieces(number: int, pieces: Sequence[Piece]) -> list[Piece]:
-    """Return a length-delimited field (a message or bytes) that holds the concatenated pieces, as pieces.
+def field_pieces(number: int, buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Return a length-delimited field (a message or bytes) that holds concatenated buffers, as buffers.
 
     Appended to a serialised message without that field, it sets it. protobuf's own serialiser copies a large bytes
     field several times (64 x 1024 float32: 495 us against 6 us for this, 2026-11-21, 2 cores).
     """
-    return [field_head(number, sum(map(len, pieces))), *pieces]
+    return [field_head(number, sum(map(len, buffers))), *buffers]
 
 
 @lru_cache(4096)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deltaline.wire import Piece
+from deltaline.wire import Buffer
 from deltaline_client import AsyncClient, Unavailable
 
 
@@ -19,7 +19,7 @@ class FaultyStream:
         self.faults = 0
         client._stream = self  # type: ignore[assignment]
 
-    def send(self, number: int, request: Sequence[Piece], mailbox: Any) -> None:
+    def send(self, number: int, request: Sequence[Buffer], mailbox: Any) -> None:
         fate = self._fate()
         self.faults += fate != "sent"
         if fate == "lost":

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise, repeat
 import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline.wire import Piece
+from deltaline.wire import Buffer
 from deltaline_client._arrays import Array
 from deltaline_client._exceptions import ProtocolError
 from deltaline_client._shared_memory.regions import Placement, SharedMemory, shared_outputs
@@ -86,7 +86,7 @@ class Request:
             step.was_in_doubt, step.in_doubt = step.in_doubt, True
             step.error = step.reply = None
 
-    def message(self, options: StepOptions) -> list[Piece]:
+    def message(self, options: StepOptions) -> list[Buffer]:
         """The serialised StepRequest in pieces."""
         batch = self.batch
         fields = layers.StepRequest(

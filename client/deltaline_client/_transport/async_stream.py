@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from deltaline.wire import Piece
+from deltaline.wire import Buffer
 from deltaline_client._exceptions import Cancelled, DeltalineError, Disconnected, Unavailable
 from deltaline_client._transport.channel import error_of
 from deltaline_client._transport.flow import Answer
@@ -34,7 +34,7 @@ class AsyncStepStream:
         self._live: _Live | None = None
         self._is_closed = False
 
-    def send(self, number: int, request: Sequence[Piece], mailbox: Mailbox) -> None:
+    def send(self, number: int, request: Sequence[Buffer], mailbox: Mailbox) -> None:
         """Send a step; its answer, or the error that ended the stream, comes to the mailbox under `number`."""
         if self._is_closed:
             mailbox.put_nowait((number, Disconnected()))
@@ -61,7 +61,7 @@ class _Live:
         self._reader = asyncio.create_task(self._read())
         self.is_over = False
 
-    def send(self, number: int, request: Sequence[Piece], mailbox: Mailbox) -> None:
+    def send(self, number: int, request: Sequence[Buffer], mailbox: Mailbox) -> None:
         correlation_id = self._pending.add(number, mailbox.put_nowait)
         self._outbox.append(stream_request(correlation_id, request, traceparent()))
         if self._writer is None:

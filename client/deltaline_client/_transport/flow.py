@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cas
 
 from google.protobuf.message import Message
 
-from deltaline.wire import Piece
+from deltaline.wire import Buffer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Send:
     """
 
     number: int
-    request: Sequence[Piece]
+    request: Sequence[Buffer]
 
 
 @dataclass(frozen=True)

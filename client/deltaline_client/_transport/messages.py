@@ -36,7 +36,7 @@ class StepAnswer:
     shared: tensor_pb2.Tensor | None = None
 
 
-def step_request(fields: layers.StepRequest, hidden: Array) -> list[wire.Piece]:
+def step_request(fields: layers.StepRequest, hidden: Array) -> list[wire.Buffer]:
     """Return a serialised StepRequest as pieces: `fields`, and packed rows [T, *token shape].
 
     The last piece is a view of contiguous rows: nothing is copied before they are joined.
@@ -45,12 +45,12 @@ def step_request(fields: layers.StepRequest, hidden: Array) -> list[wire.Piece]:
     return [fields.SerializeToString(), *tensor]
 
 
-def shared_step_request(fields: layers.StepRequest, tensor: bytes) -> list[wire.Piece]:
+def shared_step_request(fields: layers.StepRequest, tensor: bytes) -> list[wire.Buffer]:
     """Return a serialised StepRequest as pieces: `fields`, and a serialised Tensor that lies in shared memory."""
     return [fields.SerializeToString(), *wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, [tensor])]
 
 
-def stream_request(correlation_id: int, step: Sequence[wire.Piece], traceparent: bytes = b"") -> bytes:
+def stream_request(correlation_id: int, step: Sequence[wire.Buffer], traceparent: bytes = b"") -> bytes:
     """Return a serialised StepStreamRequest around the pieces of a StepRequest: the one copy of the tensor."""
     head = layers.StepStreamRequest(correlation_id=correlation_id, traceparent=traceparent).SerializeToString()
     return b"".join([head, *wire.field_pieces(layers.StepStreamRequest.STEP_FIELD_NUMBER, step)])

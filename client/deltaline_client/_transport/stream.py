@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from deltaline.wire import Piece
+from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeltalineError, Disconnected
 from deltaline_client._transport.channel import error_of
 from deltaline_client._transport.flow import Answer
@@ -40,7 +40,7 @@ class StepStream:
         with self._lock:
             self._is_closed = True
 
-    def send(self, number: int, request: Sequence[Piece], mailbox: Mailbox) -> None:
+    def send(self, number: int, request: Sequence[Buffer], mailbox: Mailbox) -> None:
         """Send a step; its answer, or the error that ended the stream, comes to the mailbox under `number`."""
         with self._lock:
             if self._is_closed:

@@ -63,7 +63,7 @@ def stream_response(correlation_id: int, result: StepResult) -> bytes:
     return b"".join([head, *wire.field_pieces(pb.StepStreamResponse.STEP_FIELD_NUMBER, _step_pieces(result))])
 
 
-def _step_pieces(result: StepResult) -> list[wire.Piece]:
+def _step_pieces(result: StepResult) -> list[wire.Buffer]:
     """A serialised StepResponse as pieces: the columns as they lie in their arrays, the outputs as a view."""
     memory, field_pieces = result.output_memory, wire.field_pieces
     tensor = wire.tensor_pieces(result.hidden) if memory is None else [_shared_tensor(result.hidden, memory)]
