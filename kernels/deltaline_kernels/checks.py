@@ -19,7 +19,7 @@ def check_tensor(
     tensor: Tensor | None,
     shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
-    device: torch.device,
+    device: torch.device | None,
     *,
     row_stride: bool = False,
     head_stride: bool = False,
@@ -28,7 +28,7 @@ def check_tensor(
 
     Args:
         shape: expected sizes, None for any.
-        dtypes: accepted dtypes.
+        dtypes: accepted dtypes. device: None for any.
         row_stride: accept any stride of the first dimension; the others must be packed. Otherwise contiguous.
         head_stride: accept any strides of the first and the second of three dimensions that keep heads apart.
 
@@ -40,7 +40,7 @@ def check_tensor(
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected {_any_of(dtypes)}, got {tensor.dtype}")
-    if tensor.device != device:
+    if device is not None and tensor.device != device:
         raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
     sizes = tensor.shape
     fits = len(sizes) == len(shape)

@@ -162,6 +162,14 @@ class Rows:
         return cls(control.to(device), num_short, max_short, max(lengths, default=0))
 
 
+def check_rows(rows: Rows, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless `rows` are Rows on `device`."""
+    if not isinstance(rows, Rows):
+        raise TypeError(f"rows: expected Rows, got {type(rows).__name__}")
+    if rows.control.device != device:
+        raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
+
+
 def _check_row(i: int, length: int, committed: int, replayed: int, half: int, short: bool) -> None:
     """Raise ValueError if the counts of row i contradict each other."""
     if length < 0:

@@ -25,8 +25,7 @@ from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.selftest import attention as attention_selftest
 from deltaline_kernels.selftest import mhc as mhc_selftest
 from deltaline_kernels.selftest import run as selftest
-from deltaline_kernels.selftest.batches import batches
-from deltaline_kernels.selftest.shapes import Shapes
+from deltaline_kernels.selftest.shapes import Shapes, batches
 
 
 def test_selftest_passes(path: Path) -> None:

@@ -14,7 +14,7 @@ from deltaline_kernels.attention.modifiers.shipped import find_modifier, known_m
 from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.attention.reference import flex_decode_reference
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, check_rows
 
 __all__ = [
     "BlockLists",
@@ -109,7 +109,7 @@ def _check(
     sinks: Tensor | None,
     gate: Tensor | None,
 ) -> AttentionHeads:
-    for name, value, kind in (("q", q, Tensor), ("k_pages", k_pages, Tensor), ("rows", rows, Rows)):
+    for name, value, kind in (("q", q, Tensor), ("k_pages", k_pages, Tensor)):
         if not isinstance(value, kind):
             raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
     if q.dtype not in ACTIVATIONS:
@@ -143,6 +143,5 @@ def _check(
                 f"gate: expected [{num_tokens}, {num_queries}, {value_dim}] with the last dimension contiguous, got "
                 f"{list(gate.shape)}, strides {gate.stride()}"
             )
-    if rows.control.device != device:
-        raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
+    check_rows(rows, device)
     return AttentionHeads(num_queries, num_keys, key_dim, value_dim, float(key_dim**-0.5 if scale is None else scale))

@@ -72,6 +72,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     }
     table = rows.control if blocks is None else blocks.table
     sinks, gate, lse = (q if tensor is None else tensor for tensor in (sinks, gate, lse))
+    shared = (parameters, table, sinks, gate, o, lse, partials)
     overlap = bool(split) and q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= HOPPER
     _attend[(min(num_items, tile.programs * num_processors(q.device)),)](
         q,
@@ -79,13 +80,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
         keys.v,
         rows.control if keys.page_table is None else keys.page_table,
         rows.control,
-        parameters,
-        table,
-        sinks,
-        gate,
-        o,
-        lse,
-        partials,
+        *shared,
         q.stride(0),
         rows.control.stride(0),
         keys.page_size if keys.page_table is None else keys.page_table.stride(0),
@@ -114,13 +109,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
         options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
         _combine[(rows.num_rows * max_length * heads.num_queries * parts,)](
             rows.control,
-            parameters,
-            table,
-            sinks,
-            gate,
-            o,
-            lse,
-            partials,
+            *shared,
             rows.control.stride(0),
             rows.num_rows,
             max_length,

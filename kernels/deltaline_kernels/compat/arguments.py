@@ -5,6 +5,7 @@ Every failure is a TypeError or a ValueError that names the argument, what was e
 dimensions in the engines' order.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,8 +55,10 @@ def check_operand(
     dtypes: Sequence[torch.dtype] = ACTIVATIONS,
     device: torch.device | None = None,
     beside: str | None = "x",
+    *,
+    contiguous: bool = False,
 ) -> None:
-    """Check one tensor argument of any strides.
+    """Check one tensor argument, of any strides unless it shall be `contiguous`.
 
     Args:
         shape: the name of each dimension and its size, None for any.
@@ -63,7 +66,7 @@ def check_operand(
 
     Raises:
         TypeError: not a tensor, or a dtype that is not accepted.
-        ValueError: device or shape differ.
+        ValueError: device, shape or strides differ.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
@@ -78,6 +81,8 @@ def check_operand(
     ):
         wanted = ", ".join(label if size is None else f"{label}={size}" for label, size in shape.items())
         raise ValueError(f"{name}: expected shape ({wanted}), got {sizes}")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
 
 
 def check_indices(name: str, tensor: Tensor, device: torch.device, num_rows: int, *, more: bool = False) -> None:
@@ -96,6 +101,14 @@ def check_integer(name: str, value: int) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
+
+
+def check_number(name: str, value: float, *, positive: bool = False) -> None:
+    """Raise TypeError unless `value` is a number of the host, ValueError if it should be `positive` and is not."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if positive and not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected a finite number above 0, got {value}")
 
 
 def check_filter(weight: Tensor, bias: Tensor | None, dim: int, device: torch.device) -> None:

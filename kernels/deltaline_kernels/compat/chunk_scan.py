@@ -189,14 +189,13 @@ def _check_tokens(
             raise ValueError(f"{name}: expected {dim} of 1..{MAX_HEAD_DIM}, got {size}")
     check_beside("dt", dt, {"tokens": num_tokens, "H": num_heads}, ACTIVATIONS, device)
     check_beside("A", A, {"H": num_heads}, ACTIVATIONS, device)
-    check_beside("out", out, {"tokens": num_tokens, "H": num_heads, "P": head_dim}, (x.dtype,), device)
-    if not out.is_contiguous():
-        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    per_token = {"tokens": num_tokens, "H": num_heads, "P": head_dim}
+    check_beside("out", out, per_token, (x.dtype,), device, contiguous=True)
     if D is not None:
         wide = isinstance(D, Tensor) and D.ndim == 2
         check_beside("D", D, {"H": num_heads, "P": head_dim} if wide else {"H": num_heads}, ACTIVATIONS, device)
     if z is not None:
-        check_beside("z", z, {"tokens": num_tokens, "H": num_heads, "P": head_dim}, ACTIVATIONS, device)
+        check_beside("z", z, per_token, ACTIVATIONS, device)
     if dt_bias is not None:
         check_beside("dt_bias", dt_bias, {"H": num_heads}, ACTIVATIONS, device)
     least, greatest = dt_limit

@@ -1,6 +1,5 @@
 """The tokens that engines pass to the gated delta rule, checked and packed as the native operation has them."""
 
-import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
-from deltaline_kernels.compat.arguments import INTEGERS, check_operand
+from deltaline_kernels.compat.arguments import INTEGERS, check_number, check_operand
 from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
 
 # Under the root of the norms of q and k, in every engine.
@@ -25,14 +24,6 @@ def check_counts(name: str, tensor: Tensor, num_rows: int, device: torch.device,
     check_beside(name, tensor, shape, INTEGERS, device)
     if tensor.shape[0] < num_rows:
         raise ValueError(f"{name}: expected at least {num_rows} rows, got {tensor.shape[0]}")
-
-
-def check_number(name: str, value: float, *, positive: bool = False) -> None:
-    """Raise TypeError unless `value` is a number of the host, ValueError if it should be `positive` and is not."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if positive and not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected a finite number above 0, got {value}")
 
 
 def pack_delta(

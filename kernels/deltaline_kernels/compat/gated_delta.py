@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, STATES
-from deltaline_kernels.compat.arguments import EngineRows
-from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, check_number, pack_delta, pack_rates
+from deltaline_kernels.compat.arguments import EngineRows, check_number
+from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, pack_delta, pack_rates
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.slots import advance_table, check_contents
 from deltaline_kernels.gated_delta import run_gated_delta
@@ -219,9 +219,7 @@ def _check_pool(name: str, pool: Tensor | None, inputs: DeltaInputs, num_lines: 
     """Check states that are changed in place, and return them."""
     if pool is None:
         raise TypeError(f"{name}: expected a tensor, got None")
-    check_beside(name, pool, {"lines": num_lines, **_state_sizes(inputs)}, STATES, inputs.device)
-    if not pool.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {pool.stride()}")
+    check_beside(name, pool, {"lines": num_lines, **_state_sizes(inputs)}, STATES, inputs.device, contiguous=True)
     return pool
 
 

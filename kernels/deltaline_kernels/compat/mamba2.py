@@ -74,17 +74,13 @@ def selective_state_update(
     inputs = pack_mamba(x, dt, A, B, C, dt_bias, softplus=dt_softplus)
     heads, device = inputs.heads, x.device
     sizes = {"nheads": heads.num_heads, "dim": heads.head_dim, "dstate": heads.state_dim}
-    check_operand("state", state, {"slots": None, **sizes}, STATES, device)
-    if not state.is_contiguous():
-        raise ValueError(f"state: expected a contiguous tensor, got strides {state.stride()}")
+    check_operand("state", state, {"slots": None, **sizes}, STATES, device, contiguous=True)
     check_integer("pad_slot_id", pad_slot_id)
     per_token = {"batch": x.shape[0], "nheads": heads.num_heads, "dim": heads.head_dim}
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=device)
     else:
-        check_operand("out", out, per_token, device=device)
-        if not out.is_contiguous():
-            raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+        check_operand("out", out, per_token, device=device, contiguous=True)
     if D is not None:
         inputs = replace(inputs, D=pack_head_values("D", D, x))
     rows = _lay_out(x.shape[0], cu_seqlens, device)

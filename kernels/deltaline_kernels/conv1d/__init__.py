@@ -10,7 +10,7 @@ from deltaline_kernels.checks import ACTIVATIONS, MAX_CONV_WIDTH, MIN_CONV_WIDTH
 from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
 from deltaline_kernels.conv1d.inputs import ConvInputs
 from deltaline_kernels.conv1d.reference import causal_conv1d_reference
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, check_rows
 
 __all__ = ["causal_conv1d", "causal_conv1d_reference"]
 
@@ -121,9 +121,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: 
     check_tensor("lines", lines, (None, None, channels), (x.dtype,), device)
     if lines.shape[1] < width - 1:
         raise ValueError(f"lines: expected at least {width - 1} columns, got {lines.shape[1]}")
-    if not isinstance(rows, Rows):
-        raise TypeError(f"rows: expected Rows, got {type(rows).__name__}")
-    if rows.control.device != device:
-        raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
+    check_rows(rows, device)
     if activation not in ("silu", None):
         raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")

@@ -7,7 +7,7 @@ from deltaline_kernels.checks import ACTIVATIONS, STATES, check_tensor
 from deltaline_kernels.gated_delta.cpu import gated_delta_cpu
 from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs, find_heads
 from deltaline_kernels.gated_delta.reference import gated_delta_reference
-from deltaline_kernels.rows import Rows, StateLines
+from deltaline_kernels.rows import Rows, StateLines, check_rows
 
 __all__ = ["gated_delta", "gated_delta_reference", "run_gated_delta"]
 
@@ -74,11 +74,8 @@ def _check_state(
     """Check what tells the sizes, and return them."""
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv: expected Tensor, got {type(qkv).__name__}")
-    if not isinstance(rows, Rows):
-        raise TypeError(f"rows: expected Rows, got {type(rows).__name__}")
     check_tensor("state", state, (None, None, None, None), STATES, qkv.device)
-    if rows.control.device != qkv.device:
-        raise ValueError(f"rows: expected device {qkv.device}, got {rows.control.device}")
+    check_rows(rows, qkv.device)
     _, num_value_heads, value_dim, key_dim = state.shape
     return find_heads(num_key_heads, num_value_heads, key_dim, value_dim, scale, eps)
 

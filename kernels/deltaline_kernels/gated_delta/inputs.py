@@ -118,6 +118,13 @@ class DeltaInputs:
             absent if self.dt_bias is None else self.dt_bias,
         )
 
+    def numbers(self, unit: int = 1) -> tuple[float, ...]:
+        """Return what kernels that read tokens take in this order: scale, eps, and the strides of qkv, a and b.
+
+        unit: values that the stride of qkv is counted in.
+        """
+        return self.heads.scale, self.heads.eps, self.qkv.stride(0) // unit, self.a.stride(0), self.b.stride(0)
+
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes that are constants of every kernel."""

@@ -35,10 +35,8 @@ def spread_slots(row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) ->
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    if not isinstance(row_slots, Tensor):
-        raise TypeError(f"row_slots: expected a tensor, got {type(row_slots).__name__}")
+    check_tensor("row_slots", row_slots, (None,), (torch.int32,), None)
     device = row_slots.device
-    check_tensor("row_slots", row_slots, (None,), (torch.int32,), device)
     check_tensor("query_start_loc", query_start_loc, (row_slots.shape[0] + 1,), (torch.int32,), device)
     if not isinstance(num_tokens, int):
         raise TypeError(f"num_tokens: expected an integer, got {type(num_tokens).__name__}")
@@ -68,10 +66,8 @@ def group_tokens(token_slots: Tensor, num_slots: int, max_rank: int = MAX_RANK) 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    if not isinstance(token_slots, Tensor):
-        raise TypeError(f"token_slots: expected a tensor, got {type(token_slots).__name__}")
+    check_tensor("token_slots", token_slots, (None,), (torch.int32,), None)
     device = token_slots.device
-    check_tensor("token_slots", token_slots, (None,), (torch.int32,), device)
     check_positive("num_slots", num_slots)
     check_positive("max_rank", max_rank)
     num_tokens = token_slots.shape[0]

@@ -5,17 +5,16 @@ That keeps every operand of a product in shared memory: an asynchronous product 
 is what some assemblers get wrong. The inputs are not split: a tile of high rank has programs enough.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltaline_kernels.lora.plan import DensePlan
+from deltaline_kernels.lora.plan import DensePlan, expand_options
 from deltaline_kernels.lora.tile import find_block, load_factor, load_rank, load_scale, load_tile, shrink_tile
 from deltaline_kernels.lora.tiles import AdapterTiles
+from deltaline_kernels.lora.weights import OutputWeights
 
 
 # One compiled variant whatever tiles a batch has: nothing is compiled while serving.
@@ -210,11 +209,7 @@ def launch_shrink_dense(
 
 def launch_expand_dense(
     halves: Tensor,
-    b: Tensor,
-    ranks: Tensor | None,
-    scales: Tensor | None,
-    factors: Tensor | None,
-    sizes: tuple[int, ...],
+    weights: OutputWeights,
     out: Tensor,
     tiles: AdapterTiles,
     plan: DensePlan,
@@ -226,30 +221,17 @@ def launch_expand_dense(
 
     Other arguments: see `launch_expand`. They are validated by the caller.
     """
-    parts = sum(triton.cdiv(size, plan.expand_n) for size in sizes)
+    parts = sum(triton.cdiv(size, plan.expand_n) for size in weights.sizes)
     tiles_at_once = min(tiles.num_tiles, max(1, plan.programs // parts))
-    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
-    if plan.registers is not None:
-        options["maxnreg"] = plan.registers
     _expand_dense[(tiles_at_once * parts,)](
         halves,
-        b,
-        ranks,
-        scales,
-        factors,
-        out,
-        tiles.slots,
-        tiles.tokens,
-        b.stride(0),
+        *weights.arguments(out, tiles),
+        weights.b.stride(0),
         out.stride(0),
         tiles.num_tiles,
         tiles_at_once,
-        N=b.shape[2],
-        R=b.shape[1],
-        SIZES=sizes,
+        **weights.constants,
         COLUMNS=plan.columns,
-        RANK_STRIDE=b.stride(1),
-        OUTPUT_STRIDE=b.stride(2),
         PARTS=parts,
         BLOCK_M=tiles.rows,
         BLOCK_R=plan.expand_r,
@@ -259,5 +241,5 @@ def launch_expand_dense(
         DEPENDENT=dependent,
         num_warps=plan.expand_warps,
         num_stages=plan.expand_stages,
-        **options,
+        **expand_options(plan, dependent=dependent),
     )

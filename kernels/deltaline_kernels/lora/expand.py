@@ -6,14 +6,12 @@ A program has some blocks of outputs of one slice, for some tiles. With one bloc
 waits for the sums.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from deltaline_kernels.lora.plan import ExpandPlan
+from deltaline_kernels.lora.plan import ExpandPlan, expand_options
 from deltaline_kernels.lora.tile import (
     RANK_UNIT,
     drop_empty,
@@ -26,6 +24,7 @@ from deltaline_kernels.lora.tile import (
     load_tile,
 )
 from deltaline_kernels.lora.tiles import AdapterTiles
+from deltaline_kernels.lora.weights import OutputWeights
 
 
 # One compiled variant whatever tiles a batch has: nothing is compiled while serving.
@@ -122,11 +121,7 @@ def _expand(
 
 def launch_expand(
     sums: Tensor,
-    b: Tensor,
-    ranks: Tensor | None,
-    scales: Tensor | None,
-    factors: Tensor | None,
-    sizes: tuple[int, ...],
+    weights: OutputWeights,
     out: Tensor,
     tiles: AdapterTiles,
     plan: ExpandPlan,
@@ -139,41 +134,25 @@ def launch_expand(
 
     Args:
         sums: `[splits, tiles, rows, S, columns]` fp32; `by_token`: `[1, 1, T, S, columns]` of any dtype.
-        b: `[slots, R, out]`, the last two dimensions of any strides.
-        ranks, scales: `[slots, S]`; factors: `[slots, out]`; None for R, 1 and 1.
-        sizes: outputs of each of the S slices.
         dependent: the launch before this one is the shrink, and may still run when this one starts.
 
     Arguments are validated by the caller.
     """
     pieces = tiles.rows // plan.block_m
     num_tiles = tiles.num_tiles * pieces
-    parts = sum(triton.cdiv(size, plan.steps * plan.block_n) for size in sizes)
+    parts = sum(triton.cdiv(size, plan.steps * plan.block_n) for size in weights.sizes)
     tiles_at_once = min(num_tiles, max(1, plan.programs // parts))
-    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
-    if plan.registers is not None:
-        options["maxnreg"] = plan.registers
     _expand[(tiles_at_once * parts,)](
         sums,
-        b,
-        ranks,
-        scales,
-        factors,
-        out,
-        tiles.slots,
-        tiles.tokens,
+        *weights.arguments(out, tiles),
         sums.stride(2),
-        b.stride(0),
+        weights.b.stride(0),
         out.stride(0),
         num_tiles,
         tiles_at_once,
-        N=b.shape[2],
-        R=b.shape[1],
-        SIZES=sizes,
+        **weights.constants,
         COLUMNS=sums.shape[4],
         WHOLE_UNITS=sums.shape[4] % RANK_UNIT.value == 0,
-        RANK_STRIDE=b.stride(1),
-        OUTPUT_STRIDE=b.stride(2),
         SPLITS=sums.shape[0],
         PARTS=parts,
         STEPS=plan.steps,
@@ -186,5 +165,5 @@ def launch_expand(
         DEPENDENT=dependent,
         num_warps=plan.warps,
         num_stages=1,
-        **options,
+        **expand_options(plan, dependent=dependent),
     )

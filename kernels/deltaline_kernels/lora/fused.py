@@ -99,20 +99,13 @@ def _fused(
 
 def launch_fused(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles, plan: FusedPlan) -> None:
     """Add to out `[T, out]` for tokens that have an adapter; arguments are validated by the caller."""
-    pieces = tiles.rows // plan.block_m
-    num_tiles = tiles.num_tiles * pieces
+    num_tiles = tiles.num_tiles * (tiles.rows // plan.block_m)
     blocks = sum(triton.cdiv(size, plan.block_n) for size in weights.sizes)
     tiles_at_once = min(num_tiles, max(1, plan.programs // blocks))
     _fused[(tiles_at_once * blocks,)](
         x,
         weights.a,
-        weights.b,
-        weights.ranks,
-        weights.scales,
-        weights.factors,
-        out,
-        tiles.slots,
-        tiles.tokens,
+        *weights.of_outputs.arguments(out, tiles),
         x.stride(0),
         out.stride(0),
         num_tiles,
@@ -122,15 +115,7 @@ def launch_fused(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTil
         R=weights.max_rank,
         SIZES=weights.sizes,
         BLOCKS=blocks,
-        BLOCK_M=plan.block_m,
-        PIECES=pieces,
-        BLOCK_R=plan.block_r,
         BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
-        WAYS=plan.ways,
-        STEPS=plan.steps,
-        EAGER_ROWS=plan.eager_rows,
         PIN=x.device.type == "cuda",
-        num_warps=plan.warps,
-        num_stages=plan.stages,
+        **plan.options(tiles.rows),
     )

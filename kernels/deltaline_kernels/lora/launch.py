@@ -41,8 +41,7 @@ def add_lora_triton(x: Tensor, out: Tensor, weights: LoraWeights, tiles: Adapter
     if dense is not None:
         halves = empty_halves(tiles, len(weights.sizes), weights.b, dense)
         launch_shrink_dense(x, weights.a, weights.ranks, halves, tiles, dense, dependents=overlap)
-        b, ranks, scales, factors = weights.b, weights.ranks, weights.scales, weights.factors
-        launch_expand_dense(halves, b, ranks, scales, factors, weights.sizes, out, tiles, dense, dependent=overlap)
+        launch_expand_dense(halves, weights.of_outputs, out, tiles, dense, dependent=overlap)
         return
     bucket = find_bucket(num_tokens, rank)
     fused = plan_fused(bucket, num_tokens, rank, inputs, x.dtype)
@@ -53,15 +52,5 @@ def add_lora_triton(x: Tensor, out: Tensor, weights: LoraWeights, tiles: Adapter
     size = (shrink.splits, tiles.num_tiles, tiles.rows, len(weights.sizes), pad_rank(rank))
     sums = torch.empty(size, dtype=torch.float32, device=x.device)
     launch_shrink(x, weights.a, weights.ranks, sums, tiles, shrink, dependents=overlap)
-    launch_expand(
-        sums,
-        weights.b,
-        weights.ranks,
-        weights.scales,
-        weights.factors,
-        weights.sizes,
-        out,
-        tiles,
-        plan_expand(bucket, num_tokens, rank, x.dtype),
-        dependent=overlap,
-    )
+    expand = plan_expand(bucket, num_tokens, rank, x.dtype)
+    launch_expand(sums, weights.of_outputs, out, tiles, expand, dependent=overlap)

@@ -7,6 +7,7 @@ on the sizes of the projection, never on which token has which adapter.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,22 +26,49 @@ MAX_STAGES = 5
 
 
 @dataclass(frozen=True)
-class ShrinkPlan:
-    """`splits` programs per `block_m` tokens and slice, each with `steps` blocks of `block_k` inputs in `ways` parts.
+class SumsPlan:
+    """Programs of `block_m` tokens and a slice, each with `steps` blocks of `block_k` inputs in `ways` parts.
 
     `programs`: about so many at once; those of a large batch have several tiles.
     """
 
     block_m: int
-    splits: int
     block_k: int
     steps: int
     ways: int
     block_r: int
     warps: int
     stages: int
-    programs: int
     eager_rows: int
+    programs: int
+
+    def options(self, rows: int) -> dict[str, int]:
+        """Return what a kernel is compiled with that computes sums, for tiles of `rows` tokens."""
+        return {
+            "BLOCK_M": self.block_m,
+            "PIECES": rows // self.block_m,
+            "BLOCK_R": self.block_r,
+            "BLOCK_K": self.block_k,
+            "WAYS": self.ways,
+            "STEPS": self.steps,
+            "EAGER_ROWS": self.eager_rows,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+@dataclass(frozen=True)
+class ShrinkPlan(SumsPlan):
+    """`splits` programs per `block_m` tokens and slice."""
+
+    splits: int
+
+
+@dataclass(frozen=True)
+class FusedPlan(SumsPlan):
+    """One launch: a program of `block_n` outputs computes its tile's sums itself, as a shrink without splits does."""
+
+    block_n: int
 
 
 @dataclass(frozen=True)
@@ -57,22 +85,6 @@ class ExpandPlan:
     warps: int
     registers: int | None
     programs: int
-
-
-@dataclass(frozen=True)
-class FusedPlan:
-    """One launch: a program of `block_n` outputs computes its tile's sums itself, as a shrink without splits does."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    steps: int
-    ways: int
-    block_r: int
-    warps: int
-    stages: int
-    programs: int
-    eager_rows: int
 
 
 @dataclass(frozen=True)
@@ -192,16 +204,11 @@ def find_bucket(num_tokens: int, rank: int) -> Bucket:
 
 def plan_shrink(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: torch.dtype) -> ShrinkPlan:
     """Return how the sums are computed."""
-    exact = dtype == torch.float32
     splits, most = bucket.shrink
-    block_r, ways = _rank_blocks(num_tokens, rank, SHRINK_WARPS, exact=exact)
-    block_k = _input_block(-(-inputs // splits), EXACT_K if exact else most, ways)
-    steps = -(-inputs // (splits * block_k))
-    stages = 1 if exact else min(steps + 1, MAX_STAGES)
-    splits = -(-inputs // (steps * block_k))
-    eager_rows = min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0
-    rows = piece_rows(num_tokens)
-    return ShrinkPlan(rows, splits, block_k, steps, ways, block_r, SHRINK_WARPS, stages, SHRINK_PROGRAMS, eager_rows)
+    exact = dtype == torch.float32
+    sums = _plan_sums(num_tokens, rank, -(-inputs // splits), most, SHRINK_WARPS, exact=exact)
+    splits = -(-inputs // (sums["steps"] * sums["block_k"]))
+    return ShrinkPlan(**sums, programs=SHRINK_PROGRAMS, splits=splits)
 
 
 def plan_expand(bucket: Bucket, num_tokens: int, rank: int, dtype: torch.dtype) -> ExpandPlan:
@@ -219,13 +226,7 @@ def plan_fused(bucket: Bucket, num_tokens: int, rank: int, inputs: int, dtype: t
     if bucket.fused is None or inputs > FUSED_INPUTS or dtype == torch.float32:
         return None
     block_n, most, warps = bucket.fused
-    block_r, ways = _rank_blocks(num_tokens, rank, warps)
-    block_k = _input_block(inputs, most, ways)
-    steps = -(-inputs // block_k)
-    stages = min(steps + 1, MAX_STAGES)
-    eager_rows = min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0
-    rows = piece_rows(num_tokens)
-    return FusedPlan(rows, block_n, block_k, steps, ways, block_r, warps, stages, EXPAND_PROGRAMS, eager_rows)
+    return FusedPlan(**_plan_sums(num_tokens, rank, inputs, most, warps), programs=EXPAND_PROGRAMS, block_n=block_n)
 
 
 def plan_dense(num_tokens: int, rows: int, rank: int, inputs: int, dtype: torch.dtype) -> DensePlan | None:
@@ -239,17 +240,33 @@ def plan_dense(num_tokens: int, rows: int, rank: int, inputs: int, dtype: torch.
     return DensePlan(columns, DENSE_PROGRAMS, shrink_r, shrink_k, steps, shrink_warps, shrink_stages, *bucket.expand)
 
 
-def _rank_blocks(num_tokens: int, rank: int, warps: int, *, exact: bool = False) -> tuple[int, int]:
-    """Return the ranks at once, and the parts of the inputs that give each warp columns of its own."""
-    if exact:
-        return EXACT_R, 1
-    block_r = min(SHRINK_RANKS, _power(rank))
-    return block_r, max(1, warps * RANK_UNIT // block_r) if piece_rows(num_tokens) == SMALL_TILE else 1
+def expand_options(plan: ExpandPlan | DensePlan, *, dependent: bool) -> dict[str, Any]:
+    """Return how an expand is launched that may be `dependent` on a shrink which still runs."""
+    options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
+    return options if plan.registers is None else {**options, "maxnreg": plan.registers}
 
 
-def _input_block(inputs: int, most: int, ways: int) -> int:
-    """Return a power of two up to `most` that covers `inputs` if it can, and gives each part what a product takes."""
-    return max(ways * RANK_UNIT, min(most, _power(inputs)))
+def _plan_sums(
+    num_tokens: int, rank: int, inputs: int, most: int, warps: int, *, exact: bool = False
+) -> dict[str, int]:
+    """Return the fields of a SumsPlan for so many inputs of a program, `most` of them at once."""
+    rows = piece_rows(num_tokens)
+    block_r = EXACT_R if exact else min(SHRINK_RANKS, _power(rank))
+    # Parts of the inputs give each warp columns of its own.
+    ways = 1 if exact or rows != SMALL_TILE else max(1, warps * RANK_UNIT // block_r)
+    # A power of two that covers the inputs if it can, and gives each part what a product takes.
+    block_k = max(ways * RANK_UNIT, min(EXACT_K if exact else most, _power(inputs)))
+    steps = -(-inputs // block_k)
+    return {
+        "block_m": rows,
+        "block_k": block_k,
+        "steps": steps,
+        "ways": ways,
+        "block_r": block_r,
+        "warps": warps,
+        "stages": 1 if exact else min(steps + 1, MAX_STAGES),
+        "eager_rows": min(rank, RANK_UNIT) if num_tokens <= EAGER_TOKENS else 0,
+    }
 
 
 def _power(value: int) -> int:

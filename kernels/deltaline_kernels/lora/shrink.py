@@ -89,8 +89,7 @@ def launch_shrink(
     a: `[slots, S, R, in]`. Arguments are validated by the caller. `dependents`: the next launch waits by itself.
     """
     _, num_slices, max_rank, num_inputs = a.shape
-    pieces = tiles.rows // plan.block_m
-    num_tiles = tiles.num_tiles * pieces
+    num_tiles = tiles.num_tiles * (tiles.rows // plan.block_m)
     per_tile = plan.splits * num_slices
     tiles_at_once = min(num_tiles, max(1, plan.programs // per_tile))
     _shrink[(tiles_at_once * per_tile,)](
@@ -108,14 +107,6 @@ def launch_shrink(
         S=num_slices,
         COLUMNS=partials.shape[4],
         SPLITS=plan.splits,
-        BLOCK_M=plan.block_m,
-        PIECES=pieces,
-        BLOCK_R=plan.block_r,
-        BLOCK_K=plan.block_k,
-        WAYS=plan.ways,
-        STEPS=plan.steps,
-        EAGER_ROWS=plan.eager_rows,
         DEPENDENTS=dependents,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
+        **plan.options(tiles.rows),
     )

@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, check_tensor
+from deltaline_kernels.lora.tiles import AdapterTiles
 
 MAX_RANK = 512
+
+
+@dataclass(frozen=True, eq=False)
+class OutputWeights:
+    """What turns the sums of every slot into outputs, checked by the caller: as in `LoraWeights`, but for some of it.
+
+    Args:
+        b: `[slots, R, out]`, the last two dimensions of any strides.
+        ranks, scales, factors: None for R, 1 and 1.
+    """
+
+    b: Tensor
+    sizes: tuple[int, ...]
+    ranks: Tensor | None = None
+    scales: Tensor | None = None
+    factors: Tensor | None = None
+
+    def arguments(self, out: Tensor, tiles: AdapterTiles) -> tuple[Tensor | None, ...]:
+        """Return what every kernel of outputs takes in this order: the weights, the outputs and the tiles."""
+        return self.b, self.ranks, self.scales, self.factors, out, tiles.slots, tiles.tokens
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """The sizes and strides that are constants of a kernel of outputs alone."""
+        _, rank_stride, output_stride = self.b.stride()
+        _, rank, outputs = self.b.shape
+        sizes = {"N": outputs, "R": rank, "SIZES": self.sizes}
+        return {**sizes, "RANK_STRIDE": rank_stride, "OUTPUT_STRIDE": output_stride}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +76,8 @@ class LoraWeights:
             raise TypeError(f"sizes: expected a tuple of integers, got {sizes!r}")
         if not sizes or min(sizes) < 1:
             raise ValueError(f"sizes: expected at least one slice of at least 1 output, got {sizes}")
-        if not isinstance(self.a, Tensor):
-            raise TypeError(f"a: expected a tensor, got {type(self.a).__name__}")
+        check_tensor("a", self.a, (None, len(sizes), None, None), ACTIVATIONS, None)
         device = self.a.device
-        check_tensor("a", self.a, (None, len(sizes), None, None), ACTIVATIONS, device)
         slots, _, rank, inputs = self.a.shape
         if slots < 1 or inputs < 1 or not 1 <= rank <= MAX_RANK:
             shape = list(self.a.shape)
@@ -59,6 +88,10 @@ class LoraWeights:
         check_tensor("scales", self.scales, (slots, len(sizes)), (torch.float32,), device)
         if self.factors is not None:
             check_tensor("factors", self.factors, (slots, outputs), (torch.float32,), device)
+
+    @cached_property
+    def of_outputs(self) -> OutputWeights:
+        return OutputWeights(self.b, self.sizes, self.ranks, self.scales, self.factors)
 
     @property
     def num_slots(self) -> int:

@@ -9,7 +9,7 @@ from deltaline_kernels.checks import ACTIVATIONS, STATES, check_tensor
 from deltaline_kernels.mamba2.cpu import mamba2_cpu
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs, find_heads
 from deltaline_kernels.mamba2.reference import mamba2_reference
-from deltaline_kernels.rows import Rows, StateLines
+from deltaline_kernels.rows import Rows, StateLines, check_rows
 
 __all__ = ["mamba2", "mamba2_reference", "run_mamba2"]
 
@@ -70,11 +70,8 @@ def _check_state(xBC: Tensor, state: Tensor, rows: Rows, num_groups: int, dt_lim
     """Check what tells the sizes, and return them."""
     if not isinstance(xBC, Tensor):
         raise TypeError(f"xBC: expected Tensor, got {type(xBC).__name__}")
-    if not isinstance(rows, Rows):
-        raise TypeError(f"rows: expected Rows, got {type(rows).__name__}")
     check_tensor("state", state, (None, None, None, None), STATES, xBC.device)
-    if rows.control.device != xBC.device:
-        raise ValueError(f"rows: expected device {xBC.device}, got {rows.control.device}")
+    check_rows(rows, xBC.device)
     _, num_heads, head_dim, state_dim = state.shape
     least, greatest = dt_limit
     return find_heads(num_groups, num_heads, head_dim, state_dim, (least, greatest))

@@ -22,9 +22,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
-from deltaline_kernels.mamba2.chunk_plan import BLOCK_P, CHUNK, choose_plan
 from deltaline_kernels.mamba2.hopper_chunk import can_walk, launch_walk
 from deltaline_kernels.mamba2.inputs import MambaInputs
+from deltaline_kernels.mamba2.plan import BLOCK_P, CHUNK, choose_plan
 from deltaline_kernels.mamba2.steps import launch_steps
 from deltaline_kernels.rows import Rows, StateLines
 

@@ -22,8 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from deltaline_kernels.device.hopper import barrier, copy_rest
 from deltaline_kernels.device.row_splits import RowSplits
-from deltaline_kernels.mamba2.chunk_plan import BLOCK_P, CHUNK
 from deltaline_kernels.mamba2.inputs import MambaInputs
+from deltaline_kernels.mamba2.plan import BLOCK_P, CHUNK
 from deltaline_kernels.rows import Rows, StateLines
 
 WARPS = 4

@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaline_kernels.device.chunks import find_chunk
-from deltaline_kernels.mamba2.chunk_plan import CHUNK
 from deltaline_kernels.mamba2.gates import read_rate, time_step
 from deltaline_kernels.mamba2.inputs import MambaInputs
+from deltaline_kernels.mamba2.plan import CHUNK
 from deltaline_kernels.rows import Rows
 
 # fp32 values of a chunk and head: two vectors, exponents of 2. G_i; and G_j - log2(dt_j), so that the weight of token j

@@ -180,9 +180,7 @@ def mhc_head(
 
 def _check_residual(residual: Tensor) -> tuple[int, int, int]:
     """Return N, S and H."""
-    if not isinstance(residual, Tensor):
-        raise TypeError(f"residual: expected a tensor, got {type(residual).__name__}")
-    check_tensor("residual", residual, (None, None, None), ACTIVATIONS, residual.device, row_stride=True)
+    check_tensor("residual", residual, (None, None, None), ACTIVATIONS, None, row_stride=True)
     num_tokens, streams, hidden = residual.shape
     if not 1 <= streams <= MAX_STREAMS or hidden < 1:
         shape = list(residual.shape)

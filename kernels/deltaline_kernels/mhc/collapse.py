@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltaline_kernels.device.sizes import cdiv
+from deltaline_kernels.mhc.gates import Mixing
 from deltaline_kernels.mhc.plan import Plan
 from deltaline_kernels.mhc.sinkhorn import gate_sizes, sigmoid, write_gates
 
@@ -159,22 +160,18 @@ def _collapse(
 def launch_collapse(
     residual: Tensor,
     partials: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
+    mixing: Mixing,
     y: Tensor,
     gates: tuple[Tensor, Tensor] | None,
     plan: Plan,
-    numbers: dict[str, float],
     *,
     early: bool,
     overlap: bool,
 ) -> None:
     """Write y `[N, H]`, and post `[N, S]` and comb `[N, S, S]` if they are given: without them it is a head.
 
-    partials: `[splits, N, columns]`. numbers: the constants of Gates by their names in the kernel. `overlap`: may begin
-    while the launch before it runs, which writes partials. `early`: that launch does not write the residual. Arguments
-    are validated by the caller; there is a token.
+    partials: `[splits, N, columns]`. `overlap`: may begin while the launch before it runs, which writes partials.
+    `early`: that launch does not write the residual. Arguments are validated by the caller; there is a token.
     """
     num_tokens, streams, hidden = residual.shape
     sizes = gate_sizes(streams, partials.shape[0])
@@ -184,9 +181,9 @@ def launch_collapse(
     _collapse[(gate_programs + num_tokens * cdiv(hidden, plan.block_h),)](
         residual,
         partials,
-        scale,
-        base,
-        norm_weight,
+        mixing.scale,
+        mixing.base,
+        mixing.norm_weight,
         y,
         post,
         comb,
@@ -204,6 +201,6 @@ def launch_collapse(
         num_warps=plan.collapse_warps,
         num_stages=1,
         **sizes,
-        **numbers,
+        **mixing.numbers,
         **options,
     )

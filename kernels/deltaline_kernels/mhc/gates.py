@@ -52,10 +52,9 @@ class Gates:
     terms: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weight, Tensor):
-            raise TypeError(f"weight: expected a tensor, got {type(self.weight).__name__}")
-        device, fp32 = self.weight.device, (torch.float32,)
-        check_tensor("weight", self.weight, (None, None), fp32, device)
+        fp32 = (torch.float32,)
+        check_tensor("weight", self.weight, (None, None), fp32, None)
+        device = self.weight.device
         rows, columns = self.weight.shape
         streams = count_streams(rows)
         if columns < streams or columns % streams:
@@ -74,6 +73,21 @@ class Gates:
     @property
     def hidden(self) -> int:
         return self.weight.shape[1] // self.num_streams
+
+
+@dataclass(frozen=True, eq=False)
+class Mixing:
+    """What the kernels are given of Gates and of a norm, or of a head, which has neither terms nor a norm.
+
+    numbers: the constants of Gates and of the norm by their names in the kernels.
+    """
+
+    weight: Tensor
+    terms: Tensor | None
+    scale: Tensor
+    base: Tensor
+    norm_weight: Tensor | None
+    numbers: dict[str, float]
 
 
 def prepare_gates(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.mhc.collapse import launch_collapse
-from deltaline_kernels.mhc.gates import Gates, count_columns
+from deltaline_kernels.mhc.gates import Gates, Mixing, count_columns
 from deltaline_kernels.mhc.plan import plan_pre
 from deltaline_kernels.mhc.post import launch_post
 from deltaline_kernels.mhc.product import launch_product
@@ -32,17 +32,7 @@ def mhc_pre_triton(
     residual: Tensor, gates: Gates, norm_weight: Tensor | None, norm_eps: float, y: Tensor, post: Tensor, comb: Tensor
 ) -> None:
     """Write y `[N, H]`, post `[N, S]` and comb `[N, S, S]`. Arguments are validated by `mhc_pre`; there is a token."""
-    _pre(
-        residual,
-        gates.weight,
-        gates.terms,
-        gates.scale,
-        gates.base,
-        norm_weight,
-        y,
-        (post, comb),
-        _numbers(gates, norm_eps),
-    )
+    _pre(residual, _mixing(gates, norm_weight, norm_eps), y, (post, comb))
 
 
 def mhc_post_pre_triton(
@@ -60,46 +50,35 @@ def mhc_post_pre_triton(
 ) -> None:
     """Write mixed `[N, S, H]`, y `[N, H]`, new_post and new_comb. Arguments are validated; there is a token."""
     overlap = _can_overlap(residual)
-    _pre(
-        mixed,
-        gates.weight,
-        gates.terms,
-        gates.scale,
-        gates.base,
-        norm_weight,
-        y,
-        (new_post, new_comb),
-        _numbers(gates, norm_eps),
-        before=lambda own: launch_post(x[own], residual[own], post[own], comb[own], mixed[own], overlap=overlap),
-    )
+
+    def post_of(own: slice) -> None:
+        launch_post(x[own], residual[own], post[own], comb[own], mixed[own], overlap=overlap)
+
+    _pre(mixed, _mixing(gates, norm_weight, norm_eps), y, (new_post, new_comb), before=post_of)
 
 
 def mhc_head_triton(
     residual: Tensor, weight: Tensor, scale: Tensor, base: Tensor, rms_eps: float, pre_eps: float, y: Tensor
 ) -> None:
     """Write y `[N, H]`. Arguments are validated by `mhc_head`; there is a token."""
-    numbers = {"RMS_EPS": rms_eps, "PRE_EPS": pre_eps, "SINKHORN_EPS": 0.0, "MULTIPLIER": 0.0, "REPEAT": 1}
-    _pre(residual, weight, None, scale, base, None, y, None, {**numbers, "NORM_EPS": 0.0})
+    absent = {"SINKHORN_EPS": 0.0, "MULTIPLIER": 0.0, "REPEAT": 1, "NORM_EPS": 0.0}
+    numbers = {"RMS_EPS": rms_eps, "PRE_EPS": pre_eps, **absent}
+    _pre(residual, Mixing(weight, None, scale, base, None, numbers), y, None)
 
 
 def _pre(
     residual: Tensor,
-    weight: Tensor,
-    terms: Tensor | None,
-    scale: Tensor,
-    base: Tensor,
-    norm_weight: Tensor | None,
+    mixing: Mixing,
     y: Tensor,
     gates: tuple[Tensor, Tensor] | None,
-    numbers: dict[str, float],
     before: Callable[[slice], None] | None = None,
 ) -> None:
     """Multiply and collapse: at once, or in chunks of tokens. `before`: writes the residual of a chunk."""
     num_tokens, streams, hidden = residual.shape
-    plan = plan_pre(num_tokens, streams, hidden, residual.dtype, norm=norm_weight is not None)
+    plan = plan_pre(num_tokens, streams, hidden, residual.dtype, norm=mixing.norm_weight is not None)
     overlap = _can_overlap(residual)
     begins = range(0, num_tokens, plan.chunk)
-    buffers = [_empty_partials(plan.splits, min(plan.chunk, num_tokens), weight) for _ in begins[:BUFFERS]]
+    buffers = [_empty_partials(plan.splits, min(plan.chunk, num_tokens), mixing.weight) for _ in begins[:BUFFERS]]
     for i, begin in enumerate(begins):
         own = slice(begin, begin + plan.chunk)
         if before is not None:
@@ -108,20 +87,9 @@ def _pre(
         partials = _take(buffers[i % BUFFERS], part.shape[0])
         waits = before is not None
         early = overlap and (waits or i > 0)
-        launch_product(part, weight, terms, partials, plan, overlap=overlap, early=early, waits=waits)
-        launch_collapse(
-            part,
-            partials,
-            scale,
-            base,
-            norm_weight,
-            y[own],
-            None if gates is None else (gates[0][own], gates[1][own]),
-            plan,
-            numbers,
-            early=len(begins) == 1,
-            overlap=overlap,
-        )
+        launch_product(part, mixing, partials, plan, overlap=overlap, early=early, waits=waits)
+        own_gates = None if gates is None else (gates[0][own], gates[1][own])
+        launch_collapse(part, partials, mixing, y[own], own_gates, plan, early=len(begins) == 1, overlap=overlap)
 
 
 def _take(partials: Tensor, num_tokens: int) -> Tensor:
@@ -136,9 +104,8 @@ def _empty_partials(splits: int, num_tokens: int, weight: Tensor) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=weight.device)
 
 
-def _numbers(gates: Gates, norm_eps: float) -> dict[str, float]:
-    """Return the constants of the gates by their names in the kernel."""
-    return {
+def _mixing(gates: Gates, norm_weight: Tensor | None, norm_eps: float) -> Mixing:
+    numbers = {
         "RMS_EPS": gates.rms_eps,
         "PRE_EPS": gates.pre_eps,
         "SINKHORN_EPS": gates.sinkhorn_eps,
@@ -146,6 +113,7 @@ def _numbers(gates: Gates, norm_eps: float) -> dict[str, float]:
         "REPEAT": gates.sinkhorn_repeat,
         "NORM_EPS": norm_eps,
     }
+    return Mixing(gates.weight, gates.terms, gates.scale, gates.base, norm_weight, numbers)
 
 
 def _can_overlap(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltaline_kernels.device.sizes import cdiv
-from deltaline_kernels.mhc.gates import NUM_TERMS
+from deltaline_kernels.mhc.gates import NUM_TERMS, Mixing
 from deltaline_kernels.mhc.plan import Plan
 
 
@@ -133,8 +133,7 @@ def _multiply(
 
 def launch_product(
     residual: Tensor,
-    gates_weight: Tensor,
-    terms: Tensor | None,
+    mixing: Mixing,
     partials: Tensor,
     plan: Plan,
     *,
@@ -144,17 +143,17 @@ def launch_product(
 ) -> None:
     """Write partials `[splits, N, columns]`.
 
-    gates_weight: `[rows, K]`, those of comb last unless it is a head's. `overlap`: the next launch may begin while this
-    one runs, and waits by itself. `early`: so may this one, and `waits` if the launch before it writes its residual.
-    Arguments are validated by the caller; there is a token.
+    Of the weight `[rows, K]` the rows of comb are the last, unless it is a head's. `overlap`: the next launch may begin
+    while this one runs, and waits by itself. `early`: so may this one, and `waits` if the launch before it writes its
+    residual. Arguments are validated by the caller; there is a token.
     """
     num_tokens, streams, _ = residual.shape
-    rows, inputs = gates_weight.shape
-    is_prepared = terms is not None and residual.dtype == torch.bfloat16
+    rows, inputs = mixing.weight.shape
+    terms = mixing.terms if residual.dtype == torch.bfloat16 else None
     options: dict[str, Any] = {"launch_pdl": True} if early else {}
     _multiply[(cdiv(num_tokens, plan.block_m) * plan.splits,)](
         residual,
-        terms if is_prepared else gates_weight,
+        mixing.weight if terms is None else terms,
         partials,
         residual.stride(0),
         num_tokens,

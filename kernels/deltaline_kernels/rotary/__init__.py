@@ -6,7 +6,7 @@ from torch import Tensor
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
 from deltaline_kernels.rotary.cpu import rotate_and_store_cpu
 from deltaline_kernels.rotary.reference import rotate_and_store_reference
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import Rows, check_rows
 
 __all__ = ["rotate_and_store", "rotate_and_store_reference"]
 
@@ -86,10 +86,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, rows: Rows) -> None:
     channels = rotary.shape[1]
     if channels % 2 != 0 or not 2 <= channels <= dim:
         raise ValueError(f"rotary: expected an even number of channels, 2..{dim}, got {channels}")
-    if not isinstance(rows, Rows):
-        raise TypeError(f"rows: expected Rows, got {type(rows).__name__}")
-    if rows.control.device != device:
-        raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
+    check_rows(rows, device)
 
 
 def _check_norms(q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> None:

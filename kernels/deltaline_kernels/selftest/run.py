@@ -16,15 +16,14 @@ from deltaline_kernels.gated_delta import gated_delta, gated_delta_reference
 from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.gated_delta.plan import choose_plan
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
-from deltaline_kernels.mamba2.chunk_plan import choose_plan as choose_mamba_plan
 from deltaline_kernels.mamba2.inputs import MambaHeads
+from deltaline_kernels.mamba2.plan import choose_plan as choose_mamba_plan
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import Rows
 from deltaline_kernels.selftest.attention import attention_batches, compare_attention
-from deltaline_kernels.selftest.batches import batches, short_batches
 from deltaline_kernels.selftest.lora import compare_lora
 from deltaline_kernels.selftest.mhc import compare_mhc
-from deltaline_kernels.selftest.shapes import Compared, Fill, Shapes
+from deltaline_kernels.selftest.shapes import Compared, Fill, Shapes, batches, short_batches
 
 # Tokens of a row that is computed in parts, where heads are few enough for that.
 LONG = 4096

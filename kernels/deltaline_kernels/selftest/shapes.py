@@ -1,4 +1,4 @@
-"""The sizes and dtypes of a model that the self-test computes with."""
+"""What the self-test computes with: sizes and dtypes of a model, and rows of every kind, few and many of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.gated_delta.inputs import DeltaHeads
+from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
+from deltaline_kernels.rows import Rows
 
+# From so many rows x heads on, both recurrences have kernels of their own.
+MANY_HEADS = max(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
 # Makes a tensor of a shape, in fp32, of some kind of contents.
 Fill = Callable[..., Tensor]
 # The name of a family and of what it ran on, what it computed and what its reference computed.
@@ -41,3 +46,36 @@ class Shapes:
         if self.is_mamba:
             return {"num_groups": self.heads.num_key_heads, "dt_limit": self.dt_limit}
         return {"num_key_heads": self.heads.num_key_heads}
+
+
+def batches(num_heads: int, max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """Rows of every kind, few and many of them; the long one has more than 128 tokens."""
+    n, many = max_draft, -(-MANY_HEADS // num_heads)
+    lines = list(range(1, many + 1))
+    # On a GPU long enough that the memory of a walk's first chunks is used again.
+    long = 130 if torch.device(device).type == "cpu" else 330
+    control = {
+        "decode": ([1, 1, 1], [1, 2, 0], [1, 2, 3], [1, 1, 1], [0, 0, 0], [0, 0, 0]),
+        "verify": ([n, (n + 1) // 2], [1, 2], [1, 3], [0, 0], [n // 2, n], [0, 1]),
+        "prefill": ([long, 37], [0, 1], [2, 3], [long, 37], [0, n], [0, 0]),
+    }
+    if torch.device(device).type != "cpu":
+        # For many rows there are kernels of their own, and where heads are many, three rows are.
+        control["one decode"] = ([1], [1], [1], [1], [0], [0])
+        control["one verify"] = ([n], [1], [1], [0], [n], [1])
+        control["many decodes"] = ([1] * many, lines, lines, [1] * many, [0] * many, [0] * many)
+        control["many verifies"] = ([n] * many, lines, lines, [0] * many, [n] * many, [1] * many)
+    return {kind: Rows.build(*fields, max_short=max_draft, device=device) for kind, fields in control.items()}
+
+
+def short_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:
+    """Short rows of every length and number for which a kernel of its own is compiled."""
+    found = {}
+    for num_rows in (2, 128):
+        for length in (1, 4, 8):
+            n = min(length, max_draft)
+            lines = list(range(1, num_rows + 1))
+            lengths, zeros = [n] * num_rows, [0] * num_rows
+            rows = Rows.build(lengths, lines, lines, lengths, zeros, zeros, max_short=max_draft, device=device)
+            found[f"{num_rows} rows of {n}"] = rows
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deltaline_kernels.device.row_splits import RowSplits
-from deltaline_kernels.mamba2.chunk_plan import CHUNK, PROGRAMS, SHORTEST_PART, choose_plan
 from deltaline_kernels.mamba2.inputs import MambaHeads
+from deltaline_kernels.mamba2.plan import CHUNK, PROGRAMS, SHORTEST_PART, choose_plan
 
 
 @pytest.mark.parametrize(

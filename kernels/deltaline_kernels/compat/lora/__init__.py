@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS
+from deltaline_kernels.compat.arguments import check_integer, check_number
 from deltaline_kernels.compat.lora.cpu import expand_cpu, shrink_cpu
 from deltaline_kernels.compat.lora.tokens import AdapterTokens, check_on
 from deltaline_kernels.lora.weights import MAX_RANK
@@ -66,11 +67,8 @@ def lora_shrink(
         raise TypeError(f"inputs: expected {weights[0].dtype} as lora_a_weights have, got {inputs.dtype}")
     check_on("inputs", inputs, {"tokens": None, "in": num_inputs}, ACTIVATIONS, inputs.device)
     size = {"slices": len(weights), "tokens": tokens.num_tokens, "rank": rank}
-    check_on("output_tensor", output_tensor, size, (torch.float32,), inputs.device)
-    if not output_tensor.is_contiguous():
-        raise ValueError(f"output_tensor: expected a contiguous tensor, got strides {output_tensor.stride()}")
-    if isinstance(scaling, bool) or not isinstance(scaling, int | float):
-        raise TypeError(f"scaling: expected a number, got {scaling!r}")
+    check_on("output_tensor", output_tensor, size, (torch.float32,), inputs.device, contiguous=True)
+    check_number("scaling", scaling)
     if skip or tokens.num_tokens == 0:
         return
     with torch.no_grad():
@@ -131,14 +129,11 @@ def lora_expand(
         shapes = [tuple(weight.shape) for weight in weights]
         raise ValueError(f"lora_b_weights: expected one number of slots and one rank, got {shapes}")
     check_on("inputs", inputs, {"slices": len(weights), "tokens": None, "rank": rank}, ACTIVATIONS, inputs.device)
-    if isinstance(offset_start, bool) or not isinstance(offset_start, int):
-        raise TypeError(f"offset_start: expected an integer, got {offset_start!r}")
+    check_integer("offset_start", offset_start)
     if offset_start < 0:
         raise ValueError(f"offset_start: expected at least 0, got {offset_start}")
     size = {"tokens": tokens.num_tokens, "columns": None}
-    check_on("output_tensor", output_tensor, size, ACTIVATIONS, inputs.device)
-    if not output_tensor.is_contiguous():
-        raise ValueError(f"output_tensor: expected a contiguous tensor, got strides {output_tensor.stride()}")
+    check_on("output_tensor", output_tensor, size, ACTIVATIONS, inputs.device, contiguous=True)
     end = offset_start + sum(weight.shape[1] for weight in weights)
     if output_tensor.shape[1] < end:
         raise ValueError(f"output_tensor: expected at least {end} columns, got {output_tensor.shape[1]}")
@@ -171,11 +166,9 @@ def _check_weights(name: str, weights: Sequence[Tensor], inputs: Tensor) -> list
     for i, weight in enumerate(weights):
         if weight.ndim == 4 and weight.shape[1] == 1:
             weight = weight[:, 0]
-        check_on(f"{name}[{i}]", weight, dict.fromkeys(LAYOUT[name]), ACTIVATIONS, inputs.device)
+        check_on(f"{name}[{i}]", weight, dict.fromkeys(LAYOUT[name]), ACTIVATIONS, inputs.device, contiguous=True)
         if weight.dtype != weights[0].dtype:
             raise TypeError(f"{name}[{i}]: expected {weights[0].dtype} as the first one has, got {weight.dtype}")
-        if not weight.is_contiguous():
-            raise ValueError(f"{name}[{i}]: expected a contiguous tensor, got strides {weight.stride()}")
         rank = weight.shape[LAYOUT[name].index("rank")]
         if weight.numel() == 0 or rank > MAX_RANK:
             raise ValueError(

@@ -21,6 +21,7 @@ from deltaline_kernels.lora.plan import (
 )
 from deltaline_kernels.lora.shrink import launch_shrink
 from deltaline_kernels.lora.tiles import AdapterTiles
+from deltaline_kernels.lora.weights import OutputWeights
 
 
 def shrink_triton(x: Tensor, weights: Sequence[Tensor], out: Tensor, tokens: AdapterTokens, scaling: float) -> None:
@@ -54,15 +55,13 @@ def expand_triton(
     for s, weight in zip(sums, weights, strict=True):
         size = weight.shape[1]
         columns = out[:, first : first + size]
-        b = weight.transpose(1, 2)
+        b = OutputWeights(weight.transpose(1, 2), (size,))
         if dense is None:
-            launch_expand(
-                s[None, None, :, None], b, None, None, None, (size,), columns, tiles, plan, by_token=True, add=add
-            )
+            launch_expand(s[None, None, :, None], b, columns, tiles, plan, by_token=True, add=add)
         else:
-            halves = empty_halves(tiles, 1, b, dense)
+            halves = empty_halves(tiles, 1, weight, dense)
             split_sums(s, halves, tiles)
-            launch_expand_dense(halves, b, None, None, None, (size,), columns, tiles, dense, add=add)
+            launch_expand_dense(halves, b, columns, tiles, dense, add=add)
         first += size
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import check_tensor
-from deltaline_kernels.compat.arguments import check_operand
+from deltaline_kernels.compat.arguments import check_integer, check_operand
 
 # Checks one tensor of any strides.
 check_on = partial(check_operand, beside=None)
@@ -69,8 +69,7 @@ class AdapterTokens:
                     f"{tuple(num_active.shape)} on {num_active.device}"
                 )
             num_active = int(num_active)
-        if isinstance(num_active, bool) or not isinstance(num_active, int):
-            raise TypeError(f"num_active_loras: expected an integer, got {num_active!r}")
+        check_integer("num_active_loras", num_active)
         if not 0 <= num_active <= num_groups:
             raise ValueError(f"num_active_loras: expected 0..{num_groups}, got {num_active}")
         return cls(order, counts, starts, ids, num_active)
