@@ -292,11 +292,14 @@ def _convolve(
 
 
 def convolve_cpu(inputs: ConvInputs, rows: EngineRows, y: Tensor, *, keep: bool) -> None:
-    """Do what `_convolve` does, on the CPU, with checked offsets and lengths."""
+    """Do what `_convolve` does, on the CPU, with checked offsets, lengths and lines."""
     x, lines, width = inputs.x, inputs.lines, inputs.weight.shape[0]
     columns = lines.shape[1]
     check_offsets(rows, x.shape[0])
     live = [row for row in read_back(rows, columns, width) if not row.skipped]
     check_lengths(rows, live, columns, width)
+    largest = max((max(row.write, -1 if row.first_column is None else row.read) for row in live), default=0)
+    if keep and largest >= lines.shape[0]:  # slices would leave such lines out without a word
+        raise IndexError(f"indices: expected lines below {lines.shape[0]}, got {largest}")
     inputs = replace(inputs, x=x.to(lines.dtype, copy=y.data_ptr() == x.data_ptr()))
     causal_conv1d_cpu(inputs, place_rows(rows, x.shape[0], x.device, columns, width, keep=keep), y)

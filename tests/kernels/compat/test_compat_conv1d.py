@@ -393,3 +393,18 @@ def test_a_plain_update_is_one_launch() -> None:
         torch.cuda.synchronize()
     kernels = [event.name for event in profile.events() if str(event.device_type).endswith("CUDA")]
     assert len(kernels) == 1, kernels
+
+
+@pytest.mark.parametrize("lines", [[3], [5, 6], [2, 3]])
+def test_on_the_cpu_a_line_out_of_range_is_refused_without_validation(lines: list[int]) -> None:
+    """Lines that follow each other are a slice, of which what is too much would be left out without a word."""
+    states = torch.zeros(3, DIM, 3)
+    x, weight = torch.randn(DIM, 2 * len(lines)), torch.randn(DIM, 4)
+    starts = torch.arange(0, 2 * len(lines) + 1, 2, dtype=torch.int32)
+    indices = torch.tensor(lines, dtype=torch.int32)
+    with pytest.raises(IndexError, match=f"indices: expected lines below 3, got {max(lines)}"):
+        causal_conv1d_fn(x, weight, None, states, starts, cache_indices=indices, activation=None)
+    assert not states.any()
+    with pytest.raises(IndexError, match=f"indices: expected lines below 3, got {max(lines)}"):
+        causal_conv1d_update(torch.randn(len(lines), DIM), states, weight, conv_state_indices=indices)
+    assert not states.any()
