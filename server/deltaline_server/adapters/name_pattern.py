@@ -16,8 +16,8 @@ from deltaline_server.checkpoints.config_reader import ModelError
 MAX_CHARS = 1024
 # Of a compiled pattern: about 10,000 instructions, or 1,000 repetitions.
 MAX_BYTES = 1 << 18
-# A step takes about a quarter of a microsecond, up to two where RE2 falls back. After STEPS_PER_TURN of them the thread sleeps for REST_S: each time
-# a serving thread gives up the interpreter it would otherwise wait 5 ms to get it back.
+# A step takes about a quarter of a microsecond, up to two where RE2 falls back. After STEPS_PER_TURN of them the thread
+# sleeps for REST_S: each time a serving thread gives up the interpreter it would otherwise wait 5 ms to get it back.
 STEPS_PER_TURN = 2048
 REST_S = 5e-5
 STEPS_PER_MATCH = 4

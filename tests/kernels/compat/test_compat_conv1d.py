@@ -398,8 +398,8 @@ def test_a_plain_update_is_one_launch() -> None:
 @pytest.mark.parametrize("lines", [[3], [5, 6], [2, 3]])
 def test_on_the_cpu_a_line_out_of_range_is_refused_without_validation(lines: list[int]) -> None:
     """Lines that follow each other are a slice, of which what is too much would be left out without a word."""
-    states = torch.zeros(3, DIM, 3)
-    x, weight = torch.randn(DIM, 2 * len(lines)), torch.randn(DIM, 4)
+    states = torch.zeros(3, 3, DIM).transpose(1, 2)
+    x, weight = torch.randn(2 * len(lines), DIM).t(), torch.randn(DIM, 4)
     starts = torch.arange(0, 2 * len(lines) + 1, 2, dtype=torch.int32)
     indices = torch.tensor(lines, dtype=torch.int32)
     with pytest.raises(IndexError, match=f"indices: expected lines below 3, got {max(lines)}"):
