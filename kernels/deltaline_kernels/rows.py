@@ -49,8 +49,7 @@ class Rows:
         max_short: upper bound of the length of a short row.
         max_length: upper bound of the length of any row.
 
-    The contents of `control` are the caller's promise: no launch reads them back from a device. On the CPU they stay as
-    they are as long as these rows are used: what follows from them is worked out once.
+    The contents of `control` are the caller's promise: no launch reads them back from a device.
     """
 
     control: Tensor

@@ -41,7 +41,8 @@ def resume(
 
     A step whose call ended without an answer (its timeout was over, it was cancelled) may have been applied or not. The
     sequence remembers it; this sends the same step, so that it is applied once either way, and returns what the first
-    call would have returned. Making that call again does the same.
+    call would have returned. Making that call again does the same if all of its sequences have an unfinished step; one
+    that has none was answered, and would be stepped once more.
 
     Raises: ValueError when a sequence has no unfinished step on the span; else as `step`.
     """

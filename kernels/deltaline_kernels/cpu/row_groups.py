@@ -86,18 +86,22 @@ class RowGroup:
         return torch.empty((self.num_rows, self.length, *packed.shape[1:]), dtype=torch.float32), False
 
 
-@lru_cache(maxsize=1)
 def group_rows(rows: Rows, line_shift: int = 0) -> tuple[list[RowGroup], list[tuple[int, int]]]:
     """Return the groups of `rows` (on the CPU) and the token ranges of the skipped rows.
 
-    Line i of the rows is line i - line_shift of the layers. The groups of the last batch are kept, since every layer
-    asks for them.
+    Line i of the rows is line i - line_shift of the layers.
     """
+    return _group(tuple(map(tuple, rows.control.tolist())), line_shift)
+
+
+@lru_cache(maxsize=1)
+def _group(control: tuple[tuple[int, ...], ...], line_shift: int) -> tuple[list[RowGroup], list[tuple[int, int]]]:
+    """See `group_rows`; the last batch's groups are kept by what its control says, since every layer asks for them."""
     groups: dict[tuple[int, ...], RowGroup] = {}
     skipped = []
-    starts, reads, writes, committed, replayed, halves, _ = rows.control.tolist()
+    starts, reads, writes, committed, replayed, halves, _ = control
     # By line: lines that follow each other then do so in their group too, whatever the order of the rows.
-    for i in sorted(range(rows.num_rows), key=list(zip(reads, writes, strict=True)).__getitem__):
+    for i in sorted(range(len(starts) - 1), key=list(zip(reads, writes, strict=True)).__getitem__):
         length, read, write = starts[i + 1] - starts[i], reads[i], writes[i]
         if read == -1 and write == -1:
             skipped.append((starts[i], starts[i + 1]))

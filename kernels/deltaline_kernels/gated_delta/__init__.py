@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, STATES, check_tensor
+from deltaline_kernels.checks import ACTIVATIONS, STATES, check_positive, check_tensor
 from deltaline_kernels.gated_delta.cpu import gated_delta_cpu
 from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs, find_heads
 from deltaline_kernels.gated_delta.reference import gated_delta_reference
@@ -77,6 +77,7 @@ def _check_state(
     check_tensor("state", state, (None, None, None, None), STATES, qkv.device)
     check_rows(rows, qkv.device)
     _, num_value_heads, value_dim, key_dim = state.shape
+    check_positive("num_key_heads", num_key_heads)
     return find_heads(num_key_heads, num_value_heads, key_dim, value_dim, scale, eps)
 
 

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import MAX_HEAD_DIM, check_positive
+from deltaline_kernels.checks import MAX_HEAD_DIM
 
 # From so many rows x value heads on, short rows are computed by programs that take more of the state each.
 MANY_HEADS = 256
@@ -58,7 +58,6 @@ def find_heads(
     Raises:
         TypeError, ValueError: naming the argument of `gated_delta`, what was expected and what was got.
     """
-    check_positive("num_key_heads", num_key_heads)
     if num_value_heads < 1 or num_value_heads % num_key_heads:
         raise ValueError(f"state: expected a multiple of {num_key_heads} value heads, got {num_value_heads}")
     for name, size in (("K", key_dim), ("V", value_dim)):

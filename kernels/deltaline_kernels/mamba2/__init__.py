@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, STATES, check_tensor
+from deltaline_kernels.checks import ACTIVATIONS, STATES, check_positive, check_tensor
 from deltaline_kernels.mamba2.cpu import mamba2_cpu
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs, find_heads
 from deltaline_kernels.mamba2.reference import mamba2_reference
@@ -74,6 +74,7 @@ def _check_state(xBC: Tensor, state: Tensor, rows: Rows, num_groups: int, dt_lim
     check_rows(rows, xBC.device)
     _, num_heads, head_dim, state_dim = state.shape
     least, greatest = dt_limit
+    check_positive("num_groups", num_groups)
     return find_heads(num_groups, num_heads, head_dim, state_dim, (least, greatest))
 
 

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import MAX_HEAD_DIM, check_positive
+from deltaline_kernels.checks import MAX_HEAD_DIM
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ def find_heads(
     Raises:
         TypeError, ValueError: naming the argument of `mamba2`, what was expected and what was got.
     """
-    check_positive("num_groups", num_groups)
     if num_heads < 1 or num_heads % num_groups:
         raise ValueError(f"state: expected a multiple of {num_groups} heads, got {num_heads}")
     for name, size in (("P", head_dim), ("S", state_dim)):

@@ -199,9 +199,9 @@ class ReadyQueue:
         self, pending: PendingStep, index: NDArray[np.int64], adapters: BatchAdapters | None
     ) -> NDArray[np.int64]:
         """Park the rows whose adapter the batch can't have; return the others. All are short, or it is a single one."""
-        assert (
-            pending.adapters is not None and adapters is not None
-        )  # a row in flight keeps its sequence's adapter bound
+        assert pending.adapters is not None
+        if adapters is None:  # no sequence has one any more: the rows that are left have none
+            return index
         numbers = pending.adapters[index]
         is_absent = adapters.places_of(numbers) == ABSENT
         if not np.count_nonzero(is_absent):

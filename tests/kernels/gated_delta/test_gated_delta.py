@@ -14,7 +14,7 @@ from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 from torch import Tensor
 
-from deltaline_kernels import gated_delta
+from deltaline_kernels import Rows, gated_delta, gated_delta_reference
 
 PLAIN = Layer()
 CASES = {
@@ -271,3 +271,30 @@ def run_part(path: Path, batch: Batch, begin: int, end: int, row: Row | None = N
     tokens = slice(begin, end)
     part = replace(batch, rows=rows, qkv=batch.qkv[tokens], a=batch.a[tokens], b=batch.b[tokens])
     return part.run_delta(path)
+
+
+def test_rows_are_read_anew_when_their_control_has_changed() -> None:
+    """What follows from a batch's rows is kept for its layers, not for whatever is written into the same tensor."""
+    rows = Rows.build([1, 1], [1, 2], [1, 2], [1, 1], [0, 0], [0, 0], max_short=4, device="cpu")
+    qkv, a, b, rate, bias = (torch.randn(size) for size in ((2, 2 * 16 + 2 * 8), (2, 2), (2, 2), (2,), (2,)))
+    state, drafts = torch.randn(8, 2, 8, 16), torch.randn(8, 2, 4, 16 + 2 * 8 + 2)
+    for lines in (torch.tensor([1, 2]), torch.tensor([5, 6])):
+        rows.control[1:3, :2] = lines
+        got, want = (
+            function(qkv, a, b, rate, bias, state.clone(), drafts.clone(), rows, num_key_heads=1)
+            for function in (gated_delta, gated_delta_reference)
+        )
+        assert_close("o", got, want, torch.float32)
+
+
+def test_a_number_of_heads_that_is_none_is_named() -> None:
+    rows = Rows.build([1], [0], [1], [1], [0], [0], max_short=1, device="cpu")
+    tokens, gate, state, drafts = (
+        torch.randn(1, 48),
+        torch.randn(1, 2),
+        torch.randn(2, 2, 8, 16),
+        torch.randn(2, 2, 1, 34),
+    )
+    num_key_heads: Any = [1]
+    with pytest.raises((TypeError, ValueError), match="num_key_heads: expected"):
+        gated_delta(tokens, gate, gate, gate[0], gate[0], state, drafts, rows, num_key_heads=num_key_heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -427,4 +428,33 @@ async def test_an_open_token_is_for_one_adapter_and_for_one_content() -> None:
     assert rig.table.open(1, adapter="1").adapter.content_hash == b"77"
     await warm(rig, first.handles[:1].tolist())  # under what it was opened with
     assert rig.engine.adapter[0, 1] == 1
+    rig.table.check_integrity()
+
+
+@pytest.mark.parametrize("limits", [{"batch_rows": 1}, {"chunk_tokens": 64}], ids=["short rows", "long rows"])
+async def test_rows_without_an_adapter_go_on_when_the_only_one_that_has_one_is_closed(limits: Any) -> None:
+    rig = Rig(slots=6, adapter_slots=1, eager=False, **limits)
+    rig.load("1")
+    (bound,), others = rig.open(adapter="1"), rig.open(4)
+
+    async def go_on(future: asyncio.Future[StepResult]) -> StepResult:
+        for _ in range(300):
+            await asyncio.sleep(0.001)
+            while rig.device.running:
+                rig.device.finish()
+            if future.done():
+                break
+            if rig.engine.waiting:
+                rig.engine.run()
+        return future.result()
+
+    await go_on(rig.submit(rig.request((bound, DECODE, 1, 0, -1, [1.0]))))
+    tokens = [1.0] * (1 if "batch_rows" in limits else 640)
+    rows = [(other, PREFILL, 1, 0, -1, tokens) for other in others]
+    waiting = rig.submit(rig.request((bound, DECODE, 2, 1, -1, [1.0]), *rows))
+    await asyncio.sleep(0.005)
+    rig.table.close(rig.table.server_epoch, np.array([bound], dtype=np.uint64))
+    result = await go_on(waiting)
+    assert not result.refusals and not rig.scheduler.has_failed
+    assert outputs(result, 1)[-1] == checksum(tokens)
     rig.table.check_integrity()
