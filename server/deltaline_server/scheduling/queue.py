@@ -47,7 +47,9 @@ class Queue:
         self._pending: list[dict[int, PendingStep]] = [{} for _ in range(num_spans)]
         self._index = [StepIndex(table.num_slots, table.ledger.max_in_flight) for _ in range(num_spans)]
         sizes = limits.max_draft_tokens, limits.chunk_tokens, limits.short_rows, limits.long_rows
-        self.ready = [ReadyQueue(*sizes) for _ in range(num_spans)]
+        self.ready_spans: set[int] = set()
+        """Spans with rows that may run."""
+        self.ready = [ReadyQueue(span, self.ready_spans, *sizes) for span in range(num_spans)]
         self.deadlines: list[tuple[float, int, int]] = []
         self.ended: list[PendingStep] = []
         """Those whose last row has left; `finish` is to be called."""
@@ -72,16 +74,10 @@ class Queue:
         """Return once nothing waits or runs."""
         await self._idle.wait()
 
-    def ready_spans(self) -> list[int]:
-        """Spans with rows that may run: the highest priority first, among equals the one served longest ago."""
-        spans = []
-        for span, ready in enumerate(self.ready):
-            if ready.short or ready.long:
-                spans.append(span)
-        if len(spans) > 1:
-            after, count = self.last_span + 1, len(self.ready)
-            spans.sort(key=lambda span: (-self.ready[span].priority(), (span - after) % count))
-        return spans
+    def spans_in_order(self) -> list[int]:
+        """The spans that are ready: the highest priority first, among equals the one served longest ago."""
+        after, count = self.last_span + 1, len(self.ready)
+        return sorted(self.ready_spans, key=lambda span: (-self.ready[span].priority(), (span - after) % count))
 
     # -- coming ----------------------------------------------------------------------------------------------------
 

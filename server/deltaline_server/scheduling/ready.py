@@ -99,8 +99,14 @@ class ReadyQueue:
     short, long: the rows by priority, empty when there are none; they may hold rows that were dropped since.
     """
 
-    def __init__(self, max_short: int, quantum: int, short_rows: int, long_rows: int) -> None:
-        """quantum: tokens that a client's long rows get in its turn. short_rows, long_rows: of a batch, at most."""
+    def __init__(
+        self, span: int, ready_spans: set[int], max_short: int, quantum: int, short_rows: int, long_rows: int
+    ) -> None:
+        """ready_spans: has the span, here and nowhere else, while rows of it are ready.
+
+        quantum: tokens that a client's long rows get in its turn. short_rows, long_rows: of a batch, at most.
+        """
+        self._span, self._ready_spans = span, ready_spans
         self._max_short, self._quantum = max_short, quantum
         self._max_short_rows, self._max_long_rows = short_rows, long_rows
         self.short: dict[int, list[tuple[PendingStep, NDArray[np.int64], int]]] = {}
@@ -154,7 +160,10 @@ class ReadyQueue:
         its tokens were taken: the caller moves the cursor before it asks again. adapters: the batch's, None while no
         row has any.
         """
-        return self._take_short(adapters), self._take_long(budget, adapters) if self.long else []
+        short, long = self._take_short(adapters), self._take_long(budget, adapters) if self.long else []
+        if not (self.short or self.long):
+            self._ready_spans.discard(self._span)
+        return short, long
 
     def _take_short(self, adapters: BatchAdapters | None) -> list[ScheduledRows]:
         short, self.short, self.num_short = self.short, {}, 0
@@ -217,11 +226,13 @@ class ReadyQueue:
         if len(index):
             self.short.setdefault(pending.form.priority, []).append((pending, index, cursor))
             self.num_short += len(index)
+            self._ready_spans.add(self._span)
 
     def _add_long(self, row: _LongRow) -> None:
         priority = row.pending.form.priority
         if priority not in self.long:
             self.long[priority] = _DeficitRoundRobin(self._quantum)
+            self._ready_spans.add(self._span)
         self.long[priority].add(row)
 
 

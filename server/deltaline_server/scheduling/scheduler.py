@@ -149,10 +149,10 @@ class Scheduler:
         now_s, queue, batches = self._clock(), self._queue, self._in_flight.batches
         if queue.deadlines and queue.deadlines[0][0] <= now_s:
             queue.drop_overdue(now_s)
-        while len(batches) < MAX_BATCHES_IN_FLIGHT and (spans := queue.ready_spans()):
+        while len(batches) < MAX_BATCHES_IN_FLIGHT and queue.ready_spans:
             if batches and not has_waited and self._must_wait(now_s):
                 break
-            for span in spans:
+            for span in queue.spans_in_order():
                 if self._start(span, now_s):
                     break
         if queue.ended:
@@ -257,7 +257,7 @@ class Scheduler:
         self._last_completed_s, self._num_awaited = done_s, batch.batch.num_short
         batch.take_outputs(result)
         self._unsettled = batch, result
-        may_answer_first = self._in_flight.batches or not self._queue.ready_spans()
+        may_answer_first = self._in_flight.batches or not self._queue.ready_spans
         if may_answer_first and batch.answer(result):
             self._settle_later(REPLY_TURNS)
         else:
