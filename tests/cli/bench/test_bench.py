@@ -62,7 +62,7 @@ def test_open_loop_reports_what_it_offered(
     times = record["kinds"]["decode"]["ms"]
     assert set(times) == {"total", "wait", "queue", "copy in", "compute", "copy out", "transport"}
     assert times["queue"] == [1.0, 1.0, 1.0]  # what the fake tells
-    assert times["total"][0] > times["queue"][0]
+    assert 0 < times["total"][0] < 500  # measured, and may be less than what the fake tells of a queue
 
 
 def test_a_load_that_was_not_held_gives_no_latencies(
