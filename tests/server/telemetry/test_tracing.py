@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from rigs.layer_calls import HeldEngine
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
@@ -193,7 +194,9 @@ def root(name: str) -> Any:
     return TracerProvider(shutdown_on_exit=False).get_tracer("test").start_as_current_span(name)
 
 
-async def test_steps_on_one_stream_are_each_their_callers(server: Server, spans: Spans) -> None:
+async def test_steps_on_one_stream_are_each_their_callers(
+    server: Server, spans: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with AsyncClient(server.address) as client:
         first, second, third = await client.open_many(3)
         token = np.ones((1, HIDDEN), np.float32)
@@ -205,9 +208,17 @@ async def test_steps_on_one_stream_are_each_their_callers(server: Server, spans:
                 context = span.get_span_context()
             return context.trace_id, context.span_id
 
-        # Chunks of a long prefill are running when they come, so that one batch has both.
-        prompt = np.ones((400, HIDDEN), np.float32)
-        _, *callers = await asyncio.gather(third.prefill(prompt), traced(first), traced(second))
+        # Chunks of a long prefill are held when they come, so that one batch has both.
+        engine = HeldEngine(server, monkeypatch)
+        prefill = asyncio.create_task(third.prefill(np.ones((400, HIDDEN), np.float32)))
+        await engine.holds_two()
+        calls = asyncio.gather(traced(first), traced(second))
+        for _ in range(5000):
+            if server.runtime.scheduler.load().queued_rows == 3:
+                break
+            await asyncio.sleep(0.001)
+        engine.release()
+        callers, _ = await calls, await prefill
         with root("opener") as opener:
             await client.open()
     found = await spans.all(batches=1 + 7)
