@@ -49,3 +49,10 @@ def exact_path(request: pytest.FixtureRequest) -> Path:
     """Every device in fp32, for tests that compare two ways of computing the same."""
     chosen: Path = request.param
     return chosen
+
+
+@pytest.fixture(params=[_gpu(torch.bfloat16, "bf16"), _gpu(torch.float16, "fp16")])
+def half_path(request: pytest.FixtureRequest) -> Path:
+    """The dtypes of 16 bits on a GPU; the interpreter has tests of its own."""
+    chosen: Path = request.param
+    return chosen

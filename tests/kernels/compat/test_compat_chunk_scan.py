@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.kernels.field_chunk_scan import field_scan
+from rigs.kernels.field_mamba2 import field_scan
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.kernels.field_mamba2 import Tokens, field_slots, field_table
+from rigs.kernels.field_mamba2 import Tokens
+from rigs.kernels.field_recurrence import field_slots, field_table
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 from torch import Tensor

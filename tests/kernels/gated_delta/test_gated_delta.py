@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from rigs.kernels.batches import Batch, Layer, Row, make_batch, plan_rows
+from rigs.kernels.batches import Layer, Row, make_batch
 from rigs.kernels.paths import Path
+from rigs.kernels.recurrence_checks import (
+    check_against_reference,
+    check_any_accepted_count,
+    check_inputs_are_left_alone,
+    check_pieces,
+    check_replay_alone,
+)
 from rigs.kernels.tolerance import assert_close
-from torch import Tensor
 
 from deltaline_kernels import Rows, gated_delta, gated_delta_reference
 
@@ -84,8 +90,7 @@ def test_delta_matches_the_reference(path: Path, case: str) -> None:
 @pytest.mark.parametrize("case", ["mixed", "verify-that-writes-nothing"])
 def test_delta_of_many_heads_matches_the_reference(path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a program per several parts of the state, as there is for many rows."""
-    recurrent = pytest.importorskip("deltaline_kernels.gated_delta.recurrent", reason="triton is not installed")
-    monkeypatch.setattr(recurrent, "MANY_HEADS", 1)
+    use_many_heads(monkeypatch)
     layer, rows = CASES[case]
     check_against_reference(make_batch(rows, path, layer), path, path.dtype)
 
@@ -112,7 +117,7 @@ def test_delta_is_the_same_with_its_own_gates_passed_raw(exact_path: Path) -> No
         A_log=None,
         dt_bias=None,
     )
-    assert_close("o", raw.run_delta(exact_path), batch.run_delta(exact_path), torch.float32)
+    assert_close("o", raw.run(exact_path), batch.run(exact_path), torch.float32)
     assert_close("state", raw.state, batch.state, torch.float32)
 
 
@@ -142,38 +147,13 @@ def test_delta_survives_the_strongest_gates(path: Path) -> None:
     check_against_reference(batch, path, path.dtype)
 
 
-def test_delta_in_chunks_is_delta_token_by_token(exact_path: Path) -> None:
-    chunked = make_batch([Row(70)], exact_path)
-    serial = chunked.clone()
-    want = []
-    for t in range(70):
-        want.append(run_part(exact_path, serial, t, t + 1))
-    assert_close("o", chunked.run_delta(exact_path), torch.cat(want), torch.float32)
-    assert_close("state", chunked.state, serial.state, torch.float32)
-
-
-def test_delta_splits_without_a_seam(exact_path: Path) -> None:
-    whole = make_batch([Row(70)], exact_path)
-    split = whole.clone()
-    bounds = [0, 1, 34, 36, 70]
-    got = [run_part(exact_path, split, *ends) for ends in pairwise(bounds)]
-    assert_close("o", torch.cat(got), whole.run_delta(exact_path), torch.float32)
-    assert_close("state", split.state, whole.state, torch.float32)
+@pytest.mark.parametrize("ends", [range(71), [0, 1, 34, 36, 70]], ids=["token-by-token", "pieces"])
+def test_delta_in_pieces_is_delta_at_once(exact_path: Path, ends: Sequence[int]) -> None:
+    check_pieces(make_batch([Row(70)], exact_path), exact_path, ends)
 
 
 def test_delta_replays_any_accepted_count(exact_path: Path) -> None:
-    for accepted in range(5):
-        drafted = make_batch([Row(4, verify=True, half=1)], exact_path)
-        serial = drafted.clone()
-        before = drafted.state.clone()
-        drafted.run_delta(exact_path)
-        assert torch.equal(drafted.state.nan_to_num(7.0), before.nan_to_num(7.0))
-        for t in range(accepted):
-            run_part(exact_path, serial, t, t + 1)
-        got = run_part(exact_path, drafted, 3, 4, Row(1, replayed=accepted, half=0))
-        want = run_part(exact_path, serial, 3, 4)
-        assert_close(f"o, accepted {accepted}", got, want, torch.float32)
-        assert_close(f"state, accepted {accepted}", drafted.state, serial.state, torch.float32)
+    check_any_accepted_count(make_batch([Row(4, verify=True, half=1)], exact_path), exact_path)
 
 
 @pytest.mark.parametrize(
@@ -184,45 +164,20 @@ def test_delta_replays_any_accepted_count(exact_path: Path) -> None:
 def test_delta_replay_leaves_what_committing_leaves(
     path: Path, gate: float, many_heads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit where both go token by token, strong gates that scale the tile in between included."""
     if path.serial and many_heads:
-        from deltaline_kernels.gated_delta import recurrent
-
-        monkeypatch.setattr(recurrent, "MANY_HEADS", 1)
-    layer = Layer(H=1, HV=1, K=17, M=5)
-    for accepted in (1, 5):
-        drafted = make_batch([Row(5, verify=True, replayed=2, half=1)], path, layer)
-        assert drafted.A_log is not None
-        if gate:
-            drafted.A_log.zero_()
-            drafted.a.fill_(gate)
-        committed = drafted.clone()
-        drafted.run_delta(path)
-        run_part(path, drafted, 0, 0, Row(0, replayed=accepted))
-        run_part(path, committed, 0, 0, Row(0, replayed=2, half=1))
-        run_part(path, committed, 0, accepted)
-        assert not drafted.state[1].isnan().any()
-        if path.serial:
-            assert torch.equal(drafted.state[1], committed.state[1])
-        assert_close(f"state, accepted {accepted}", drafted.state, committed.state, torch.float32)
+        use_many_heads(monkeypatch)
+    batch = make_batch([Row(5, verify=True, replayed=2, half=1)], path, Layer(H=1, HV=1, K=17, M=5))
+    assert batch.A_log is not None
+    if gate:
+        batch.A_log.zero_()
+        batch.a.fill_(gate)
+    check_replay_alone(batch, path)
 
 
 def test_delta_leaves_its_inputs_alone(path: Path) -> None:
-    batch = make_batch([Row(1), Row(3, verify=True), Row(64)], path, Layer(H=1, HV=1))
+    batch = make_batch([Row(1), Row(3, verify=True, replayed=1), Row(64)], path)
     assert batch.A_log is not None and batch.dt_bias is not None
-    inputs = (batch.qkv, batch.a, batch.b, batch.A_log, batch.dt_bias)
-    before = [x.clone() for x in inputs]
-    batch.run_delta(path)
-    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
-
-
-def test_delta_records_no_gradients(path: Path) -> None:
-    batch = make_batch([Row(1), Row(3, verify=True, replayed=1), Row(40, replayed=2)], path)
-    assert batch.A_log is not None
-    for x in (batch.qkv, batch.a, batch.b, batch.A_log):
-        x.requires_grad_()
-    o = batch.run_delta(path)
-    assert not o.requires_grad and not batch.state.requires_grad and not batch.drafts.requires_grad
+    check_inputs_are_left_alone(batch, (batch.A_log, batch.dt_bias), path)
 
 
 def test_delta_names_the_wrong_argument() -> None:
@@ -241,36 +196,22 @@ def test_delta_names_the_wrong_argument() -> None:
     for error, name, change in wrong:
         bad = replace(good, **change)
         with pytest.raises(error, match=f"^{name}: expected"):
-            bad.run_delta(Path("cpu", torch.float32))
-    assert good.A_log is not None and good.dt_bias is not None
-    scalars: list[tuple[str, Any]] = [("eps", 0.0), ("eps", math.nan), ("scale", -1.0), ("scale", math.inf)]
-    inputs = (good.qkv, good.a, good.b, good.A_log, good.dt_bias, good.state, good.drafts, good.rows)
-    for name, value in scalars:
-        with pytest.raises(ValueError, match=f"^{name}: expected a positive number"):
-            gated_delta(*inputs, num_key_heads=1, **{name: value})
-    with pytest.raises(ValueError, match=r"^num_key_heads: expected"):
-        gated_delta(
-            good.qkv, good.a, good.b, good.A_log, good.dt_bias, good.state, good.drafts, good.rows, num_key_heads=0
-        )
+            bad.run(Path("cpu", torch.float32))
+    own: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        *((ValueError, "eps: expected a positive number", {"eps": value}) for value in (0.0, math.nan)),
+        *((ValueError, "scale: expected a positive number", {"scale": value}) for value in (-1.0, math.inf)),
+        (ValueError, "num_key_heads: expected", {"num_key_heads": 0}),
+        (TypeError, "num_key_heads: expected", {"num_key_heads": [1]}),
+    ]
+    for error, message, told in own:
+        with pytest.raises(error, match=f"^{message}"):
+            gated_delta(*good.inputs, good.state, good.drafts, good.rows, **{"num_key_heads": 1, **told})
 
 
-def check_against_reference(batch: Batch, path: Path, dtype: torch.dtype) -> None:
-    """Compare outputs, states and drafts, lines that no row may touch included."""
-    reference = batch.clone()
-    want = reference.run_delta_reference()
-    got = batch.run_delta(path)
-    assert got.dtype == path.dtype
-    assert_close("o", got, want, path.dtype if dtype == torch.bfloat16 else dtype)
-    assert_close("state", batch.state, reference.state, dtype)
-    assert_close("drafts", batch.drafts, reference.drafts, path.dtype)
-
-
-def run_part(path: Path, batch: Batch, begin: int, end: int, row: Row | None = None) -> Tensor:
-    """Run tokens begin..end of a batch of one row, as a row of their own."""
-    rows = plan_rows([row or Row(end - begin)], batch.layer.M, path.device)
-    tokens = slice(begin, end)
-    part = replace(batch, rows=rows, qkv=batch.qkv[tokens], a=batch.a[tokens], b=batch.b[tokens])
-    return part.run_delta(path)
+def use_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let few rows have the tiles of many."""
+    recurrent = pytest.importorskip("deltaline_kernels.gated_delta.recurrent", reason="triton is not installed")
+    monkeypatch.setattr(recurrent, "MANY_HEADS", 1)
 
 
 def test_rows_are_read_anew_when_their_control_has_changed() -> None:
@@ -285,16 +226,3 @@ def test_rows_are_read_anew_when_their_control_has_changed() -> None:
             for function in (gated_delta, gated_delta_reference)
         )
         assert_close("o", got, want, torch.float32)
-
-
-def test_a_number_of_heads_that_is_none_is_named() -> None:
-    rows = Rows.build([1], [0], [1], [1], [0], [0], max_short=1, device="cpu")
-    tokens, gate, state, drafts = (
-        torch.randn(1, 48),
-        torch.randn(1, 2),
-        torch.randn(2, 2, 8, 16),
-        torch.randn(2, 2, 1, 34),
-    )
-    num_key_heads: Any = [1]
-    with pytest.raises((TypeError, ValueError), match="num_key_heads: expected"):
-        gated_delta(tokens, gate, gate, gate[0], gate[0], state, drafts, rows, num_key_heads=num_key_heads)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from kernels.gated_delta.test_gated_delta import check_against_reference
 from rigs.kernels.batches import Batch, Layer, Row, make_batch, plan_rows
 from rigs.kernels.paths import Path
-from rigs.kernels.tolerance import assert_close
+from rigs.kernels.recurrence_checks import (
+    check_a_draft_that_is_not_finite,
+    check_against_reference,
+    check_replay_beside_tokens,
+    check_rows_are_apart,
+)
 
 from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
 from deltaline_kernels.rows import StateLines
@@ -98,62 +101,22 @@ def test_delta_of_short_rows_survives_the_strongest_gates(path: Path) -> None:
 
 @pytest.mark.parametrize("gate", [-60.0, 0.0, 1000.0], ids=["no-decay", "usual", "decay-of-1000"])
 def test_delta_replay_beside_tokens_leaves_what_committing_leaves(path: Path, gate: float) -> None:
-    """To the bit where both go through the same kernel, which a row of one token alone does not."""
-    accepted = 4
-    drafted = make_correlated(path, gate)
-    committed = drafted.clone()
-    drafted.run_delta(path)
-    replays = plan_rows([Row(2, verify=True, replayed=accepted), Row(2, replayed=0)], 8, path.device)
-    tokens = slice(4, 8)
-    replace(drafted, rows=replays, qkv=drafted.qkv[tokens], a=drafted.a[tokens], b=drafted.b[tokens]).run_delta(path)
-    commits = plan_rows([Row(accepted, replayed=3, half=1)], 8, path.device)
-    tokens = slice(0, accepted)
-    replace(committed, rows=commits, qkv=committed.qkv[tokens], a=committed.a[tokens], b=committed.b[tokens]).run_delta(
-        path
-    )
-    assert not drafted.state[1].isnan().any()
-    if path.serial:
-        assert torch.equal(drafted.state[1], committed.state[1])
-    assert_close("state", drafted.state[1], committed.state[1], torch.float32)
+    check_replay_beside_tokens(make_correlated(path, gate), path)
 
 
 @pytest.mark.parametrize("layer", [Layer(), SMALL], ids=["token-by-token", "at-once"])
 def test_delta_row_does_not_depend_on_its_neighbours(path: Path, layer: Layer) -> None:
     rows = [Row(1), Row(1), Row(4, verify=True, replayed=2), Row(40, replayed=1)]
-    batch = make_batch(rows, path, layer)
-    whole, again = batch.clone(), batch.clone()
-    want = whole.run_delta(path)
-    assert torch.equal(again.run_delta(path), want)
-    assert torch.equal(again.state.nan_to_num(7.0), whole.state.nan_to_num(7.0))
-    starts = [0, 1, 2, 6, 46]
-    for i, (start, end) in enumerate(pairwise(starts)):
-        others = [row if i == j else replace(row, skipped=True) for j, row in enumerate(rows)]
-        alone = replace(make_batch(rows, path, layer), rows=plan_rows(others, layer.M, path.device))
-        own = torch.arange(alone.qkv.shape[0], device=path.device)
-        own = (own < start) | (own >= end)
-        for tokens in (alone.qkv, alone.a, alone.b):
-            tokens[own] = torch.nan
-        got = alone.run_delta(path)
-        assert torch.equal(got[~own], want[~own])
-        assert not got[own].any()
-        line = 2 * i + 1
-        assert torch.equal(alone.state[line].nan_to_num(7.0), whole.state[line].nan_to_num(7.0))
-        assert torch.equal(alone.drafts[line].nan_to_num(7.0), whole.drafts[line].nan_to_num(7.0))
+    check_rows_are_apart(lambda: make_batch(rows, path, layer), rows, path)
 
 
 @pytest.mark.parametrize("what", ["qkv", "a", "b"])
 def test_a_draft_that_is_not_finite_leaves_those_before_it_alone(path: Path, what: str) -> None:
     if not path.serial:
         pytest.skip("where rows go in chunks of 32 tokens it may reach tokens of its row before it")
-    good = make_batch([Row(6, verify=True, replayed=2)], path, SMALL)
-    bad = good.clone()
-    bad = replace(bad, **{what: getattr(bad, what).clone()})
-    getattr(bad, what)[3] = torch.nan
-    want, got = good.run_delta(path), bad.run_delta(path)
-    assert torch.equal(got[:3], want[:3])
-    assert got[3:].isnan().any()
-    assert torch.equal(bad.state[1], good.state[1])
-    assert torch.equal(bad.drafts[1, 1, :3], good.drafts[1, 1, :3])
+    check_a_draft_that_is_not_finite(
+        lambda: make_batch([Row(6, verify=True, replayed=2)], path, SMALL), path, what, at=3
+    )
 
 
 def test_short_rows_that_fit_are_computed_at_once() -> None:

@@ -17,50 +17,23 @@ from kernels.conv1d.test_conv1d import (
     test_conv_verifies_many_tokens,
 )
 from kernels.gated_delta.test_gated_delta import (
-    check_against_reference,
-    test_delta_in_chunks_is_delta_token_by_token,
+    test_delta_in_pieces_is_delta_at_once,
     test_delta_is_right_for_correlated_keys,
     test_delta_matches_the_reference,
     test_delta_of_many_heads_matches_the_reference,
     test_delta_replay_leaves_what_committing_leaves,
     test_delta_replays_any_accepted_count,
     test_delta_rounds_a_16_bit_state_once,
-    test_delta_splits_without_a_seam,
     test_delta_survives_the_strongest_gates,
     test_delta_takes_gates_and_keys_as_they_come,
 )
-from kernels.gated_delta.test_gated_delta_chunks import ALIGNED, LAYERS, in_parts
+from kernels.gated_delta.test_gated_delta_chunks import LAYERS, in_parts
 from kernels.norm.test_norm import test_norm_matches_the_reference, test_norm_of_zeros_is_zero
 from kernels.test_activation import check_far_silu, check_silu
 from rigs.kernels.batches import Layer, Row, make_batch
 from rigs.kernels.paths import InterpretedPath
-from rigs.kernels.tolerance import assert_close
-
-from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
-from deltaline_kernels.rows import StateLines
-
-__all__ = [
-    "test_conv_has_every_width",
-    "test_conv_matches_the_reference",
-    "test_conv_records_no_gradients",
-    "test_conv_replays_any_accepted_count",
-    "test_conv_row_does_not_depend_on_its_neighbours",
-    "test_conv_splits_its_output",
-    "test_conv_splits_without_a_seam",
-    "test_conv_verifies_many_tokens",
-    "test_delta_in_chunks_is_delta_token_by_token",
-    "test_delta_is_right_for_correlated_keys",
-    "test_delta_matches_the_reference",
-    "test_delta_of_many_heads_matches_the_reference",
-    "test_delta_replay_leaves_what_committing_leaves",
-    "test_delta_replays_any_accepted_count",
-    "test_delta_rounds_a_16_bit_state_once",
-    "test_delta_splits_without_a_seam",
-    "test_delta_survives_the_strongest_gates",
-    "test_delta_takes_gates_and_keys_as_they_come",
-    "test_norm_matches_the_reference",
-    "test_norm_of_zeros_is_zero",
-]
+from rigs.kernels.recurrence_checks import check_against_reference, check_shifted_lines
+from rigs.kernels.walks import ALIGNED
 
 
 @pytest.mark.parametrize("key_dim", [1, 513])
@@ -80,20 +53,8 @@ def test_silu_is_right_far_from_zero(path: InterpretedPath) -> None:
 
 
 def test_delta_shifts_lines(exact_path: InterpretedPath) -> None:
-    """Engines have no zero line: the pools that they pass begin with what `Rows` calls line 1."""
-    from deltaline_kernels.gated_delta.launch import gated_delta_triton
-
-    layer = Layer(H=1, HV=1)
     rows = [Row(3, verify=True, replayed=2), Row(1, fresh=True), Row(2, to="other"), Row(20, replayed=1)]
-    whole = make_batch(rows, exact_path, layer)
-    shifted = whole.clone()
-    heads = DeltaHeads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, 1e-6)
-    got = torch.empty(shifted.qkv.shape[0], layer.HV, layer.V)
-    inputs = DeltaInputs(shifted.qkv, shifted.a, shifted.b, shifted.A_log, shifted.dt_bias, heads)
-    gated_delta_triton(inputs, StateLines(shifted.state[1:], shifted.drafts[1:], shift=1), shifted.rows, got)
-    assert torch.equal(got, whole.run_delta(exact_path))
-    assert_close("state", shifted.state, whole.state, torch.float32)
-    assert_close("drafts", shifted.drafts, whole.drafts, torch.float32)
+    check_shifted_lines(make_batch(rows, exact_path, Layer(H=1, HV=1)), exact_path)
 
 
 @pytest.mark.parametrize("length", [0, 64], ids=["whole", "in-parts"])

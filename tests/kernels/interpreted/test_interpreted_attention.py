@@ -28,15 +28,6 @@ from rigs.kernels.tolerance import assert_close
 
 from deltaline_kernels.attention.items import find_row
 
-__all__ = [
-    "small_splits",
-    "test_attention_does_not_depend_on_neighbours",
-    "test_attention_of_skipped_rows_is_zero",
-    "test_attention_scales",
-    "test_attention_without_rows_or_tokens",
-    "test_parameters_may_change_between_launches",
-]
-
 MIXED = [Row(1, 150), Row(3, 60), Row(0, 9), Row(2, 30, skipped=True), Row(9, 40)]
 
 

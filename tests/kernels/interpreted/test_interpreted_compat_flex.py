@@ -23,17 +23,6 @@ from torch import Tensor
 
 from deltaline_kernels.compat import flex, flex_decoding
 
-__all__ = [
-    "eager",
-    "test_flex_broadcasts_keys_of_one_sequence",
-    "test_flex_takes_any_order_of_memory",
-    "test_flex_takes_scores_in_turn_and_a_scale",
-    "test_flex_without_keys_or_queries",
-    "test_nothing_behind_the_end_of_a_list_is_read",
-    "test_queries_of_a_later_block_have_their_own_lists",
-    "test_whole_blocks_skip_the_mask_and_never_the_score",
-]
-
 
 @pytest.fixture
 def path() -> InterpretedPath:

@@ -17,16 +17,6 @@ from kernels.lora.test_lora import make_dense
 
 from deltaline_kernels.compat import lora
 
-__all__ = [
-    "test_expand_matches_the_loops",
-    "test_new_weights_at_an_old_address_count",
-    "test_only_active_adapters_count",
-    "test_shrink_matches_the_loops",
-    "test_tokens_of_a_larger_graph_are_not_computed",
-    "test_weights_may_have_a_dimension_of_one",
-    "test_what_is_added_is_rounded_once",
-]
-
 
 @pytest.fixture(autouse=True, params=["table", "dense"])
 def interpreted_lora(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,31 +36,6 @@ from kernels.lora.test_lora_regressions import (
 from kernels.lora.test_lora_regressions import test_products_are_right_beyond_128_tokens as check_products
 from rigs.kernels.paths import InterpretedPath
 
-__all__ = [
-    "launches",
-    "test_a_rank_above_the_weights_counts_as_theirs",
-    "test_every_adapter_has_its_own_rank_and_scale",
-    "test_fp32_outputs_keep_what_16_bits_would_lose",
-    "test_inputs_that_fill_no_block_are_masked",
-    "test_lora_matches_the_reference",
-    "test_lora_records_no_gradients",
-    "test_magnitudes_make_dora",
-    "test_outputs_have_a_dtype_of_their_own",
-    "test_programs_take_blocks_of_one_slice",
-    "test_programs_take_tiles_in_turns",
-    "test_rank_1_reads_nothing_behind_its_row",
-    "test_repeat_is_equal",
-    "test_sums_between_the_products_are_fp32",
-    "test_sums_never_start_from_what_memory_held",
-    "test_tensors_of_another_call_are_not_remembered",
-    "test_tiles_may_be_those_of_any_rank",
-    "test_tokens_are_grouped_in_their_order",
-    "test_tokens_have_the_adapters_of_their_rows",
-    "test_tokens_without_an_adapter_keep_their_bits",
-    "test_weights_may_change_between_calls",
-    "test_what_is_added_is_rounded_once",
-]
-
 
 @pytest.mark.usefixtures("launches")
 def test_row_does_not_depend_on_its_neighbours(path: InterpretedPath) -> None:

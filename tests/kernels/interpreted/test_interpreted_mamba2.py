@@ -17,32 +17,12 @@ from kernels.mamba2.test_mamba2 import (
 from kernels.mamba2.test_mamba2_regressions import (
     check_small_steps,
     test_a_decode_is_a_verify_of_one_token,
-    test_no_drafts_after_an_accepted_step,
-    test_nothing_accepted_leaves_the_state,
-    test_padding_never_writes_the_last_line,
-    test_padding_of_a_graph_advances_no_state,
-    test_steps_are_clamped_behind_their_softplus,
 )
 from rigs.kernels.batches import Row
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import InterpretedPath, Path
-from rigs.kernels.tolerance import assert_close
+from rigs.kernels.recurrence_checks import check_against_reference, check_shifted_lines
 
-from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
-from deltaline_kernels.rows import StateLines
-
-__all__ = [
-    "test_a_decode_is_a_verify_of_one_token",
-    "test_a_draft_that_is_not_finite_leaves_those_before_it_alone",
-    "test_a_step_that_is_not_finite_is_not_clamped_away",
-    "test_mamba2_replay_leaves_what_committing_leaves",
-    "test_mamba2_replays_any_accepted_count",
-    "test_no_drafts_after_an_accepted_step",
-    "test_nothing_accepted_leaves_the_state",
-    "test_padding_never_writes_the_last_line",
-    "test_padding_of_a_graph_advances_no_state",
-    "test_steps_are_clamped_behind_their_softplus",
-]
 CASES = [name for name, (_, rows) in checks.CASES.items() if sum(row.length for row in rows) < 40]
 
 
@@ -58,7 +38,7 @@ def test_mamba2_of_many_heads_matches_the_reference(path: InterpretedPath, monke
 def test_mamba2_of_many_rows_rounds_a_16_bit_state_once(exact_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.use_many_heads(monkeypatch)
     batch = make_mamba_batch([Row(1), Row(1, replayed=2)], exact_path, MambaLayer(P=40), state_dtype=torch.bfloat16)
-    checks.check_against_reference(batch, exact_path, torch.bfloat16)
+    check_against_reference(batch, exact_path, torch.bfloat16)
 
 
 def test_small_steps_are_exact(exact_path: InterpretedPath) -> None:
@@ -67,17 +47,4 @@ def test_small_steps_are_exact(exact_path: InterpretedPath) -> None:
 
 @pytest.mark.parametrize("rows", [[Row(1)] * 2, [Row(3, verify=True, replayed=2), Row(1, fresh=True), Row(20)]])
 def test_mamba2_shifts_lines(exact_path: InterpretedPath, rows: list[Row]) -> None:
-    """Engines have no zero line: the pools that they pass begin with what `Rows` calls line 1."""
-    from deltaline_kernels.mamba2.launch import mamba2_triton
-
-    layer = MambaLayer()
-    whole = make_mamba_batch(rows, exact_path, layer)
-    shifted = whole.clone()
-    want = whole.run(exact_path)
-    got = torch.empty_like(want)
-    heads = MambaHeads(layer.G, layer.H, layer.P, layer.S)
-    lines = StateLines(shifted.state[1:], shifted.drafts[1:], shift=1)
-    mamba2_triton(MambaInputs(*shifted.inputs, heads), lines, shifted.rows, got)
-    assert_close("y", got, want, torch.float32)
-    assert_close("state", shifted.state, whole.state, torch.float32)
-    assert_close("drafts", shifted.drafts, whole.drafts, torch.float32)
+    check_shifted_lines(make_mamba_batch(rows, exact_path), exact_path)

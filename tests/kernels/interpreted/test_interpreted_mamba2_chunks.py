@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy
 import pytest
 import torch
-from kernels.mamba2.test_mamba2 import check_against_reference
-from kernels.mamba2.test_mamba2_chunks import ALIGNED, LAYERS, SMALL, check_that_rows_are_apart, in_parts
+from kernels.mamba2.test_mamba2_chunks import LAYERS, SMALL, in_parts
 from rigs.kernels.batches import Row
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import InterpretedPath
-from rigs.kernels.tolerance import assert_close
+from rigs.kernels.recurrence_checks import check_against_reference, check_pieces, check_rows_are_apart
+from rigs.kernels.walks import ALIGNED
 
 HALF = InterpretedPath("cpu", torch.float16)
 ROWS = [Row(5, to="other"), Row(150, replayed=2), Row(0), Row(65, skipped=True), Row(64, fresh=True), Row(70)]
@@ -42,18 +40,15 @@ def test_parts_round_a_16_bit_state_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_calls_leave_what_one_call_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts(monkeypatch, 0)
-    whole = make_mamba_batch([Row(200)], HALF, SMALL, padding=ALIGNED)
-    split = whole.clone()
-    got = [split.run_part(HALF, *ends) for ends in pairwise([0, 64, 150, 153, 200])]
-    assert_close("y", torch.cat(got), whole.run(HALF), torch.float16)
-    assert_close("state", split.state, whole.state, torch.float16)
+    check_pieces(make_mamba_batch([Row(200)], HALF, SMALL, padding=ALIGNED), HALF, [0, 64, 150, 153, 200])
 
 
 @pytest.mark.parametrize("length", [0, 64], ids=["whole", "in-parts"])
 def test_row_in_chunks_does_not_depend_on_its_neighbours(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts(monkeypatch, length)
     rows = [Row(30), Row(100, replayed=1), Row(65, fresh=True)]
-    check_that_rows_are_apart(HALF, MambaLayer(H=1, P=64, S=16), rows, max_short=4)
+    layer = MambaLayer(H=1, P=64, S=16)
+    check_rows_are_apart(lambda: make_mamba_batch(rows, HALF, layer, padding=ALIGNED), rows, HALF)
 
 
 def test_the_strongest_decays_leave_the_newest_token() -> None:

@@ -21,18 +21,7 @@ from rigs.kernels.mamba_batches import make_mamba_batch
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.tolerance import assert_close
 
-from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 from deltaline_kernels.rows import StateLines
-
-__all__ = [
-    "test_a_short_draft_that_is_not_finite_leaves_those_before_it_alone",
-    "test_mamba2_of_many_short_rows_matches_the_reference",
-    "test_mamba2_of_short_rows_is_right_for_the_smallest_and_largest_steps",
-    "test_mamba2_of_short_rows_matches_the_reference",
-    "test_mamba2_of_short_rows_rounds_a_16_bit_state_once",
-    "test_mamba2_replay_beside_tokens_leaves_what_committing_leaves",
-    "test_mamba2_short_row_does_not_depend_on_its_neighbours",
-]
 
 
 @pytest.fixture
@@ -43,14 +32,11 @@ def path() -> InterpretedPath:
 
 def test_a_verify_is_as_exact_as_fp32(path: InterpretedPath) -> None:
     """What goes through the matrix instructions in two halves: the limits of fp16 would not tell one half from both."""
-    from deltaline_kernels.mamba2.launch import mamba2_triton
-
     batch = make_mamba_batch([Row(5, verify=True, replayed=3)], path, SMALL)
     reference = replace(batch.clone(), xBC=batch.xBC.float(), dt=batch.dt.float())
     want = reference.run_reference()
     y = torch.empty_like(want)
-    heads = MambaHeads(SMALL.G, SMALL.H, SMALL.P, SMALL.S)
-    mamba2_triton(MambaInputs(*batch.inputs, heads), StateLines(batch.state, batch.drafts), batch.rows, y)
+    batch.launch(StateLines(batch.state, batch.drafts), batch.rows, y)
     assert_close("y", y, want, torch.float32)
     assert_close("state", batch.state, reference.state, torch.float32)
     assert_close("drafts", batch.drafts, reference.drafts, torch.float32)

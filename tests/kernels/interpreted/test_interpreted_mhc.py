@@ -31,15 +31,6 @@ from rigs.kernels.paths import InterpretedPath
 
 from deltaline_kernels.mhc import plan
 
-__all__ = [
-    "test_comb_of_far_apart_logits_has_columns_of_sum_one",
-    "test_gates_have_their_own_numbers",
-    "test_mhc_takes_rows_apart",
-    "test_streams_of_any_size_are_normed",
-    "test_tokens_of_nothing_give_no_nan",
-    "test_weights_are_those_of_fp32",
-]
-
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,18 +20,6 @@ from rigs.kernels.batches import Row, make_batch
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.tolerance import assert_close
 
-__all__ = [
-    "test_a_draft_that_is_not_finite_leaves_those_before_it_alone",
-    "test_delta_of_many_heads_at_once_matches_the_reference",
-    "test_delta_of_short_rows_is_right_for_correlated_keys",
-    "test_delta_of_short_rows_matches_the_reference",
-    "test_delta_of_short_rows_rounds_a_16_bit_state_once",
-    "test_delta_of_short_rows_survives_the_strongest_gates",
-    "test_delta_of_short_rows_takes_gates_and_keys_as_they_come",
-    "test_delta_replay_beside_tokens_leaves_what_committing_leaves",
-    "test_delta_row_does_not_depend_on_its_neighbours",
-]
-
 
 @pytest.fixture
 def path() -> InterpretedPath:
@@ -42,8 +30,8 @@ def test_a_verify_is_as_exact_as_fp32(path: InterpretedPath) -> None:
     """What goes through the matrix instructions in two halves: the limits of fp16 would not tell one half from both."""
     batch = make_batch([Row(5, verify=True, replayed=3)], path, SMALL)
     reference = batch.clone()
-    reference.run_delta_reference()
-    batch.run_delta(path)
+    reference.run_reference()
+    batch.run(path)
     assert_close("state", batch.state, reference.state, torch.float32)
     assert_close("drafts", batch.drafts, reference.drafts, torch.float32)
 
@@ -55,6 +43,6 @@ def test_a_batch_of_short_rows_goes_one_way(path: InterpretedPath, monkeypatch: 
     seen = []
     for name in ("launch_recurrent", "launch_verify", "launch_chunk"):
         monkeypatch.setattr(launch, name, lambda *args, name=name: seen.append((name, args[2].num_rows)))
-    make_batch([Row(5, verify=True), Row(1)], path, SMALL).run_delta(path)
-    make_batch([Row(1), Row(1, verify=True, replayed=2)], path, SMALL).run_delta(path)
+    make_batch([Row(5, verify=True), Row(1)], path, SMALL).run(path)
+    make_batch([Row(1), Row(1, verify=True, replayed=2)], path, SMALL).run(path)
     assert seen == [("launch_verify", 2), ("launch_chunk", 0), ("launch_recurrent", 2), ("launch_chunk", 0)]

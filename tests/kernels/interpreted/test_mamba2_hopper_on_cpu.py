@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.mamba2.test_mamba2 import check_against_reference
-from kernels.mamba2.test_mamba2_chunks import ALIGNED, LAYERS, SMALL, in_parts
+from kernels.mamba2.test_mamba2_chunks import LAYERS, SMALL, in_parts
 from rigs.kernels.batches import Row
 from rigs.kernels.gluon_on_cpu import Tiles, run_on_cpu
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import InterpretedPath
+from rigs.kernels.recurrence_checks import check_against_reference
+from rigs.kernels.walks import ALIGNED
 from torch import Tensor
 
 from deltaline_kernels.device.row_splits import RowSplits

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from rigs.kernels.batches import Row, plan_rows
-from rigs.kernels.mamba_batches import MambaBatch, MambaLayer, make_mamba_batch
+from rigs.kernels.batches import Row
+from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
-from rigs.kernels.tolerance import assert_close
+from rigs.kernels.recurrence_checks import (
+    check_a_draft_that_is_not_finite,
+    check_against_reference,
+    check_any_accepted_count,
+    check_inputs_are_left_alone,
+    check_pieces,
+    check_replay_alone,
+    check_rows_are_apart,
+)
 
 from deltaline_kernels import mamba2
 
@@ -35,6 +43,8 @@ CASES = {
         PLAIN,
         [Row(0), Row(0, to="other"), Row(0, replayed=3, half=1), Row(0, fresh=True), Row(0, to="nowhere")],
     ),
+    # Peers took what is behind an empty row for the first chunk of all.
+    "empty-between": (PLAIN, [Row(70), Row(0), Row(0, replayed=1), Row(66)]),
     "empty-long": (PLAIN, [Row(5), Row(0, to="other"), Row(0, replayed=3), Row(0)]),
     "verify-every-replayed-count": (PLAIN, [Row(4, verify=True, replayed=r, half=r % 2) for r in range(5)]),
     "verify-longer-than-a-chunk": (MambaLayer(M=70), [Row(70, verify=True, replayed=37), Row(33, verify=True)]),
@@ -120,35 +130,13 @@ def test_a_step_that_is_not_finite_is_not_clamped_away(path: Path, what: str) ->
     assert batch.state[1, 1].isnan().all() and not batch.state[1, 0].isnan().any()
 
 
-def test_mamba2_in_chunks_is_mamba2_token_by_token(exact_path: Path) -> None:
-    chunked = make_mamba_batch([Row(70)], exact_path)
-    serial = chunked.clone()
-    want = [serial.run_part(exact_path, t, t + 1) for t in range(70)]
-    assert_close("y", chunked.run(exact_path), torch.cat(want), torch.float32)
-    assert_close("state", chunked.state, serial.state, torch.float32)
-
-
-def test_mamba2_splits_without_a_seam(exact_path: Path) -> None:
-    whole = make_mamba_batch([Row(70)], exact_path)
-    split = whole.clone()
-    got = [split.run_part(exact_path, *ends) for ends in pairwise([0, 1, 34, 36, 70])]
-    assert_close("y", torch.cat(got), whole.run(exact_path), torch.float32)
-    assert_close("state", split.state, whole.state, torch.float32)
+@pytest.mark.parametrize("ends", [range(71), [0, 1, 34, 36, 70]], ids=["token-by-token", "pieces"])
+def test_mamba2_in_pieces_is_mamba2_at_once(exact_path: Path, ends: Sequence[int]) -> None:
+    check_pieces(make_mamba_batch([Row(70)], exact_path), exact_path, ends)
 
 
 def test_mamba2_replays_any_accepted_count(exact_path: Path) -> None:
-    for accepted in range(5):
-        drafted = make_mamba_batch([Row(4, verify=True, half=1)], exact_path)
-        serial = drafted.clone()
-        before = drafted.state.clone()
-        drafted.run(exact_path)
-        assert torch.equal(drafted.state.nan_to_num(7.0), before.nan_to_num(7.0))
-        for t in range(accepted):
-            serial.run_part(exact_path, t, t + 1)
-        got = drafted.run_part(exact_path, 3, 4, Row(1, replayed=accepted, half=0))
-        want = serial.run_part(exact_path, 3, 4)
-        assert_close(f"y, accepted {accepted}", got, want, torch.float32)
-        assert_close(f"state, accepted {accepted}", drafted.state, serial.state, torch.float32)
+    check_any_accepted_count(make_mamba_batch([Row(4, verify=True, half=1)], exact_path), exact_path)
 
 
 @pytest.mark.parametrize(
@@ -159,77 +147,32 @@ def test_mamba2_replays_any_accepted_count(exact_path: Path) -> None:
 def test_mamba2_replay_leaves_what_committing_leaves(
     path: Path, step: float, many_heads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit on a GPU, strong decays that scale the tile in between included."""
     if many_heads:
         use_many_heads(monkeypatch)
-    layer = MambaLayer(S=17, M=5)
-    for accepted in (1, 5):
-        drafted = make_mamba_batch([Row(5, verify=True, replayed=2, half=1)], path, layer)
-        if step:
-            drafted.A_log.zero_()
-            drafted.dt.fill_(step)
-        committed = drafted.clone()
-        drafted.run(path)
-        drafted.run_part(path, 0, 0, Row(0, replayed=accepted))
-        committed.run_part(path, 0, 0, Row(0, replayed=2, half=1))
-        committed.run_part(path, 0, accepted)
-        assert not drafted.state[1].isnan().any()
-        if path.serial:
-            assert torch.equal(drafted.state[1], committed.state[1])
-        assert_close(f"state, accepted {accepted}", drafted.state, committed.state, torch.float32)
+    batch = make_mamba_batch([Row(5, verify=True, replayed=2, half=1)], path, MambaLayer(S=17, M=5))
+    if step:
+        batch.A_log.zero_()
+        batch.dt.fill_(step)
+    check_replay_alone(batch, path)
 
 
 def test_mamba2_row_does_not_depend_on_its_neighbours(path: Path) -> None:
     rows = [Row(1), Row(1), Row(4, verify=True, replayed=2), Row(40, replayed=1)]
-    batch = make_mamba_batch(rows, path)
-    whole, again = batch.clone(), batch.clone()
-    want = whole.run(path)
-    assert torch.equal(again.run(path), want)
-    assert torch.equal(again.state.nan_to_num(7.0), whole.state.nan_to_num(7.0))
-    starts = [0, 1, 2, 6, 46]
-    for i, (start, end) in enumerate(pairwise(starts)):
-        others = [row if i == j else replace(row, skipped=True) for j, row in enumerate(rows)]
-        alone = replace(make_mamba_batch(rows, path), rows=plan_rows(others, PLAIN.M, path.device))
-        other = torch.arange(alone.xBC.shape[0], device=path.device)
-        other = (other < start) | (other >= end)
-        for tokens in (alone.xBC, alone.dt):
-            tokens[other] = torch.nan
-        got = alone.run(path)
-        assert torch.equal(got[~other], want[~other])
-        assert not got[other].any()
-        line = 2 * i + 1
-        assert torch.equal(alone.state[line].nan_to_num(7.0), whole.state[line].nan_to_num(7.0))
-        assert torch.equal(alone.drafts[line].nan_to_num(7.0), whole.drafts[line].nan_to_num(7.0))
+    check_rows_are_apart(lambda: make_mamba_batch(rows, path), rows, path)
 
 
 @pytest.mark.parametrize("what", ["xBC", "dt"])
 def test_a_draft_that_is_not_finite_leaves_those_before_it_alone(path: Path, what: str) -> None:
     if not path.serial:
         pytest.skip("where rows go in chunks of 64 tokens it may reach tokens of its row before it")
-    good = make_mamba_batch([Row(4, verify=True, replayed=2)], path)
-    bad = good.clone()
-    bad = replace(bad, **{what: getattr(bad, what).clone()})
-    getattr(bad, what)[2] = torch.nan
-    want, got = good.run(path), bad.run(path)
-    assert torch.equal(got[:2], want[:2])
-    assert got[2:].isnan().all()
-    assert torch.equal(bad.state[1], good.state[1])
-    assert torch.equal(bad.drafts[1, 1, :2], good.drafts[1, 1, :2])
+    check_a_draft_that_is_not_finite(
+        lambda: make_mamba_batch([Row(4, verify=True, replayed=2)], path), path, what, at=2
+    )
 
 
 def test_mamba2_leaves_its_inputs_alone(path: Path) -> None:
-    batch = make_mamba_batch([Row(1), Row(3, verify=True), Row(64)], path, ONE)
-    before = [x.clone() for x in batch.inputs]
-    batch.run(path)
-    assert all(torch.equal(x, y) for x, y in zip(batch.inputs, before, strict=True))
-
-
-def test_mamba2_records_no_gradients(path: Path) -> None:
-    batch = make_mamba_batch([Row(1), Row(3, verify=True, replayed=1), Row(40, replayed=2)], path)
-    for x in batch.inputs:
-        x.requires_grad_()
-    y = batch.run(path)
-    assert not y.requires_grad and not batch.state.requires_grad and not batch.drafts.requires_grad
+    batch = make_mamba_batch([Row(1), Row(3, verify=True, replayed=1), Row(64)], path)
+    check_inputs_are_left_alone(batch, (batch.A_log, batch.D, batch.dt_bias), path)
 
 
 def test_mamba2_names_the_wrong_argument() -> None:
@@ -263,14 +206,3 @@ def use_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     from deltaline_kernels.mamba2 import plan
 
     monkeypatch.setattr(plan, "MANY_HEADS", 1)
-
-
-def check_against_reference(batch: MambaBatch, path: Path, dtype: torch.dtype) -> None:
-    """Compare outputs, states and drafts, lines that no row may touch included."""
-    reference = batch.clone()
-    want = reference.run_reference()
-    got = batch.run(path)
-    assert got.dtype == path.dtype
-    assert_close("y", got, want, path.dtype if dtype == torch.bfloat16 else dtype)
-    assert_close("state", batch.state, reference.state, dtype)
-    assert_close("drafts", batch.drafts, reference.drafts, path.dtype)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from kernels.mamba2.test_mamba2 import check_against_reference
 from rigs.kernels.batches import Row, plan_rows
-from rigs.kernels.mamba_batches import MambaBatch, MambaLayer, make_mamba_batch
+from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
+from rigs.kernels.recurrence_checks import (
+    check_against_reference,
+    check_far_lines,
+    check_graph,
+    check_pieces,
+    check_rows_are_apart,
+)
 from rigs.kernels.tolerance import assert_close
-
-from deltaline_kernels.device.row_splits import RowSplits
-from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
-from deltaline_kernels.rows import StateLines
+from rigs.kernels.walks import ALIGNED, cut_rows, use_walk
 
 chunk = pytest.importorskip("deltaline_kernels.mamba2.chunk", reason="triton is not installed")
-launch = pytest.importorskip("deltaline_kernels.mamba2.launch", reason="triton is not installed")
 
-# Values between the tokens of xBC: with 8 they begin at multiples of 16 bytes and tiles are copied whole.
-ALIGNED = 8
 LAYERS = {
     "heads-of-64-states-of-64": MambaLayer(H=2, P=64, S=64),
     "heads-of-64-states-of-128": MambaLayer(H=4, G=2, P=64, S=128),
@@ -48,37 +47,8 @@ ROWS = [
 ]
 
 
-@pytest.fixture(params=[pytest.param(dtype, marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float16)])
-def half_path(request: pytest.FixtureRequest) -> Path:
-    """The dtypes of 16 bits on a GPU; the interpreter has tests of its own."""
-    return Path("cuda", request.param)
-
-
 def in_parts(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    """Cut rows into parts of `length` tokens; 0 leaves them whole."""
-
-    def choose(_heads: object, _num_rows: int, _num_tokens: int, max_length: int) -> RowSplits:
-        num_parts = -(-max_length // length) if length else 1
-        return RowSplits(max(num_parts, 1), length or max(max_length, 1))
-
-    monkeypatch.setattr(chunk, "choose_plan", choose)
-
-
-def use_walk(monkeypatch: pytest.MonkeyPatch, walk: str) -> list[str]:
-    """Let only the one walk run; what is returned says in the end which one did."""
-    ran: list[str] = []
-    if walk == "triton":
-        monkeypatch.setattr(chunk, "can_walk", lambda *_: False)
-    elif torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs compute capability 9")
-    launch_walk = chunk.launch_walk
-
-    def spy(*args: Any, **kwargs: Any) -> None:
-        ran.append("hopper")
-        launch_walk(*args, **kwargs)
-
-    monkeypatch.setattr(chunk, "launch_walk", spy)
-    return ran
+    cut_rows(monkeypatch, chunk, length)
 
 
 @pytest.mark.parametrize("walk", ["hopper", "triton"])
@@ -90,7 +60,7 @@ def test_chunks_match_the_reference(
     if walk == "hopper" and layer not in FITTING:
         pytest.skip("does not fit")
     in_parts(monkeypatch, length)
-    ran = use_walk(monkeypatch, walk)
+    ran = use_walk(monkeypatch, chunk, walk)
     batch = make_mamba_batch(ROWS, half_path, LAYERS[layer], max_short=1, padding=ALIGNED)
     check_against_reference(batch, half_path, half_path.dtype)
     assert bool(ran) == (walk == "hopper")
@@ -99,7 +69,7 @@ def test_chunks_match_the_reference(
 @pytest.mark.parametrize("walk", ["hopper", "triton"])
 def test_long_rows_are_those_of_single_tokens(half_path: Path, walk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of tokens, in the kernel's own parts, against the kernel that decodes."""
-    use_walk(monkeypatch, walk)
+    use_walk(monkeypatch, chunk, walk)
     rows = [Row(3000, replayed=2), Row(0, to="other"), Row(4999, fresh=True)]
     layer = LAYERS["heads-of-64-states-of-128"]
     chunked = make_mamba_batch(rows, half_path, layer, padding=ALIGNED)
@@ -124,12 +94,10 @@ def test_parts_leave_what_the_whole_row_leaves(half_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("walk", ["hopper", "triton"])
 def test_calls_leave_what_one_call_leaves(half_path: Path, walk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that is cut where chunks are, and where they are not."""
-    use_walk(monkeypatch, walk)
-    whole = make_mamba_batch([Row(700)], half_path, SMALL, padding=ALIGNED)
-    split = whole.clone()
-    got = [split.run_part(half_path, *ends) for ends in pairwise([0, 128, 256, 330, 333, 334, 700])]
-    assert_close("y", torch.cat(got), whole.run(half_path), half_path.dtype)
-    assert_close("state", split.state, whole.state, half_path.dtype)
+    use_walk(monkeypatch, chunk, walk)
+    check_pieces(
+        make_mamba_batch([Row(700)], half_path, SMALL, padding=ALIGNED), half_path, [0, 128, 256, 330, 333, 334, 700]
+    )
 
 
 def test_parts_round_a_16_bit_state_once(half_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,35 +111,10 @@ def test_parts_round_a_16_bit_state_once(half_path: Path, monkeypatch: pytest.Mo
 def test_row_in_chunks_does_not_depend_on_its_neighbours(
     half_path: Path, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, with NaN in the tokens of all others, also those that share its last tile."""
+    """Also those that share its last tile."""
     in_parts(monkeypatch, length)
     rows = [Row(30), Row(100, replayed=1), Row(65, fresh=True), Row(64)]
-    check_that_rows_are_apart(half_path, SMALL, rows, max_short=4)
-
-
-def check_that_rows_are_apart(path: Path, layer: MambaLayer, rows: list[Row], max_short: int) -> None:
-    """Compare each row among NaNs with the same row beside the others, to the bit; and a repeat."""
-
-    def make() -> MambaBatch:
-        return make_mamba_batch(rows, path, layer, max_short=max_short, padding=ALIGNED)
-
-    whole = make()
-    want = whole.run(path)
-    assert torch.equal(make().run(path), want)
-    start = 0
-    for i, row in enumerate(rows):
-        kept = [other if i == j else replace(other, skipped=True) for j, other in enumerate(rows)]
-        alone = make()
-        alone = replace(alone, rows=plan_rows(kept, max_short, path.device))
-        others = torch.ones(alone.xBC.shape[0], dtype=torch.bool, device=path.device)
-        others[start : start + row.length] = False
-        for tokens in (alone.xBC, alone.dt):
-            tokens[others] = torch.nan
-        got = alone.run(path)
-        assert torch.equal(got[~others], want[~others])
-        assert not got[others].any()
-        assert torch.equal(alone.state[2 * i + 1], whole.state[2 * i + 1])
-        start += row.length
+    check_rows_are_apart(lambda: make_mamba_batch(rows, half_path, SMALL, padding=ALIGNED), rows, half_path)
 
 
 def test_an_empty_row_in_the_middle_leaves_the_next_one_alone(half_path: Path) -> None:
@@ -184,37 +127,17 @@ def test_an_empty_row_in_the_middle_leaves_the_next_one_alone(half_path: Path) -
 
 @pytest.mark.parametrize("walk", ["hopper", "triton"])
 def test_lines_lie_anywhere(half_path: Path, walk: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond 2^31 values of the state, for chunks and parts; with lines counted from 0, as engines do."""
-    use_walk(monkeypatch, walk)
-    layer, half = SMALL, torch.bfloat16
-    rows = [Row(65), Row(130, replayed=2)]
-    batch = make_mamba_batch(rows, half_path, layer, max_short=1, state_dtype=half, padding=ALIGNED)
-    near = batch.clone()
-    outputs = near.run(half_path)
-    far = 2**31 // (layer.H * layer.P * layer.S) + 7
-    ours = slice(far - 1, far - 1 + batch.state.shape[0])
-    pool = torch.zeros(ours.stop, *batch.state.shape[1:], dtype=half, device=half_path.device)
-    drafts = torch.zeros(ours.stop, *batch.drafts.shape[1:], device=half_path.device)
-    drafts[ours] = batch.drafts
-    control = batch.rows.control.clone()
-    control[1:3] = torch.where(control[1:3] > 0, control[1:3] + far, control[1:3])
-    placed = replace(batch.rows, control=control)
-    heads = MambaHeads(layer.G, layer.H, layer.P, layer.S)
-    for length in (0, 64):
-        in_parts(monkeypatch, length)
-        pool[ours] = batch.state
-        y = torch.full_like(outputs, torch.nan)
-        inputs = MambaInputs(*batch.inputs, heads)
-        launch.mamba2_triton(inputs, StateLines(pool, drafts, shift=1), placed, y)
-        assert_close("y", y, outputs, half_path.dtype)
-        assert_close("state", pool[ours], near.state, half)
+    use_walk(monkeypatch, chunk, walk)
+    rows, half = [Row(65), Row(130, replayed=2)], torch.bfloat16
+    batch = make_mamba_batch(rows, half_path, SMALL, max_short=1, state_dtype=half, padding=ALIGNED)
+    check_far_lines(batch, half_path, partial(in_parts, monkeypatch))
 
 
 @pytest.mark.parametrize("walk", ["hopper", "triton"])
 def test_tokens_lie_anywhere(half_path: Path, walk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond 2^31 values of xBC: the last tokens of a row so long are those of a row that starts behind the rest."""
     in_parts(monkeypatch, 0)
-    use_walk(monkeypatch, walk)
+    use_walk(monkeypatch, chunk, walk)
     layer = SMALL
     wide = 8192
     num_tokens = 2**31 // wide + 200
@@ -236,14 +159,4 @@ def test_tokens_lie_anywhere(half_path: Path, walk: str, monkeypatch: pytest.Mon
 
 def test_chunks_run_in_a_cuda_graph(half_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts(monkeypatch, 128)
-    batch = make_mamba_batch([Row(300)], half_path, SMALL, padding=ALIGNED)
-    before = batch.state.clone()
-    want = batch.run(half_path)
-    after = batch.state.clone()
-    graph = torch.cuda.CUDAGraph()
-    batch.state.copy_(before)
-    with torch.cuda.graph(graph):
-        got = batch.run(half_path)
-    graph.replay()
-    assert torch.equal(got, want)
-    assert torch.equal(batch.state.nan_to_num(7.0), after.nan_to_num(7.0))
+    check_graph(make_mamba_batch([Row(300)], half_path, SMALL, padding=ALIGNED), half_path)

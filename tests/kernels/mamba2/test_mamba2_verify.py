@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from kernels.mamba2.test_mamba2 import check_against_reference, use_many_heads
+from kernels.mamba2.test_mamba2 import use_many_heads
 from rigs.kernels.batches import Row, plan_rows
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
-from rigs.kernels.tolerance import assert_close
+from rigs.kernels.recurrence_checks import (
+    check_a_draft_that_is_not_finite,
+    check_against_reference,
+    check_replay_beside_tokens,
+    check_rows_are_apart,
+)
 
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 from deltaline_kernels.rows import StateLines
@@ -81,58 +85,24 @@ def test_mamba2_of_short_rows_is_right_for_the_smallest_and_largest_steps(path: 
 
 @pytest.mark.parametrize("step", [0.0, 1000.0], ids=["usual", "steps-of-1000"])
 def test_mamba2_replay_beside_tokens_leaves_what_committing_leaves(path: Path, step: float) -> None:
-    """To the bit where both go through the same kernel, which a row of one token alone does not."""
-    accepted = 4
-    drafted = make_mamba_batch([Row(8, verify=True, replayed=3, half=1)], path, SMALL)
+    batch = make_mamba_batch([Row(8, verify=True, replayed=3, half=1)], path, SMALL)
     if step:
-        drafted.dt[::3] = step
-    committed = drafted.clone()
-    drafted.run(path)
-    replays = plan_rows([Row(2, verify=True, replayed=accepted), Row(2, replayed=0)], 8, path.device)
-    replace(drafted, rows=replays, xBC=drafted.xBC[4:8], dt=drafted.dt[4:8]).run(path)
-    commits = plan_rows([Row(accepted, replayed=3, half=1)], 8, path.device)
-    replace(committed, rows=commits, xBC=committed.xBC[:accepted], dt=committed.dt[:accepted]).run(path)
-    assert not drafted.state[1].isnan().any()
-    if path.serial:
-        assert torch.equal(drafted.state[1], committed.state[1])
-    assert_close("state", drafted.state[1], committed.state[1], torch.float32)
+        batch.dt[::3] = step
+    check_replay_beside_tokens(batch, path)
 
 
 def test_mamba2_short_row_does_not_depend_on_its_neighbours(path: Path) -> None:
     rows = [Row(1), Row(2), Row(4, verify=True, replayed=2), Row(5, replayed=1)]
-    batch = make_mamba_batch(rows, path, SMALL)
-    whole, again = batch.clone(), batch.clone()
-    want = whole.run(path)
-    assert torch.equal(again.run(path), want)
-    assert torch.equal(again.state.nan_to_num(7.0), whole.state.nan_to_num(7.0))
-    for i, (start, end) in enumerate(pairwise([0, 1, 3, 7, 12])):
-        others = [row if i == j else replace(row, skipped=True) for j, row in enumerate(rows)]
-        alone = replace(make_mamba_batch(rows, path, SMALL), rows=plan_rows(others, SMALL.M, path.device))
-        other = torch.arange(alone.xBC.shape[0], device=path.device)
-        other = (other < start) | (other >= end)
-        for tokens in (alone.xBC, alone.dt):
-            tokens[other] = torch.nan
-        got = alone.run(path)
-        assert torch.equal(got[~other], want[~other])
-        assert not got[other].any()
-        line = 2 * i + 1
-        assert torch.equal(alone.state[line].nan_to_num(7.0), whole.state[line].nan_to_num(7.0))
-        assert torch.equal(alone.drafts[line].nan_to_num(7.0), whole.drafts[line].nan_to_num(7.0))
+    check_rows_are_apart(lambda: make_mamba_batch(rows, path, SMALL), rows, path)
 
 
 @pytest.mark.parametrize("what", ["xBC", "dt"])
 def test_a_short_draft_that_is_not_finite_leaves_those_before_it_alone(path: Path, what: str) -> None:
     if not path.serial:
         pytest.skip("where rows go in chunks of 64 tokens it may reach tokens of its row before it")
-    good = make_mamba_batch([Row(6, verify=True, replayed=2)], path, SMALL)
-    bad = good.clone()
-    bad = replace(bad, **{what: getattr(bad, what).clone()})
-    getattr(bad, what)[3] = torch.nan
-    want, got = good.run(path), bad.run(path)
-    assert torch.equal(got[:3], want[:3])
-    assert got[3:].isnan().all()
-    assert torch.equal(bad.state[1], good.state[1])
-    assert torch.equal(bad.drafts[1, 1, :3], good.drafts[1, 1, :3])
+    check_a_draft_that_is_not_finite(
+        lambda: make_mamba_batch([Row(6, verify=True, replayed=2)], path, SMALL), path, what, at=3
+    )
 
 
 def test_short_rows_that_fit_are_computed_at_once() -> None:

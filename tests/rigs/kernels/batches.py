@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
-from rigs.kernels.paths import Path
+from rigs.kernels.paths import InterpretedPath, Path
 from torch import Tensor
 
-from deltaline_kernels import Rows, gated_delta_reference
+from deltaline_kernels import Rows, gated_delta, gated_delta_reference
+from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
+from deltaline_kernels.rows import StateLines
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,55 @@ class Row:
     skipped: bool = False
 
 
+class Recurrent:
+    """A batch of a recurrence; what a test does with it is the same for all of them."""
+
+    PACKED: ClassVar[tuple[str, ...]]  # names of the tensors of tokens
+    layer: Any
+    rows: Rows
+    state: Tensor
+    drafts: Tensor
+
+    def launch(self, lines: StateLines, rows: Rows, o: Tensor) -> None:
+        """Launch the Triton kernels for the batch's tokens, with lines, rows and outputs of one's own."""
+        raise NotImplementedError
+
+    def run_public(self) -> Tensor:
+        raise NotImplementedError
+
+    def run_reference(self) -> Tensor:
+        raise NotImplementedError
+
+    def run(self, path: Path) -> Tensor:
+        if not isinstance(path, InterpretedPath):
+            return self.run_public()
+        tokens = getattr(self, self.PACKED[0])
+        o = torch.empty(len(tokens), *self.state.shape[1:3], dtype=tokens.dtype)
+        self.launch(StateLines(self.state, self.drafts), self.rows, o)
+        return o
+
+    def clone(self) -> Self:
+        """Return the batch with its own copies of what an operation mutates."""
+        return self.replaced(state=self.state.clone(), drafts=self.drafts.clone())
+
+    def replaced(self, **changes: Any) -> Self:
+        return replace(self, **changes)  # type: ignore[type-var]
+
+    def take(self, begin: int, end: int, *rows: Row) -> Self:
+        """Return the tokens begin..end, as one row unless told which; it shares the lines."""
+        plan = plan_rows(rows or [Row(end - begin)], self.rows.max_short, self.state.device.type)
+        return self.replaced(rows=plan, **{name: getattr(self, name)[begin:end] for name in self.PACKED})
+
+    def run_part(self, path: Path, begin: int, end: int, *rows: Row) -> Tensor:
+        return self.take(begin, end, *rows).run(path)
+
+
 @dataclass(frozen=True)
-class Batch:
+class Batch(Recurrent):
+    """Of the gated delta rule, and of the convolution before it."""
+
+    PACKED = ("qkv", "a", "b")
+
     layer: Layer
     rows: Rows
     qkv: Tensor
@@ -59,37 +109,29 @@ class Batch:
     bias: Tensor
     normalize: bool = True
 
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.qkv, self.a, self.b, self.A_log, self.dt_bias
+
     def clone(self) -> Batch:
-        """Return the batch with its own copies of what an operation mutates."""
-        return replace(self, lines=self.lines.clone(), state=self.state.clone(), drafts=self.drafts.clone())
+        return replace(super().clone(), lines=self.lines.clone())
 
-    def run_delta(self, path: Path) -> Tensor:
-        return path.delta(
-            self.qkv,
-            self.a,
-            self.b,
-            self.A_log,
-            self.dt_bias,
-            self.state,
-            self.drafts,
-            self.rows,
-            self.layer.H,
-            normalize=self.normalize,
-        )
+    def launch(self, lines: StateLines, rows: Rows, o: Tensor) -> None:
+        from deltaline_kernels.gated_delta.launch import gated_delta_triton
 
-    def run_delta_reference(self) -> Tensor:
-        return gated_delta_reference(
-            self.qkv,
-            self.a,
-            self.b,
-            self.A_log,
-            self.dt_bias,
-            self.state,
-            self.drafts,
-            self.rows,
-            num_key_heads=self.layer.H,
-            normalize=self.normalize,
-        )
+        layer = self.layer
+        heads = DeltaHeads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, 1e-6)
+        gated_delta_triton(DeltaInputs(*self.inputs, heads, self.normalize), lines, rows, o)
+
+    def run_public(self) -> Tensor:
+        return self._run(gated_delta)
+
+    def run_reference(self) -> Tensor:
+        return self._run(gated_delta_reference)
+
+    def _run(self, operation: Callable[..., Tensor]) -> Tensor:
+        lines = (self.state, self.drafts, self.rows)
+        return operation(*self.inputs, *lines, num_key_heads=self.layer.H, normalize=self.normalize)
 
     def with_raw_gates(self) -> Batch:
         """Return the batch with log decays for a and strengths of up to 2 for b."""

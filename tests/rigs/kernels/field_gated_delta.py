@@ -2,13 +2,12 @@
 
     h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
 
-Written in fp64 from the engines' semantics, row by row, token by token and head by head, for reading. Shares nothing
+Written in fp64 from the engines' semantics, token by token and head by head, for reading. Shares nothing
 with what it tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +25,10 @@ class Tokens:
     beta: Tensor
     scale: float | None = None
     l2norm: bool = False
+
+    @property
+    def values(self) -> Tensor:
+        return self.v
 
     def advance(self, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return o `[HV, V]` and the state `[HV, V, K]` after token t, all in fp64."""
@@ -55,53 +58,3 @@ def field_gates(
     soft = torch.log1p(torch.exp((softplus_beta * x).clamp(max=softplus_threshold))) / softplus_beta
     rise = torch.where(softplus_beta * x > softplus_threshold, x, soft)
     return -torch.exp(A_log.double()) * rise, 1.0 / (1.0 + torch.exp(-b.double()))
-
-
-def field_rows(tokens: Tokens, starts: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o `[T, HV, V]`, NaN where no row is, and the states `[N, HV, V, K]` after the rows, both fp64."""
-    o = torch.full(tokens.v.shape, torch.nan, dtype=torch.float64)
-    after = states.double()
-    for i in range(len(starts) - 1):
-        h = after[i]
-        for t in range(starts[i], starts[i + 1]):
-            o[t], h = tokens.advance(t, h)
-        after[i] = h
-    return o, after
-
-
-def field_pool(tokens: Tokens, starts: Sequence[int], pool: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return o `[T, HV, V]` fp64, NaN where no row is; mutates pool `[slots, HV, V, K]`, rounded once per row."""
-    o = torch.full(tokens.v.shape, torch.nan, dtype=torch.float64)
-    for i, slot in enumerate(slots):
-        begin, end = starts[i], starts[i + 1]
-        if slot < 0:
-            o[begin:end] = 0
-        elif end > begin:
-            h = pool[slot].double()
-            for t in range(begin, end):
-                o[t], h = tokens.advance(t, h)
-            pool[slot] = h.to(pool.dtype)
-    return o
-
-
-def field_table(
-    tokens: Tokens,
-    starts: Sequence[int],
-    pool: Tensor,
-    table: Sequence[Sequence[int]],
-    accepted: Sequence[int] | None,
-) -> Tensor:
-    """Return o `[T, HV, V]` fp64, NaN where no row is; mutates pool `[slots, HV, V, K]`, rounded once per token."""
-    o = torch.full(tokens.v.shape, torch.nan, dtype=torch.float64)
-    for i, slots in enumerate(table):
-        begin, end = starts[i], starts[i + 1]
-        column = 0 if accepted is None else min(max(accepted[i], 1), len(slots)) - 1
-        if end > begin and min(slots[column], *slots[: end - begin]) < 0:
-            o[begin:end] = 0
-            continue
-        state = pool[slots[column]].clone()
-        for t in range(begin, end):
-            o[t], after = tokens.advance(t, state)
-            state = after.to(pool.dtype)
-            pool[slots[t - begin]] = state
-    return o

@@ -1,23 +1,29 @@
-"""The engines' selective state update in plain loops: the truth that the engines' function is tested against.
+"""Mamba2 of inference engines in plain loops: the truth that the engines' functions are tested against.
 
-    h = exp(A dt) h + dt x B^T;  y = h C + D x;  y = y silu(z)
+    d = clamp(softplus(dt + bias));  h = exp(A d) h + d x B^T;  y = (h C + D x) silu(z)
 
-Written in fp64 from the engines' semantics, row by row, token by token and head by head, for reading. Shares nothing
+Written in fp64 from the engines' semantics, token by token and head by head, for reading. Shares nothing
 with what it tests.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from rigs.kernels.field_recurrence import field_rows
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Packed tokens: x, z `[T, H, P]`, B, C `[T, G, S]`, raw dt `[T, H]`; A, D, bias `[H]`; z, D, bias may be None."""
+    """Packed tokens: x, z `[T, H, P]`, B, C `[T, G, S]`, raw dt `[T, H]`; A, bias `[H]`, D `[H]` or `[H, P]`.
+
+    z, D and bias may be None.
+    """
 
     x: Tensor
     dt: Tensor
@@ -28,6 +34,11 @@ class Tokens:
     z: Tensor | None = None
     bias: Tensor | None = None
     softplus: bool = True
+    limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def values(self) -> Tensor:
+        return self.x
 
     def advance(self, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return y `[H, P]` and the state `[H, P, S]` after token t, all in fp64."""
@@ -41,6 +52,7 @@ class Tokens:
                 step = step + self.bias[i].double()
             if self.softplus:
                 step = torch.log1p(torch.exp(step)) if step <= 20 else step
+            step = step.clamp(*self.limits)
             x = self.x[t, i].double()
             h = state[i].double() * torch.exp(self.A[i].double() * step)
             after[i] = h + torch.outer(step * x, self.B[t, group].double())
@@ -53,41 +65,14 @@ class Tokens:
         return y, after
 
 
-def field_slots(tokens: Tokens, starts: Sequence[int], pool: Tensor, slots: Sequence[int], pad: int = -1) -> Tensor:
-    """Return y `[T, H, P]` fp64, NaN where no row is; mutates pool `[slots, H, P, S]`, rounded once per row."""
-    y = torch.full(tokens.x.shape, torch.nan, dtype=torch.float64)
-    for i, slot in enumerate(slots):
-        begin, end = starts[i], starts[i + 1]
-        if slot < 0 or slot == pad:
-            y[begin:end] = 0
-        elif end > begin:
-            h = pool[slot].double()
-            for t in range(begin, end):
-                y[t], h = tokens.advance(t, h)
-            pool[slot] = h.to(pool.dtype)
-    return y
-
-
-def field_table(
-    tokens: Tokens,
-    starts: Sequence[int],
-    pool: Tensor,
-    table: Sequence[Sequence[int]],
-    accepted: Sequence[int],
-    pad: int = -1,
-) -> Tensor:
-    """Return y `[T, H, P]` fp64, NaN where no row is; mutates pool `[slots, H, P, S]`, rounded once per token."""
-    y = torch.full(tokens.x.shape, torch.nan, dtype=torch.float64)
-    for i, slots in enumerate(table):
-        begin, end = starts[i], starts[i + 1]
-        first = slots[min(max(accepted[i], 1), len(slots)) - 1]
-        used = [first, *slots[: end - begin]]
-        if end > begin and (min(used) < 0 or pad in used):
-            y[begin:end] = 0
-            continue
-        state = pool[first].clone()
-        for t in range(begin, end):
-            y[t], after = tokens.advance(t, state)
-            state = after.to(pool.dtype)
-            pool[slots[t - begin]] = state
-    return y
+def field_scan(
+    told: dict[str, Tensor | None], starts: Sequence[int], limits: tuple[float, float], *, softplus: bool
+) -> tuple[Tensor, Tensor]:
+    """Return y `[T, H, P]` and the final states `[N, H, P, S]`; `told` has the chunked function's tensors by name."""
+    host: Any = {name: None if value is None else value.detach().cpu() for name, value in told.items()}
+    names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
+    tokens = Tokens(*(host[name] for name in names), softplus=softplus, limits=limits)
+    initial = host["initial_states"]
+    if initial is None:
+        initial = torch.zeros(len(starts) - 1, *tokens.x.shape[1:], tokens.B.shape[2])
+    return field_rows(tokens, starts, initial)

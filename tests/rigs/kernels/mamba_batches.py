@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from rigs.kernels.batches import Row, plan_rows, poison
+from rigs.kernels.batches import Recurrent, Row, plan_rows, poison
 from rigs.kernels.paths import Path
 from torch import Tensor
 
-from deltaline_kernels import Rows, mamba2_reference
+from deltaline_kernels import Rows, mamba2, mamba2_reference
+from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
+from deltaline_kernels.rows import StateLines
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class MambaLayer:
 
 
 @dataclass(frozen=True)
-class MambaBatch:
+class MambaBatch(Recurrent):
+    PACKED = ("xBC", "dt")
+
     layer: MambaLayer
     rows: Rows
     xBC: Tensor
@@ -48,24 +52,22 @@ class MambaBatch:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.xBC, self.dt, self.A_log, self.D, self.dt_bias
 
-    def clone(self) -> MambaBatch:
-        """Return the batch with its own copies of what an operation mutates."""
-        return replace(self, state=self.state.clone(), drafts=self.drafts.clone())
+    def launch(self, lines: StateLines, rows: Rows, o: Tensor) -> None:
+        from deltaline_kernels.mamba2.launch import mamba2_triton
 
-    def run(self, path: Path) -> Tensor:
         layer = self.layer
-        return path.mamba2(*self.inputs, self.state, self.drafts, self.rows, layer.G, dt_limit=layer.dt_limit)
+        heads = MambaHeads(layer.G, layer.H, layer.P, layer.S, layer.dt_limit)
+        mamba2_triton(MambaInputs(*self.inputs, heads), lines, rows, o)
+
+    def run_public(self) -> Tensor:
+        return self._run(mamba2)
 
     def run_reference(self) -> Tensor:
-        layer = self.layer
-        return mamba2_reference(
-            *self.inputs, self.state, self.drafts, self.rows, num_groups=layer.G, dt_limit=layer.dt_limit
-        )
+        return self._run(mamba2_reference)
 
-    def run_part(self, path: Path, begin: int, end: int, row: Row | None = None) -> Tensor:
-        """Run tokens begin..end of a batch of one row, as a row of their own."""
-        rows = plan_rows([row or Row(end - begin)], self.layer.M, path.device)
-        return replace(self, rows=rows, xBC=self.xBC[begin:end], dt=self.dt[begin:end]).run(path)
+    def _run(self, operation: Callable[..., Tensor]) -> Tensor:
+        layer, lines = self.layer, (self.state, self.drafts, self.rows)
+        return operation(*self.inputs, *lines, num_groups=layer.G, dt_limit=layer.dt_limit)
 
 
 def make_mamba_batch(

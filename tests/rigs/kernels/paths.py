@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +13,11 @@ from deltaline_kernels import (
     Rows,
     add_lora,
     causal_conv1d,
-    gated_delta,
     gated_rms_norm,
     group_tokens,
-    mamba2,
     spread_slots,
 )
 from deltaline_kernels.conv1d.inputs import ConvInputs
-from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
-from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
-from deltaline_kernels.rows import StateLines
 
 
 @dataclass(frozen=True)
@@ -45,40 +39,6 @@ class Path:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: Rows, sizes: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
         return causal_conv1d(x, weight, bias, lines, rows, split=sizes)
-
-    def delta(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        state: Tensor,
-        drafts: Tensor,
-        rows: Rows,
-        num_key_heads: int,
-        *,
-        normalize: bool = True,
-    ) -> Tensor:
-        return gated_delta(
-            qkv, a, b, A_log, dt_bias, state, drafts, rows, num_key_heads=num_key_heads, normalize=normalize
-        )
-
-    def mamba2(
-        self,
-        xBC: Tensor,
-        dt: Tensor,
-        A_log: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-        drafts: Tensor,
-        rows: Rows,
-        num_groups: int,
-        *,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
-    ) -> Tensor:
-        return mamba2(xBC, dt, A_log, D, dt_bias, state, drafts, rows, num_groups=num_groups, dt_limit=dt_limit)
 
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
         return gated_rms_norm(o, z, weight, eps, gate_first=gate_first)
@@ -120,51 +80,6 @@ class InterpretedPath(Path):
         parts = tuple(torch.empty(x.shape[0], size, dtype=x.dtype) for size in sizes)
         causal_conv1d_triton(ConvInputs(x, weight, bias, lines, silu=True), rows, parts)
         return parts
-
-    def delta(
-        self,
-        qkv: Tensor,
-        a: Tensor,
-        b: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        state: Tensor,
-        drafts: Tensor,
-        rows: Rows,
-        num_key_heads: int,
-        *,
-        normalize: bool = True,
-    ) -> Tensor:
-        from deltaline_kernels.gated_delta.launch import gated_delta_triton
-
-        _, num_value_heads, value_dim, key_dim = state.shape
-        heads = DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, key_dim**-0.5, 1e-6)
-        o = torch.empty(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype)
-        inputs = DeltaInputs(qkv, a, b, A_log, dt_bias, heads, normalize)
-        gated_delta_triton(inputs, StateLines(state, drafts), rows, o)
-        return o
-
-    def mamba2(
-        self,
-        xBC: Tensor,
-        dt: Tensor,
-        A_log: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-        drafts: Tensor,
-        rows: Rows,
-        num_groups: int,
-        *,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
-    ) -> Tensor:
-        from deltaline_kernels.mamba2.launch import mamba2_triton
-
-        _, num_heads, head_dim, state_dim = state.shape
-        heads = MambaHeads(num_groups, num_heads, head_dim, state_dim, dt_limit)
-        y = torch.empty(xBC.shape[0], heads.num_heads, heads.head_dim, dtype=xBC.dtype)
-        mamba2_triton(MambaInputs(xBC, dt, A_log, D, dt_bias, heads), StateLines(state, drafts), rows, y)
-        return y
 
     def norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
         from deltaline_kernels.norm.kernel import gated_rms_norm_triton

@@ -1,0 +1,121 @@
+"""What the engines' gated delta rule says of wrong arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rigs.kernels.delta_calls import Case, good_chunk, good_rows, good_update, ints, normal, table
+from rigs.kernels.paths import Path
+
+from deltaline_kernels.compat import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_sigmoid_gating_delta_rule_update,
+)
+
+CHUNK, ROW, UPDATE = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, fused_sigmoid_gating_delta_rule_update
+TABLE: Any = "a call of fused_recurrent_gated_delta_rule with a table"
+
+WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
+    (CHUNK, TypeError, "q: expected a tensor, got list", {"q": [1.0]}),
+    (CHUNK, ValueError, "q: expected shape .batch, tokens, H, K.", {"q": normal(4, 1, 16)}),
+    (CHUNK, ValueError, "k: expected shape .batch=1, tokens=4, H=1, K=16.", {"k": normal(1, 3, 1, 16)}),
+    (CHUNK, TypeError, "v: expected torch.float32, got torch.float16", {"v": normal(1, 4, 2, 8).half()}),
+    (CHUNK, ValueError, "v: expected a multiple of the 1 heads of q, got 0", {"v": normal(1, 4, 0, 8)}),
+    (CHUNK, ValueError, "v: expected V of 1..256, got 257", {"v": normal(1, 4, 2, 257)}),
+    (CHUNK, ValueError, "g: expected shape .batch=1, tokens=4, HV=2.", {"g": normal(4, 2)}),
+    (CHUNK, TypeError, "beta: expected a tensor, got NoneType", {"beta": None}),
+    (ROW, TypeError, "g: expected a tensor, got NoneType", {"g": None}),
+    (UPDATE, TypeError, "a: expected a tensor, got NoneType", {"a": None}),
+    (CHUNK, TypeError, "scale: expected a number, got True", {"scale": True}),
+    (CHUNK, ValueError, "scale: expected a finite number above 0, got -1", {"scale": -1}),
+    (ROW, ValueError, "scale: expected a finite number above 0, got nan", {"scale": float("nan")}),
+    (CHUNK, ValueError, "initial_state: expected shape .N=2, HV=2, V=8, K=16.", {"initial_state": normal(2, 2, 16, 8)}),
+    (CHUNK, TypeError, "cu_seqlens: expected torch.int32 or torch.int64", {"cu_seqlens": normal(3)}),
+    (CHUNK, ValueError, "cu_seqlens: expected at least 1 rows, got 0", {"cu_seqlens": ints()}),
+    (CHUNK, ValueError, "cu_seqlens: expected offsets that rise within 0..4", {"cu_seqlens": ints(0, 3, 2)}),
+    (CHUNK, ValueError, "cu_seqlens: expected offsets that rise within 0..4", {"cu_seqlens": ints(-1, 3, 4)}),
+    (ROW, ValueError, "cu_seqlens: expected offsets that rise within 0..4", {"cu_seqlens": ints(0, 3, 5)}),
+    (ROW, TypeError, "initial_state: expected a tensor, got None", {"initial_state": None}),
+    (ROW, ValueError, "initial_state: expected shape .lines, HV=2", {"initial_state": normal(9, 1, 8, 16)}),
+    (ROW, ValueError, "initial_state: expected a contiguous", {"initial_state": normal(9, 2, 16, 8).transpose(2, 3)}),
+    (ROW, ValueError, "initial_state: expected shape .lines=2", {"ssm_state_indices": None}),
+    (ROW, ValueError, "inplace_final_state: expected True", {"inplace_final_state": False}),
+    (ROW, ValueError, "ssm_state_indices: expected shape .rows.", {"ssm_state_indices": ints(1, 2)[None, None]}),
+    (ROW, ValueError, "ssm_state_indices: expected at least 2 rows, got 1", {"ssm_state_indices": ints(1)}),
+    (ROW, ValueError, "ssm_state_indices: expected slots below 9, got 9", {"ssm_state_indices": ints(1, 9)}),
+    (ROW, ValueError, "ssm_state_indices: expected no slot that two rows write", {"ssm_state_indices": ints(1, 1)}),
+    (ROW, ValueError, "num_accepted_tokens: expected None, as ssm_", {"num_accepted_tokens": ints(1, 1)}),
+    (TABLE, ValueError, "num_accepted_tokens: expected at least 2 rows", {"num_accepted_tokens": ints(1)}),
+    (TABLE, ValueError, "ssm_state_indices: expected at least 1 columns", {"ssm_state_indices": table([], [])}),
+    (TABLE, ValueError, "cu_seqlens: expected rows of at most 1 tokens, got 3", {"ssm_state_indices": table([1], [2])}),
+    (
+        TABLE,
+        ValueError,
+        "ssm_state_indices: expected slots below 9, got 11",
+        {"ssm_state_indices": table([1, 2, 3], [11, 5, 6])},
+    ),
+    (
+        TABLE,
+        ValueError,
+        "ssm_state_indices: expected no slot that two rows write, got slot 3",
+        {"ssm_state_indices": table([1, 2, 3], [3, 5, 6])},
+    ),
+    (
+        TABLE,
+        ValueError,
+        "ssm_state_indices: expected no slot that one row reads and another writes, got slot 3",
+        {"ssm_state_indices": table([1, 2, 3], [4, 3, 6])},
+    ),
+    (UPDATE, TypeError, "softplus_beta: expected a number, got None", {"softplus_beta": None}),
+    (UPDATE, ValueError, "softplus_beta: expected a finite number above 0, got 0", {"softplus_beta": 0}),
+    (UPDATE, TypeError, "softplus_threshold: expected a number", {"softplus_threshold": "20"}),
+    (UPDATE, ValueError, "A_log: expected shape .HV=2.", {"A_log": normal(3)}),
+    (UPDATE, ValueError, "a: expected shape .batch . tokens=4, HV=2.", {"a": normal(3, 2)}),
+    (UPDATE, ValueError, "b: expected shape .batch=1, tokens=4, HV=2.", {"b": normal(1, 3, 2)}),
+    (UPDATE, TypeError, "initial_state_source: expected a tensor, got None", {"initial_state_source": None}),
+    (UPDATE, ValueError, "initial_state_indices: expected shape .rows.", {"initial_state_indices": table([1], [2])}),
+    (
+        UPDATE,
+        ValueError,
+        "initial_state_indices: expected slots below 9, got 12",
+        {"initial_state_indices": ints(12, 1)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "error", "message", "change"), WRONG, ids=[message for _, _, message, _ in WRONG])
+def test_the_wrong_argument_is_named(
+    function: Any, error: type[Exception], message: str, change: dict[str, Any]
+) -> None:
+    path = Path("cpu", torch.float32)
+    if function is CHUNK:
+        good = good_chunk(path, Case([3, 1]))
+    elif function is UPDATE:
+        good = good_update(path, Case([3, 1], [4, 1]))
+    else:
+        table = Case([3, 1], [[4, 1, 7], [2, 5, 0]], [1, 2])
+        good = good_rows(path, table if function is TABLE else Case([3, 1], [4, 1]))
+    run = ROW if function is TABLE else function
+    run(**good)
+    states = good["initial_state_source" if function is UPDATE else "initial_state"]
+    before = states.clone()
+    with pytest.raises(error, match="^" + message):
+        run(**(good | change))
+    assert torch.equal(states, before)
+
+
+def test_a_batch_beside_offsets_is_refused() -> None:
+    good = good_rows(Path("cpu", torch.float32), Case([2] * 2, [4, 1], dense=True))
+    with pytest.raises(ValueError, match=r"^q: expected a batch of 1, as cu_seqlens is given, got 2"):
+        ROW(**(good | {"cu_seqlens": ints(0, 2, 4)}))
+    with pytest.raises(ValueError, match=r"^ssm_state_indices: expected at least 2 columns, got 1"):
+        ROW(**(good | {"ssm_state_indices": ints(4, 1)[:, None]}))
+
+
+def test_what_is_said_of_skipped_rows_is_not_checked() -> None:
+    good = good_rows(Path("cpu", torch.float32), Case([3, 0, 2], [[4, -1, 99], [99, 99, 99], [2, 5, 99]], [1, 9, 1]))
+    o, _ = ROW(**good)
+    assert not o[:, :3].any() and o[:, 3:].any()

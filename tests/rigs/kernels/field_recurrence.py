@@ -1,0 +1,75 @@
+"""How inference engines take rows through a recurrence, in plain loops: the truth that their functions are tested
+against. What a token does to a state is told by the recurrence; shares nothing with what it tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Tokens(Protocol):
+    """Packed tokens of a recurrence."""
+
+    @property
+    def values(self) -> Tensor:
+        """What is of the outputs' shape, `[T, heads, dim]`."""
+
+    def advance(self, t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output `[heads, dim]` and the state after token t, all in fp64."""
+
+
+def field_rows(tokens: Tokens, starts: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o `[T, heads, dim]`, NaN where no row is, and the states of the N rows after them, both fp64."""
+    o = torch.full(tokens.values.shape, torch.nan, dtype=torch.float64)
+    after = states.double()
+    for i in range(len(starts) - 1):
+        h = after[i]
+        for t in range(starts[i], starts[i + 1]):
+            o[t], h = tokens.advance(t, h)
+        after[i] = h
+    return o, after
+
+
+def field_slots(tokens: Tokens, starts: Sequence[int], pool: Tensor, slots: Sequence[int], pad: int = -1) -> Tensor:
+    """Return o fp64, NaN where no row is; mutates the states `pool`, rounded once per row."""
+    o = torch.full(tokens.values.shape, torch.nan, dtype=torch.float64)
+    for i, slot in enumerate(slots):
+        begin, end = starts[i], starts[i + 1]
+        if slot < 0 or slot == pad:
+            o[begin:end] = 0
+        elif end > begin:
+            h = pool[slot].double()
+            for t in range(begin, end):
+                o[t], h = tokens.advance(t, h)
+            pool[slot] = h.to(pool.dtype)
+    return o
+
+
+def field_table(
+    tokens: Tokens,
+    starts: Sequence[int],
+    pool: Tensor,
+    table: Sequence[Sequence[int]],
+    accepted: Sequence[int] | None,
+    pad: int = -1,
+) -> Tensor:
+    """Return o fp64, NaN where no row is; mutates the states `pool`, rounded once per token."""
+    o = torch.full(tokens.values.shape, torch.nan, dtype=torch.float64)
+    for i, slots in enumerate(table):
+        begin, end = starts[i], starts[i + 1]
+        count = 1 if accepted is None else accepted[i]
+        first = slots[min(max(count, 1), len(slots)) - 1]
+        used = [first, *slots[: end - begin]]
+        if end > begin and (min(used) < 0 or pad in used):
+            o[begin:end] = 0
+            continue
+        state = pool[first].clone()
+        for t in range(begin, end):
+            o[t], after = tokens.advance(t, state)
+            state = after.to(pool.dtype)
+            pool[slots[t - begin]] = state
+    return o
