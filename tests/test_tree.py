@@ -16,6 +16,8 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load"}
+PRIVATE = re.compile(r"_(?!_)")
+OWN_PATH = re.compile(r"deltaline\w*(\.\w+)*\._(?!_)\w+")
 MAX_LINES = 400
 MAX_FILES_IN_A_FOLDER = 15
 MAX_KERNEL_ARGUMENTS = 16
@@ -82,6 +84,21 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
             del left[module]
 
 
+def private(tree: ast.AST) -> Iterator[str]:
+    """Name what a test touches that is another's own: attributes and imported names that begin with one underscore."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and PRIVATE.match(node.attr)
+            and ast.unparse(node.value) not in ("self", "cls")
+        ):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("deltaline"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if PRIVATE.match(alias.name))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and OWN_PATH.match(node.value):
+            yield node.value
+
+
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -138,6 +155,24 @@ def test_a_circle_is_found() -> None:
 )
 def test_unsafe_code_is_found(code: str, found: list[str]) -> None:
     assert list(unsafe(ast.parse(code))) == found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=name_of)
+def test_no_test_touches_what_is_private(path: Path) -> None:
+    assert list(private(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("engine._queue.clear()", "engine._queue"),
+        ("from deltaline_server.engine import _run", "deltaline_server.engine." + "_run"),
+        ("setattr('deltaline_server.engine._run', 0)", "deltaline_server.engine." + "_run"),
+        ("self._queue, cls._made, module.__name__", None),
+    ],
+)
+def test_what_is_private_is_found(code: str, found: str | None) -> None:
+    assert next(private(ast.parse(code)), None) == found
 
 
 def test_run_time_arguments_are_counted() -> None:

@@ -177,9 +177,9 @@ def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(selftest, name, shifted(function))
     heads = DeltaHeads(2, 4, 16, 32, 0.25, 1e-6)
     for wrong in (0.0, 1.0):
-        got, want = selftest._run_in_parts(torch.randn, shapes_of(recurrence, heads), "cpu")
+        got, want = selftest.run_in_parts(torch.randn, shapes_of(recurrence, heads), "cpu")
         assert [tensor.shape for tensor in got] == [(130, 4, 32), (1, 4, 32, 16)]
-        assert bool(selftest._error(got, want) < 2e-2) is not bool(wrong)
+        assert bool(selftest.largest_error(got, want) < 2e-2) is not bool(wrong)
     assert calls == [(130, 0), (130, 1)] * 2
 
 
@@ -187,9 +187,9 @@ def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch,
 def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str) -> None:
     for num_heads, expected in ((4, True), (64, True), (300, False)):
         heads = DeltaHeads(1, num_heads, 128, 64, 0.25, 1e-6)
-        assert selftest._has_parts(shapes_of(recurrence, heads)) is expected
+        assert selftest.has_parts(shapes_of(recurrence, heads)) is expected
     few = shapes_of("mamba2", DeltaHeads(1, 4, 128, 64, 0.25, 1e-6))
-    assert not selftest._has_parts(replace(few, dtype=torch.float32))
+    assert not selftest.has_parts(replace(few, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])

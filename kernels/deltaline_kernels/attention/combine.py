@@ -12,7 +12,7 @@ from deltaline_kernels.attention.output import finish
     do_not_specialize=["control_stride", "num_rows", "max_tokens"],
     do_not_specialize_on_alignment=["control", "blocks"],
 )
-def _combine(
+def combine_kernel(
     control,
     parameters,
     blocks,
@@ -42,6 +42,7 @@ def _combine(
     BLOCK_S: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Write the outputs of rows from those of their splits."""
     HEADS: tl.constexpr = HQ // GROUP
     COLUMNS: tl.constexpr = TOKENS * GROUP
     ITEM: tl.constexpr = COLUMNS * DV + (2 * COLUMNS + 3) // 4 * 4

@@ -32,7 +32,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
     do_not_specialize=["control_stride", "table_stride", "num_rows"],
     do_not_specialize_on_alignment=["control", "page_table", "blocks"],
 )
-def _attend(
+def attend_kernel(
     q,
     k,
     v,
@@ -80,6 +80,7 @@ def _attend(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Write what the items of a program attend to: the outputs, or those of splits."""
     if OVERLAP:
         # The combine may start, and wait.
         gdc_launch_dependents()

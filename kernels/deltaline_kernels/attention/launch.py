@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.attention.blocks import BlockLists
-from deltaline_kernels.attention.combine import _combine
+from deltaline_kernels.attention.combine import combine_kernel
 from deltaline_kernels.attention.inputs import Keys, Queries
-from deltaline_kernels.attention.kernel import _attend
+from deltaline_kernels.attention.kernel import attend_kernel
 from deltaline_kernels.attention.plan import MOST_ROWS, Tile, choose_parts, choose_tile
 from deltaline_kernels.device.sizes import cdiv, pow2
 from deltaline_kernels.rows import Rows
@@ -74,7 +74,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     sinks, gate, lse = (q if tensor is None else tensor for tensor in (sinks, gate, lse))
     shared = (parameters, table, sinks, gate, o, lse, partials)
     overlap = bool(split) and q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= HOPPER
-    _attend[(min(num_items, tile.programs * num_processors(q.device)),)](
+    attend_kernel[(min(num_items, tile.programs * num_processors(q.device)),)](
         q,
         keys.k,
         keys.v,
@@ -107,7 +107,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
         channels, splits = choose_parts(heads.value_dim, rows.num_rows * max_length * heads.num_queries)
         parts = cdiv(heads.value_dim, channels)
         options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-        _combine[(rows.num_rows * max_length * heads.num_queries * parts,)](
+        combine_kernel[(rows.num_rows * max_length * heads.num_queries * parts,)](
             rows.control,
             *shared,
             rows.control.stride(0),

@@ -42,7 +42,7 @@ def convolve_token(full, j: tl.constexpr, weights, b, W: tl.constexpr, SILU: tl.
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(do_not_specialize=["control_stride", "num_rows", "line_shift"], do_not_specialize_on_alignment=["control"])
-def _prefill(
+def prefill_kernel(
     x,
     weight,
     bias,
@@ -68,6 +68,7 @@ def _prefill(
     BLOCK_D: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
+    """Convolve the tokens of a piece for a block of channels; mutates the lines of rows that begin there."""
     S: tl.constexpr = W - 1
     EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     dtype: tl.constexpr = lines.dtype.element_ty
@@ -184,7 +185,7 @@ def launch_prefill(inputs: ConvInputs, rows: Rows, outputs: tuple[Tensor, ...]) 
     # One piece more than the tokens fill, for empty rows behind the last token.
     pieces = x.shape[0] // BLOCK_TOKENS + 1
     q, k, v = (*outputs, outputs[-1], outputs[-1])[:3]
-    _prefill[(blocks * pieces,)](
+    prefill_kernel[(blocks * pieces,)](
         x,
         weight,
         x if bias is None else bias,

@@ -31,7 +31,7 @@ MANY_ROWS, SEVERAL = 128, 4
     do_not_specialize=["num_rows", "index_stride", "pad", "columns"],
     do_not_specialize_on_alignment=["starts", "read_lines", "write_lines", "committed_counts", "replayed_counts"],
 )
-def _update(
+def update_kernel(
     x,
     weight,
     bias,
@@ -61,6 +61,7 @@ def _update(
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    """Convolve a few short rows for a block of channels; mutates their lines."""
     S: tl.constexpr = W - 1
     EXACT: tl.constexpr = y.dtype.element_ty == tl.float32
     # Rows on the first axis of the grid: the others end at 65,535.
@@ -188,7 +189,7 @@ def launch_update(inputs: ConvInputs, rows: Rows | Indices, y: Tensor) -> None:
     # few: less to load before the first can be stored; more so where each weight is a load of its own.
     group = SEVERAL if num_rows >= MANY_ROWS else 1
     block = 256 if group == 1 and weight.stride(1) != 1 else 1024 if group > 1 and tokens == 1 else 512
-    _update[(triton.cdiv(num_rows, group), triton.cdiv(channels, block))](
+    update_kernel[(triton.cdiv(num_rows, group), triton.cdiv(channels, block))](
         x,
         weight,
         x if bias is None else bias,

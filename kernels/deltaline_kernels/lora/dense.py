@@ -22,7 +22,7 @@ from deltaline_kernels.lora.weights import OutputWeights
     do_not_specialize=["scaling", "num_tiles", "tile_stride"],
     do_not_specialize_on_alignment=["tile_slots", "tile_tokens"],
 )
-def _shrink_dense(
+def shrink_kernel(
     x,
     a,
     ranks,
@@ -44,6 +44,7 @@ def _shrink_dense(
     STEPS: tl.constexpr,
     DEPENDENTS: tl.constexpr,
 ):
+    """Write x A^T of a tile of many tokens."""
     if DEPENDENTS:
         # The expand may start, load its outputs and wait.
         gdc_launch_dependents()
@@ -84,7 +85,7 @@ def store_halves(p_high, s, COLUMNS: tl.constexpr):
 @triton.jit(
     do_not_specialize=["num_tiles", "tile_stride"], do_not_specialize_on_alignment=["tile_slots", "tile_tokens"]
 )
-def _expand_dense(
+def expand_kernel(
     halves,
     b,
     ranks,
@@ -111,6 +112,7 @@ def _expand_dense(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Add s B^T of a tile of many tokens to a block of outputs."""
     S: tl.constexpr = len(SIZES)
     i_slice, column, end = find_block(tl.program_id(0) % PARTS, SIZES, BLOCK_N)
     tile = tl.program_id(0) // PARTS
@@ -181,7 +183,7 @@ def launch_shrink_dense(
     blocks = triton.cdiv(rank, plan.shrink_r)
     per_tile = blocks * num_slices
     tiles_at_once = min(tiles.num_tiles, max(1, plan.programs // per_tile))
-    _shrink_dense[(tiles_at_once * per_tile,)](
+    shrink_kernel[(tiles_at_once * per_tile,)](
         x,
         a,
         ranks,
@@ -223,7 +225,7 @@ def launch_expand_dense(
     """
     parts = sum(triton.cdiv(size, plan.expand_n) for size in weights.sizes)
     tiles_at_once = min(tiles.num_tiles, max(1, plan.programs // parts))
-    _expand_dense[(tiles_at_once * parts,)](
+    expand_kernel[(tiles_at_once * parts,)](
         halves,
         *weights.arguments(out, tiles),
         weights.b.stride(0),

@@ -52,7 +52,7 @@ def _copy_chunk(tiles, buffers, p_steps, stage, i_t, columns, is_here, CHUNK: gl
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @gluon.jit(do_not_specialize=["control_stride", "num_parts", "part_length"], do_not_specialize_on_alignment=["control"])
-def _walk(
+def walk_kernel(
     xBC,
     x_tiles,
     s_tiles,
@@ -81,6 +81,7 @@ def _walk(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
+    """Walk through the chunks of a row, or of a part of one, with some rows of a head's state."""
     RECORD: gl.constexpr = G * S + H * P + H
     BLOCKS: gl.constexpr = P // BLOCK_P
     END: gl.constexpr = 2 * P * S + PADDING
@@ -277,7 +278,7 @@ def launch_walk(
         return TensorDescriptor(tensor, [tensor.shape[0], columns], [stride, 1], [CHUNK, width], layout)
 
     programs = rows.num_rows * plan.num_parts * heads.num_heads * (heads.head_dim // BLOCK_P)
-    _walk[(programs,)](
+    walk_kernel[(programs,)](
         xBC,
         tiles(xBC, heads.channels, xBC.stride(0), BLOCK_P),
         tiles(xBC, heads.channels, xBC.stride(0), heads.state_dim),

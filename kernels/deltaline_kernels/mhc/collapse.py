@@ -76,7 +76,7 @@ def collapse_streams(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "gate_programs"])
-def _collapse(
+def collapse_kernel(
     residual,
     partials,
     scale,
@@ -106,6 +106,7 @@ def _collapse(
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Write the gates of some tokens, or the weighted sum of a token's streams."""
     pid = tl.program_id(0)
     if pid < gate_programs:
         if OVERLAP:
@@ -178,7 +179,7 @@ def launch_collapse(
     gate_programs = 0 if gates is None else cdiv(num_tokens, sizes["BLOCK_T"])
     post, comb = (partials, partials) if gates is None else gates
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    _collapse[(gate_programs + num_tokens * cdiv(hidden, plan.block_h),)](
+    collapse_kernel[(gate_programs + num_tokens * cdiv(hidden, plan.block_h),)](
         residual,
         partials,
         mixing.scale,

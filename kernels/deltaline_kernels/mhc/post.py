@@ -11,7 +11,7 @@ from deltaline_kernels.mhc.plan import plan_post
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
 @triton.jit
-def _post(
+def post_kernel(
     x,
     residual,
     post,
@@ -24,6 +24,7 @@ def _post(
     BLOCK_H: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Write the streams of a token behind a sublayer for a block of channels."""
     if OVERLAP:
         # The product of what is written here may start, and wait.
         gdc_launch_dependents()
@@ -52,7 +53,7 @@ def launch_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, y: Tens
     """
     num_tokens, streams, hidden = residual.shape
     block_h, warps = plan_post(num_tokens, hidden)
-    _post[(num_tokens * cdiv(hidden, block_h),)](
+    post_kernel[(num_tokens * cdiv(hidden, block_h),)](
         x,
         residual,
         post,

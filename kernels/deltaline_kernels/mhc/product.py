@@ -53,7 +53,7 @@ def store_sums(partials, split, o_m, num_tokens, acc, squares, OUTS: tl.constexp
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _multiply(
+def product_kernel(
     residual,
     weight,
     partials,
@@ -71,6 +71,7 @@ def _multiply(
     OVERLAP: tl.constexpr,
     WAITS: tl.constexpr,
 ):
+    """Write the sums of products of some tokens over a part of the inputs."""
     if WAITS:
         gdc_wait()
     if OVERLAP:
@@ -151,7 +152,7 @@ def launch_product(
     rows, inputs = mixing.weight.shape
     terms = mixing.terms if residual.dtype == torch.bfloat16 else None
     options: dict[str, Any] = {"launch_pdl": True} if early else {}
-    _multiply[(cdiv(num_tokens, plan.block_m) * plan.splits,)](
+    product_kernel[(cdiv(num_tokens, plan.block_m) * plan.splits,)](
         residual,
         mixing.weight if terms is None else terms,
         partials,

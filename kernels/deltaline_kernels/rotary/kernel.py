@@ -95,7 +95,7 @@ def _turn(low, high, w_low, w_high, angles, o_c, eps, NORM: tl.constexpr, D: tl.
     do_not_specialize=["control_stride", "num_rows", "max_pages"],
     do_not_specialize_on_alignment=["control", "page_table"],
 )
-def _rotate_and_store(
+def rotate_kernel(
     q,
     k,
     v,
@@ -128,6 +128,7 @@ def _rotate_and_store(
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """Write some heads of a token: queries to the outputs, or keys and values to their page."""
     PARTS_Q: tl.constexpr = (HQ + BLOCK_Q - 1) // BLOCK_Q
     PARTS: tl.constexpr = PARTS_Q + (HKV + BLOCK_KV - 1) // BLOCK_KV
     i_part = tl.program_id(0) % PARTS
@@ -197,7 +198,7 @@ def rotate_and_store_triton(
     parts = triton.cdiv(num_heads, block_q) + triton.cdiv(num_kv_heads, block_kv)
     if num_tokens == 0:
         return
-    _rotate_and_store[(num_tokens * parts,)](
+    rotate_kernel[(num_tokens * parts,)](
         q,
         k,
         v,

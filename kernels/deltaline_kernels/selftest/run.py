@@ -116,7 +116,7 @@ def run_selftest(
         _compare_short_rows(fills["random"], shapes, device),
     )
     # One by one: what was computed is not kept.
-    return [Check(name, _error(got, want), limit) for name, got, want in compared]
+    return [Check(name, largest_error(got, want), limit) for name, got, want in compared]
 
 
 def _compare_mixers(fills: dict[str, Fill], shapes: Shapes, device: torch.device | str) -> Iterator[Compared]:
@@ -131,8 +131,8 @@ def _compare_mixers(fills: dict[str, Fill], shapes: Shapes, device: torch.device
         for batch, rows in made.items():
             for name, got, want in compare(fill, rows, shapes):
                 yield f"{name}, {batch}, {kind}", got, want
-    if torch.device(device).type != "cpu" and _has_parts(shapes):
-        got, want = _run_in_parts(fills["random"], shapes, device)
+    if torch.device(device).type != "cpu" and has_parts(shapes):
+        got, want = run_in_parts(fills["random"], shapes, device)
         yield f"{shapes.recurrence}, prefill in parts, random", got, want
 
 
@@ -154,7 +154,7 @@ def _compare_short_rows(fill: Fill, shapes: Shapes, device: torch.device | str) 
         yield f"conv1d, {batch}, random", *conv
 
 
-def _has_parts(shapes: Shapes) -> bool:
+def has_parts(shapes: Shapes) -> bool:
     """Whether one long row is computed in parts; in fp32 that of Mamba2 never is."""
     heads = shapes.heads
     if shapes.recurrence == "gated_delta":
@@ -164,7 +164,7 @@ def _has_parts(shapes: Shapes) -> bool:
     return shapes.is_mamba and is_cut
 
 
-def _run_in_parts(fill: Fill, shapes: Shapes, device: torch.device | str) -> tuple[list[Tensor], list[Tensor]]:
+def run_in_parts(fill: Fill, shapes: Shapes, device: torch.device | str) -> tuple[list[Tensor], list[Tensor]]:
     """Return what one long row gave in parts and, in place of the slow reference, token by token."""
     heads = shapes.heads
     num_heads = heads.num_value_heads
@@ -245,7 +245,7 @@ def _compare_recurrence(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Comp
     yield "norm", [got], [gated_rms_norm_reference(want, z, scale, 1e-6, **order)]
 
 
-def _error(got: list[Tensor], want: list[Tensor]) -> float:
+def largest_error(got: list[Tensor], want: list[Tensor]) -> float:
     """Return the largest difference, relative to the largest value that was wanted in the same tensor (at least 1)."""
     worst = 0.0
     for computed, expected in zip(got, want, strict=True):

@@ -210,11 +210,13 @@ def test_conv_updates_any_number_of_rows() -> None:
 
 @pytest.mark.gpu
 def test_conv_compiles_nothing_while_serving() -> None:
-    from deltaline_kernels.conv1d.prefill import _prefill
-    from deltaline_kernels.conv1d.update import _update
+    from deltaline_kernels.conv1d.prefill import prefill_kernel
+    from deltaline_kernels.conv1d.update import update_kernel
 
     def variants() -> int:
-        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in (_prefill, _update))
+        return sum(
+            len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in (prefill_kernel, update_kernel)
+        )
 
     path, layer = Path("cuda", torch.bfloat16), Layer(M=8)
     run_selftest("cuda", path.dtype, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=8, max_draft=8)

@@ -165,8 +165,8 @@ def test_only_live_splits_are_items(
             _find_rows[(5,)](found, control, parameters, blocks, control.stride(0), 5, **own)
 
     monkeypatch.setattr(launch, "MOST_ROWS", at_once)
-    monkeypatch.setattr(launch, "_attend", Nothing())
-    monkeypatch.setattr(launch, "_combine", Spy())
+    monkeypatch.setattr(launch, "attend_kernel", Nothing())
+    monkeypatch.setattr(launch, "combine_kernel", Spy())
     # Splits of 64 keys, a window of 37. A row without live keys is an item too: it writes zeros.
     batch = make_batch([Row(1, 650), Row(2, 100), Row(1, 0), Row(2, 300, skipped=True), Row(3, 630)], path)
     modifiers, _ = modifier_case("sliding-window", batch.layer, 7)

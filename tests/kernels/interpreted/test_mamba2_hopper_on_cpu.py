@@ -74,7 +74,7 @@ def walk_on_cpu(
         "WARPS": hopper_chunk.WARPS,
     }
     programs = rows.num_rows * plan.num_parts * heads.num_heads * (heads.head_dim // chunk.BLOCK_P)
-    run_on_cpu(hopper_chunk._walk, programs, told)
+    run_on_cpu(hopper_chunk.walk_kernel, programs, told)
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,7 @@ def test_dense_shrinks_take_no_operand_from_registers(bucket: tuple[int, int, in
         "STEPS": 2048 // inputs,
         "DEPENDENTS": False,
     }
-    check_products(compile_ptx(dense._shrink_dense, constants, warps, stages))
+    check_products(compile_ptx(dense.shrink_kernel, constants, warps, stages))
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
@@ -95,4 +95,4 @@ def test_dense_expands_take_no_operand_from_registers(bucket: tuple[int, int, in
         "EARLY": early,
         "DEPENDENT": False,
     }
-    check_products(compile_ptx(dense._expand_dense, constants, warps, stages))
+    check_products(compile_ptx(dense.expand_kernel, constants, warps, stages))

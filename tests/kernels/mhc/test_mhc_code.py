@@ -55,13 +55,13 @@ def test_products_of_many_tokens_are_done_when_their_operands_go(shape: tuple[in
         "WAITS": False,
     }
     signature, aligned = {}, {}
-    for i, name in enumerate(product._multiply.arg_names):
+    for i, name in enumerate(product.product_kernel.arg_names):
         is_tensor = name in ("residual", "weight", "partials")
         kind = ("*fp32" if name == "partials" else weight_type if name == "weight" else "*bf16") if is_tensor else "i32"
         signature[name] = "constexpr" if name in constants else kind
         if is_tensor or name == "residual_stride":
             aligned[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(product._multiply, signature, constants, aligned)
+    source = ASTSource(product.product_kernel, signature, constants, aligned)
     options = {"num_warps": made.warps, "num_stages": made.stages}
     code: Any = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert code.metadata.shared <= plan.SHARED_BYTES

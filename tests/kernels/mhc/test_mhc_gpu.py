@@ -92,13 +92,13 @@ def test_mhc_does_not_wait_for_the_device() -> None:
 
 def test_mhc_compiles_nothing_while_serving() -> None:
     """Within a bucket one variant serves every number of tokens."""
-    from deltaline_kernels.mhc.collapse import _collapse
-    from deltaline_kernels.mhc.post import _post
-    from deltaline_kernels.mhc.product import _multiply
+    from deltaline_kernels.mhc.collapse import collapse_kernel
+    from deltaline_kernels.mhc.post import post_kernel
+    from deltaline_kernels.mhc.product import product_kernel
 
     def variants() -> list[int]:
         device = torch.cuda.current_device()
-        return [len(kernel.device_caches[device][0]) for kernel in (_collapse, _post, _multiply)]
+        return [len(kernel.device_caches[device][0]) for kernel in (collapse_kernel, post_kernel, product_kernel)]
 
     def serve(num_tokens: int) -> None:
         given = make_streams(num_tokens, 4, 1280, PATH)

@@ -110,10 +110,10 @@ def test_rotary_does_not_wait_for_the_device() -> None:
 
 
 def test_rotary_compiles_nothing_while_serving() -> None:
-    from deltaline_kernels.rotary.kernel import _rotate_and_store
+    from deltaline_kernels.rotary.kernel import rotate_kernel
 
     def variants() -> int:
-        return len(_rotate_and_store.device_caches[torch.cuda.current_device()][0])
+        return len(rotate_kernel.device_caches[torch.cuda.current_device()][0])
 
     make_rotary_batch([Row(1, 3)], PATH, MODEL).run(PATH)
     before = variants()
