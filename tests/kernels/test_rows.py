@@ -66,7 +66,7 @@ def test_rows_may_be_none() -> None:
         ({"read_line": [1, 2, 0, -2]}, r"read_line\[3\]"),
         ({"read_line": [1, 2, -1, -1]}, r"read_line\[2\]: expected a line, or -1 together with write_line -1"),
         ({"write_line": [1, 3, -2, -1]}, r"write_line\[2\]"),
-        ({"write_line": [1, 3, 3, -1]}, "write_line: expected distinct lines"),
+        ({"write_line": [1, 1, 3, -1]}, "write_line: expected distinct lines"),
     ],
 )
 def test_rows_refuses(changes: dict[str, Any], message: str) -> None:

@@ -96,6 +96,17 @@ def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
         run_selftest("cpu", recurrence="mamba")
 
 
+def test_selftest_looks_at_states_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(*args: Any, **kw: Any) -> Any:
+        before = args[5].clone()
+        o = gated_delta(*args, **kw)
+        args[5].copy_(before)
+        return o
+
+    monkeypatch.setattr(selftest, "gated_delta", forgetful)
+    assert {check.name.split(",")[0] for check in run_selftest("cpu") if not check.ok} == {"gated_delta"}
+
+
 def test_selftest_takes_a_model_of_several_streams(path: Path) -> None:
     checks = run_selftest(path.device, path.dtype, recurrence="attention", streams=4, hidden=200)
     assert [check for check in checks if not check.ok] == []

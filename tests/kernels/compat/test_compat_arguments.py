@@ -39,14 +39,12 @@ def good_update() -> dict[str, Any]:
 
 WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] = [
     (causal_conv1d_fn, TypeError, "x: expected a tensor, got list", {"x": [1.0]}),
-    (causal_conv1d_fn, TypeError, "x: expected torch.float32", {"x": normal(5, DIM).double().t()}),
     (causal_conv1d_fn, ValueError, "x: expected shape", {"x": normal(DIM)}),
     (causal_conv1d_fn, ValueError, "x: expected contiguous channels", {"x": normal(DIM, 5)}),
     (causal_conv1d_fn, ValueError, "weight: expected shape .dim=24, width., got .4, 24.", {"weight": normal(4, DIM)}),
     (causal_conv1d_fn, ValueError, "weight: expected a width of 2..6, got 7", {"weight": normal(DIM, 7)}),
     (causal_conv1d_fn, ValueError, "bias: expected shape", {"bias": normal(DIM - 1)}),
     (causal_conv1d_fn, ValueError, "bias: expected a contiguous", {"bias": normal(DIM, 2)[:, 0]}),
-    (causal_conv1d_fn, ValueError, "conv_states: expected shape", {"conv_states": normal(NUM_LINES, 3, DIM)}),
     (causal_conv1d_fn, ValueError, "conv_states: expected the channels", {"conv_states": normal(NUM_LINES, DIM, 3)}),
     (
         causal_conv1d_fn,
@@ -63,7 +61,6 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
     (causal_conv1d_fn, TypeError, "query_start_loc: expected torch.int32", {"query_start_loc": normal(3)}),
     (causal_conv1d_fn, ValueError, "query_start_loc: expected at least 1", {"query_start_loc": ints()}),
     (causal_conv1d_fn, ValueError, "query_start_loc: expected offsets", {"query_start_loc": ints(0, 3, 2)}),
-    (causal_conv1d_fn, ValueError, "query_start_loc: expected offsets", {"query_start_loc": ints(0, 3, 6)}),
     (causal_conv1d_fn, ValueError, "cache_indices: expected shape", {"cache_indices": ints(1)}),
     (causal_conv1d_fn, ValueError, "cache_indices: expected lines below 9, got 9", {"cache_indices": ints(9, 1)}),
     (causal_conv1d_fn, ValueError, "cache_indices: expected no line that two", {"cache_indices": ints(1, 1)}),
@@ -79,7 +76,6 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
         {"conv_state": normal(NUM_LINES, 4, DIM).transpose(1, 2)},
     ),
     (causal_conv1d_update, ValueError, "conv_state_indices: expected 2 rows", {"conv_state_indices": ints(1, 2, 3)}),
-    (causal_conv1d_update, ValueError, "conv_state_indices: expected lines", {"conv_state_indices": ints(1, 10)}),
     (
         causal_conv1d_update,
         ValueError,
@@ -123,21 +119,10 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
     (
         causal_conv1d_update,
         ValueError,
-        "block_idx_last_scheduled_token: expected blocks of 0..1, got .1, -1.",
-        {
-            "conv_state_indices": torch.tensor([[1, 2], [3, 4]]),
-            "initial_state_idx": ints(0, 0),
-            "block_idx_last_scheduled_token": ints(1, -1),
-        },
-    ),
-    (
-        causal_conv1d_update,
-        ValueError,
         "conv_state_indices: expected at least one block",
         {"conv_state_indices": torch.zeros(2, 0, dtype=torch.int32)},
     ),
     (causal_conv1d_fn, TypeError, "pad_slot_id: expected an integer, got None", {"pad_slot_id": None}),
-    (causal_conv1d_update, TypeError, "pad_slot_id: expected an integer, got None", {"pad_slot_id": None}),
     (causal_conv1d_update, TypeError, "null_block_id: expected an integer, got 'x'", {"null_block_id": "x"}),
     (causal_conv1d_update, TypeError, "max_query_len: expected an integer, got None", {"max_query_len": None}),
     (
@@ -147,7 +132,6 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
         {"query_start_loc": ints(0, 3, 9), "validate_data": False},
     ),
     (causal_conv1d_update, ValueError, "out: expected shape", {"out": normal(2, DIM)}),
-    (causal_conv1d_update, TypeError, "out: expected torch.float32, got", {"out": normal(2, DIM, 3).half()}),
 ]
 
 

@@ -55,6 +55,7 @@ PREFILLS = {
     "every-argument": Prefill([3, 9, 1, 70], [4, 1, 7, 2], [True, False, True, True]),
     "no-history-told": Prefill([5, 2], [3, 1], None),
     "no-indices": Prefill([1, 4, 8], None, [True, True, False]),
+    "no-indices-beside-a-pad": Prefill([1, 4, 8], None, [True, True, False], pad=1),
     "no-states": Prefill([4, 1, 66], None, None, stateless=True),
     "no-states-but-padding": Prefill([4, 1, 3], [1, -1, 2], None, stateless=True),
     "shorter-than-the-history": Prefill([1, 2, 1, 2], [1, 2, 3, 4], [True, True, False, False]),
@@ -153,13 +154,14 @@ def check_prefill(
     weight, bias = make_filter(case.width, case.bias)
     starts = offsets(case.lengths)
     lines = list(range(len(case.lengths))) if case.lines is None else list(case.lines)
+    pad = -1 if case.lines is None else case.pad
     history = case.history or [False] * len(lines)
     x = normal(starts[-1], DIM + 5).to(x_dtype)
     for i, line in enumerate(lines):
-        if line < 0 or line == case.pad:
+        if line < 0 or line == pad:
             x[starts[i] : starts[i + 1]] = torch.nan
     filled = {line: case.width - 1 for line, has in zip(lines, history, strict=True) if has and line >= 0}
-    filled.pop(case.pad, None)
+    filled.pop(pad, None)
     states = None if case.stateless else make_states(case.width, case.spare, case.gap, filled, state_dtype)
     got_states = None if states is None else on_device(states, device)
     got = causal_conv1d_fn(
@@ -175,7 +177,7 @@ def check_prefill(
         validate_data=True,
     )
     silu = case.activation not in (None, False)
-    want = field_prefill(x[:, :DIM].t(), weight, bias, states, starts, lines, history, silu, case.pad)
+    want = field_prefill(x[:, :DIM].t(), weight, bias, states, starts, lines, history, silu, pad)
     assert got.dtype == x_dtype and (got.stride(0) == 1 or got.numel() == 0)
     assert_close("y", got, want, x_dtype)
     if states is not None and got_states is not None:
@@ -254,10 +256,10 @@ def test_update_matches_the_reference(path: Path, case: str) -> None:
 # Where the longest row is not known, all of a kind go one way: some of them tell.
 UNBOUNDED = ("ragged", "ragged-and-long", "speculative-ragged", "speculative-long", "other-lines-speculative")
 
+RAGGED = [*((name, True) for name in UPDATES), *((name, False) for name in UNBOUNDED)]
 
-@pytest.mark.parametrize(
-    ("case", "bounded"), [*((name, True) for name in UPDATES), *((name, False) for name in UNBOUNDED)]
-)
+
+@pytest.mark.parametrize(("case", "bounded"), RAGGED)
 def test_update_of_ragged_rows_matches_the_reference(path: Path, case: str, bounded: bool) -> None:
     longest = max(UPDATES[case].lengths) if bounded else -1
     check_update(UPDATES[case], path.device, path.dtype, path.dtype, dense=False, max_query_len=longest)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from deltaline_kernels.attention import BlockLists, and_masks, find_modifier
+from deltaline_kernels.attention import and_masks, find_modifier
 from deltaline_kernels.compat import flex_decoding
 
 WINDOW = 40
@@ -94,10 +94,6 @@ def in_window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (q >= kv) & (kv > q - WINDOW)
 
 
-def by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return kv - 20 * h <= q
-
-
 @pytest.mark.parametrize(
     "sizes",
     [{}, {"HQ": 6}, {"M": 1, "N": 700}, {"B": 1, "HQ": 7, "HKV": 1, "M": 16}, {"D": 96, "DV": 128}, {"M": 20, "N": 7}],
@@ -151,53 +147,12 @@ def test_flex_takes_any_order_of_memory(path: Path, order: str) -> None:
 
 
 @pytest.mark.parametrize("block", [128, (1, 64), (64, 32), (32, 128)], ids=str)
-@pytest.mark.parametrize("mask", [is_causal, in_window, by_head])
-def test_flex_takes_a_block_mask(path: Path, block: Any, mask: Callable[..., Tensor]) -> None:
-    """Lists of blocks by query block and by head; beside them the modifier that means the same."""
-    inputs = make(path, B=2, HQ=4, HKV=2, M=70, N=200)
-    heads = 4 if mask is by_head else None
-    blocks = create_block_mask(mask, None, heads, 70, 200, device=path.device, BLOCK_SIZE=block)
-    parts = {
-        is_causal: find_modifier("causal")(),
-        in_window: and_masks(find_modifier("causal")(), find_modifier("sliding_window")(WINDOW)),
-        # kv - 20 h <= q: a window that looks ahead, from the other side.
-        by_head: find_modifier("prefix_lm")(0),
-    }
-    if mask is by_head:
-        # Of this one there is no shipped modifier: what is compared is which blocks are seen.
-        whole = whole_blocks(blocks, 200)
-        block_q, block_kv = blocks.BLOCK_SIZE
-        inputs.check(path, None, lambda b, h, q, kv: whole[h, q // block_q, kv // block_kv], block_mask=as_full(blocks))
-        return
-    inputs.check(path, None, mask, block_mask=with_garbage(blocks), mask_mod=parts[mask])
-
-
-def whole_blocks(blocks: Any, num_keys: int) -> Tensor:
-    """Return `[H, Q, KV]`: whether a block is in one of the lists."""
-    kinds = BlockLists.from_mask(blocks.to("cpu")).kinds(0)
-    found = torch.zeros(*kinds.shape[:2], -(-num_keys // blocks.BLOCK_SIZE[1]), dtype=torch.bool)
-    found[..., : kinds.shape[2]] = kinds > 0
-    return found
-
-
-def as_full(blocks: Any) -> Any:
-    """Return a mask of whole blocks: those of both lists."""
-    counts, numbers = blocks.kv_num_blocks, blocks.kv_indices
-    full = blocks.full_kv_num_blocks, blocks.full_kv_indices
-    counts, numbers = counts.clone(), torch.cat([numbers, numbers], -1)
-    for at in torch.cartesian_prod(*(torch.arange(size) for size in counts.shape)).tolist():
-        i = tuple(at)
-        n, m = int(counts[i]), int(full[0][i])
-        numbers[(*i, slice(n, n + m))] = full[1][(*i, slice(0, m))]
-        counts[i] = n + m
-    return SimpleNamespace(
-        BLOCK_SIZE=blocks.BLOCK_SIZE,
-        mask_mod=None,
-        kv_num_blocks=torch.zeros_like(counts),
-        kv_indices=numbers,
-        full_kv_num_blocks=counts,
-        full_kv_indices=numbers,
-    )
+def test_flex_takes_a_block_mask(path: Path, block: Any) -> None:
+    """Lists of blocks by query block; beside them the modifier that means the same."""
+    inputs = make(path, M=70, N=200)
+    blocks = create_block_mask(in_window, None, None, 70, 200, device=path.device, BLOCK_SIZE=block)
+    window = and_masks(find_modifier("causal")(), find_modifier("sliding_window")(WINDOW))
+    inputs.check(path, None, in_window, block_mask=with_garbage(blocks), mask_mod=window)
 
 
 def test_whole_blocks_skip_the_mask_and_never_the_score(path: Path) -> None:
@@ -225,32 +180,20 @@ def with_garbage(blocks: Any) -> Any:
     return SimpleNamespace(BLOCK_SIZE=blocks.BLOCK_SIZE, mask_mod=None, **found)
 
 
-def test_queries_of_a_later_block_have_their_own_lists(path: Path) -> None:
-    """PyTorch's first decode kernel read the lists of the first block of queries for all of them."""
-    inputs = make(path, M=6, N=128)
-    blocks = create_block_mask(
-        lambda b, h, q, kv: kv // 16 == q, None, None, 6, 128, device=path.device, BLOCK_SIZE=(1, 16)
-    )
-    inputs.check(
-        path, None, lambda b, h, q, kv: kv // 16 == q, block_mask=blocks, mask_mod=find_modifier("sink_tokens")(999)
-    )
-
-
-def test_nothing_behind_the_end_of_a_list_is_read(path: Path) -> None:
-    """Numbers there are garbage; and a list of none leaves 0 and -inf."""
-    inputs = make(path, M=2, N=256)
-    numbers = torch.full((1, 1, 2, 16), 1 << 30, dtype=torch.int32, device=path.device)
-    numbers[0, 0, 0, :2] = torch.tensor([3, 7])
-    counts = torch.tensor([[[2, 0]]], dtype=torch.int32, device=path.device)
+def test_every_head_and_block_of_queries_has_a_list_of_its_own(path: Path) -> None:
+    """PyTorch's first decode kernel read the lists of the first block for all of them. A list of none leaves -inf."""
+    inputs = make(path, M=40, N=256)
+    seen = torch.rand(4, 5, 8, generator=torch.Generator().manual_seed(0)) < 0.5
+    seen[0, 0] = False
+    counts, numbers = seen.sum(-1)[None].int(), seen.int().argsort(-1, descending=True)[None].int()
     blocks = SimpleNamespace(
-        BLOCK_SIZE=(1, 16),
-        mask_mod=None,
-        kv_num_blocks=counts,
-        kv_indices=numbers,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
+        BLOCK_SIZE=(8, 32),
+        kv_num_blocks=counts.to(path.device),
+        kv_indices=numbers.to(path.device),
+        full_kv_num_blocks=torch.zeros_like(counts).to(path.device),
+        full_kv_indices=numbers.to(path.device),
     )
-    inputs.check(path, None, lambda b, h, q, kv: (q == 0) & ((kv // 16 == 3) | (kv // 16 == 7)), block_mask=blocks)
+    inputs.check(path, None, lambda b, h, q, kv: seen[h, q // 8, kv // 32], block_mask=with_garbage(blocks))
 
 
 def call(inputs: Inputs, *, return_lse: bool = False) -> tuple[Tensor, ...]:

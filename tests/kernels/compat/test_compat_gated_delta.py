@@ -24,6 +24,7 @@ from rigs.kernels.field_gated_delta import field_gates
 from rigs.kernels.field_recurrence import field_rows, field_slots, field_table
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
+from rigs.kernels.waits import no_waits
 from torch import Tensor
 
 from deltaline_kernels.compat import (
@@ -316,13 +317,8 @@ def test_functions_run_in_a_cuda_graph(dtype: torch.dtype) -> None:
         return [o, final, *ROW(**row), *ROW(**table), UPDATE(**update), UPDATE(**(update | {"softplus_beta": 2.0}))]
 
     run()
-    torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waits():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()

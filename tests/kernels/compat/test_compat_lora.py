@@ -214,28 +214,22 @@ def good(function: Callable[..., None]) -> dict[str, Any]:
 S, E = lora_shrink, lora_expand
 ints = torch.zeros(3, dtype=torch.int32)
 WRONG: list[tuple[Callable[..., None], type[Exception], str, dict[str, Any]]] = [
-    (S, TypeError, "inputs: expected a tensor, got list", {"inputs": [1.0]}),
-    (S, ValueError, "inputs: expected 2 dimensions", {"inputs": torch.zeros(1, 3, 6)}),
     (S, ValueError, "inputs: expected shape .tokens, in=6., got .3, 5.", {"inputs": torch.zeros(3, 5)}),
     (S, TypeError, "inputs: expected torch.float32 as lora_a_weights have", {"inputs": torch.zeros(3, 6).half()}),
     (S, TypeError, "lora_a_weights: expected a list of tensors", {"lora_a_weights": torch.zeros(2, 4, 6)}),
-    (S, ValueError, "lora_a_weights: expected at least one tensor", {"lora_a_weights": []}),
     (
         S,
         ValueError,
         "lora_a_weights: expected one shape",
         {"lora_a_weights": [torch.zeros(2, 4, 6), torch.zeros(2, 3, 6)]},
     ),
-    (S, ValueError, r"lora_a_weights\[0\]: expected a contiguous", {"lora_a_weights": [torch.zeros(2, 6, 4).mT] * 2}),
     (
         S,
         ValueError,
         r"lora_a_weights\[0\]: expected values and a rank",
         {"lora_a_weights": [torch.zeros(2, 513, 6)] * 2},
     ),
-    (S, TypeError, "output_tensor: expected torch.float32, got", {"output_tensor": torch.zeros(2, 3, 4).half()}),
     (S, ValueError, "output_tensor: expected shape .slices=2, tokens=3, rank=4.", {"output_tensor": torch.zeros(3, 4)}),
-    (S, ValueError, "output_tensor: expected a contiguous", {"output_tensor": torch.zeros(2, 4, 3).mT}),
     (S, TypeError, "scaling: expected a number, got None", {"scaling": None}),
     (S, ValueError, r"token_lora_mapping: expected shape \[3\]", {"token_lora_mapping": ints[:2]}),
     (S, ValueError, "token_indices_sorted_by_lora_ids: expected shape", {"token_indices_sorted_by_lora_ids": ints[:2]}),
@@ -243,7 +237,6 @@ WRONG: list[tuple[Callable[..., None], type[Exception], str, dict[str, Any]]] = 
     (S, ValueError, r"num_tokens_per_lora: expected shape \[3\]", {"num_tokens_per_lora": ints[:2]}),
     (S, ValueError, r"lora_token_start_loc: expected shape \[4\]", {"lora_token_start_loc": ints}),
     (S, ValueError, "num_active_loras: expected 0..3, got 4", {"num_active_loras": 4}),
-    (S, TypeError, "num_active_loras: expected an integer, got None", {"num_active_loras": None}),
     (S, TypeError, "no_lora_flag_cpu: expected a tensor", {"no_lora_flag_cpu": False}),
     (E, ValueError, "inputs: expected shape .slices=2, tokens, rank=4.", {"inputs": torch.zeros(1, 3, 4)}),
     (
@@ -261,7 +254,6 @@ WRONG: list[tuple[Callable[..., None], type[Exception], str, dict[str, Any]]] = 
     (E, ValueError, "output_tensor: expected at least 12 columns, got 11", {"output_tensor": torch.zeros(3, 11)}),
     (E, ValueError, "output_tensor: expected at least 13 columns, got 12", {"offset_start": 1}),
     (E, ValueError, "offset_start: expected at least 0", {"offset_start": -1}),
-    (E, TypeError, "offset_start: expected an integer", {"offset_start": 0.0}),
 ]
 
 

@@ -21,16 +21,16 @@ CASES = {
     "empty": [Row(0), Row(0, to="other"), Row(0, replayed=2), Row(0, fresh=True)],
     "verify-every-replayed-count": [Row(4, verify=True, replayed=r, half=r % 2) for r in range(5)],
     "verify-of-other-lengths": [Row(n, verify=True, to="other") for n in range(1, 5)],
-    "63-64-65-and-a-prime": [Row(63), Row(64), Row(65, replayed=3), Row(127)],
+    "63-64-65": [Row(63), Row(64), Row(65, replayed=3)],
     "mixed": [Row(1), Row(4, verify=True, replayed=1), Row(2, skipped=True), Row(0), Row(17, to="nowhere"), Row(5)],
     # Starts around the ends of the pieces of 64 tokens that a program owns.
     "starts-around-a-piece's-end": [Row(n) for n in (61, 1, 1, 1, 64, 62, 70, 59, 0, 1, 2, 63)],
     "empty-at-a-piece's-end": [Row(64), Row(0, replayed=1), Row(64), Row(0, to="other"), Row(0, fresh=True)],
-    "long-behind-a-short-head": [Row(62), Row(140, fresh=True), Row(53), Row(131, to="other", replayed=2), Row(125)],
+    "long-behind-a-short-head": [Row(62), Row(75, fresh=True), Row(53), Row(70, to="other", replayed=2)],
     "many": [Row(i % 3 % 2, skipped=i % 7 == 0, to="other" if i % 5 == 0 else "same") for i in range(131)],
     # More than an update takes, and more than are counted at once.
-    "many-prefills": [Row(5 + i % 3, skipped=i % 7 == 0, to="other" if i % 5 == 0 else "same") for i in range(131)],
-    "many-verifies": [Row(1 + i % 4, verify=i % 3 > 0, replayed=i % 4, skipped=i % 11 == 0) for i in range(130)],
+    "many-prefills": [Row(9 if i % 50 == 9 else i % 2, skipped=i % 7 == 0) for i in range(131)],
+    "many-verifies": [Row(i % 25 % 5, verify=i % 3 > 0, replayed=i % 4, skipped=i % 11 == 0) for i in range(130)],
     "skipped-and-null": [Row(1, skipped=True), Row(3, to="null"), Row(9, skipped=True), Row(9, to="null")],
 }
 
@@ -64,7 +64,7 @@ def test_conv_has_any_number_of_channels(path: Path, key_dim: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(48,), (16, 32), (16, 16, 16), (1, 46, 1), (48, 0, 0)], ids=str)
 def test_conv_splits_its_output(path: Path, sizes: tuple[int, ...]) -> None:
-    rows = [Row(1), Row(4, verify=True, replayed=2), Row(66), Row(3, skipped=True), Row(0, replayed=1)]
+    rows = [Row(1), Row(4, verify=True, replayed=2), Row(12), Row(3, skipped=True), Row(0, replayed=1)]
     batch = make_batch(rows, path)
     whole = batch.clone()
     want = path.conv(whole.qkv, whole.weight, whole.bias, whole.lines, whole.rows)
@@ -172,10 +172,9 @@ def test_conv_names_the_wrong_argument() -> None:
 # Channels that fill no vector of the CPU, alone and as the shares of several threads.
 @pytest.mark.parametrize("key_dim", [16, 1600])
 @pytest.mark.parametrize("length", [1, 7, 33])
-@pytest.mark.parametrize("seed", range(3))
-def test_conv_row_is_the_same_alone(path: Path, key_dim: int, length: int, seed: int) -> None:
+def test_conv_row_is_the_same_alone(path: Path, key_dim: int, length: int) -> None:
     layer = Layer(K=key_dim)
-    batch = make_batch([Row(length)] * 7, path, layer, seed=seed)
+    batch = make_batch([Row(length)] * 7, path, layer)
     whole, lines = run(path, batch.clone())
     for i in range(7):
         begin, line = i * length, 2 * i + 1

@@ -146,13 +146,13 @@ def test_products_are_not_rounded_to_16_bits(device: str) -> None:
 
 
 @pytest.mark.parametrize("speculative", [True, False], ids=["speculative", "plain"])
-@pytest.mark.parametrize(("longest", "length"), [(1, 5), (4, 7), (4, 20)])
+@pytest.mark.parametrize(("longest", "length"), [(1, 5), (3, 4), (4, 7), (4, 20)])
 def test_a_row_longer_than_promised_writes_no_other_line(
     exact_path: Path, speculative: bool, longest: int, length: int
 ) -> None:
     """A kernel sized for max_query_len wrote the drafts of a longer row behind its line, into the next one."""
     path, x = exact_path, tokens(exact_path, length + 1)
-    columns = 6 if speculative else HISTORY
+    columns = longest + 2 if speculative else HISTORY
     states = pool(path, columns, 1, 4)
     before = states.clone()
     told: dict[str, Any] = {"query_start_loc": ints(path, 0, length, length + 1), "max_query_len": longest}

@@ -18,14 +18,14 @@ from rigs.kernels.recurrence_checks import (
     check_pieces,
     check_replay_alone,
 )
+from rigs.kernels.recurrence_rows import ROWS
 from rigs.kernels.tolerance import assert_close
 
 from deltaline_kernels import Rows, gated_delta, gated_delta_reference
 
 PLAIN = Layer()
 CASES = {
-    "decode": (PLAIN, [Row(1) for _ in range(5)]),
-    "decode-of-scattered-lines": (PLAIN, [Row(1), Row(1, to="other"), Row(1, fresh=True), Row(1, to="nowhere")]),
+    **{name: (PLAIN, rows) for name, rows in ROWS.items()},
     "one-head-odd-dims": (Layer(H=1, HV=1, K=5, V=3), [Row(1), Row(3, verify=True, replayed=2), Row(11)]),
     "grouped-heads-of-wide-values": (Layer(H=2, HV=6, K=8, V=35), [Row(1), Row(4, verify=True), Row(33)]),
     "wide-keys": (Layer(H=1, HV=1, K=70, V=4), [Row(2), Row(37)]),
@@ -33,13 +33,6 @@ CASES = {
     "prime": (Layer(H=1, HV=1), [Row(127)]),
     "heads-of-128": (Layer(H=1, HV=1, K=128, V=128), [Row(1), Row(3, verify=True, replayed=2), Row(66)]),
     "heads-of-256": (Layer(H=1, HV=1, K=256, V=256), [Row(1), Row(0), Row(70, replayed=2)]),
-    "chunks-that-follow-each-other": (PLAIN, [Row(n, to="other") for n in (128, 5, 64, 191, 63, 1, 65)]),
-    "empty": (
-        PLAIN,
-        [Row(0), Row(0, to="other"), Row(0, replayed=3, half=1), Row(0, fresh=True), Row(0, to="nowhere")],
-    ),
-    "empty-long": (PLAIN, [Row(5), Row(0, to="other"), Row(0, replayed=3), Row(0)]),
-    "verify-every-replayed-count": (PLAIN, [Row(4, verify=True, replayed=r, half=r % 2) for r in range(5)]),
     "verify-longer-than-a-chunk": (Layer(M=70), [Row(70, verify=True, replayed=37), Row(33, verify=True)]),
     "verify-1-to-5-beside-decode": (
         Layer(M=5),
@@ -59,25 +52,6 @@ CASES = {
         [Row(n, verify=n % 4 > 0, replayed=9 - n, half=n % 2) for n in range(1, 10)],
     ),
     "verify-33": (Layer(H=1, HV=1, M=33), [Row(33, verify=True, replayed=33), Row(1, verify=True, replayed=7)]),
-    "verify-of-other-lengths": (PLAIN, [Row(n, verify=True, replayed=1, to="other") for n in range(1, 5)]),
-    "verify-that-writes-nothing": (PLAIN, [Row(4, verify=True, replayed=2, to="nowhere"), Row(2, verify=True)]),
-    "long-replays": (
-        PLAIN,
-        [Row(5, replayed=4), Row(40, replayed=2, half=1, to="other"), Row(9, replayed=3, to="nowhere")],
-    ),
-    "skipped-and-null": (PLAIN, [Row(1, skipped=True), Row(3, to="null"), Row(9, skipped=True), Row(9, to="null")]),
-    "mixed": (
-        PLAIN,
-        [
-            Row(1),
-            Row(4, verify=True, replayed=1, half=1),
-            Row(2, skipped=True),
-            Row(0),
-            Row(3, fresh=True),
-            Row(41),
-            Row(1),
-        ],
-    ),
 }
 
 

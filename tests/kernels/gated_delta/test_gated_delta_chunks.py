@@ -9,6 +9,7 @@ import torch
 from rigs.kernels.batches import Layer, Row, make_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.recurrence_checks import check_against_reference, check_far_lines, check_graph, check_rows_are_apart
+from rigs.kernels.recurrence_rows import LONG_ROWS
 from rigs.kernels.tolerance import assert_close
 from rigs.kernels.walks import ALIGNED, cut_rows, use_walk
 
@@ -20,17 +21,6 @@ LAYERS = {
     "64-128-three-of-a-group": Layer(H=1, HV=3, K=64, V=128),
     "128-64": Layer(H=1, HV=1, K=128, V=64),
 }
-ROWS = [
-    Row(5),
-    Row(200, replayed=3, half=1),
-    Row(64, fresh=True),
-    Row(0),
-    Row(70, skipped=True),
-    Row(129, to="other", replayed=2),
-    Row(128, to="nowhere"),
-    Row(1, replayed=1),
-    Row(400),
-]
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
@@ -45,7 +35,7 @@ def test_chunks_match_the_reference(
 ) -> None:
     in_parts(monkeypatch, length)
     ran = use_walk(monkeypatch, chunk, walk)
-    batch = make_batch(ROWS, half_path, LAYERS[layer], max_short=1, padding=ALIGNED)
+    batch = make_batch(LONG_ROWS, half_path, LAYERS[layer], max_short=1, padding=ALIGNED)
     check_against_reference(batch, half_path, half_path.dtype)
     assert bool(ran) == (walk == "hopper")
 

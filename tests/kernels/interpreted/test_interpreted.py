@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import kernels.conv1d.test_conv1d as convolution
 import numpy
 import pytest
 import torch
-from kernels.conv1d.test_conv1d import test_conv_has_any_number_of_channels as check_channels
 from kernels.conv1d.test_conv1d import (
     test_conv_has_every_width,
-    test_conv_matches_the_reference,
     test_conv_records_no_gradients,
     test_conv_replays_any_accepted_count,
     test_conv_row_does_not_depend_on_its_neighbours,
@@ -36,9 +35,18 @@ from rigs.kernels.recurrence_checks import check_against_reference, check_shifte
 from rigs.kernels.walks import ALIGNED
 
 
-@pytest.mark.parametrize("key_dim", [1, 513])
-def test_conv_has_any_number_of_channels(exact_path: InterpretedPath, key_dim: int) -> None:
-    check_channels(exact_path, key_dim)
+@pytest.mark.parametrize("case", convolution.CASES)
+def test_conv_matches_the_reference(exact_path: InterpretedPath, case: str) -> None:
+    convolution.test_conv_matches_the_reference(exact_path, case)
+
+
+@pytest.mark.parametrize("case", ["mixed", "63-64-65", "many-verifies"])
+def test_conv_of_16_bits_matches_the_reference(case: str) -> None:
+    convolution.test_conv_matches_the_reference(InterpretedPath("cpu", torch.float16), case)
+
+
+def test_conv_has_any_number_of_channels(exact_path: InterpretedPath) -> None:
+    convolution.test_conv_has_any_number_of_channels(exact_path, 513)
 
 
 def test_silu_is_right_to_the_last_place_in_fp16() -> None:

@@ -5,18 +5,16 @@ Of the gated delta rule some: a token of one head takes the interpreter millisec
 
 from __future__ import annotations
 
+import kernels.compat.test_compat_conv1d as convolution
 import kernels.compat.test_compat_gated_delta as checks
 import pytest
 import torch
 from kernels.compat.test_compat_conv1d import (
     test_a_row_without_an_index_has_the_line_of_its_number,
-    test_fn_matches_the_reference,
     test_indices_may_be_int64,
     test_lines_may_be_a_column_of_a_table,
     test_offsets_behind_the_last_row_are_not_read,
     test_out_may_be_new_or_strided_or_x,
-    test_update_matches_the_reference,
-    test_update_of_ragged_rows_matches_the_reference,
 )
 from kernels.compat.test_compat_conv1d import (
     test_x_is_rounded_to_the_dtype_of_the_states as check_rounding,
@@ -36,6 +34,21 @@ def interpreted_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "place_on_host", build_rows)
     monkeypatch.setattr(gated_delta, "run_gated_delta", gated_delta_triton)
     monkeypatch.setattr(gated_delta, "check_contents", lambda *_: None)
+
+
+@pytest.mark.parametrize("case", convolution.PREFILLS)
+def test_fn_matches_the_reference(exact_path: InterpretedPath, case: str) -> None:
+    convolution.test_fn_matches_the_reference(exact_path, case)
+
+
+@pytest.mark.parametrize("case", ["decode", "padding", "several-tokens", "many-tokens", "speculative", "other-lines"])
+def test_update_matches_the_reference(exact_path: InterpretedPath, case: str) -> None:
+    convolution.test_update_matches_the_reference(exact_path, case)
+
+
+@pytest.mark.parametrize(("case", "bounded"), convolution.RAGGED)
+def test_update_of_ragged_rows_matches_the_reference(exact_path: InterpretedPath, case: str, bounded: bool) -> None:
+    convolution.test_update_of_ragged_rows_matches_the_reference(exact_path, case, bounded)
 
 
 @pytest.mark.parametrize("wide_states", [True, False], ids=["wide-states", "narrow-states"])

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import kernels.compat.test_compat_flex as checks
 import pytest
 import torch
 from kernels.compat.test_compat_flex import (
     eager,
+    test_every_head_and_block_of_queries_has_a_list_of_its_own,
     test_flex_broadcasts_keys_of_one_sequence,
     test_flex_takes_any_order_of_memory,
     test_flex_takes_scores_in_turn_and_a_scale,
     test_flex_without_keys_or_queries,
-    test_nothing_behind_the_end_of_a_list_is_read,
-    test_queries_of_a_later_block_have_their_own_lists,
     test_whole_blocks_skip_the_mask_and_never_the_score,
 )
 from rigs.kernels.paths import InterpretedPath
-from torch import Tensor
 
 from deltaline_kernels.compat import flex, flex_decoding
 
@@ -50,13 +45,8 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "SHORT", {size: (32, *rest) for size, (_, *rest) in plan.SHORT.items()})
 
 
-@pytest.mark.parametrize(
-    ("block", "mask"), [((64, 32), checks.in_window), ((32, 64), checks.by_head)], ids=["window", "heads"]
-)
-def test_flex_takes_a_block_mask(
-    path: InterpretedPath, small_splits: None, block: Any, mask: Callable[..., Tensor]
-) -> None:
-    checks.test_flex_takes_a_block_mask(path, block, mask)
+def test_flex_takes_a_block_mask(path: InterpretedPath, small_splits: None) -> None:
+    checks.test_flex_takes_a_block_mask(path, (64, 32))
 
 
 def test_keys_are_used_where_they_are(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:

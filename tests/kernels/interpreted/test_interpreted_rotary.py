@@ -9,8 +9,6 @@ from kernels.rotary.test_rotary import (
     test_rotary_matches_the_reference,
     test_rotary_of_a_part_of_the_rows,
     test_rotary_of_any_size_matches_the_reference,
-    test_rotary_of_no_tokens,
-    test_rotary_of_zeros_is_zero,
     test_rotary_repeats_bitwise_and_neighbours_do_not_matter,
     test_rotary_takes_rows_that_are_built_without_positions,
     test_rotary_without_norms,

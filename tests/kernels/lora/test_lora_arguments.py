@@ -17,7 +17,6 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "x: expected torch.float32, got torch.bfloat16", {"x": torch.zeros(2, 6).bfloat16()}),
     (ValueError, r"x: expected shape \[\*, 6\], got \[2, 5\]", {"x": torch.zeros(2, 5)}),
     (ValueError, r"x: expected packed rows", {"x": torch.zeros(6, 2).t()}),
-    (ValueError, r"out: expected shape \[2, 5\], got \[3, 5\]", {"out": torch.zeros(3, 5)}),
     (TypeError, "out: expected torch.float32 or", {"out": torch.zeros(2, 5).double()}),
     (TypeError, "weights: expected LoraWeights, got tuple", {"weights": ()}),
     (TypeError, "tiles: expected AdapterTiles, got NoneType", {"tiles": None}),
@@ -25,11 +24,6 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
         ValueError,
         "tiles: expected those of 2 tokens and 3 slots, got those of 1 and 3",
         {"tiles": group_tokens(torch.zeros(1, dtype=torch.int32), 3)},
-    ),
-    (
-        ValueError,
-        "tiles: expected those of 2 tokens and 3 slots, got those of 2 and 4",
-        {"tiles": group_tokens(torch.zeros(2, dtype=torch.int32), 4)},
     ),
 ]
 
@@ -60,17 +54,13 @@ def test_lora_names_the_wrong_argument(error: type[Exception], message: str, cha
 
 WRONG_WEIGHTS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "a: expected a tensor, got NoneType", {"a": None}),
-    (TypeError, "a: expected torch.float32", {"a": torch.zeros(3, 2, 4, 6).double()}),
     (ValueError, r"a: expected shape \[\*, 2, \*, \*\]", {"a": torch.zeros(3, 1, 4, 6)}),
     (ValueError, "a: expected at least 1 slot and 1 input, and a rank of 1..512", {"a": torch.zeros(3, 2, 513, 6)}),
-    (ValueError, "a: expected at least 1 slot", {"a": torch.zeros(0, 2, 4, 6)}),
-    (ValueError, "a: expected a contiguous tensor", {"a": torch.zeros(3, 2, 6, 4).transpose(2, 3)}),
     (ValueError, r"b: expected shape \[3, 4, 5\], got \[3, 5, 4\]", {"b": torch.zeros(3, 5, 4)}),
     (TypeError, "b: expected torch.float32, got torch.float16", {"b": torch.zeros(3, 4, 5).half()}),
     (TypeError, "ranks: expected torch.int32, got torch.int64", {"ranks": torch.zeros(3, 2, dtype=torch.int64)}),
     (ValueError, r"scales: expected shape \[3, 2\]", {"scales": torch.zeros(3)}),
     (TypeError, "sizes: expected a tuple of integers", {"sizes": [2, 3]}),
-    (ValueError, "sizes: expected at least one slice", {"sizes": ()}),
     (ValueError, "sizes: expected at least one slice of at least 1 output", {"sizes": (5, 0)}),
     (ValueError, r"factors: expected shape \[3, 5\]", {"factors": torch.zeros(3, 4)}),
 ]

@@ -21,14 +21,14 @@ from rigs.kernels.recurrence_checks import (
     check_replay_alone,
     check_rows_are_apart,
 )
+from rigs.kernels.recurrence_rows import ROWS
 
 from deltaline_kernels import mamba2
 
 PLAIN = MambaLayer()
 ONE = MambaLayer(H=1)
 CASES = {
-    "decode": (PLAIN, [Row(1) for _ in range(5)]),
-    "decode-of-scattered-lines": (PLAIN, [Row(1), Row(1, to="other"), Row(1, fresh=True), Row(1, to="nowhere")]),
+    **{name: (PLAIN, rows) for name, rows in ROWS.items()},
     "one-head-odd-dims": (MambaLayer(H=1, S=5, P=3), [Row(1), Row(3, verify=True, replayed=2), Row(11)]),
     "groups-of-wide-heads": (MambaLayer(H=6, G=2, S=8, P=35), [Row(1), Row(4, verify=True), Row(33)]),
     "a-group-per-head": (MambaLayer(H=3, G=3), [Row(1), Row(4, verify=True, replayed=3), Row(9)]),
@@ -38,15 +38,7 @@ CASES = {
     "heads-of-64-states-of-128": (MambaLayer(H=2, S=128, P=64), [Row(1), Row(3, verify=True, replayed=2), Row(66)]),
     "heads-of-128-states-of-256": (MambaLayer(H=1, S=256, P=128), [Row(1), Row(0), Row(70, replayed=2)]),
     "heads-of-32-states-of-16": (MambaLayer(H=4, G=2, S=16, P=32), [Row(1), Row(3, replayed=2), Row(19)]),
-    "chunks-that-follow-each-other": (PLAIN, [Row(n, to="other") for n in (128, 5, 64, 191, 63, 1, 65)]),
-    "empty": (
-        PLAIN,
-        [Row(0), Row(0, to="other"), Row(0, replayed=3, half=1), Row(0, fresh=True), Row(0, to="nowhere")],
-    ),
     # Peers took what is behind an empty row for the first chunk of all.
-    "empty-between": (PLAIN, [Row(70), Row(0), Row(0, replayed=1), Row(66)]),
-    "empty-long": (PLAIN, [Row(5), Row(0, to="other"), Row(0, replayed=3), Row(0)]),
-    "verify-every-replayed-count": (PLAIN, [Row(4, verify=True, replayed=r, half=r % 2) for r in range(5)]),
     "verify-longer-than-a-chunk": (MambaLayer(M=70), [Row(70, verify=True, replayed=37), Row(33, verify=True)]),
     "verify-1-to-5-beside-decode": (
         MambaLayer(M=5),
@@ -60,30 +52,7 @@ CASES = {
         MambaLayer(H=1, M=9),
         [Row(n, verify=n % 4 > 0, replayed=9 - n, half=n % 2) for n in range(1, 10)],
     ),
-    "verify-of-other-lengths": (PLAIN, [Row(n, verify=True, replayed=1, to="other") for n in range(1, 5)]),
-    "verify-that-writes-nothing": (PLAIN, [Row(4, verify=True, replayed=2, to="nowhere"), Row(2, verify=True)]),
-    "long-replays": (
-        PLAIN,
-        [Row(5, replayed=4), Row(40, replayed=2, half=1, to="other"), Row(9, replayed=3, to="nowhere")],
-    ),
-    "skipped-and-null": (PLAIN, [Row(1, skipped=True), Row(3, to="null"), Row(9, skipped=True), Row(9, to="null")]),
-    "fresh-with-a-count": (
-        PLAIN,
-        [Row(2, fresh=True, replayed=2), Row(3, verify=True, fresh=True, replayed=1), Row(9, fresh=True, replayed=2)],
-    ),
     "limits": (replace(PLAIN, dt_limit=(0.3, 0.9)), [Row(1), Row(4, verify=True, replayed=1), Row(20)]),
-    "mixed": (
-        PLAIN,
-        [
-            Row(1),
-            Row(4, verify=True, replayed=1, half=1),
-            Row(2, skipped=True),
-            Row(0),
-            Row(3, fresh=True),
-            Row(41),
-            Row(1),
-        ],
-    ),
 }
 
 

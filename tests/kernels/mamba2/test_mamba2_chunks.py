@@ -17,6 +17,7 @@ from rigs.kernels.recurrence_checks import (
     check_pieces,
     check_rows_are_apart,
 )
+from rigs.kernels.recurrence_rows import LONG_ROWS
 from rigs.kernels.tolerance import assert_close
 from rigs.kernels.walks import ALIGNED, cut_rows, use_walk
 
@@ -34,17 +35,6 @@ LAYERS = {
 SMALL = LAYERS["heads-of-64-states-of-64"]
 # Those that the walk for Hopper takes.
 FITTING = list(LAYERS)[:3]
-ROWS = [
-    Row(5),
-    Row(200, replayed=3, half=1),
-    Row(64, fresh=True),
-    Row(0),
-    Row(70, skipped=True),
-    Row(129, to="other", replayed=2),
-    Row(128, to="nowhere"),
-    Row(1, replayed=1),
-    Row(400),
-]
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
@@ -61,7 +51,7 @@ def test_chunks_match_the_reference(
         pytest.skip("does not fit")
     in_parts(monkeypatch, length)
     ran = use_walk(monkeypatch, chunk, walk)
-    batch = make_mamba_batch(ROWS, half_path, LAYERS[layer], max_short=1, padding=ALIGNED)
+    batch = make_mamba_batch(LONG_ROWS, half_path, LAYERS[layer], max_short=1, padding=ALIGNED)
     check_against_reference(batch, half_path, half_path.dtype)
     assert bool(ran) == (walk == "hopper")
 

@@ -16,43 +16,18 @@ from rigs.kernels.recurrence_checks import (
     check_replay_beside_tokens,
     check_rows_are_apart,
 )
+from rigs.kernels.recurrence_rows import SHORT_ROWS
 
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 from deltaline_kernels.rows import StateLines
 
 SMALL = MambaLayer(H=2, S=64, P=20, M=8)
 CASES = {
-    "verify-1-to-8": (SMALL, [Row(n, verify=True, replayed=8 - n, half=n % 2) for n in range(1, 9)]),
-    "verify-every-replayed-count": (SMALL, [Row(2, verify=True, replayed=r, half=r % 2) for r in range(9)]),
+    **{name: (SMALL, rows) for name, rows in SHORT_ROWS.items()},
     "groups-of-heads-of-64": (
         MambaLayer(H=4, G=2, S=128, P=64, M=5),
         [Row(5, verify=True, replayed=3), Row(1, replayed=2), Row(4, verify=True, fresh=True)],
     ),
-    "beside-decode-and-empty": (
-        SMALL,
-        [
-            Row(1),
-            Row(5, verify=True, replayed=3, half=1),
-            Row(8),
-            Row(3, skipped=True),
-            Row(0, replayed=4),
-            Row(0, to="other"),
-            Row(4, fresh=True),
-            Row(7, replayed=8, half=1, to="other"),
-        ],
-    ),
-    "to-anywhere": (
-        SMALL,
-        [
-            Row(4, verify=True, replayed=2, to="other"),
-            Row(3, verify=True, replayed=2, to="nowhere"),
-            Row(2, verify=True, to="other"),
-            Row(2, to="nowhere"),
-            Row(3, verify=True, replayed=1, to="null"),
-            Row(3, to="null"),
-        ],
-    ),
-    "fresh-with-a-count": (SMALL, [Row(2, fresh=True, replayed=2), Row(3, verify=True, fresh=True, replayed=1)]),
     "limits": (replace(SMALL, dt_limit=(0.3, 0.9)), [Row(4, verify=True, replayed=1), Row(2)]),
 }
 

@@ -18,6 +18,7 @@ from rigs.kernels.mhc_batches import (
     run_pre,
 )
 from rigs.kernels.paths import Path
+from rigs.kernels.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -80,14 +81,9 @@ def test_mhc_does_not_wait_for_the_device() -> None:
     given = make_streams(5, 4, 1280, PATH)
     for run in RUNS.values():
         run(PATH, given)  # type: ignore[operator]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for run in RUNS.values():
             run(PATH, given)  # type: ignore[operator]
-        with pytest.raises(RuntimeError, match="synchroniz"):
-            given.comb.tolist()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_mhc_compiles_nothing_while_serving() -> None:

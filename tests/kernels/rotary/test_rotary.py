@@ -161,20 +161,6 @@ def test_a_verify_is_overwritten_by_what_was_accepted(path: Path) -> None:
     assert torch.equal(bits(drafts.v_pages), bits(whole.v_pages))
 
 
-def test_rotary_of_zeros_is_zero(path: Path) -> None:
-    batch = make_rotary_batch([Row(3, 15)], path, tokens_of_no_row=0)
-    for tensor in (batch.q, batch.k):
-        tensor.zero_()
-    assert not batch.run(path).any()
-    assert not batch.k_pages[batch.own].any()
-
-
-def test_rotary_of_no_tokens(path: Path) -> None:
-    batch = make_rotary_batch([Row(0, 3)], path, tokens_of_no_row=0)
-    assert batch.run(path).shape == (0, 4, 16)
-    assert batch.k_pages.isnan().all()
-
-
 def test_rotary_records_no_gradients(path: Path) -> None:
     batch = make_rotary_batch([Row(3, 15)], path)
     assert batch.q_norm is not None

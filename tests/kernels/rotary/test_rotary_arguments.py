@@ -83,6 +83,8 @@ def test_strides_that_do_not_fit(good: RotaryBatch) -> None:
     refuse(ValueError, "q: expected a head stride of at least 16, got 8", good, q=overlapping)
     interleaved = torch.zeros(4, 5, 16).transpose(0, 1)
     refuse(ValueError, "q: expected a row stride of at least 256, got 16", good, q=interleaved)
+    overlapping = torch.zeros(999).as_strided((5, 2, 16), (31, 16, 1))
+    refuse(ValueError, "k: expected a row stride of at least 32, got 31", good, k=overlapping)
     for name in ("k", "v"):
         tensor = getattr(good, name)
         apart = torch.cat((tensor, tensor), dim=2)[..., : tensor.shape[2]]

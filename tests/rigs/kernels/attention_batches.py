@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from deltaline_kernels import Rows
-from deltaline_kernels.attention import BlockLists, Modifiers, and_masks, find_modifier, flex_decode, or_masks
+from deltaline_kernels.attention import Modifiers, and_masks, find_modifier, flex_decode, or_masks
 from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.modifiers.modifier import Mask, Part
 from deltaline_kernels.attention.plan import AttentionHeads
@@ -206,6 +206,11 @@ def make_batch(
 
 def modifier_case(name: str, layer: Layer, num_lines: int, device: str = "cpu") -> tuple[Modifiers, Truth]:
     """Return modifiers by the name of a case, and the same as PyTorch's users write them."""
+    scores, mask, truth = modifier_cases(layer, num_lines)[name]
+    return Modifiers(scores, mask, device=device), truth
+
+
+def modifier_cases(layer: Layer, num_lines: int) -> dict[str, tuple[list[Part], Part | Mask | None, Truth]]:
     generator = torch.Generator().manual_seed(1)
     find = find_modifier
     causal = find("causal")()
@@ -238,7 +243,7 @@ def modifier_case(name: str, layer: Layer, num_lines: int, device: str = "cpu") 
         return s + bias[h, torch.where(kv > 49, 49, kv)]
 
     sliding = and_masks(causal, find("sliding_window")(window))
-    cases: dict[str, tuple[list[Part], Part | Mask | None, Truth]] = {
+    return {
         "none": ([], None, Truth()),
         "causal": ([], causal, Truth(None, is_causal)),
         "sliding-window": ([], sliding, Truth(None, in_window)),
@@ -282,36 +287,6 @@ def modifier_case(name: str, layer: Layer, num_lines: int, device: str = "cpu") 
             Truth(lambda s, b, h, q, kv: biased(cap(slope(s, b, h, q, kv), b, h, q, kv), b, h, q, kv), is_causal),
         ),
     }
-    scores, mask, truth = cases[name]
-    return Modifiers(scores, mask, device=device), truth
 
 
-MODIFIER_CASES = (
-    "none",
-    "causal",
-    "sliding-window",
-    "alibi",
-    "soft-cap",
-    "soft-cap-of-each-head",
-    "soft-cap-in-a-window",
-    "document",
-    "document-of-each-sequence",
-    "prefix-lm",
-    "sinks-and-window",
-    "logit-bias",
-    "window-of-each-head",
-    "scores-in-turn",
-)
-
-__all__ = [
-    "MODIFIER_CASES",
-    "Batch",
-    "BlockLists",
-    "Layer",
-    "Row",
-    "Truth",
-    "finished",
-    "make_batch",
-    "modifier_case",
-    "replace",
-]
+MODIFIER_CASES = tuple(modifier_cases(Layer(), 2))
