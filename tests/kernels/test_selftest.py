@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,89 +29,95 @@ from deltaline_kernels.selftest import run as selftest
 from deltaline_kernels.selftest.shapes import Shapes, batches
 
 
-def test_selftest_passes(path: Path) -> None:
-    checks = run_selftest(path.device, path.dtype)
-    assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "gated_delta", "lora", "norm"}
+def families(recurrence: str, *more: str) -> set[str]:
+    """What the self-test compares of a model."""
+    mixer = {"rotary", "attention"} if recurrence == "attention" else {"conv1d", recurrence, "norm"}
+    return {"lora", *mixer, *more}
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
+# A recurrence and the sizes of a model.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "delta": ("gated_delta", {}),
+    "delta-odd": (
+        "gated_delta",
         {"num_key_heads": 1, "num_value_heads": 3, "key_dim": 24, "value_dim": 40, "conv_width": 2, "max_draft": 1},
+    ),
+    "delta-large": (
+        "gated_delta",
         {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128, "max_draft": 8},
-        {"state_dtype": torch.bfloat16},
-    ],
-    ids=["odd", "large", "bf16-state"],
-)
-def test_selftest_takes_the_sizes_of_a_model(path: Path, sizes: dict[str, Any]) -> None:
-    if path.device == "cpu" and sizes.get("max_draft") == 8:
-        pytest.skip("large sizes are for compiled kernels: on a CPU they take a minute and are no other code")
-    assert [check for check in run_selftest(path.device, path.dtype, **sizes) if not check.ok] == []
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
+    ),
+    "delta-bf16-state": ("gated_delta", {"state_dtype": torch.bfloat16}),
+    "mamba2": ("mamba2", {}),
+    "mamba2-odd": (
+        "mamba2",
         {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 24, "value_dim": 40, "conv_width": 2, "max_draft": 1},
+    ),
+    "mamba2-bf16-state": (
+        "mamba2",
         {"num_key_heads": 1, "num_value_heads": 16, "key_dim": 128, "value_dim": 64, "state_dtype": torch.bfloat16},
+    ),
+    "mamba2-one-norm-limits-bias": (
+        "mamba2",
         {"num_key_heads": 4, "norm_groups": 1, "dt_limit": (0.2, 0.9), "has_conv_bias": True},
-    ],
-    ids=["usual", "odd", "bf16-state", "one-norm-limits-bias"],
-)
-def test_selftest_takes_a_mamba2_model(path: Path, sizes: dict[str, Any]) -> None:
-    checks = run_selftest(path.device, path.dtype, recurrence="mamba2", **sizes)
-    assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"conv1d", "mamba2", "lora", "norm"}
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 64, "rotary_dim": 16},
+    ),
+    "attention": ("attention", {}),
+    "attention-odd": (
+        "attention",
         {"num_key_heads": 1, "num_value_heads": 7, "key_dim": 96, "rotary_dim": 96, "page_size": 16, "max_draft": 1},
-    ],
-    ids=["usual", "odd"],
-)
-def test_selftest_takes_a_model_of_attention(path: Path, sizes: dict[str, Any]) -> None:
-    checks = run_selftest(path.device, path.dtype, recurrence="attention", **sizes)
+    ),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_selftest_takes_a_model(path: Path, model: str) -> None:
+    if path.device == "cpu" and model == "delta-large":
+        pytest.skip("large sizes are for compiled kernels: on a CPU they take a minute and are no other code")
+    recurrence, sizes = MODELS[model]
+    checks = run_selftest(path.device, path.dtype, recurrence=recurrence, **sizes)
     assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"rotary", "attention", "lora"}
-
-
-@pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])
-def test_selftest_names_a_wrong_attention(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    monkeypatch.setattr(
-        attention_selftest, "flex_decode", lambda *args, **kw: torch.as_tensor(flex_decode(*args, **kw)) + wrong
-    )
-    failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence="attention") if not check.ok}
-    assert failed == {"attention"}
-
-
-def test_selftest_names_a_wrong_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "mamba2", lambda *args, **kw: mamba2(*args, **kw) + 1.0)
-    failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence="mamba2") if not check.ok}
-    assert failed == {"mamba2"}
-    with pytest.raises(KeyError):
-        run_selftest("cpu", recurrence="mamba")
-
-
-def test_selftest_looks_at_states_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(*args: Any, **kw: Any) -> Any:
-        before = args[5].clone()
-        o = gated_delta(*args, **kw)
-        args[5].copy_(before)
-        return o
-
-    monkeypatch.setattr(selftest, "gated_delta", forgetful)
-    assert {check.name.split(",")[0] for check in run_selftest("cpu") if not check.ok} == {"gated_delta"}
+    assert {check.name.split(",")[0] for check in checks} == families(recurrence)
 
 
 def test_selftest_takes_a_model_of_several_streams(path: Path) -> None:
     checks = run_selftest(path.device, path.dtype, recurrence="attention", streams=4, hidden=200)
     assert [check for check in checks if not check.ok] == []
-    assert {check.name.split(",")[0] for check in checks} == {"rotary", "attention", "lora", "mhc"}
+    assert {check.name.split(",")[0] for check in checks} == families("attention", "mhc")
+
+
+def shifted(function: Callable[..., Any], wrong: float = 1.0) -> Callable[..., Any]:
+    return lambda *args, **kw: torch.as_tensor(function(*args, **kw)) + wrong
+
+
+def forgetful(*args: Any, **kw: Any) -> Any:
+    """Leave the states as they were."""
+    before = args[5].clone()
+    o = gated_delta(*args, **kw)
+    args[5].copy_(before)
+    return o
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong", "recurrence", "family"),
+    [
+        (selftest, "gated_rms_norm", shifted(gated_rms_norm), "gated_delta", "norm"),
+        (selftest, "gated_rms_norm", shifted(gated_rms_norm, torch.nan), "gated_delta", "norm"),
+        (selftest, "gated_delta", forgetful, "gated_delta", "gated_delta"),
+        (selftest, "mamba2", shifted(mamba2), "mamba2", "mamba2"),
+        (attention_selftest, "flex_decode", shifted(flex_decode), "attention", "attention"),
+    ],
+    ids=["shifted", "nan", "forgetful", "mamba2", "attention"],
+)
+def test_selftest_names_the_wrong_family(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wrong: Any, recurrence: str, family: str
+) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence=recurrence) if not check.ok}
+    assert failed == {family}
+
+
+def test_selftest_knows_three_recurrences() -> None:
+    with pytest.raises(KeyError):
+        run_selftest("cpu", recurrence="mamba")
 
 
 def test_selftest_names_wrong_gates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +156,6 @@ def test_selftest_computes_what_the_model_has(
 ) -> None:
     for name, function in wrong.items():
         monkeypatch.setattr(selftest, name, function)
-    assert [check for check in run_selftest("cpu", recurrence="mamba2") if not check.ok] == []
     failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence="mamba2", **sizes) if not check.ok}
     assert failed == {family}
 
@@ -201,10 +207,3 @@ def test_a_long_row_is_in_parts_unless_heads_are_many(recurrence: str) -> None:
         assert selftest.has_parts(shapes_of(recurrence, heads)) is expected
     few = shapes_of("mamba2", DeltaHeads(1, 4, 128, 64, 0.25, 1e-6))
     assert not selftest.has_parts(replace(few, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("wrong", [1.0, torch.nan], ids=["shifted", "nan"])
-def test_selftest_names_the_wrong_family(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    monkeypatch.setattr(selftest, "gated_rms_norm", lambda *inputs: gated_rms_norm(*inputs) + wrong)
-    failed = {check.name.split(",")[0] for check in run_selftest("cpu") if not check.ok}
-    assert failed == {"norm"}

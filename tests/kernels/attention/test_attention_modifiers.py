@@ -122,11 +122,7 @@ def test_what_is_no_modifier_is_refused() -> None:
         (TypeError, "scores: expected .*got the mask modifier 'causal'", lambda: Modifiers([causal()])),
         (ValueError, "masks: expected at least one", or_masks),
         (ValueError, "kind: ", lambda: Modifier("x", "bias", "a:b", every_third)),
-        (
-            ValueError,
-            "x: expected range_kernel and bounds",
-            lambda: Modifier("x", "mask", "a:b", every_third, range_kernel="a:b"),
-        ),
+        (ValueError, "x: expected range_kernel", lambda: Modifier("x", "mask", "a:b", every_third, range_kernel="a:b")),
         (KeyError, "'causal'", lambda: (lambda part: Modifiers(mask=part).value(part))(causal())),
     ]
     for kind, message, make in wrong:

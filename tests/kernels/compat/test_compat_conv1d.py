@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rigs.kernels.field_conv1d import field_prefill, field_update
+from rigs.kernels.graphs import check_replay
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
 from torch import Tensor
@@ -289,23 +290,14 @@ def test_lines_may_be_a_column_of_a_table(exact_path: Path) -> None:
     where = exact_path.device
     table = torch.full((3, 4), 8, dtype=torch.int32)
     table[:, 0] = torch.tensor([4, -1, 2])
-    weight = normal(DIM, 4).to(where)
-    states = on_device(make_states(4, 0, 0, {4: 3, 2: 3}, torch.float32), where)
-    starts = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=where)
-    tokens, outputs, kept = normal(3, DIM).to(where), [], []
+    before = on_device(make_states(4, 0, 0, {4: 3, 2: 3}, torch.float32), where)
+    tokens, weight, results = normal(3, DIM).to(where), normal(DIM, 4).to(where), []
     for lines in (table[:, 0].contiguous().to(where), table.to(where)[:, 0], table.to(where)):
-        slid = states.clone()
-        outputs.append(causal_conv1d_update(tokens, slid, weight, conv_state_indices=lines))
-        if lines.ndim == 1:
-            filled = states.clone()
-            history = torch.ones(3, dtype=torch.bool, device=where)
-            y = causal_conv1d_fn(tokens.t(), weight, None, filled, starts, lines, history, None)
-            assert_close("fn", y.t(), outputs[0], torch.float32)
-            assert_same_bits(filled, slid.cpu())
-        kept.append(slid.cpu())
-    for output, state in zip(outputs[1:], kept[1:], strict=True):
-        assert torch.equal(output, outputs[0])
-        assert_same_bits(state, kept[0])
+        states = before.clone()
+        results.append((causal_conv1d_update(tokens, states, weight, conv_state_indices=lines), states))
+    for y, states in results[1:]:
+        assert torch.equal(y, results[0][0])
+        assert_same_bits(states, results[0][1].cpu())
 
 
 def test_a_row_without_an_index_has_the_line_of_its_number(exact_path: Path) -> None:
@@ -371,23 +363,14 @@ def test_functions_run_in_a_cuda_graph() -> None:
             causal_conv1d_update(x[:30], states, weight, bias, "silu", lines, query_start_loc=starts // 2),
         ]
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    starts.copy_(ints(0, 4, 40))
-    lines.copy_(ints(7, -1))
-    history.copy_(torch.tensor([False, True]))
-    accepted.copy_(ints(3, 1))
-    x.copy_(normal(40, DIM, seed=5))
-    before = states.clone()
-    graph.replay()
-    after = states.clone()
-    states.copy_(before)
-    for got, want in zip(captured, run(), strict=True):
-        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
-    assert torch.equal(after, states)
+    def change() -> None:
+        starts.copy_(ints(0, 4, 40))
+        lines.copy_(ints(7, -1))
+        history.copy_(torch.tensor([False, True]))
+        accepted.copy_(ints(3, 1))
+        x.copy_(normal(40, DIM, seed=5))
+
+    check_replay(run, [states], change)
 
 
 @pytest.mark.gpu

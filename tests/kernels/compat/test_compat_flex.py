@@ -219,46 +219,28 @@ def test_flex_names_the_wrong_argument() -> None:
 
     call()
     q, k, v = good.values()
-    mask = create_block_mask(is_causal, None, None, 3, 100, device="cpu")
+
+    def mask_of(heads: int | None, M: int, N: int, block: Any = 128) -> dict[str, Any]:
+        made = create_block_mask(is_causal, None, heads, M, N, device="cpu", BLOCK_SIZE=block)
+        return {"block_mask": made, "mask_mod": "causal"}
+
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (
-            TypeError,
-            "score_mod: expected a score modifier .*alibi.*soft_cap.*got function",
-            {"score_mod": lambda s, *_: s},
-        ),
+        (TypeError, "score_mod: expected a score modifier .*alibi.*soft_cap.*got", {"score_mod": lambda s, *_: s}),
         (TypeError, "mask_mod: expected a mask modifier .*causal.*got function", {"mask_mod": is_causal}),
         (TypeError, "mask_mod: expected a mask modifier .*got alibi", {"mask_mod": find_modifier("alibi")(1.0)}),
         (ValueError, "modifier: expected one of alibi, causal, .*got 'casual'", {"mask_mod": "casual"}),
         (TypeError, "soft_cap: expected a parameter of float, got NoneType", {"score_mod": "soft_cap"}),
-        (TypeError, "block_mask: its mask_mod is a Python function.*causal", {"block_mask": mask}),
+        (
+            TypeError,
+            "block_mask: its mask_mod is a Python function.*causal",
+            mask_of(None, 3, 100) | {"mask_mod": None},
+        ),
         (TypeError, "block_mask: expected a BlockMask, got int", {"block_mask": 3}),
-        (
-            ValueError,
-            "block_mask: expected blocks for 3 queries",
-            {
-                "block_mask": create_block_mask(is_causal, None, None, 1, 100, device="cpu", BLOCK_SIZE=(1, 64)),
-                "mask_mod": "causal",
-            },
-        ),
-        (
-            ValueError,
-            "block_mask: expected blocks for 100 keys",
-            {
-                "block_mask": create_block_mask(is_causal, None, None, 3, 64, device="cpu", BLOCK_SIZE=64),
-                "mask_mod": "causal",
-            },
-        ),
-        (
-            ValueError,
-            "blocks: expected lists of 1 or 4 heads, got 3",
-            {"block_mask": create_block_mask(is_causal, None, 3, 3, 100, device="cpu"), "mask_mod": "causal"},
-        ),
+        (ValueError, "block_mask: expected blocks for 3 queries", mask_of(None, 1, 100, (1, 64))),
+        (ValueError, "block_mask: expected blocks for 100 keys", mask_of(None, 3, 64, 64)),
+        (ValueError, "blocks: expected lists of 1 or 4 heads, got 3", mask_of(3, 3, 100)),
         (ValueError, "query: expected a multiple of the 2 heads", {"query": q[:, :3]}),
-        (
-            ValueError,
-            "key: expected a batch of 1 or 2, got 3",
-            {"key": k.repeat(2, 1, 1, 1)[:3], "value": v.repeat(2, 1, 1, 1)[:3]},
-        ),
+        (ValueError, "key: expected a batch of", {"key": k.repeat(2, 1, 1, 1)[:3], "value": v.repeat(2, 1, 1, 1)[:3]}),
         (TypeError, "value: ", {"value": v.half()}),
         (ValueError, "value: ", {"value": v[:, :, 1:]}),
         (TypeError, "scale: ", {"scale": "1"}),

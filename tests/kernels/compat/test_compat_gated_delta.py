@@ -22,9 +22,9 @@ from rigs.kernels.delta_calls import (
 )
 from rigs.kernels.field_gated_delta import field_gates
 from rigs.kernels.field_recurrence import field_rows, field_slots, field_table
+from rigs.kernels.graphs import check_replay, no_waits
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
-from rigs.kernels.waits import no_waits
 from torch import Tensor
 
 from deltaline_kernels.compat import (
@@ -316,26 +316,18 @@ def test_functions_run_in_a_cuda_graph(dtype: torch.dtype) -> None:
         assert final is not None
         return [o, final, *ROW(**row), *ROW(**table), UPDATE(**update), UPDATE(**(update | {"softplus_beta": 2.0}))]
 
+    def change() -> None:
+        chunk["cu_seqlens"].copy_(ints(0, 0, 70))
+        row["ssm_state_indices"].copy_(ints(-1, 8))
+        table["ssm_state_indices"].copy_(torch.tensor([[8, 6, 3], [-1, 5, 0]]))
+        table["num_accepted_tokens"].copy_(ints(3, 1))
+        table["cu_seqlens"].copy_(ints(0, 1, 5))
+        update["initial_state_indices"].copy_(ints(0, -1))
+
     run()
     with no_waits():
         run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    chunk["cu_seqlens"].copy_(ints(0, 0, 70))
-    row["ssm_state_indices"].copy_(ints(-1, 8))
-    table["ssm_state_indices"].copy_(torch.tensor([[8, 6, 3], [-1, 5, 0]]))
-    table["num_accepted_tokens"].copy_(ints(3, 1))
-    table["cu_seqlens"].copy_(ints(0, 1, 5))
-    update["initial_state_indices"].copy_(ints(0, -1))
-    states = [row["initial_state"], table["initial_state"], update["initial_state_source"]]
-    before = [state.clone() for state in states]
-    graph.replay()
-    got = [x.clone() for x in (*captured, *states)]
-    for state, old in zip(states, before, strict=True):
-        state.copy_(old)
-    for x, want in zip(got, [*run(), *states], strict=True):
-        assert same_bits(x, want)
+    check_replay(run, [row["initial_state"], table["initial_state"], update["initial_state_source"]], change)
 
 
 @pytest.mark.gpu

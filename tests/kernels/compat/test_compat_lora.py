@@ -211,24 +211,14 @@ def good(function: Callable[..., None]) -> dict[str, Any]:
     return {"inputs": torch.zeros(2, 3, 4), **weights, "output_tensor": torch.zeros(3, 12), **where}
 
 
-S, E = lora_shrink, lora_expand
+S, E, zeros = lora_shrink, lora_expand, torch.zeros
 ints = torch.zeros(3, dtype=torch.int32)
 WRONG: list[tuple[Callable[..., None], type[Exception], str, dict[str, Any]]] = [
     (S, ValueError, "inputs: expected shape .tokens, in=6., got .3, 5.", {"inputs": torch.zeros(3, 5)}),
     (S, TypeError, "inputs: expected torch.float32 as lora_a_weights have", {"inputs": torch.zeros(3, 6).half()}),
     (S, TypeError, "lora_a_weights: expected a list of tensors", {"lora_a_weights": torch.zeros(2, 4, 6)}),
-    (
-        S,
-        ValueError,
-        "lora_a_weights: expected one shape",
-        {"lora_a_weights": [torch.zeros(2, 4, 6), torch.zeros(2, 3, 6)]},
-    ),
-    (
-        S,
-        ValueError,
-        r"lora_a_weights\[0\]: expected values and a rank",
-        {"lora_a_weights": [torch.zeros(2, 513, 6)] * 2},
-    ),
+    (S, ValueError, "lora_a_weights: expected one shape", {"lora_a_weights": [zeros(2, 4, 6), zeros(2, 3, 6)]}),
+    (S, ValueError, r"lora_a_weights\[0\]: expected values and a rank", {"lora_a_weights": [zeros(2, 513, 6)] * 2}),
     (S, ValueError, "output_tensor: expected shape .slices=2, tokens=3, rank=4.", {"output_tensor": torch.zeros(3, 4)}),
     (S, TypeError, "scaling: expected a number, got None", {"scaling": None}),
     (S, ValueError, r"token_lora_mapping: expected shape \[3\]", {"token_lora_mapping": ints[:2]}),
@@ -239,17 +229,12 @@ WRONG: list[tuple[Callable[..., None], type[Exception], str, dict[str, Any]]] = 
     (S, ValueError, "num_active_loras: expected 0..3, got 4", {"num_active_loras": 4}),
     (S, TypeError, "no_lora_flag_cpu: expected a tensor", {"no_lora_flag_cpu": False}),
     (E, ValueError, "inputs: expected shape .slices=2, tokens, rank=4.", {"inputs": torch.zeros(1, 3, 4)}),
-    (
-        E,
-        ValueError,
-        "lora_b_weights: expected one number",
-        {"lora_b_weights": [torch.zeros(2, 5, 4), torch.zeros(2, 7, 3)]},
-    ),
+    (E, ValueError, "lora_b_weights: expected one number", {"lora_b_weights": [zeros(2, 5, 4), zeros(2, 7, 3)]}),
     (
         E,
         TypeError,
         r"lora_b_weights\[1\]: expected torch.float32 as the first",
-        {"lora_b_weights": [torch.zeros(2, 5, 4), torch.zeros(2, 7, 4).half()]},
+        {"lora_b_weights": [zeros(2, 5, 4), zeros(2, 7, 4).half()]},
     ),
     (E, ValueError, "output_tensor: expected at least 12 columns, got 11", {"output_tensor": torch.zeros(3, 11)}),
     (E, ValueError, "output_tensor: expected at least 13 columns, got 12", {"offset_start": 1}),

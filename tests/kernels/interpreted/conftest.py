@@ -10,7 +10,7 @@ import pytest
 import torch
 from rigs.kernels.paths import InterpretedPath
 
-from deltaline_kernels.compat import conv1d
+from deltaline_kernels.compat import chunk_scan, conv1d, flex, gated_delta, lora, mamba2, rows
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,10 +32,23 @@ def release(package: str) -> tuple[int, ...]:
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send what engines' functions are given on the CPU to the Triton kernels."""
+    """Treat what engines' functions are given as a GPU's: to the Triton kernels, without a look at index tensors."""
+    from deltaline_kernels.compat.build_rows import build_rows
     from deltaline_kernels.compat.conv1d_launch import convolve_triton
+    from deltaline_kernels.compat.lora.launch import expand_triton, shrink_triton
+    from deltaline_kernels.gated_delta.launch import gated_delta_triton
+    from deltaline_kernels.mamba2.launch import mamba2_triton
 
+    monkeypatch.setattr(rows, "place_on_host", build_rows)
     monkeypatch.setattr(conv1d, "convolve_cpu", convolve_triton)
+    monkeypatch.setattr(gated_delta, "run_gated_delta", gated_delta_triton)
+    monkeypatch.setattr(flex, "attend_cpu", flex.attend_triton)
+    monkeypatch.setattr(lora, "shrink_cpu", shrink_triton)
+    monkeypatch.setattr(lora, "expand_cpu", expand_triton)
+    for module in (mamba2, chunk_scan):
+        monkeypatch.setattr(module, "run_mamba2", mamba2_triton)
+    for module in (gated_delta, mamba2):
+        monkeypatch.setattr(module, "check_contents", lambda *_: None)
 
 
 @pytest.fixture(

@@ -25,17 +25,6 @@ from rigs.kernels.paths import InterpretedPath
 from deltaline_kernels.compat import gated_delta, rows
 
 
-@pytest.fixture(autouse=True)
-def interpreted_delta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat CPU tensors as those of a GPU: the Triton kernels, and no look at what index tensors say."""
-    from deltaline_kernels.compat.build_rows import build_rows
-    from deltaline_kernels.gated_delta.launch import gated_delta_triton
-
-    monkeypatch.setattr(rows, "place_on_host", build_rows)
-    monkeypatch.setattr(gated_delta, "run_gated_delta", gated_delta_triton)
-    monkeypatch.setattr(gated_delta, "check_contents", lambda *_: None)
-
-
 @pytest.mark.parametrize("case", convolution.PREFILLS)
 def test_fn_matches_the_reference(exact_path: InterpretedPath, case: str) -> None:
     convolution.test_fn_matches_the_reference(exact_path, case)

@@ -24,12 +24,6 @@ def path() -> InterpretedPath:
     return InterpretedPath("cpu", torch.float16)
 
 
-@pytest.fixture(autouse=True)
-def interpreted_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat CPU tensors as those of a GPU."""
-    monkeypatch.setattr(flex, "attend_cpu", flex.attend_triton)
-
-
 @pytest.mark.parametrize("sizes", [{"HQ": 6}, {"M": 1, "N": 700}, {"M": 20, "N": 7}], ids=str)
 def test_flex_matches_flex_attention(path: InterpretedPath, sizes: dict[str, int]) -> None:
     checks.test_flex_matches_flex_attention(path, sizes)

@@ -19,11 +19,7 @@ from deltaline_kernels.compat import lora
 
 
 @pytest.fixture(autouse=True, params=["table", "dense"])
-def interpreted_lora(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat CPU tensors as those of a GPU, with its table or in dense tiles."""
-    from deltaline_kernels.compat.lora.launch import expand_triton, shrink_triton
-
-    monkeypatch.setattr(lora, "shrink_cpu", shrink_triton)
-    monkeypatch.setattr(lora, "expand_cpu", expand_triton)
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the table, or dense ones."""
     if request.param == "dense":
         make_dense(monkeypatch, (torch.float32, torch.float16))

@@ -1,23 +1,13 @@
-"""The tests of the engines' selective state update again: the Triton kernels in Triton's interpreter."""
+"""The tests of the engines' Mamba2 again: the Triton kernels in Triton's interpreter, on CPU tensors."""
 
 from __future__ import annotations
 
 import kernels.compat.test_compat_mamba2 as checks
 import pytest
+from kernels.compat.test_compat_chunk_scan import SCANS, check_scan
 from rigs.kernels.paths import InterpretedPath
 
 from deltaline_kernels.compat import mamba2, rows
-
-
-@pytest.fixture(autouse=True)
-def interpreted_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat CPU tensors as those of a GPU: the Triton kernels, and no look at what index tensors say."""
-    from deltaline_kernels.compat.build_rows import build_rows
-    from deltaline_kernels.mamba2.launch import mamba2_triton
-
-    monkeypatch.setattr(rows, "place_on_host", build_rows)
-    monkeypatch.setattr(mamba2, "run_mamba2", mamba2_triton)
-    monkeypatch.setattr(mamba2, "check_contents", lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -43,3 +33,21 @@ def test_update_matches_the_reference(path: InterpretedPath, name: str) -> None:
 @pytest.mark.parametrize("name", ["verify-of-one-token", "ragged", "counts-out-of-range", "padding-of-vllm"])
 def test_update_of_a_table_matches_the_reference(path: InterpretedPath, name: str) -> None:
     checks.test_update_of_a_table_matches_the_reference(path, name)
+
+
+@pytest.mark.parametrize(
+    "scan",
+    [
+        "empty-middle",
+        "all-empty",
+        "fresh-and-empty",
+        "no-skip-no-bias",
+        "gated-skip-per-channel",
+        "limits-of-steps-as-they-come",
+        "pool-of-16-bits",
+        "tokens-before",
+        "wide",
+    ],
+)
+def test_scan_matches_the_reference(path: InterpretedPath, scan: str) -> None:
+    check_scan(SCANS[scan], path)

@@ -20,11 +20,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "out: expected torch.float32 or", {"out": torch.zeros(2, 5).double()}),
     (TypeError, "weights: expected LoraWeights, got tuple", {"weights": ()}),
     (TypeError, "tiles: expected AdapterTiles, got NoneType", {"tiles": None}),
-    (
-        ValueError,
-        "tiles: expected those of 2 tokens and 3 slots, got those of 1 and 3",
-        {"tiles": group_tokens(torch.zeros(1, dtype=torch.int32), 3)},
-    ),
+    (ValueError, "tiles: expected those of 2 tokens", {"tiles": group_tokens(torch.zeros(1, dtype=torch.int32), 3)}),
 ]
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rigs.kernels.graphs import no_waits
 from rigs.kernels.lora_batches import Batch, make_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.tolerance import assert_close
-from rigs.kernels.waits import no_waits
 from torch import Tensor
 
 from deltaline_kernels import LoraWeights, add_lora, add_lora_reference, group_tokens

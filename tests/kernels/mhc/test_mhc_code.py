@@ -12,6 +12,8 @@ import torch
 from deltaline_kernels.mhc import plan
 from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
 
+SHAPES = ((65, 8, 7168), (513, 8, 200), (4096, 1, 7168), (4096, 4, 7168), (4096, 8, 1280), (4096, 8, 7168))
+
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
 @pytest.mark.parametrize("weight_type", ["*bf16", "*fp32"])
@@ -19,14 +21,9 @@ from deltaline_kernels.mhc.gates import NUM_TERMS, count_columns
     "shape",
     [
         (65, 4, 4096),
-        (65, 8, 7168),
-        (513, 8, 200),
-        (4096, 1, 7168),
         (4096, 4, 4096),
-        (4096, 4, 7168),
         (4096, 8, 200),
-        (4096, 8, 1280),
-        (4096, 8, 7168),
+        *(pytest.param(shape, marks=pytest.mark.sweep) for shape in SHAPES),
     ],
     ids=str,
 )

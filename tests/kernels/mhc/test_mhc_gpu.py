@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.kernels.graphs import no_waits
 from rigs.kernels.mhc_batches import (
     Streams,
     check_head,
@@ -18,7 +19,6 @@ from rigs.kernels.mhc_batches import (
     run_pre,
 )
 from rigs.kernels.paths import Path
-from rigs.kernels.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rigs.kernels.graphs import no_waits
 from rigs.kernels.paths import Path
 from rigs.kernels.rotary_batches import Heads, Row, bits, make_rotary_batch
 from rigs.kernels.tolerance import assert_close
-from rigs.kernels.waits import no_waits
 
 from deltaline_kernels import rotate_and_store
 

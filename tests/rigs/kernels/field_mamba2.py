@@ -70,8 +70,8 @@ def field_scan(
 ) -> tuple[Tensor, Tensor]:
     """Return y `[T, H, P]` and the final states `[N, H, P, S]`; `told` has the chunked function's tensors by name."""
     host: Any = {name: None if value is None else value.detach().cpu() for name, value in told.items()}
-    names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
-    tokens = Tokens(*(host[name] for name in names), softplus=softplus, limits=limits)
+    weights = (host["D"], host["z"], host["dt_bias"])
+    tokens = Tokens(host["x"], host["dt"], host["A"], host["B"], host["C"], *weights, softplus, limits)
     initial = host["initial_states"]
     if initial is None:
         initial = torch.zeros(len(starts) - 1, *tokens.x.shape[1:], tokens.B.shape[2])

@@ -163,16 +163,3 @@ def check_far_lines(batch: Recurrent, path: Path, before_each: Callable[[int], N
         batch.launch(StateLines(pool, drafts, shift=1), placed, o)
         assert_close("o", o, outputs, path.dtype)
         assert_close("state", pool[ours], near.state, batch.state.dtype)
-
-
-def check_graph(batch: Recurrent, path: Path) -> None:
-    """A CUDA graph leaves what the same call leaves without one."""
-    before = batch.state.clone()
-    want = batch.run(path)
-    after = batch.state.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = batch.run(path)
-    batch.state.copy_(before)
-    graph.replay()
-    assert torch.equal(got, want) and same_bits(batch.state, after)
