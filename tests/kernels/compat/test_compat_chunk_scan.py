@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -167,15 +166,6 @@ def test_states_have_the_dtype_of_the_tokens_unless_told(path: Path) -> None:
     states = mamba_chunk_scan_combined_varlen(**told)
     assert states is not None
     assert states.dtype == (torch.float32 if path.dtype == torch.float16 else path.dtype)
-
-
-def test_scan_has_the_engines_arguments() -> None:
-    """In vLLM's order: engines pass the first ones by place."""
-    expected = (
-        "x dt A B C chunk_size cu_seqlens cu_chunk_seqlens last_chunk_indices seq_idx out D z dt_bias initial_states "
-        "dt_softplus dt_limit return_intermediate_states state_dtype final_states_out final_state_indices"
-    )
-    assert list(inspect.signature(mamba_chunk_scan_combined_varlen).parameters) == expected.split()
 
 
 def test_scan_names_the_wrong_argument() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -282,22 +280,6 @@ def test_gradients_are_neither_needed_nor_recorded(exact_path: Path) -> None:
 
 
 CHUNK, ROW, UPDATE = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, fused_sigmoid_gating_delta_rule_update
-SIGNATURES = {
-    CHUNK: "q k v g beta scale=None initial_state=None output_final_state=False cu_seqlens=None "
-    "use_qk_l2norm_in_kernel=False",
-    ROW: "q k v g beta=None scale=None initial_state=None inplace_final_state=True cu_seqlens=None "
-    "ssm_state_indices=None num_accepted_tokens=None use_qk_l2norm_in_kernel=False",
-    UPDATE: "A_log a dt_bias softplus_beta softplus_threshold q k v b initial_state_source initial_state_indices "
-    "scale=None use_qk_l2norm_in_kernel=False cu_seqlens=None",
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
-def test_engines_may_pass_arguments_by_position(function: Any) -> None:
-    parameters = inspect.signature(function).parameters.values()
-    told = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-    assert " ".join(told) == SIGNATURES[function]
-    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 @pytest.mark.gpu

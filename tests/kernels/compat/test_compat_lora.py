@@ -159,18 +159,6 @@ def test_what_is_added_is_rounded_once(path: Path) -> None:
         assert (out.double() == torch.tensor(1.0 + delta).to(path.dtype).double().item()).all()
 
 
-def test_new_weights_at_an_old_address_count(exact_path: Path) -> None:
-    """So does another offset: others keep both by address alone."""
-    where = metadata([0, 1], 2, exact_path.device)
-    s = draw(exact_path, 1, 2, 8)
-    (b,) = weights_of(exact_path, 2, (9,), 8, shrink=False)
-    for offset in (0, 4):
-        out = torch.zeros(2, 13, device=exact_path.device)
-        lora_expand(s, [b], out, **where, offset_start=offset)
-        assert_close("out", out, field_expand(s, [b], torch.zeros(2, 13), [0, 1], offset, False), torch.float32)
-        b.mul_(-2)
-
-
 @pytest.mark.gpu
 def test_functions_run_in_a_cuda_graph() -> None:
     """A replay follows what the engine's tensors hold by then."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -229,16 +228,6 @@ def test_a_row_longer_than_its_table_is_refused_on_the_cpu() -> None:
     _, told = make_call(Case([3, 1], [[4, 1], [2, 5]], [1, 2]), Path("cpu", torch.float32))
     with pytest.raises(ValueError, match=r"^cu_seqlens: expected rows of at most 2 tokens, got 3"):
         selective_state_update(make_states(CASES["ragged"], range(NUM_SLOTS)), **told)
-
-
-def test_engines_may_pass_arguments_by_position() -> None:
-    parameters = inspect.signature(selective_state_update).parameters.values()
-    told = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-    assert " ".join(told) == (
-        "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None pad_slot_id=-1 "
-        "num_accepted_tokens=None cu_seqlens=None out=None"
-    )
-    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 @pytest.mark.gpu

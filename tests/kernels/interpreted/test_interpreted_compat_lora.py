@@ -6,7 +6,6 @@ import pytest
 import torch
 from kernels.compat.test_compat_lora import (
     test_expand_matches_the_loops,
-    test_new_weights_at_an_old_address_count,
     test_only_active_adapters_count,
     test_shrink_matches_the_loops,
     test_tokens_of_a_larger_graph_are_not_computed,

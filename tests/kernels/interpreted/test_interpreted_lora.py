@@ -24,7 +24,6 @@ from kernels.lora.test_lora import test_a_token_that_is_not_finite_spoils_no_oth
 from kernels.lora.test_lora import test_row_does_not_depend_on_its_neighbours as check_neighbours
 from kernels.lora.test_lora_regressions import (
     test_a_rank_above_the_weights_counts_as_theirs,
-    test_tensors_of_another_call_are_not_remembered,
     test_tokens_without_an_adapter_keep_their_bits,
     test_what_is_added_is_rounded_once,
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from rigs.kernels.graphs import no_waits
@@ -77,16 +75,6 @@ def test_a_rank_above_the_weights_counts_as_theirs(path: Path) -> None:
     assert torch.equal(batch.run(path), want)
     batch.weights.ranks[1] = -5
     assert torch.equal(batch.run(path)[1], batch.out[1])
-
-
-def test_tensors_of_another_call_are_not_remembered(path: Path) -> None:
-    """Another layout at the same address: others keep pointers and offsets by address alone."""
-    batch = make_batch(path, [0, 1], [[8, 8], [8, 8]], (16, 16))
-    assert_close("out", batch.run(path), batch.exact(), path.dtype)
-    weights = batch.weights
-    narrow = LoraWeights(weights.a, weights.b, weights.ranks, weights.scales, (5, 27))
-    other = replace(batch, weights=narrow)
-    assert_close("out", other.run(path), other.exact(), path.dtype)
 
 
 def gpu_batch(num_tokens: int, token_slots: Tensor, num_slots: int = 3, rank: int = 16) -> Batch:

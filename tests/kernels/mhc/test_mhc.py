@@ -67,13 +67,6 @@ def test_mhc_of_large_batches_matches_the_reference(shape: str, dtype: torch.dty
     check_all(Path("cuda", dtype), LARGE[shape], normed=shape.endswith("7168"))
 
 
-def test_mhc_of_many_tokens_on_the_cpu() -> None:
-    path = Path("cpu", torch.bfloat16)
-    given = make_streams(4096, 4, 200, path)
-    check_pre(run_pre(path, given), given)
-    check_post(run_post(path, given), given)
-
-
 def test_both_at_once_are_one_behind_the_other(exact_path: Path) -> None:
     given = make_streams(5, 4, 96, exact_path)
     for name, got, want in zip("rypc", run_post_pre(exact_path, given), reference_of_both(given), strict=True):

@@ -1,0 +1,38 @@
+"""Engines pass arguments by place: names, order and defaults are theirs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from deltaline_kernels import compat
+
+SIGNATURES = {
+    compat.chunk_gated_delta_rule: "q k v g beta scale=None initial_state=None output_final_state=False "
+    "cu_seqlens=None use_qk_l2norm_in_kernel=False",
+    compat.fused_recurrent_gated_delta_rule: "q k v g beta=None scale=None initial_state=None inplace_final_state=True "
+    "cu_seqlens=None ssm_state_indices=None num_accepted_tokens=None use_qk_l2norm_in_kernel=False",
+    compat.fused_sigmoid_gating_delta_rule_update: "A_log a dt_bias softplus_beta softplus_threshold q k v b "
+    "initial_state_source initial_state_indices scale=None use_qk_l2norm_in_kernel=False cu_seqlens=None",
+    compat.selective_state_update: "state x dt A B C D=None z=None dt_bias=None dt_softplus=False "
+    "state_batch_indices=None pad_slot_id=-1 num_accepted_tokens=None cu_seqlens=None out=None",
+}
+SCAN = (
+    "x dt A B C chunk_size cu_seqlens cu_chunk_seqlens last_chunk_indices seq_idx out D z dt_bias initial_states "
+    "dt_softplus dt_limit return_intermediate_states state_dtype final_states_out final_state_indices"
+)
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_engines_may_pass_arguments_by_position(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    told = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert " ".join(told) == SIGNATURES[function]
+    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+def test_scan_has_the_engines_arguments() -> None:
+    assert list(inspect.signature(compat.mamba_chunk_scan_combined_varlen).parameters) == SCAN.split()
