@@ -78,8 +78,6 @@ PREFILLS = {
 
 UPDATES = {
     "decode": Update([1] * 5, [4, 1, 7, 2, 5]),
-    "no-bias-no-activation": Update([1] * 3, [4, 1, 7], bias=False, activation=None),
-    "activation-true": Update([1], [4], activation=True),
     "wide-lines-in-pages": Update([1] * 3, [4, 1, 7], spare=3, gap=13),
     "padding": Update([1] * 4, [-1, 3, -1, 8]),
     "padding-of-0": Update([1] * 4, [0, 3, 0, 1], pad=0),
@@ -304,7 +302,6 @@ def test_a_row_without_an_index_has_the_line_of_its_number(exact_path: Path) -> 
     where = exact_path.device
     weight, states = normal(DIM, 4).to(where), normal(NUM_LINES, 3, DIM).transpose(1, 2).to(where)
     tokens, same = normal(4, DIM).to(where), states.clone()
-    # Line 0 is one like the others, whatever stands for padding.
     got = causal_conv1d_update(tokens, states, weight, pad_slot_id=0)
     want = causal_conv1d_update(tokens, same, weight, conv_state_indices=integers(range(4), where))
     assert torch.equal(got, want) and torch.equal(states, same)

@@ -25,6 +25,8 @@ CASES = {
     "mixed": [Row(1), Row(4, verify=True, replayed=1), Row(2, skipped=True), Row(0), Row(17, to="nowhere"), Row(5)],
     # Starts around the ends of the pieces of 64 tokens that a program owns.
     "starts-around-a-piece's-end": [Row(n) for n in (61, 1, 1, 1, 64, 62, 70, 59, 0, 1, 2, 63)],
+    # In place: its last tokens must not be in the line before its first are done.
+    "three-pieces": [Row(200)],
     "empty-at-a-piece's-end": [Row(64), Row(0, replayed=1), Row(64), Row(0, to="other"), Row(0, fresh=True)],
     "long-behind-a-short-head": [Row(62), Row(75, fresh=True), Row(53), Row(70, to="other", replayed=2)],
     "many": [Row(i % 3 % 2, skipped=i % 7 == 0, to="other" if i % 5 == 0 else "same") for i in range(131)],
