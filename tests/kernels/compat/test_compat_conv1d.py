@@ -307,7 +307,7 @@ def test_a_row_without_an_index_has_the_line_of_its_number(exact_path: Path) -> 
     assert torch.equal(got, want) and torch.equal(states, same)
 
 
-@pytest.mark.parametrize("length", [1, 3, 10, 40])
+@pytest.mark.parametrize("length", [1, 3, 10])
 def test_out_may_be_new_or_strided_or_x(exact_path: Path, length: int) -> None:
     where = exact_path.device
     weight, before = normal(DIM, 4).to(where), normal(NUM_LINES, 3, DIM).transpose(1, 2).to(where)
