@@ -21,7 +21,7 @@ from deltaline_bench.report import summary, write_report
 if TYPE_CHECKING:
     from deltaline_bench.case import Suite
 
-# Each is a package or module of deltaline_bench with a SUITE.
+# Each is a package of deltaline_bench, whose `cases` have a SUITE.
 SUITES = ("attention", "conv1d", "gated_delta", "lora", "mamba2", "mhc")
 NAME = "deltaline_bench"
 
@@ -61,7 +61,7 @@ def _measure(options: argparse.Namespace) -> int:
     from deltaline_bench.measurement import measure_case
     from deltaline_bench.peers import Peers
 
-    suite: Suite = importlib.import_module(f"deltaline_bench.{options.command}").SUITE
+    suite: Suite = importlib.import_module(f"deltaline_bench.{options.command}.cases").SUITE
     names = options.case or list(suite.cases)
     unknown = [name for name in names if name not in suite.cases]
     if unknown:
