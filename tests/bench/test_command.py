@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rigs.fake_timer import FakeTimer
 
 from deltaline_bench import ceilings, cuda_timer, device
-from deltaline_bench.__main__ import main
+from deltaline_bench.__main__ import SUITES, main
 from deltaline_bench.bar import at_most_us
 from deltaline_bench.case import Suite
 from deltaline_bench.ceilings import Ceilings
@@ -76,3 +78,20 @@ def test_measuring_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["conv1d"]) == 2
     assert capsys.readouterr().err == "deltaline_bench: needs a CUDA device; torch finds none\n"
+
+
+def test_all_measures_every_suite_and_returns_the_worst_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        told.append(command[3:])
+        return SimpleNamespace(returncode=[0, 1, 0][len(told) % 3])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["all", "--output", "all", "--rounds", "7"]) == 1
+    assert told == [[suite, "--output", "all", "--rounds", "7"] for suite in SUITES]
+
+
+def test_every_suite_of_the_program_is_a_command() -> None:
+    root = Path(device.__file__).parent
+    assert {path.parent.name for path in root.glob("*/cases.py")} == set(SUITES)
