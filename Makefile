@@ -69,9 +69,7 @@ bench-cpu: $(INSTALLED)  ## measure on the CPU: the mixer beside transformers, t
 	$(BIN)/python bench/mixer.py; mixer=$$?; $(BIN)/python bench/overhead.py && exit $$mixer
 
 bench-gpu: $(INSTALLED)  ## measure the kernels beside the peers that are installed; needs a CUDA device
-	status=0; for suite in conv1d gated_delta lora mamba2; do \
-	    $(BIN)/python -m deltaline_bench $$suite --output bench/results || status=$$?; \
-	done; exit $$status
+	$(BIN)/python -m deltaline_bench all --output bench/results
 
 wheel: $(INSTALLED)  ## build dist/deltaline-*.whl
 	$(BIN)/pip wheel --no-deps -w dist .

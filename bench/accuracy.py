@@ -27,6 +27,7 @@ import transformers
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
+from deltaline_bench.device import name_device
 from deltaline_kernels import Rows
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import Model, ModelOptions, load_model
@@ -176,7 +177,7 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     torch.set_float32_matmul_precision("highest")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = name_device(device)
     figures = {
         "random weights": measure(device, 0),
         f"trained {arguments.training_steps} steps": measure(device, arguments.training_steps),

@@ -22,10 +22,11 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from deltaline_bench.device import name_device
 from deltaline_bench.error import compare
-from deltaline_bench.gated_delta.batch import Batch, Inputs
-from deltaline_bench.gated_delta.shape import Mode, Shape
-from deltaline_bench.gated_delta.truth import advance
+from deltaline_bench.gated_delta.batch import Batch
+from deltaline_bench.gated_delta.shape import Inputs, Shape
+from deltaline_bench.lines import Mode
 from deltaline_bench.report import table
 from deltaline_kernels import Rows, gated_delta
 
@@ -48,7 +49,7 @@ class Decoder:
         shape = batch.shape
         self._batch = batch
         # The tokens of a segment, at addresses that a graph may hold.
-        self._qkv, self._a, self._b = (x[:SEGMENT].clone() for x in (batch.qkv, batch.a, batch.b))
+        self._qkv, self._a, self._b = (x[:SEGMENT].clone() for x in batch.packed)
         size = (2, shape.num_value_heads, shape.value_dim, shape.key_dim)
         self._lines = torch.zeros(size, dtype=dtype, device=batch.device)
         self._drafts = torch.zeros(2, 2, 1, shape.record, device=batch.device)
@@ -69,7 +70,7 @@ class Decoder:
     def decode(self, first: int) -> Tensor:
         """Decode the SEGMENT tokens from `first` on; return their outputs `[SEGMENT, HV, V]`, valid until the next."""
         tokens = slice(first, first + SEGMENT)
-        for buffer, source in ((self._qkv, self._batch.qkv), (self._a, self._batch.a), (self._b, self._batch.b)):
+        for buffer, source in zip((self._qkv, self._a, self._b), self._batch.packed, strict=True):
             buffer.copy_(source[tokens])
         if self._graph is None:
             return self._launch()
@@ -98,14 +99,14 @@ class Decoder:
 
 def measure(name: str, steps: int, device: torch.device) -> Iterator[tuple[int, list[float]]]:
     """Decode `steps` tokens of INPUTS[name]; yield at each power of ten and at the end the errors of COLUMNS."""
-    batch = Batch(Shape(Mode.PREFILL, (steps,), *HEADS), f"drift {name}", device, INPUTS[name])
+    batch = Batch(Shape(Mode.PREFILL, (steps,), *HEADS, inputs=INPUTS[name]), f"drift {name}", device)
     decoders = [Decoder(batch, dtype) for dtype in STATES]
     tokens = batch.tokens()
     truth = torch.zeros((1, *decoders[0].state.shape), dtype=torch.float64, device=device)
     marks = {steps} | {10**power for power in range(2, len(str(steps)))}
     for first in range(0, steps, SEGMENT):
         part = tokens.map(itemgetter((None, slice(first, first + SEGMENT))))
-        o, truth = advance(part, truth)
+        o, truth = part.advance(truth)
         outputs = [decoder.decode(first) for decoder in decoders]
         if first + SEGMENT in marks:
             states = [decoder.state for decoder in decoders]
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in INPUTS:
             for tokens, errors in measure(name, options.steps, device):
                 rows.append([name, f"{tokens:,}", *(f"{error:.1e}" for error in errors)])
-    print("\n".join(table(COLUMNS, rows)))
+    print("\n".join((name_device(device), "", *table(COLUMNS, rows))))
     return 0
 
 

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import transformers
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
+from deltaline_bench.device import describe_cpu
 from deltaline_kernels import Rows
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.config import Scope
@@ -132,7 +133,8 @@ def main() -> int:
         model = load_model(ModelOptions(torch.device("cpu"), model=Path(name), scope=Scope.MIXER))
     print("timing the mixer beside transformers ...", flush=True)
     times = bench_mixer(oracle, model, arguments.rounds)
-    print(f"\none mixer, hidden {HIDDEN}, {HEADS}/{HEADS} heads of {HEAD_DIM}, fp32, {torch.get_num_threads()} threads")
+    machine = f"{describe_cpu()}, {torch.get_num_threads()} threads"
+    print(f"\n{machine}\none mixer, hidden {HIDDEN}, {HEADS}/{HEADS} heads of {HEAD_DIM}, fp32")
     print(f"{'':26}{'transformers':>14}{'deltaline':>12}{'projections':>13}{'ratio':>8}{'bar':>8}{'error':>10}")
     ratios = {}
     labels = {"decode": f"decode, {DECODE_ROWS} sequences", "prefill": f"prefill, {PREFILL_TOKENS} tokens"}
@@ -147,7 +149,7 @@ def main() -> int:
         record = {
             "command": "python " + " ".join(sys.argv),
             "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+            "machine": machine,
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,

@@ -1,4 +1,5 @@
-"""The command: `python -m deltaline_bench SUITE` measures, `python -m deltaline_bench report FILE.json` reports again.
+"""The command: `python -m deltaline_bench SUITE` measures, or `all` of the suites, one after the other, each in a
+process of its own; `python -m deltaline_bench report FILE.json` reports again.
 
 Exit status: 0 all bars met, 1 a needed bar missed or a side of ours wrong, 2 bad usage or no CUDA device.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +23,9 @@ from deltaline_bench.report import summary, write_report
 if TYPE_CHECKING:
     from deltaline_bench.case import Suite
 
-# Each is a package or module of deltaline_bench with a SUITE.
+# Each is a package of deltaline_bench, whose `cases` have a SUITE.
 SUITES = ("attention", "conv1d", "gated_delta", "lora", "mamba2", "mhc")
+ALL = "all"
 NAME = "deltaline_bench"
 
 
@@ -30,19 +33,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in SUITES:
+    for name in (*SUITES, ALL):
         command = commands.add_parser(name, help=f"measure {name}")
-        command.add_argument("--case", action="append", metavar="NAME", help="measure this case only; may be repeated")
+        if name != ALL:
+            command.add_argument("--case", action="append", metavar="NAME", help="measure this case; may be repeated")
         command.add_argument("--output", type=Path, metavar="DIR", help="write JSON, table and plot into DIR")
         command.add_argument("--peers", type=Path, metavar="DIR", help="sources of peers beside their peer_loader.py")
         command.add_argument("--rounds", type=int, default=100, help="timed rounds (default 100)")
     command = commands.add_parser("report", help="write the table and the plot beside a JSON file")
     command.add_argument("file", type=Path, metavar="FILE.json")
     options = parser.parse_args(arguments)
+    if options.command == ALL:
+        return _measure_all(sys.argv[1:] if arguments is None else arguments)
     try:
         return _report(options.file) if options.command == "report" else _measure(options)
     except (OSError, ValueError) as error:
         return _refuse(str(error))
+
+
+def _measure_all(arguments: Sequence[str]) -> int:
+    """Measure every suite, whatever becomes of those before it; return the worst exit status."""
+    statuses = []
+    for name in SUITES:
+        print(f"\n{name}", flush=True)
+        command = [sys.executable, "-m", NAME, name, *arguments[1:]]
+        statuses.append(subprocess.run(command, check=False).returncode)
+    return max(statuses, key=abs)
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -61,7 +77,7 @@ def _measure(options: argparse.Namespace) -> int:
     from deltaline_bench.measurement import measure_case
     from deltaline_bench.peers import Peers
 
-    suite: Suite = importlib.import_module(f"deltaline_bench.{options.command}").SUITE
+    suite: Suite = importlib.import_module(f"deltaline_bench.{options.command}.cases").SUITE
     names = options.case or list(suite.cases)
     unknown = [name for name in names if name not in suite.cases]
     if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,3 +62,10 @@ def at_least_copy(percent: float) -> Bar:
 def at_least_peers(factor: float) -> Bar:
     """Make a bar on the lead over the fastest peer."""
     return Bar(Kind.PEERS, factor)
+
+
+def pair(
+    make: Callable[[float], Bar], needed: float | None, aim: float | None = None
+) -> tuple[tuple[Bar, ...], tuple[Bar, ...]]:
+    """Make the needed bars and the aims of a case that has at most one of each."""
+    return () if needed is None else (make(needed),), () if aim is None else (make(aim),)

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,10 @@ DISTRIBUTIONS = {
     "sglang": "sglang",
     "vllm": "vllm",
 }
+
+
+# What a peer offers.
+Function = Callable[..., Any]
 
 
 class PeerMissing(Exception):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 import torch
-from bench.fakes import FakeTimer
+from rigs.fake_timer import FakeTimer
+from torch import Tensor
 
 from deltaline_bench.bar import at_least_copy, at_least_peers, at_most_us
 from deltaline_bench.case import Case, NotApplicable, Side, SideMaker
@@ -43,7 +43,10 @@ def leaves_outputs() -> Side:
     return Side(lambda: y, lambda result: {"y": result}, lambda: None)
 
 
-def measured(ours: SideMaker, times_us: tuple[float, ...] = (10.0,), **peers: SideMaker) -> CaseRecord:
+def measured(
+    ours: SideMaker, times_us: tuple[float, ...] = (10.0,), others: Mapping[str, SideMaker] = {}, **peers: SideMaker
+) -> CaseRecord:
+    """Measure `ours`, `others` of ours and peers, whose times come in this order; a round is one time of each."""
     case = Case(
         name="case",
         what="a case",
@@ -53,7 +56,7 @@ def measured(ours: SideMaker, times_us: tuple[float, ...] = (10.0,), **peers: Si
         num_flops=0,
         max_error=1e-3,
         expected={"y": WANTED, "state": WANTED},
-        ours={"deltaline": ours},
+        ours={"deltaline": ours, **others},
         peers=peers,
         needed=(at_most_us(10), at_least_copy(80), at_least_peers(1.5)),
     )
@@ -61,11 +64,18 @@ def measured(ours: SideMaker, times_us: tuple[float, ...] = (10.0,), **peers: Si
 
 
 def test_right_side_is_judged_by_every_bar() -> None:
-    case = measured(adds(0), (10.0, 15.0, 20.0), slow=adds(0), slower=adds(0))
+    case = measured(adds(0), (10.0, 9.0, 15.0, 20.0), {"compat": adds(0)}, slow=adds(0), slower=adds(0))
     assert case.judged.share_of_copy == pytest.approx(0.8)
     assert (case.best_peer, case.ratio) == ("slow", 1.5)
     assert [bar.is_met for bar in case.bars] == [True, True, True]
     assert case.failures() == []
+
+
+def test_figures_are_those_of_the_median() -> None:
+    """Of three rounds behind those that warm up: 5, 10 and 100 us."""
+    judged = measured(adds(0), (5.0, 10.0, 100.0)).judged
+    assert [judged.median_us, judged.p10_us, judged.p90_us] == pytest.approx([10.0, 6.0, 82.0])
+    assert judged.gigabytes_per_s == pytest.approx(800.0)
 
 
 def test_missed_bars_fail_the_case() -> None:
@@ -126,6 +136,10 @@ def test_error_is_the_largest_of_the_tensors() -> None:
     assert error.largest == 0.5
 
 
+def test_what_is_expected_to_be_zero_has_the_norm_itself_as_its_error() -> None:
+    assert compare({"y": WANTED}, {"y": torch.zeros(2)}).relative == pytest.approx(5.0)
+
+
 @pytest.mark.parametrize(
     ("actual", "message"),
     [
@@ -135,7 +149,6 @@ def test_error_is_the_largest_of_the_tensors() -> None:
     ],
     ids=["none", "unknown", "shape"],
 )
-def test_tensors_that_do_not_match_are_refused(actual: Any, message: str) -> None:
-    compared: Callable[[Any, Any], object] = compare
+def test_tensors_that_do_not_match_are_refused(actual: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compared(actual, {"y": WANTED})
+        compare(actual, {"y": WANTED})

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import zlib
-
 import torch
 from torch import Tensor
 
+from deltaline_bench import batch
 from deltaline_bench.attention.shape import Shape
 
 
-class Batch:
-    """Random inputs of a shape, the same for a seed; the pages of a row are scattered over the pool.
-
-    Page 0 is nobody's; it and what lies behind a row's keys hold NaN.
-
-    Args:
-        seed_name: what the random numbers depend on, beside the shape.
-    """
+class Batch(batch.Batch[Shape]):
+    """The pages of a row are scattered over the pool. Page 0 is nobody's; it and what lies behind keys hold NaN."""
 
     def __init__(self, shape: Shape, seed_name: str, device: torch.device) -> None:
-        self.shape = shape
-        self.device = device
-        # Its own generator: a capture that fails may leave the default one unusable.
-        generator = torch.Generator(device).manual_seed(zlib.crc32(seed_name.encode()))
+        super().__init__(shape, seed_name, device)
         size = shape.page_size
         counts = [-(-length // size) for length in shape.lengths]
-        order = torch.randperm(sum(counts), generator=generator, device=device) + 1
+        order = torch.randperm(sum(counts), generator=self.generator, device=device) + 1
         # Line i + 1 is that of row i.
         self.page_table = torch.zeros(shape.num_rows + 1, max(counts), dtype=torch.int32, device=device)
         pool = (sum(counts) + 1, size, shape.num_keys, shape.dim)
         self.k_pages, self.v_pages = (
-            torch.empty(pool, dtype=shape.dtype, device=device).normal_(generator=generator) for _ in range(2)
+            torch.empty(pool, dtype=shape.dtype, device=device).normal_(generator=self.generator) for _ in range(2)
         )
         begin = 0
         for row, (count, length) in enumerate(zip(counts, shape.lengths, strict=True)):
@@ -41,8 +31,7 @@ class Batch:
             begin += count
         for pages in (self.k_pages, self.v_pages):
             pages[0] = torch.nan
-        q = (shape.num_tokens, shape.num_queries, shape.dim)
-        self.q = torch.randn(q, generator=generator, device=device).to(shape.dtype)
+        self.q = self.normal(shape.num_tokens, shape.num_queries, shape.dim, dtype=shape.dtype)
 
     def keys_of(self, row: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a row, `[length, HKV, D]` each."""

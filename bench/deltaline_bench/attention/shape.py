@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from deltaline_bench import batch
+
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(batch.Shape):
     """`lengths` keys per row, `tokens` queries in each; HQ heads of queries share HKV heads of keys.
 
     Args:
@@ -37,10 +39,6 @@ class Shape:
         return self.num_rows * self.tokens
 
     @property
-    def has_modifiers(self) -> bool:
-        return self.is_causal or self.soft_cap is not None or self.window is not None
-
-    @property
     def is_ragged(self) -> bool:
         return len(set(self.lengths)) > 1
 
@@ -51,13 +49,24 @@ class Shape:
             return sum(self.lengths)
         return sum(min(length, self.window + self.tokens - 1) for length in self.lengths)
 
-    @property
+    def words(self) -> dict[str, str]:
+        modifiers = [f"soft cap {self.soft_cap}"] if self.soft_cap is not None else []
+        modifiers += ["causal"] if self.is_causal else []
+        modifiers += [f"window {self.window}"] if self.window is not None else []
+        lengths = f"{min(self.lengths)}..{max(self.lengths)}" if self.is_ragged else str(self.lengths[0])
+        return {
+            "rows": f"{self.num_rows} of {self.tokens}",
+            "keys": lengths,
+            "heads": f"{self.num_queries}/{self.num_keys} of {self.dim}",
+            "page": str(self.page_size),
+            "modifiers": ", ".join(modifiers) or "none",
+        }
+
     def num_bytes(self) -> int:
         """Count once each key and value that is seen, the queries and the outputs."""
         values = 2 * self.num_seen * self.num_keys + 2 * self.num_tokens * self.num_queries
         return values * self.dim * self.dtype.itemsize
 
-    @property
     def num_flops(self) -> int:
         """Count products with keys and with values; of verifies as if every query saw all keys of its row."""
         return 4 * self.num_seen * self.tokens * self.num_queries * self.dim

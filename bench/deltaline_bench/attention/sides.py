@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from deltaline_bench.attention.batch import Batch
-from deltaline_bench.case import NotApplicable, Side
+from deltaline_bench.case import NotApplicable, Side, SideMaker
+from deltaline_bench.peers import Peers
 from deltaline_kernels import Rows
 from deltaline_kernels.attention import Modifiers, and_masks, find_modifier, flex_decode
 
 
-def rows_of(batch: Batch) -> Rows:
+def ours(batch: Batch) -> dict[str, SideMaker]:
+    """Our side, of pages."""
+    return {"deltaline": lambda: _ours(batch)}
+
+
+def peers(batch: Batch, found: Peers) -> dict[str, SideMaker]:
+    """PyTorch's own; none of a window, whose dense keys have no room beside the pages."""
+    if batch.shape.window is not None:
+        return {}
+    return {"SDPA": lambda: _sdpa(batch), "flex_attention": lambda: _flex(batch)}
+
+
+def _rows_of(batch: Batch) -> Rows:
     """Return the rows: tokens of each at the end of its keys."""
     shape = batch.shape
     lengths, lines = [shape.tokens] * shape.num_rows, list(range(1, shape.num_rows + 1))
@@ -23,7 +36,7 @@ def rows_of(batch: Batch) -> Rows:
     return Rows.build(*fields, max_short=shape.tokens, device=batch.device, position=position)
 
 
-def modifiers_of(batch: Batch) -> Modifiers | None:
+def _modifiers_of(batch: Batch) -> Modifiers | None:
     """Return the modifiers that a shape asks for."""
     shape = batch.shape
     masks = [find_modifier("causal")()] if shape.is_causal else []
@@ -33,17 +46,13 @@ def modifiers_of(batch: Batch) -> Modifiers | None:
     return Modifiers(scores, and_masks(*masks) if masks else None, device=batch.device) if masks or scores else None
 
 
-def ours(batch: Batch) -> Side:
-    """Make our side, of pages."""
-    rows, modifiers = rows_of(batch), modifiers_of(batch)
-
-    def call() -> Any:
-        return flex_decode(batch.q, batch.k_pages, batch.v_pages, batch.page_table, rows, modifiers=modifiers)
-
+def _ours(batch: Batch) -> Side:
+    pages = batch.k_pages, batch.v_pages, batch.page_table
+    call = partial(flex_decode, batch.q, *pages, _rows_of(batch), modifiers=_modifiers_of(batch))
     return Side(call, lambda o: {"o": o}, lambda: None)
 
 
-def sdpa(batch: Batch) -> Side:
+def _sdpa(batch: Batch) -> Side:
     """Make PyTorch's scaled_dot_product_attention, of dense keys of equal length and without modifiers.
 
     Raises:
@@ -52,43 +61,35 @@ def sdpa(batch: Batch) -> Side:
     shape = batch.shape
     if shape.is_ragged:
         raise NotApplicable("no lengths")
-    if shape.soft_cap is not None or shape.window is not None or (shape.is_causal and shape.tokens > 1):
+    if shape.soft_cap is not None or (shape.is_causal and shape.tokens > 1):
         raise NotApplicable("no modifiers")
     q, k, v = batch.dense()
 
-    def call() -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
+    call = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, enable_gqa=True)
     return Side(call, lambda o: {"o": _packed(o)}, lambda: None)
 
 
-def flex(batch: Batch) -> Side:
+def _flex(batch: Batch) -> Side:
     """Make PyTorch's flex_attention, compiled, of dense keys; lengths of ragged rows are in its mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     shape = batch.shape
     q, k, v = batch.dense()
     last = torch.tensor(shape.lengths, device=batch.device) - shape.tokens
-    cap, window = shape.soft_cap or 0.0, shape.window
+    cap = shape.soft_cap or 0.0
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, kv: Tensor) -> Tensor:
         return cap * torch.tanh(s / cap)
 
     def mask(b: Tensor, h: Tensor, i: Tensor, kv: Tensor) -> Tensor:
-        position = last[b] + i
-        seen = kv <= position
-        return seen if window is None else seen & (kv > position - window)
+        return kv <= last[b] + i
 
     block_mask = None
-    if shape.is_causal or window is not None or shape.is_ragged:
+    if shape.is_causal or shape.is_ragged:
         block_mask = create_block_mask(mask, shape.num_rows, None, shape.tokens, k.shape[2], device=str(batch.device))
     compiled = torch.compile(flex_attention, dynamic=False)
-
-    def call() -> Any:
-        return compiled(
-            q, k, v, score_mod=None if shape.soft_cap is None else score, block_mask=block_mask, enable_gqa=True
-        )
-
+    score_mod = None if shape.soft_cap is None else score
+    call = partial(compiled, q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True)
     return Side(call, lambda o: {"o": _packed(o)}, lambda: None)
 
 

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Mode(Enum):
-    """What the rows of a batch do."""
-
-    PREFILL = "prefill"
-    UPDATE = "update"
-    VERIFY = "verify"
+from deltaline_bench.lines import LinesBatch, LinesShape, Mode
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Rows and sizes: `lengths` tokens per row, `width` taps. VERIFY: `width` - 1 + tokens columns per line."""
+class Shape(LinesShape):
+    """`width` taps on D channels. VERIFY: `width` - 1 + tokens columns per line.
 
-    mode: Mode
-    lengths: tuple[int, ...]
-    channels: int
-    width: int
-    dtype: torch.dtype
+    Args:
+        split: the channels of the parts in which our own side returns its output, or None for the whole.
+    """
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
+    channels: int = 8192
+    width: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    split: tuple[int, ...] | None = None
 
     @property
     def max_length(self) -> int:
@@ -56,16 +43,14 @@ class Shape:
         """Columns of a line that a step may have to keep: PREFILL and UPDATE the history, VERIFY all drafts too."""
         return self.history + (self.max_length if self.mode is Mode.VERIFY else 0)
 
-    def is_fresh(self, row: int) -> bool:
-        """Say whether a row starts from the zero state: every other row of a prefill."""
-        return self.mode is Mode.PREFILL and row % 2 == 0
+    def words(self) -> dict[str, str]:
+        return {"x": f"[{self.num_tokens}, {self.channels}]", "rows": str(self.num_rows), "width": str(self.width)}
 
     def num_bytes(self) -> int:
         """Count each input read once and each output written once: tokens, weights, histories, lines."""
-        continuing = sum(not self.is_fresh(row) for row in range(self.num_rows))
         # The oldest column of a verified line is not needed: at least one token of every verify is accepted.
         written = self.history - 1 + self.max_length if self.mode is Mode.VERIFY else self.history
-        vectors = 2 * self.num_tokens + self.width + 1 + continuing * self.history + self.num_rows * written
+        vectors = 2 * self.num_tokens + self.width + 1 + self.num_continuing * self.history + self.num_rows * written
         return vectors * self.channels * self.dtype.itemsize
 
     def num_flops(self) -> int:
@@ -73,56 +58,31 @@ class Shape:
         return 2 * self.width * self.num_tokens * self.channels
 
 
-class Batch:
-    """Random inputs of a shape, the same for a seed: tokens, weights, and lines scattered over a pool.
-
-    The lines that no row may read hold NaN. Nothing here is mutated by a side: `new_lines` makes copies.
-
-    Args:
-        seed_name: what the random numbers depend on, beside the shape.
-    """
+class Batch(LinesBatch[Shape]):
+    """Tokens, weights and what the lines hold. `new_lines` makes what a side may mutate."""
 
     def __init__(self, shape: Shape, seed_name: str, device: torch.device) -> None:
-        self.shape = shape
-        self.device = device
-        # Its own generator: a capture that fails may leave the default one unusable.
-        self._generator = torch.Generator(device).manual_seed(zlib.crc32(seed_name.encode()))
-        self.x = self._normal(shape.num_tokens, shape.channels)
-        self.weight = self._normal(shape.width, shape.channels) * 0.5
-        self.bias = self._normal(shape.channels)
-        # Line 0 is the null line of every side; some lines belong to nobody.
-        num_lines = 2 + shape.num_rows + shape.num_rows // 4
-        order = torch.randperm(num_lines - 1, generator=self._generator, device=device) + 1
-        self.line_index = order[: shape.num_rows]
-        fresh = torch.tensor([shape.is_fresh(row) for row in range(shape.num_rows)], device=device)
-        self.continues = ~fresh
-        self.first_lines = torch.full(
-            (num_lines, shape.num_columns, shape.channels), torch.nan, dtype=shape.dtype, device=device
-        )
-        read = self.line_index[self.continues]
-        self.first_lines[read] = self._normal(len(read), shape.num_columns, shape.channels)
+        super().__init__(shape, seed_name, device)
+        dtype = shape.dtype
+        self.x = self.normal(shape.num_tokens, shape.channels, dtype=dtype)
+        self.weight = self.normal(shape.width, shape.channels, dtype=dtype) * 0.5
+        self.bias = self.normal(shape.channels, dtype=dtype)
+        self.scatter_lines()
+        size = (shape.num_columns, shape.channels)
+        self.first_lines = torch.full((self.num_lines, *size), torch.nan, dtype=dtype, device=device)
+        self.first_lines[self.line_index[self.continues]] = self.normal(shape.num_continuing, *size, dtype=dtype)
         if shape.mode is Mode.VERIFY:
-            self.accepted = torch.randint(
-                1, shape.max_length + 1, (shape.num_rows,), generator=self._generator, device=device
-            )
-        else:
-            self.accepted = torch.ones(shape.num_rows, dtype=torch.int64, device=device)
+            self.accept_drafts()
 
-    def _normal(self, *size: int) -> Tensor:
-        return torch.randn(size, generator=self._generator, device=self.device).to(self.shape.dtype)
+    @property
+    def offset(self) -> Tensor:
+        """The column `[N]` at which a row's history begins: behind the accepted drafts but the last one."""
+        return (self.accepted - 1).clamp(min=0)
 
     @cached_property
-    def starts(self) -> list[int]:
-        """First packed token of each row, and the end of the last one."""
-        found = [0]
-        for length in self.shape.lengths:
-            found.append(found[-1] + length)
-        return found
-
-    @cached_property
-    def weight_by_channel(self) -> Tensor:
-        """The weights `[D, W]`, contiguous, as the peers keep them."""
-        return self.weight.t().contiguous()
+    def taps(self) -> tuple[Tensor, Tensor]:
+        """The weights `[D, W]`, contiguous, as the peers keep them, and the bias."""
+        return self.weight.t().contiguous(), self.bias
 
     def new_lines(self, num_columns: int) -> Tensor:
         """Return a copy `[L, num_columns, D]` of the first columns of the lines."""
@@ -131,10 +91,6 @@ class Batch:
     def reset(self, lines: Tensor) -> None:
         """Put back what `new_lines` returned."""
         lines.copy_(self.first_lines[:, : lines.shape[1]])
-
-    def int32(self, values: Tensor | list[int]) -> Tensor:
-        """Return `values` as int32 on the batch's device."""
-        return torch.as_tensor(values).to(device=self.device, dtype=torch.int32)
 
     def expected(self) -> dict[str, Tensor]:
         """Return the fp32 truth.
@@ -146,14 +102,13 @@ class Batch:
         weight, bias = self.weight.float(), self.bias.float()
         y = torch.empty(self.x.shape, dtype=torch.float32, device=self.device)
         lines = []
-        accepted = self.accepted.tolist()
+        offsets, starts = self.offset.tolist(), shape.starts
         for row, line in enumerate(self.line_index.tolist()):
-            begin, end = self.starts[row], self.starts[row + 1]
+            begin, end = starts[row], starts[row + 1]
             if shape.is_fresh(row):
                 before = torch.zeros(history, shape.channels, device=self.device)
             else:
-                offset = accepted[row] - 1
-                before = self.first_lines[line, offset : offset + history].float()
+                before = self.first_lines[line, offsets[row] : offsets[row] + history].float()
             full = torch.cat((before, self.x[begin:end].float()))
             total = bias.expand(end - begin, -1).clone()
             for tap in range(shape.width):

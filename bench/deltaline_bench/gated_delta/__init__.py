@@ -1,5 +1,1 @@
 """The cases of gated_delta: prefill, decode, the mixer around it and verify, ours beside the field's kernels."""
-
-from deltaline_bench.gated_delta.cases import SUITE
-
-__all__ = ["SUITE"]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from deltaline_bench.bar import Bar, Kind, Score
-from deltaline_bench.case import Side, SideMaker
+from deltaline_bench.case import Case, Side, SideMaker
 from deltaline_bench.error import compare
 
 
@@ -79,6 +79,17 @@ class NoWorse(Bar):
 
     def _both(self) -> tuple[float | None, float | None]:
         return self.errors.least((self.ours,), self.tensor), self.errors.least(self.sides, self.tensor)
+
+
+def hold_errors_to(case: Case, peer: str, sides: tuple[str, ...]) -> Case:
+    """Return the case with a needed bar for each tensor of each side of ours; the others are those of NoWorse."""
+    errors = Errors(case.expected)
+    bars = tuple(
+        NoWorse(errors=errors, tensor=tensor, ours=name, peer=peer, sides=sides)
+        for name in case.ours
+        for tensor in case.expected
+    )
+    return replace(case, ours=errors.watch(case.ours), peers=errors.watch(case.peers), needed=(*case.needed, *bars))
 
 
 def _figure(error: float | None) -> str:

@@ -5,7 +5,7 @@ Its inputs are slices of one projection's output. Knows no figures and no bars.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -13,87 +13,83 @@ from torch import Tensor
 
 from deltaline_bench.case import Side
 from deltaline_bench.gated_delta.batch import Batch
-from deltaline_bench.gated_delta.sides import rows_of
-from deltaline_kernels import causal_conv1d, gated_delta, gated_rms_norm
+from deltaline_bench.gated_delta.shape import Shape
+from deltaline_bench.recurrence.sides import on_lines
+from deltaline_kernels import Rows, causal_conv1d, gated_delta, gated_rms_norm
 
 WIDTH = 4
 EPS = 1e-6
 
 
-class Mixer:
-    """The mixer's inputs beside those of `batch`, whose qkv becomes what the convolution gives.
+class Mixer(Batch):
+    """DECODE rows whose qkv is what the convolution gives, and the mixer's inputs.
 
     Args:
-        batch: DECODE rows. Mutated: its qkv.
+        projected: x | z | a | b, `[N, D + HV*V + 2 HV]`.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        shape = batch.shape
-        self.batch = batch
+    def __init__(self, shape: Shape, seed_name: str, device: torch.device) -> None:
+        super().__init__(shape, seed_name, device)
         dtype, heads = shape.dtype, shape.num_value_heads
-        # x | z | a | b
-        self.projected = batch.normal(shape.num_rows, shape.channels + shape.values + 2 * heads).to(dtype)
-        self.projected[:, -2 * heads :] = torch.cat((batch.a, batch.b), dim=1)
-        self.weight = (batch.normal(WIDTH, shape.channels) * 0.5).to(dtype)
-        self.norm = batch.normal(shape.value_dim) * 0.1 + 1
-        size = (batch.num_lines, WIDTH - 1, shape.channels)
-        self.first_lines = torch.full(size, torch.nan, dtype=dtype, device=batch.device)
-        self.first_lines[batch.line_index] = batch.normal(shape.num_rows, *size[1:]).to(dtype)
-        full = torch.cat((self.first_lines[batch.line_index], self.projected[:, None, : shape.channels]), dim=1)
-        batch.qkv = F.silu((full.double() * self.weight.double()).sum(1)).to(dtype)
+        _, a, b = self.packed
+        self.projected = self.normal(shape.num_rows, shape.channels + shape.values + 2 * heads, dtype=dtype)
+        self.projected[:, -2 * heads :] = torch.cat((a, b), dim=1)
+        self.weight = (self.normal(WIDTH, shape.channels) * 0.5).to(dtype)
+        self.norm = self.normal(shape.value_dim) * 0.1 + 1
+        size = (self.num_lines, WIDTH - 1, shape.channels)
+        self.first_lines = torch.full(size, torch.nan, dtype=dtype, device=device)
+        self.first_lines[self.line_index] = self.normal(shape.num_rows, *size[1:], dtype=dtype)
+        full = torch.cat((self.first_lines[self.line_index], self.projected[:, None, : shape.channels]), dim=1)
+        self.packed = (F.silu((full.double() * self.weight.double()).sum(1)).to(dtype), a, b)
         self._line = full[:, 1:].float()
 
     def num_bytes(self) -> int:
-        """Count what `Shape.num_bytes` counts with z, the lines read and written and the weights; nothing between."""
-        shape, norm_bytes = self.batch.shape, self.norm.numel() * self.norm.element_size()
+        """Count what the rule needs with z, the lines read and written and the weights; nothing between."""
+        shape, norm_bytes = self.shape, self.norm.numel() * self.norm.element_size()
         lines = shape.num_rows * 2 * (WIDTH - 1) * shape.channels
         vectors = shape.num_rows * shape.values + lines + WIDTH * shape.channels
-        return shape.num_bytes() + vectors * shape.dtype.itemsize + norm_bytes
+        return super().num_bytes() + vectors * shape.dtype.itemsize + norm_bytes
 
     def num_flops(self) -> int:
         """Count the taps and the rule; the norm is small."""
-        shape = self.batch.shape
-        return shape.num_flops() + 2 * WIDTH * shape.num_rows * shape.channels
+        return super().num_flops() + 2 * WIDTH * self.shape.num_rows * self.shape.channels
 
     def expected(self) -> dict[str, Tensor]:
         """Return the truth in fp32, rounded to the tokens' dtype where the parts hand over.
 
         o, state: of the rule alone. y: `[N, HV*V]`. line: `[N, W-1, D]`.
         """
-        found = self.batch.expected()
-        shape = self.batch.shape
-        o = found["o"].to(shape.dtype).double()
+        found = super().expected()
+        o = found["o"].to(self.shape.dtype).double()
         normal = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + EPS) * self.norm.double()
         y = normal.flatten(1) * F.silu(self._z().double()).flatten(1)
         return found | {"y": y.float(), "line": self._line}
 
     def _z(self) -> Tensor:
-        shape = self.batch.shape
+        shape = self.shape
         z = self.projected[:, shape.channels : shape.channels + shape.values]
         return z.view(shape.num_rows, shape.num_value_heads, shape.value_dim)
 
     def side(self) -> Side:
         """Make our side."""
-        batch, shape = self.batch, self.batch.shape
-        heads = shape.num_value_heads
-        rows, state, drafts = rows_of(batch), batch.new_state(), batch.new_drafts()
+        shape, heads = self.shape, self.shape.num_value_heads
         lines = self.first_lines.clone()
         x, z = self.projected[:, : shape.channels], self._z()
         a, b = self.projected[:, -2 * heads : -heads], self.projected[:, -heads:]
 
-        def call() -> Any:
+        def mix(state: Tensor, drafts: Tensor, rows: Rows) -> Tensor:
             qkv = causal_conv1d(x, self.weight, None, lines, rows)
-            o = gated_delta(
-                qkv, a, b, batch.A_log, batch.dt_bias, state, drafts, rows, num_key_heads=shape.num_key_heads
-            )
+            keys = shape.num_key_heads
+            o = gated_delta(qkv, a, b, self.A_log, self.dt_bias, state, drafts, rows, num_key_heads=keys)
             return gated_rms_norm(o, z, self.norm, EPS)
 
         def reset() -> None:
-            batch.reset_state(state)
+            rule.reset()
             lines.copy_(self.first_lines)
 
-        return Side(
-            call,
-            lambda y: {"y": y, "state": state[batch.line_index], "line": lines[batch.line_index]},
-            reset,
+        rule = on_lines(self, mix)
+        return replace(
+            rule,
+            outputs=lambda y: {"y": y, "state": rule.outputs(y)["state"], "line": lines[self.line_index]},
+            reset=reset,
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from deltaline_bench import batch
 
 # alpha / rank of every adapter: a power of two, so that a peer may fold it into its weights without rounding.
 SCALE = 2.0
@@ -15,7 +16,7 @@ DECODE_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(batch.Shape):
     """`num_tokens` tokens over `ranks` adapters, none if there are no ranks; slices of `sizes` outputs each.
 
     Args:
@@ -45,6 +46,14 @@ class Shape:
             return token % len(self.ranks)
         return token * len(self.ranks) // self.num_tokens
 
+    def words(self) -> dict[str, str]:
+        return {
+            "x": f"[{self.num_tokens}, {self.inputs}]",
+            "out": " + ".join(map(str, self.sizes)),
+            "adapters": str(len(self.ranks)),
+            "rank": " to ".join(map(str, sorted({min(self.ranks), max(self.ranks)}))) if self.ranks else "-",
+        }
+
     def num_bytes(self) -> int:
         """Count tokens and the weights of each rank read once, outputs read and written once."""
         values = sum(self.ranks) * (self.inputs * len(self.sizes) + self.outputs)
@@ -58,33 +67,22 @@ class Shape:
         return 2 * ranks * (self.inputs * len(self.sizes) + self.outputs)
 
 
-class Batch:
-    """Random inputs of a shape, the same for a seed; weights behind an adapter's rank are NaN.
-
-    Nothing here is mutated by a side: `new_out` copies.
-
-    Args:
-        seed_name: what the random numbers depend on, beside the shape.
-    """
+class Batch(batch.Batch[Shape]):
+    """Tokens, outputs before the adapters are added, and weights; those behind an adapter's rank are NaN."""
 
     def __init__(self, shape: Shape, seed_name: str, device: torch.device) -> None:
-        self.shape, self.device = shape, device
-        # Its own generator: a capture that fails may leave the default one unusable.
-        self._generator = torch.Generator(device).manual_seed(zlib.crc32(seed_name.encode()))
+        super().__init__(shape, seed_name, device)
         slices, rank = len(shape.sizes), shape.max_rank
-        self.x = self._normal(shape.num_tokens, shape.inputs)
-        self.first_out = self._normal(shape.num_tokens, shape.outputs)
+        self.x = self.normal(shape.num_tokens, shape.inputs, dtype=shape.dtype)
+        self.first_out = self.normal(shape.num_tokens, shape.outputs, dtype=shape.dtype)
         # [slots, S, R, in] and [slots, R, out]
-        self.a = self._normal(shape.num_slots, slices, rank, shape.inputs) * shape.inputs**-0.5
-        self.b = self._normal(shape.num_slots, rank, shape.outputs) * rank**-0.5
+        self.a = self.normal(shape.num_slots, slices, rank, shape.inputs, dtype=shape.dtype) * shape.inputs**-0.5
+        self.b = self.normal(shape.num_slots, rank, shape.outputs, dtype=shape.dtype) * rank**-0.5
         for slot, own in enumerate(shape.ranks):
             self.a[slot, :, own:] = torch.nan
             self.b[slot, own:] = torch.nan
         self.token_slots = torch.tensor([shape.slot(t) for t in range(shape.num_tokens)], dtype=torch.int32)
         self.token_slots = self.token_slots.to(device)
-
-    def _normal(self, *size: int) -> Tensor:
-        return torch.randn(size, generator=self._generator, device=self.device).to(self.shape.dtype)
 
     def new_out(self) -> Tensor:
         """Return a copy of the outputs before the adapters are added."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from deltaline_bench import batch
 
 EPS, MULTIPLIER, REPEAT = 1e-6, 2.0, 20
 # What of a call's results each work has.
@@ -14,7 +15,7 @@ POST, PRE, FUSED, HEAD = "post", "pre", "post, pre and norm", "head"
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(batch.Shape):
     """`work` on `num_tokens` tokens with `streams` streams of `hidden` channels."""
 
     work: str
@@ -27,6 +28,9 @@ class Shape:
     def outs(self) -> int:
         """Count the products of a token: of a head fewer."""
         return self.streams if self.work == HEAD else self.streams * (2 + self.streams)
+
+    def words(self) -> dict[str, str]:
+        return {"residual": f"[{self.num_tokens}, {self.streams}, {self.hidden}]"}
 
     def num_bytes(self) -> int:
         """Count streams, inputs, gates and weights read once, and what is written once."""
@@ -48,29 +52,20 @@ class Shape:
         return {POST: post, PRE: pre, FUSED: post + pre, HEAD: pre}[self.work]
 
 
-class Batch:
-    """Random inputs of a shape, the same for a seed. Nothing here is mutated by a side.
-
-    Args:
-        seed_name: what the random numbers depend on, beside the shape.
-    """
+class Batch(batch.Batch[Shape]):
+    """The streams of tokens, what a layer gives and the weights."""
 
     def __init__(self, shape: Shape, seed_name: str, device: torch.device) -> None:
-        self.shape, self.device = shape, device
-        # Its own generator: a capture that fails may leave the default one unusable.
-        self._generator = torch.Generator(device).manual_seed(zlib.crc32(seed_name.encode()))
+        super().__init__(shape, seed_name, device)
         n, streams, hidden = shape.num_tokens, shape.streams, shape.hidden
-        self.x = self._normal(n, hidden).to(shape.dtype)
-        self.residual = self._normal(n, streams, hidden).to(shape.dtype)
-        self.post = 2 * torch.sigmoid(self._normal(n, streams))
-        self.comb = torch.softmax(self._normal(n, streams, streams), dim=-1)
-        self.weight = self._normal(shape.outs, streams * hidden) * (streams * hidden) ** -0.5
-        self.scale = self._normal(1 if shape.work == HEAD else 3)
-        self.base = self._normal(shape.outs)
-        self.norm = 1 + 0.1 * self._normal(hidden)
-
-    def _normal(self, *size: int) -> Tensor:
-        return torch.randn(size, generator=self._generator, device=self.device)
+        self.x = self.normal(n, hidden, dtype=shape.dtype)
+        self.residual = self.normal(n, streams, hidden, dtype=shape.dtype)
+        self.post = 2 * torch.sigmoid(self.normal(n, streams))
+        self.comb = torch.softmax(self.normal(n, streams, streams), dim=-1)
+        self.weight = self.normal(shape.outs, streams * hidden) * (streams * hidden) ** -0.5
+        self.scale = self.normal(1 if shape.work == HEAD else 3)
+        self.base = self.normal(shape.outs)
+        self.norm = 1 + 0.1 * self.normal(hidden)
 
     def expected(self) -> dict[str, Tensor]:
         """Return what the work gives, computed in fp64 a block of tokens at a time."""

@@ -1,23 +1,24 @@
-"""Our sides of a case of hyper-connections. Knows no figures and no bars."""
+"""Our sides of a case of hyper-connections, and the field's. Knows no figures and no bars."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from deltaline_bench.case import NotApplicable, Side, SideMaker
 from deltaline_bench.mhc.batch import EPS, FUSED, HEAD, MULTIPLIER, POST, PRE, REPEAT, Batch
+from deltaline_bench.peers import Function, Peers
 from deltaline_kernels import Gates, compat, mhc_head, mhc_post, mhc_post_pre, mhc_pre, prepare_gates
 
+FLAG_GEMS = "flag_gems.fused.mhc"
 NAMES = {
     POST: ("residual",),
     PRE: ("y", "post", "comb"),
     FUSED: ("residual", "y", "post", "comb"),
     HEAD: ("y",),
 }
-Function = Callable[..., Any]
 
 
 def ours(batch: Batch) -> dict[str, SideMaker]:
@@ -28,6 +29,19 @@ def ours(batch: Batch) -> dict[str, SideMaker]:
     if batch.shape.work == FUSED:
         sides["deltaline, two operations"] = lambda: native(batch, fused=False)
     return sides
+
+
+def peers(batch: Batch, found: Peers) -> dict[str, SideMaker]:
+    """The field's kernels for what the batch does."""
+    return {"FlagGems": lambda: field_side(batch, found.load(f"{FLAG_GEMS}.mhc_post", "mhc_post"), _pre(found))}
+
+
+def _pre(found: Peers) -> Function:
+    """FlagGems' mhc_pre, able to find the weight that it has cast before: its own cache, whose weak keys are tensors,
+    compares them by value and raises without gradients."""
+    pre: Function = found.load(f"{FLAG_GEMS}.mhc_pre", "mhc_pre")
+    getattr(pre, "__globals__", {})["_FN_BF16_CACHE"] = {}
+    return pre
 
 
 def native(batch: Batch, *, fused: bool = True) -> Side:

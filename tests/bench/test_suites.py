@@ -1,0 +1,178 @@
+"""Every suite on small shapes: our sides, and the field's where ours has its signature, find the truth of the bench."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rigs.fake_timer import FakeTimer
+
+from deltaline_bench.__main__ import main
+from deltaline_bench.attention import cases as attention
+from deltaline_bench.attention.shape import Shape as Attention
+from deltaline_bench.conv1d import cases as conv1d
+from deltaline_bench.conv1d.batch import Shape as Conv1d
+from deltaline_bench.family import Family, Row
+from deltaline_bench.gated_delta import cases as gated_delta
+from deltaline_bench.gated_delta.shape import Inputs
+from deltaline_bench.gated_delta.shape import Shape as GatedDelta
+from deltaline_bench.lines import Mode
+from deltaline_bench.lora import cases as lora
+from deltaline_bench.lora.batch import Shape as Lora
+from deltaline_bench.mamba2 import cases as mamba2
+from deltaline_bench.mamba2.shape import Shape as Mamba2
+from deltaline_bench.mamba2.sides import cut_chunks
+from deltaline_bench.measurement import measure_case
+from deltaline_bench.mhc import cases as mhc
+from deltaline_bench.mhc.batch import FUSED, HEAD, POST, PRE
+from deltaline_bench.mhc.batch import Shape as Mhc
+from deltaline_bench.peers import Function, PeerMissing, Peers
+from deltaline_bench.record import RunRecord, Status
+from deltaline_kernels import compat
+
+CPU = torch.device("cpu")
+# Rows around chunks and histories; rows of one length; 5 decodes; 6 verifies.
+RAGGED, EVEN, ONES, THREES = (3, 70, 1, 64, 130, 3), (9, 9, 9), (1,) * 5, (3,) * 6
+FLOAT = torch.float32
+
+
+class OurPeers(Peers):
+    """Peers whose functions are ours of the same names."""
+
+    def load(self, module: str, name: str) -> Function:
+        function = getattr(compat, name.removeprefix("_"), None)
+        if function is None:
+            raise PeerMissing("not installed")
+
+        def call(*arguments: Any, **told: Any) -> Any:
+            told.pop("dst_state_batch_indices", None)  # ours writes where it reads
+            return function(*arguments, **told)
+
+        return call
+
+
+def delta(mode: Mode, lengths: tuple[int, ...], **sizes: Any) -> GatedDelta:
+    return GatedDelta(mode, lengths, 2, 4, 16, 24, **{"dtype": FLOAT, **sizes})
+
+
+def ssd(mode: Mode, lengths: tuple[int, ...], **sizes: Any) -> Mamba2:
+    return Mamba2(mode, lengths, 2, 4, 24, 16, FLOAT, **sizes)
+
+
+def conv(mode: Mode, lengths: tuple[int, ...], width: int = 4, split: tuple[int, ...] | None = None) -> Conv1d:
+    return Conv1d(mode, lengths, 37, width, FLOAT, split)
+
+
+def pages(lengths: tuple[int, ...], **sizes: Any) -> Attention:
+    return Attention(lengths, num_queries=4, num_keys=2, dim=32, page_size=16, dtype=FLOAT, **sizes)
+
+
+RULE, MIXER = gated_delta.RULE, gated_delta.MIXER
+HARD = Inputs(0.95, (1e-5, 1e-4), 4.0)
+DECODES, SSD_DECODES = delta(Mode.DECODE, (1,) * 6), ssd(Mode.DECODE, (1,) * 6)
+# The family and shape of a case; the peers that are right when ours stand in for them; the shape beside it.
+SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
+    "gated_delta prefill": (RULE, delta(Mode.PREFILL, RAGGED), {"vLLM"}),
+    "gated_delta keys alike": (RULE, delta(Mode.PREFILL, RAGGED, inputs=HARD), {"vLLM"}),
+    "gated_delta decode": (RULE, delta(Mode.DECODE, ONES), {"SGLang"}),
+    "gated_delta decode bf16 state": (RULE, delta(Mode.DECODE, ONES, state=torch.bfloat16), {"SGLang"}),
+    "gated_delta verify": (RULE, delta(Mode.VERIFY, THREES), {"decode"}),
+    "gated_delta mixer": (MIXER, delta(Mode.DECODE, ONES), {gated_delta.DECODE}),
+    "gated_delta mixer bf16": (MIXER, delta(Mode.DECODE, ONES, dtype=torch.bfloat16), {gated_delta.DECODE}),
+    "mamba2 prefill": (mamba2.FAMILY, ssd(Mode.PREFILL, RAGGED), {"vLLM, chunks of 128", "vLLM, chunks of 256"}),
+    "mamba2 decode": (mamba2.FAMILY, ssd(Mode.DECODE, ONES), {"vLLM", "SGLang"}),
+    "mamba2 verify": (mamba2.FAMILY, ssd(Mode.VERIFY, THREES), {"vLLM", "decode"}),
+    "conv1d prefill": (conv1d.FAMILY, conv(Mode.PREFILL, RAGGED), {"vLLM"}),
+    "conv1d prefill split": (conv1d.FAMILY, conv(Mode.PREFILL, EVEN, 2, (30, 7)), {"vLLM"}),
+    "conv1d update": (conv1d.FAMILY, conv(Mode.DECODE, ONES), {"vLLM", "causal-conv1d"}),
+    "conv1d verify": (conv1d.FAMILY, conv(Mode.VERIFY, THREES), {"vLLM"}),
+    "lora slices": (lora.FAMILY, Lora(20, 24, (16, 8, 3), (4, 1, 8), 8, FLOAT), {"vLLM"}),
+    "lora prefill": (lora.FAMILY, Lora(300, 24, (40,), (4, 8), 8, FLOAT), {"vLLM"}),
+    "lora base": (lora.FAMILY, Lora(5, 24, (40,), (), 4, FLOAT), {"vLLM"}),
+    "mhc post": (mhc.FAMILY, Mhc(POST, 270, 24, 4, FLOAT), {"FlagGems"}),
+    "mhc pre": (mhc.FAMILY, Mhc(PRE, 5, 24, 4, FLOAT), {"FlagGems"}),
+    "mhc fused": (mhc.FAMILY, Mhc(FUSED, 5, 24, 3, FLOAT), set()),
+    "mhc head": (mhc.FAMILY, Mhc(HEAD, 5, 24, 3, FLOAT), set()),
+    "attention ragged": (attention.FAMILY, pages((1, 130, 65, 64)), set()),
+    "attention verify": (attention.FAMILY, pages((70, 70), tokens=3, soft_cap=2.0), set()),
+    "attention window": (attention.FAMILY, pages((200, 50), window=20, tokens=2), {"decode"}),
+    "attention plain": (attention.FAMILY, pages((96, 96), is_causal=False), {"SDPA"}),
+}
+BESIDE = {
+    "gated_delta verify": DECODES,
+    "mamba2 verify": SSD_DECODES,
+    "attention window": pages((20, 20)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sides_find_the_truth_of_the_bench(name: str) -> None:
+    family, shape, peers = SMALL[name]
+    beside = ("decode", BESIDE[name]) if name in BESIDE else None
+    narrow = shape.dtype is not FLOAT or getattr(shape, "state", FLOAT) is not FLOAT
+    row = Row(name, "", shape, beside=beside, max_error=1e-2 if narrow else 1e-5)
+    case = family.make(row, CPU, OurPeers())
+    # PyTorch's compiled side takes a compiler.
+    case = replace(case, peers={key: make for key, make in case.peers.items() if key != "flex_attention"})
+    record = measure_case(case, FakeTimer(1.0), copy_bytes_per_s=1e12, rounds=1)
+    statuses = {side.name: side.status for side in record.sides}
+    assert record.judged.status is Status.RIGHT, record.judged
+    assert not record.failures(), record.sides
+    assert {side: statuses[side] for side in peers} == dict.fromkeys(peers, Status.RIGHT)
+    assert Status.WRONG not in statuses.values()
+
+
+def test_verify_starts_from_some_but_not_all_drafts() -> None:
+    batch = RULE.batch(delta(Mode.VERIFY, THREES), "accepted", CPU)
+    assert set(batch.accepted.tolist()) == {1, 2, 3}
+    again = RULE.batch(delta(Mode.VERIFY, THREES), "accepted", CPU)
+    assert torch.equal(batch.states, again.states) and torch.equal(batch.accepted, again.accepted)
+
+
+@pytest.mark.parametrize("name", ["gated_delta prefill", "gated_delta verify", "mamba2 prefill", "mamba2 verify"])
+def test_what_no_row_may_read_is_not_a_number(name: str) -> None:
+    family, shape, _ = SMALL[name]
+    batch = family.batch(shape, "poison", CPU)
+    read = torch.zeros(batch.num_lines, dtype=torch.bool)
+    read[batch.line_index[batch.continues]] = True
+    state = batch.new_state()
+    assert state[~read].isnan().all() and not state[read].isnan().any()
+    state.zero_()
+    batch.reset_state(state)
+    assert torch.equal(state[batch.line_index].isnan().flatten(1).any(1), ~batch.continues)
+
+
+def test_chunks_of_a_peer_end_with_rows_and_at_multiples_of_their_length() -> None:
+    borders, rows, last = cut_chunks([0, 3, 73, 128, 300], 64)
+    assert borders == [0, 3, 64, 73, 128, 192, 256, 300]
+    assert rows == [0, 1, 1, 2, 3, 3, 3]
+    assert last == [0, 2, 3, 6]
+
+
+def test_adapters_of_a_prefill_have_neighbouring_tokens() -> None:
+    assert [SMALL["lora prefill"][1].slot(token) for token in (0, 149, 150, 299)] == [0, 0, 1, 1]
+    assert [SMALL["lora slices"][1].slot(token) for token in range(4)] == [0, 1, 2, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("suite", "cases"),
+    {
+        "attention": ["decode-1x32768"],
+        "conv1d": ["update-1"],
+        "gated_delta": ["decode-1", "verify-64"],
+        "lora": ["r16-1-of-1", "base-64"],
+        "mamba2": ["decode-1", "verify-64"],
+        "mhc": ["pre-1x4096", "fused-64x4096"],
+    }.items(),
+)
+def test_suite_runs_end_to_end(suite: str, cases: list[str], tmp_path: Path) -> None:
+    told = [word for case in cases for word in ("--case", case)]
+    assert main([suite, *told, "--rounds", "3", "--output", str(tmp_path)]) in (0, 1)
+    (path,) = tmp_path.glob(f"*-{suite}-partial.json")
+    for case in RunRecord.from_json(path.read_text(encoding="utf-8")).cases:
+        assert case.judged.status is Status.RIGHT, case.judged
+        assert case.judged.is_captured
