@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from rigs.adapter_rig import Clock, FakeContent, FakeDevice
+from rigs.seeds import seeds
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.tables import adapter_registry
@@ -210,7 +211,7 @@ def test_releasing_what_is_not_bound_is_a_bug() -> None:
             rig.registry.release(number)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_churn(seed: int) -> None:
     """Loads, sequences, batches and unloads of few names with changing contents: a sequence always reads the content
     that it was opened with."""
