@@ -190,3 +190,12 @@ def test_a_slot_takes_batches_of_both_ways_in_turns(buffers: BatchBuffers) -> No
         assert carried(into[:50], into[50:]).is_placed and np.array_equal(into.view(np.int16), expected[:106])
         whole = carried()
         assert not whole.is_placed and np.array_equal(whole.hidden.view(np.int16), expected[:106])
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20, (1 << 21) + 5])
+def test_copies_of_any_size_are_whole(size: int) -> None:
+    source, target = np.random.default_rng(0).integers(0, 256, (2, size), dtype=np.uint8)
+    copier = Copier()
+    copier.copy(target, source)
+    copier.close()
+    np.testing.assert_array_equal(target, source)
