@@ -41,14 +41,10 @@ PLACEMENT = Placement(torch.device("cpu"), torch.float32)
 PIECE = 4096
 
 
-class Rig:
-    """The parts of the server; `stub` and `port` are those of `running`."""
+class Parts:
+    """What AdapterService serves: a folder with one adapter, a registry, and a loader whose reading may be held up."""
 
-    stub: Any
-    port: int
-
-    def __init__(self, folder: Path, has_root: bool = True, **times_s: float) -> None:
-        """times_s: of AdapterService."""
+    def __init__(self, folder: Path, has_root: bool = True) -> None:
         self.folder, self.base = folder, base_weights(NEXT)
         self.tensors = adapter_tensors(self.base, modules(NEXT))
         write_adapter(folder / "good", adapter_config(), self.tensors)
@@ -66,7 +62,7 @@ class Rig:
             allocate=self.allocate,
             max_rank=8,
         )
-        self.service = AdapterService(Adapters(self.registry, self.loader, ExitStack()), **times_s)
+        self.adapters = Adapters(self.registry, self.loader, ExitStack())
 
     @contextmanager
     def open_base(self) -> Iterator[LayerLoader]:
@@ -79,6 +75,23 @@ class Rig:
         memory = torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
         self.allocated.append(weakref.ref(memory))
         return memory
+
+    async def close(self) -> None:
+        await self.loader.close()
+        if self.root is not None:
+            self.root.close()
+
+
+class Rig(Parts):
+    """The server and its client; `stub` and `port` are those of `running`."""
+
+    stub: Any
+    port: int
+
+    def __init__(self, folder: Path, has_root: bool = True, **times_s: float) -> None:
+        """times_s: of AdapterService."""
+        super().__init__(folder, has_root)
+        self.service = AdapterService(self.adapters, **times_s)
 
     async def load(self, name: str, pinned: bool = False) -> pb.LoadAdapterResponse:
         return await self.send([pb.LoadAdapterRequest(name=name, pinned=pinned)])
@@ -155,9 +168,7 @@ async def running(folder: Path, has_root: bool = True, **times_s: float) -> Asyn
     rig = Rig(folder, has_root, **times_s)
     async with serving(rig.service) as (rig.stub, rig.port):
         yield rig
-    await rig.loader.close()
-    if rig.root is not None:
-        rig.root.close()
+    await rig.close()
 
 
 @contextmanager

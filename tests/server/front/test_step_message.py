@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.limits import make_limits
 
@@ -261,14 +261,7 @@ def test_mutated_bytes_mean_the_same(message: pb.StepRequest, random: Any) -> No
     check(bytes(body))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=64))
-@example(b"")
-def test_random_bytes_mean_the_same(body: bytes) -> None:
-    check(body)
-
-
-@pytest.mark.parametrize("odd", ODD_FIELDS[1:], ids=lambda odd: odd.hex())
+@pytest.mark.parametrize("odd", ODD_FIELDS, ids=lambda odd: odd.hex())
 def test_odd_field_alone_means_the_same(odd: bytes) -> None:
     check(odd)
 

@@ -107,25 +107,6 @@ async def test_steps_tell_the_scheduler_which_connection_they_came_by(
     assert clients[0] == clients[1] != clients[2] == clients[3] and all(clients)
 
 
-async def test_stream_takes_bounded_bytes_that_wait_for_the_device(
-    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_service, "STREAM_BYTES", 3 * 20 * HIDDEN * 4 + 1)
-    async with make_server(max_sequences=8) as server, grpc.aio.insecure_channel(server.address) as channel:
-        engine = HeldEngine(server, monkeypatch)
-        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
-        opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=8))
-        stream = stub.StepStream()
-        for i, num_tokens in enumerate([20] * 7 + [100]):  # the last one is larger than all the room
-            await stream.write(pb.StepStreamRequest(correlation_id=i, step=make_prefill(opened, i, num_tokens)))
-        await stream.done_writing()
-        await engine.holds_one()
-        await settle(server, 3)
-        assert (await stub.DescribeSequences(describe(opened))).sequences  # other calls go on
-        engine.release()
-        assert sorted([answer.correlation_id async for answer in stream]) == list(range(8))
-
-
 async def test_streams_together_take_bounded_bytes_and_each_one_step(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +213,3 @@ def make_prefill(opened: pb.OpenSequencesResponse, row: int, num_tokens: int, **
     values = {"kind": [pb.ROW_KIND_PREFILL], "query_start_loc": [0, num_tokens], "hidden": hidden}
     number = fields.pop("step", 1)
     return make_step(opened, number, rows=slice(row, row + 1), **(values | fields))
-
-
-def describe(opened: pb.OpenSequencesResponse) -> pb.DescribeSequencesRequest:
-    return pb.DescribeSequencesRequest(server_epoch=opened.server_epoch, sequence=opened.sequence)
