@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from rigs.limits import make_limits
 from rigs.line_batches import CHUNK, CONFIG, DTYPE, HIDDEN, MAX_DRAFT, NUM_LINES, PAGE_SIZE, WAIT_S, Sequences
 
 from deltaline_kernels import Rows
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import (
-    DeviceCounts,
+    CpuExecutor,
     Executor,
     Launched,
     Report,
@@ -52,12 +51,11 @@ HYBRID = CONFIG | {
 STREAMS = HYBRID | {"hc_mult": 4}
 
 
-class Launches:
+class Launches(CpuExecutor):
     """An executor that launches kernel by kernel and waits: what the one with graphs is compared with."""
 
-    is_asynchronous = False
-
     def __init__(self, model: Model, pool: StatePool) -> None:
+        super().__init__(model, pool)
         self.model, self.pool = model, pool
 
     def prepare(self, report: Report) -> None:
@@ -76,24 +74,12 @@ class Launches:
         finite = sound_rows(batch.control[0], token_sizes(output).cpu().numpy())
         return Launched(lambda: True, lambda: BatchResult(array, finite))
 
-    def zero(self, lines: NDArray[np.int64]) -> None:
-        self.pool.zero(lines)
-
-    def is_lost(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-    def counts(self) -> DeviceCounts:
-        return DeviceCounts()
-
 
 class Twins:
     """Two engines with the same weights, each with its own state: one replays graphs, the other launches."""
 
-    def __init__(self, config: Path, num_spans: int = 2) -> None:
-        spans = (range(2), range(2, 3))[:num_spans]
+    def __init__(self, config: Path) -> None:
+        spans = (range(2), range(2, 3))
         self.executors: list[Executor] = []
         self.engines = []
         self.progress: list[tuple[int, int]] = []

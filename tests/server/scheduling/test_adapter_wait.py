@@ -13,7 +13,7 @@ from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, 
 from rigs.seeds import seeds
 
 from deltaline_server.errors import Reason
-from deltaline_server.step import OutputRows, StepResult
+from deltaline_server.step import StepResult
 from deltaline_server.tables.adapter_places import GRACE_S
 from deltaline_server.tables.adapter_registry import AdapterState
 from deltaline_server.tables.sequence import SequenceState
@@ -154,42 +154,6 @@ async def test_an_adapter_that_nobody_waits_for_any_more_is_not_brought() -> Non
     assert (rig.device.running, rig.adapter_slots.num_copies) == ([], 1)
 
 
-async def test_a_slot_is_not_overwritten_under_a_batch() -> None:
-    rig = Rig(adapter_slots=1, eager=False)
-    rig.load("1", "2")
-    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
-    first = rig.submit(rig.request((one, DECODE, 1, 0, -1, [9])))
-    await turns()
-    rig.device.finish()
-    await turns()
-    assert len(rig.engine.waiting) == 1
-    second = rig.submit(rig.request((two, DECODE, 1, 0, -1, [8])))
-    behind = rig.submit(rig.request((one, DECODE, 2, 1, -1, [7])))
-    await asyncio.sleep(0.05)
-    assert rig.device.running == [] and len(rig.engine.waiting) == 1  # the one that waits goes before a later batch
-    rig.engine.release()
-    assert outputs(await first) == [checksum([9], 1)]
-    for pending, expected in ((second, checksum([8], 2)), (behind, checksum([9, 7], 1))):
-        await until(lambda: rig.device.running)
-        rig.device.finish()
-        assert outputs(await pending) == [expected]
-    check(rig)
-
-
-@pytest.mark.parametrize("tokens", [1, 70])
-async def test_a_batch_that_failed_lets_go(tokens: int) -> None:
-    rig = Rig(adapter_slots=1)
-    rig.load("1", "2")
-    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
-    rig.engine.fail_next = True
-    failed = rig.submit(rig.request((one, PREFILL, 1, 0, -1, [9] * tokens)))
-    await turns()
-    rig.device.finish()
-    assert reason(await failed) is Reason.STATE_POISONED
-    await warm(rig, [two])
-    check(rig)
-
-
 async def test_a_copy_that_failed_is_tried_again() -> None:
     rig = Rig(adapter_slots=1)
     rig.load("1")
@@ -230,60 +194,12 @@ async def test_a_stopped_scheduler_refuses_rows_that_wait() -> None:
     await rig.scheduler.drained()
 
 
-async def test_a_long_prompt_goes_on_when_its_adapter_was_away() -> None:
-    rig = Rig(adapter_slots=1, slots=4)
-    rig.load("1", "2")
-    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
-    prompt = [float(i % 5) for i in range(64 * 6 + 3)]
-    long = rig.submit(rig.request((one, PREFILL, 1, 0, -1, prompt), output=OutputRows.LAST))
-    decodes: list[asyncio.Future[StepResult]] = []
-    step = 1
-    while not long.done():
-        if not decodes or decodes[-1].done():
-            decodes.append(rig.submit(rig.request((two, DECODE, step, step - 1, -1, [1]))))
-            step += 1
-        await turns(3)
-        if rig.device.running:
-            rig.device.finish()
-    assert outputs(await long) == [checksum(prompt, 1)]
-    while not decodes[-1].done():
-        await asyncio.sleep(0.001)
-        if rig.device.running:
-            rig.device.finish()
-    assert [outputs(done.result()) for done in decodes] == [[checksum([1] * n, 2)] for n in range(1, step)]
-    assert rig.adapter_slots.num_evicted > 2
-    check(rig)
-
-
 async def copies_that_end(rig: Rig, draw: random.Random | None = None) -> None:
     """End each copy after a while, some of them badly; for ever."""
     while True:
         await asyncio.sleep(0.001)
         for _ in range(len(rig.device.running)):
             rig.device.finish(0, draw is None or draw.random() < 0.95)
-
-
-async def test_30_adapters_take_turns_in_2_slots() -> None:
-    rig = Rig(slots=40, adapter_slots=2)
-    names = [str(number) for number in range(1, 31)]
-    rig.load(*names)
-    done = dict.fromkeys(names, 0)
-    lead: list[int] = []
-
-    async def one(name: str) -> None:
-        (handle,) = rig.open(adapter=name)
-        for step in range(1, 11):
-            result = await rig.step((handle, DECODE, step, step - 1, -1, [2]))
-            assert outputs(result) == [checksum([2] * step, int(name))]
-            done[name] += 1
-            lead.append(max(done.values()) - min(done.values()))
-
-    copier = asyncio.create_task(copies_that_end(rig))
-    await asyncio.gather(*map(one, names))
-    copier.cancel()
-    assert set(done.values()) == {10}
-    assert max(lead) <= 3, "somebody was passed over"
-    check(rig)
 
 
 @pytest.mark.parametrize("seed", seeds(4))

@@ -206,19 +206,6 @@ async def test_a_failed_batch_poisons_its_rows_for_good() -> None:
     assert rig.lines.num_used == 1
 
 
-async def test_a_row_that_is_not_finite_poisons_itself_and_what_waits_behind_it() -> None:
-    rig = Rig(eager=False)
-    a, b = rig.open(2)
-    rig.engine.poison_token = 13
-    both = rig.submit(rig.request((a, DECODE, 1, 0, -1, [13]), (b, DECODE, 1, 0, -1, [2])))
-    behind = rig.submit(rig.request((a, DECODE, 2, 1, -1, [3])))
-    await asyncio.sleep(0)
-    rig.engine.release()
-    assert reason(await both, 0) is Reason.STATE_POISONED and outputs(await both, 1) == [2]
-    assert reason(await behind) in (Reason.PREDECESSOR_REFUSED, Reason.STATE_POISONED)
-    rig.table.check_integrity()
-
-
 async def test_stop_refuses_what_waits_and_finishes_what_runs() -> None:
     rig = Rig(eager=False)
     a, b = rig.open(2)

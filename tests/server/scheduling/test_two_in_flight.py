@@ -35,16 +35,6 @@ async def test_chunks_of_a_row_overlap_and_the_engine_copies_no_hidden_state() -
     assert [batch.num_tokens for batch in rig.engine.batches] == [64, 64, 64, 8]
 
 
-async def test_steps_of_a_sequence_overlap() -> None:
-    rig = Rig(eager=False)
-    (a,) = rig.open()
-    futures = [rig.submit(rig.request((a, DECODE, s, s - 1, -1, [float(s)]))) for s in (1, 2, 3)]
-    await turns(4)
-    assert len(rig.engine.waiting) == 2
-    rig.engine.release()
-    assert [outputs(await future) for future in futures] == [[1], [5], [14]]
-
-
 @pytest.mark.parametrize("how", ["not finite", "failed"])
 async def test_what_runs_behind_a_chunk_that_went_wrong_is_discarded(how: str) -> None:
     rig = Rig(eager=False, chunk_tokens=64)
@@ -242,9 +232,11 @@ class History:
 
 @pytest.mark.parametrize("seed", seeds(3))
 async def test_random_histories_with_two_batches_in_flight(seed: int) -> None:
-    """Steps in flight, cut rows, poison and deadlines: a row is executed with the right outputs, or refused."""
+    """Steps in flight, cut rows, poison, deadlines, closes and a lack of pages: a row is executed with the right
+    outputs, and with its own keys where the span keeps any, or refused."""
     rng = np.random.default_rng(seed)
-    rig = Rig(slots=6, spans=2, eager=False, chunk_tokens=128, queue_rows=256)
+    pages = {"pages": 500, "paged_spans": (0,), "max_context": 900}
+    rig = Rig(slots=6, spans=2, eager=False, chunk_tokens=128, queue_rows=256, **pages)
     rig.engine.poison_token = 99.0
     live: dict[int, list[History]] = {}
     outcomes: Counter[str] = Counter()
@@ -285,7 +277,7 @@ async def test_random_histories_with_two_batches_in_flight(seed: int) -> None:
             await asyncio.sleep(0)
         rig.table.check_integrity()
         for key in list(live):
-            if not all(history.settle(outcomes) for history in live[key]):
+            if not all(history.settle(outcomes) for history in live[key]) or rng.random() < 0.01:
                 rig.close(key)
                 del live[key]
     rig.engine.release()
@@ -297,4 +289,5 @@ async def test_random_histories_with_two_batches_in_flight(seed: int) -> None:
     load = rig.scheduler.load()
     assert load.queued_rows == load.queued_bytes == 0 and not rig.scheduler.has_failed
     assert most_in_flight == 2 and outcomes["executed"] > 100
-    assert {"QUEUE_DEADLINE", "PREDECESSOR_REFUSED", "STATE_POISONED"} <= set(outcomes)
+    expected = {"QUEUE_DEADLINE", "PREDECESSOR_REFUSED", "STATE_POISONED", "PAGES_EXHAUSTED", "CONTEXT_EXCEEDED"}
+    assert expected <= set(outcomes)
