@@ -8,35 +8,26 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import torch
-from rigs.adapter_cases import NEXT, adapter_config, adapter_tensors, base_weights, modules, write_adapter
-from rigs.adapter_rig import Clock, FakeDevice
+from rigs.adapter_cases import adapter_config, write_adapter
+from rigs.adapter_server import LIMIT_BYTES as LIMIT_BYTES
+from rigs.adapter_server import Parts
 
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import tensor_pb2
 from deltaline_server.adapters.adapters import Adapters
-from deltaline_server.adapters.loader import AdapterLoader
-from deltaline_server.adapters.root import AdapterRoot
-from deltaline_server.checkpoints.modules import Placement
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.interceptor import Context, Interceptor
-from deltaline_server.models.config import Scope
-from deltaline_server.models.lora_layout import AdapterLayout
-from deltaline_server.models.weights import LayerLoader
-from deltaline_server.tables.adapter_places import AdapterPlaces
-from deltaline_server.tables.adapter_registry import AdapterRegistry
 from deltaline_server.telemetry.metrics import Metrics
 
-LIMIT_BYTES = 1 << 20
 SERVICES = [pb.DESCRIPTOR.services_by_name["AdapterService"], admin.DESCRIPTOR.services_by_name["AdminService"]]
 # Small, so that small files go in several pieces.
 INLINE_LIMIT_BYTES = 4096
@@ -94,12 +85,9 @@ class AdapterHost:
             state_dtype=tensor_pb2.DATA_TYPE_FLOAT32,
             inline_limit_bytes=INLINE_LIMIT_BYTES,
         )
-        self.base = base_weights(NEXT)
-        self.tensors = adapter_tensors(self.base, modules(NEXT))
-        self.directory = self.write("good")
-        self.places = AdapterPlaces(2, FakeDevice(2), Clock())
-        self.registry = AdapterRegistry(LIMIT_BYTES, self.places)
-        self._root = AdapterRoot(folder)
+        self._parts = Parts(folder)
+        self.tensors, self.registry = self._parts.tensors, self._parts.registry
+        self.directory = folder / "good"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -119,22 +107,7 @@ class AdapterHost:
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(20)
 
     async def _start(self) -> None:
-        placement = Placement(torch.device("cpu"), torch.float32)
-
-        @contextmanager
-        def open_base() -> Iterator[LayerLoader]:
-            yield LayerLoader(self.base, NEXT, (0, 1), Scope.BLOCK, placement)
-
-        self._loader = AdapterLoader(
-            registry=self.registry,
-            layout=AdapterLayout(NEXT, Scope.BLOCK, (0, 1), placement),
-            root=self._root,
-            open_base=open_base,
-            allocate=lambda num_bytes: torch.full((num_bytes,), 0xFF, dtype=torch.uint8),
-            max_rank=8,
-        )
-        adapters = Adapters(self.registry, self._loader, ExitStack())
-        self.service = Faulty(None if self._is_off else adapters)
+        self.service = Faulty(None if self._is_off else self._parts.adapters)
         self._server = grpc.aio.server(interceptors=[Interceptor(Metrics(SERVICES))])
         self._server.add_generic_rpc_handlers((self.service.handlers(), _info_handlers(self.info)))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -143,11 +116,10 @@ class AdapterHost:
     def stop(self) -> None:
         """Stop the server and its thread."""
         self.do(lambda: self._server.stop(None))
-        self.do(self._loader.close)
+        self.do(self._parts.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._root.close()
 
 
 def _info_handlers(answer: admin.GetServerInfoResponse) -> grpc.GenericRpcHandler:

@@ -50,6 +50,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.num_asked = 0
 
     def __call__(self) -> float:
+        self.num_asked += 1
         return self.now_s

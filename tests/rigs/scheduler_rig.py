@@ -9,15 +9,18 @@ the row's slot at that time, is added to it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from rigs.adapter_rig import FakeContent, FakeDevice
 from rigs.limits import make_limits
 
-from deltaline_server.errors import Reason
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.scheduling.in_flight import BatchEngine
 from deltaline_server.scheduling.observer import BatchTiming
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.step import (
@@ -37,6 +40,7 @@ from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
 from deltaline_server.tables.pages import PagePool
+from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
 
@@ -214,9 +218,12 @@ class Rig:
         page_size: int = 4,
         max_context: int = 0,
         paged_spans: Sequence[int] = (0,),
+        engine: BatchEngine | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """adapter_slots: on a device whose copies end when told; 0 for a server without adapters. pages: of keys; 0 for
-        a model without attention. max_context: 0 for what all pages hold."""
+        a model without attention. max_context: 0 for what all pages hold. engine, clock: the scheduler's, in place of
+        the rig's own."""
         self.now = 100.0
         self.zeroed: list[int] = []
         self.device = FakeDevice(adapter_slots)
@@ -248,7 +255,7 @@ class Rig:
         )
         self.scheduler = Scheduler(
             table=self.table,
-            engine=self.engine,
+            engine=engine or self.engine,
             limits=make_limits(
                 max_draft_tokens=MAX_DRAFT,
                 queue_rows=queue_rows,
@@ -258,7 +265,7 @@ class Rig:
                 long_rows=long_rows,
             ),
             observer=self.counts,
-            clock=lambda: self.now,
+            clock=clock or (lambda: self.now),
         )
 
         self.adapter_slots.on_copied = self.scheduler.adapter_wait.copied
@@ -275,6 +282,9 @@ class Rig:
 
     def open(self, count: int = 1, adapter: str = "") -> list[int]:
         return [int(handle) for handle in self.table.open(count, adapter=adapter).handles]
+
+    def close(self, *handles: int) -> list[SequenceState]:
+        return self.table.close(self.table.server_epoch, np.array(handles, dtype=np.uint64))
 
     def request(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepRequest:
         """rows: (handle, kind, step, position, accepted, tokens)."""
@@ -311,6 +321,20 @@ class Rig:
         self.scheduler.settle()  # what happens soon behind the answer
         self.table.check_integrity()
         return result
+
+
+async def turns(count: int = 10) -> None:
+    """Let the event loop do what is ready, and what that makes ready."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@contextlib.contextmanager
+def refuses(reason: Reason) -> Iterator[pytest.ExceptionInfo[RequestError]]:
+    """What is inside raises a RequestError with this reason."""
+    with pytest.raises(RequestError) as caught:
+        yield caught
+    assert caught.value.refusal.reason is reason
 
 
 def outputs(result: StepResult, row: int = 0) -> list[float]:

@@ -14,13 +14,11 @@ import torch
 from numpy.typing import NDArray
 from rigs.adapter_cases import fill_slots, random_adapter
 from rigs.limits import make_limits
-from server.engine.test_graphs import CHUNK, CONFIG, MAX_DRAFT, NUM_LINES, WAIT_S, Sequences, find
+from rigs.line_batches import CHUNK, CONFIG, MAX_DRAFT, NUM_LINES, WAIT_S, Sequences
 
 from deltaline_server.adapters.copier import AdapterCopier
-from deltaline_server.engine.batch_layout import Layout, fill_adapters
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor, Executor
-from deltaline_server.engine.graphs import make_buckets
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, load_model
 from deltaline_server.runtime import make_executor
@@ -29,37 +27,6 @@ from deltaline_server.step import BatchResult, StepBatch
 NUM_SLOTS, MAX_RANK = 7, 16
 # Two roundings to 16 bits per projection, in two orders.
 TOLERANCE = 3e-2
-
-
-def test_batches_with_adapters_have_buckets_of_their_own() -> None:
-    limits = make_limits(short_rows=12, long_rows=3, chunk_tokens=1000)
-    plain, buckets = make_buckets(limits, 4), make_buckets(limits, 4, has_adapters=True)
-    assert [bucket for bucket in buckets if not bucket.layout.has_adapters] == plain
-    assert len(buckets) == 2 * len(plain)
-    for lengths in ([1] * 5, [1] * 12, [4, 1, 3], [1, 1, 900], [700]):
-        for has_adapters in (False, True, False):
-            found = find(buckets, lengths, 4, has_adapters)
-            assert found.layout.has_adapters == has_adapters
-            assert replace(found.layout, has_adapters=False) == find(plain, lengths, 4).layout
-    with pytest.raises(ValueError, match="within the limits, got 5 short rows, 0 long rows, 5 tokens, adapters"):
-        find(plain, [1] * 5, 4, True)
-
-
-def test_a_layout_without_adapters_has_no_byte_for_them() -> None:
-    layout = Layout(62, 63, 100)
-    assert layout.control_bytes == 7 * 64 * 4
-    assert replace(layout, has_adapters=True).control_bytes == 8 * 64 * 4
-
-
-@pytest.mark.parametrize("num_short", [0, 2, 3])
-def test_adapters_of_a_batch_lie_where_its_rows_do(num_short: int) -> None:
-    field = np.full(10, 99, dtype=np.int32)
-    slots = np.array([5, -1, 3], dtype=np.int32)
-    fill_adapters(field, slots, num_short, Layout(4, 9, 100))
-    expected = np.full(10, -1, dtype=np.int32)
-    expected[:num_short] = slots[:num_short]
-    expected[4 : 7 - num_short] = slots[num_short:]
-    np.testing.assert_array_equal(field, expected)
 
 
 class Side:

@@ -9,47 +9,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from rigs.limits import make_limits
+from rigs.line_batches import CHUNK, CONFIG, DTYPE, HIDDEN, MAX_DRAFT, NUM_LINES, PAGE_SIZE, WAIT_S, Sequences
 
 from deltaline_kernels import Rows
-from deltaline_server.engine.batch_layout import Layout, fill_pages
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import (
-    DeviceCounts,
+    CpuExecutor,
     Executor,
     Launched,
     Report,
     token_sizes,
 )
-from deltaline_server.engine.graphs import Bucket, Graphs, make_buckets
-from deltaline_server.engine.staging import DIRECT_BYTES, Copier
+from deltaline_server.engine.staging import DIRECT_BYTES
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.models.model import Model, ModelOptions, load_model
 from deltaline_server.runtime import make_executor
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
-from deltaline_server.tables.pages import PagePool
 
-HIDDEN, MAX_DRAFT, NUM_LINES, CHUNK = 128, 4, 24, 4096
-WAIT_S = 100.0
-CONFIG = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention"] * 3,
-    "rms_norm_eps": 1e-6,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-}
 MAMBA2 = {
     "model_type": "mamba2",
     "hidden_size": HIDDEN,
@@ -68,85 +49,13 @@ HYBRID = CONFIG | {
 }
 # Spans that begin and end with one stream: what goes in is narrower, or wider, than what comes out.
 STREAMS = HYBRID | {"hc_mult": 4}
-PAGE_SIZE = 64
-DTYPE = np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.mark.parametrize(("rows", "draft"), [(1, 1), (1, 4), (6, 3), (64, 8), (100, 5)])
-def test_every_batch_within_the_limits_has_a_bucket_and_a_small_one(rows: int, draft: int) -> None:
-    chunk = 1000
-    buckets = make_buckets(make_limits(short_rows=rows, long_rows=3, chunk_tokens=chunk), draft)
-    assert len(set(buckets)) == len(buckets) < 60
-    for short in range(1, rows + 1):
-        decode = find(buckets, [1] * short, draft)
-        assert decode.longest == 1 and decode.layout.tokens < 2 * short
-        several = find(buckets, [draft] * short, draft)
-        assert several.layout.tokens < max(4 * short * draft, 2 * 4)
-    for tokens in (draft + 1, 256, 257, chunk):
-        assert find(buckets, [tokens], draft).layout.tokens <= max(256 + rows, 2 * tokens)
-        long = [tokens] if tokens < 3 * (draft + 1) else [draft + 1, draft + 1, tokens - 2 * (draft + 1)]
-        for short_lengths in ([], [1] * rows, [draft] * rows):
-            layout = find(buckets, [*short_lengths, *long], draft).layout
-            assert layout.rows - layout.short_rows >= len(long) and layout.short_rows >= len(short_lengths)
-
-
-@pytest.mark.parametrize("lengths", [[1] * 9, [1] * 8 + [200] * 4, [1040]], ids=["short", "rows", "tokens"])
-def test_a_batch_beyond_the_limits_is_refused(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match="within the limits"):
-        find(make_buckets(make_limits(short_rows=8, long_rows=3, chunk_tokens=1000), 4), lengths, 4)
-
-
-def find(buckets: list[Bucket], lengths: list[int], draft: int, has_adapters: bool = False) -> Bucket:
-    """The bucket of a batch with rows of these lengths."""
-    graphs = object.__new__(Graphs)
-    graphs._buckets = buckets
-    graphs._decodes = {}
-    control = np.zeros((7, len(lengths) + 1), dtype=np.int32)
-    control[0, 1:] = np.cumsum(lengths)
-    slots = np.full(len(lengths), -1, dtype=np.int32) if has_adapters else None
-    return graphs.find(StepBatch(0, control, sum(n <= draft for n in lengths), (), None, adapter_places=slots))
-
-
-@pytest.mark.parametrize("has_adapters", [False, True])
-def test_the_pages_of_a_batch_lie_behind_its_fields(has_adapters: bool) -> None:
-    layout = Layout(4, 9, 150, has_adapters, page_size=64)
-    assert (layout.num_pages, Layout(4, 9, 5, page_size=64).num_pages) == (11, 5)
-    assert layout.control_bytes == -(-(layout.field_bytes + 3 * 11 * 4) // 256) * 256
-    without = replace(layout, page_size=0)
-    assert (without.num_pages, without.control_bytes) == (0, -(-layout.field_bytes // 256) * 256)
-    region = np.full((3, 11), 99, dtype=np.int32)
-    fill_pages(region, np.array([[2, 3], [0, 7], [5, 6]], dtype=np.int32))
-    assert region[:, :2].tolist() == [[2, 3], [0, 7], [5, 6]] and not region[:, 2:].any()
-
-
-def test_buckets_of_a_model_with_pages_have_room_for_them() -> None:
-    limits = make_limits(short_rows=100, long_rows=3, chunk_tokens=1000)
-    plain, buckets = make_buckets(limits, 5), make_buckets(limits, 5, page_size=16)
-    assert [replace(bucket, layout=replace(bucket.layout, page_size=0)) for bucket in buckets] == plain
-    rng = np.random.default_rng(0)
-    for bucket in buckets:
-        layout = bucket.layout
-        for _ in range(20):  # rows of random lengths at the worst positions: each begins a page with its first token
-            cuts = sorted(rng.integers(0, layout.tokens + 1, layout.rows - 1).tolist())
-            lengths = np.diff([0, *cuts, layout.tokens])
-            assert (-(-lengths // 16)).sum() <= layout.num_pages
-
-
-@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 21) + 5, 10_000_003])
-def test_copies_of_any_size_are_whole(size: int) -> None:
-    source, target = np.random.default_rng(0).integers(0, 256, (2, size), dtype=np.uint8)
-    copier = Copier()
-    copier.copy(target, source)
-    copier.close()
-    np.testing.assert_array_equal(target, source)
-
-
-class Launches:
+class Launches(CpuExecutor):
     """An executor that launches kernel by kernel and waits: what the one with graphs is compared with."""
 
-    is_asynchronous = False
-
     def __init__(self, model: Model, pool: StatePool) -> None:
+        super().__init__(model, pool)
         self.model, self.pool = model, pool
 
     def prepare(self, report: Report) -> None:
@@ -165,24 +74,12 @@ class Launches:
         finite = sound_rows(batch.control[0], token_sizes(output).cpu().numpy())
         return Launched(lambda: True, lambda: BatchResult(array, finite))
 
-    def zero(self, lines: NDArray[np.int64]) -> None:
-        self.pool.zero(lines)
-
-    def is_lost(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-    def counts(self) -> DeviceCounts:
-        return DeviceCounts()
-
 
 class Twins:
     """Two engines with the same weights, each with its own state: one replays graphs, the other launches."""
 
-    def __init__(self, config: Path, num_spans: int = 2) -> None:
-        spans = (range(2), range(2, 3))[:num_spans]
+    def __init__(self, config: Path) -> None:
+        spans = (range(2), range(2, 3))
         self.executors: list[Executor] = []
         self.engines = []
         self.progress: list[tuple[int, int]] = []
@@ -200,6 +97,10 @@ class Twins:
             engine.prepare(lambda done, total: self.progress.append((done, total))).result(WAIT_S)
             self.executors.append(executor)
             self.engines.append(engine)
+
+    def sequences(self, seed: int) -> Sequences:
+        """Sequences that both have."""
+        return Sequences(seed, self.ends, self.num_pages, self.paged_spans)
 
     def run(
         self, batches: list[StepBatch], engines: Sequence[Engine] = (), polls: bool = False
@@ -228,77 +129,6 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         engine.close()
 
 
-class Sequences:
-    """The host's side of as many sequences as there are lines: makes batches that a scheduler could make."""
-
-    def __init__(self, seed: int, twins: Twins | None = None) -> None:
-        """twins: what is to run the batches; where it has attention, every line gets the same share of the pages."""
-        self.rng = np.random.default_rng(seed)
-        self.paged_spans = frozenset[int]() if twins is None else twins.paged_spans
-        self.widths = (HIDDEN, HIDDEN) if twins is None else tuple(end.input_width for end in twins.ends)
-        self.position = np.zeros((2, NUM_LINES + 1), dtype=int)
-        self.pages: PagePool | None = None
-        if twins is not None and twins.num_pages:
-            self.pages = PagePool(
-                num_pages=twins.num_pages,
-                page_size=PAGE_SIZE,
-                max_context=twins.num_pages // NUM_LINES * PAGE_SIZE,
-                num_lines=NUM_LINES,
-                spans=self.paged_spans,
-            )
-        self.used = np.zeros((2, NUM_LINES + 1), dtype=bool)
-        self.pending = np.zeros((2, NUM_LINES + 1), dtype=int)
-        self.half = np.zeros((2, NUM_LINES + 1), dtype=int)
-
-    def batch(self, num_rows: int, span: int = 0, verify: bool = True, long: int = 0, want: str = "all") -> StepBatch:
-        rng = self.rng
-        lines = rng.permutation(np.arange(1, NUM_LINES + 1))[:num_rows]
-        verifies = rng.random(num_rows) < 0.5 if verify else np.zeros(num_rows, dtype=bool)
-        lengths = np.where(verifies, rng.integers(1, MAX_DRAFT + 1, num_rows), 1)
-        if long:
-            lengths[-1], verifies[-1] = long, False
-        control = np.zeros((7, num_rows + 1), dtype=np.int32)
-        control[0, 1:] = np.cumsum(lengths)
-        control[1, :-1] = np.where(self.used[span, lines], lines, 0)
-        control[2, :-1] = lines
-        control[3, :-1] = np.where(verifies, 0, lengths)
-        control[4, :-1] = rng.integers(0, self.pending[span, lines] + 1)
-        control[5, :-1] = self.half[span, lines]
-        new_pages = self.place(control, span, lines, lengths, verifies)
-        self.used[span, lines] = True
-        self.pending[span, lines] = np.where(verifies, lengths, 0)
-        self.half[span, lines] ^= verifies
-        hidden = rng.standard_normal((control[0, -1], self.widths[span])).astype(DTYPE)
-        wanted = None
-        if want != "all":
-            wanted = control[0, 1:].astype(np.int64) - 1 if want == "last" else np.zeros(0, dtype=np.int64)
-        pieces = tuple(np.split(hidden, sorted(rng.integers(0, len(hidden) + 1, 2).tolist())))
-        return StepBatch(span, control, num_rows - (1 if long else 0), pieces, wanted, new_pages=new_pages)
-
-    def place(
-        self,
-        control: NDArray[np.int32],
-        span: int,
-        lines: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        verifies: NDArray[np.bool_],
-    ) -> NDArray[np.int32] | None:
-        """Write the rows' positions; return the pages that begin within them, None where the span has none.
-
-        A line that would be too long begins anew.
-        """
-        position = self.position[span, lines] + control[4, :-1]
-        if self.pages is not None:
-            is_over = position + lengths > self.pages.max_context
-            control[1, :-1][is_over] = control[4, :-1][is_over] = position[is_over] = 0
-        control[6, :-1] = position
-        self.position[span, lines] = position + np.where(verifies, 0, lengths)
-        if self.pages is None or span not in self.paged_spans:
-            return None
-        self.pages.grant(lines, position + lengths)
-        return self.pages.begun(control[2, :-1], control[6, :-1], lengths.astype(np.int32))
-
-
 def close(result: BatchResult, expected: BatchResult) -> bool:
     difference = result.hidden.astype(np.float32) - expected.hidden.astype(np.float32)
     return bool(np.linalg.norm(difference) <= 1e-2 * np.linalg.norm(expected.hidden.astype(np.float32)))
@@ -306,7 +136,7 @@ def close(result: BatchResult, expected: BatchResult) -> bool:
 
 @pytest.mark.gpu
 def test_replays_compute_what_launches_compute(twins: Twins) -> None:
-    sequences = Sequences(1, twins)
+    sequences = twins.sequences(1)
     sizes = itertools.product(range(1, 17), (False, True), ("all", "last", "none"), (0, 1))
     batches = [sequences.batch(rows, span, verify, want=want) for rows, verify, want, span in sizes]
     replayed, launched = twins.run(batches)
@@ -321,7 +151,7 @@ def test_replays_compute_what_launches_compute(twins: Twins) -> None:
 
 @pytest.mark.gpu
 def test_a_full_bucket_is_bitwise_what_launches_compute(twins: Twins) -> None:
-    sequences = Sequences(2, twins)
+    sequences = twins.sequences(2)
     batches = [sequences.batch(rows, verify=False) for rows in (1, 2, 4, 8, 16, 24) for _ in range(3)]
     for result, expected in zip(*twins.run(batches), strict=True):
         np.testing.assert_array_equal(result.hidden.view(np.uint16), expected.hidden.view(np.uint16))
@@ -329,7 +159,7 @@ def test_a_full_bucket_is_bitwise_what_launches_compute(twins: Twins) -> None:
 
 @pytest.mark.gpu
 def test_who_polls_launches_and_gets_what_launches_compute(twins: Twins) -> None:
-    sequences = Sequences(9, twins)
+    sequences = twins.sequences(9)
     batches = [sequences.batch(rows, span) for rows in (1, 3, 16, 24) for span in (0, 1)]
     for result, expected in zip(*twins.run(batches, polls=True), strict=True):
         assert result.finite.all() and close(result, expected)
@@ -337,7 +167,7 @@ def test_who_polls_launches_and_gets_what_launches_compute(twins: Twins) -> None
 
 @pytest.mark.gpu
 def test_long_rows_are_replayed_and_too_many_rows_launched(twins: Twins) -> None:
-    sequences = Sequences(3, twins)
+    sequences = twins.sequences(3)
     batches = []
     for long in (5, 64, 65, 700, CHUNK):
         batches += [sequences.batch(6), sequences.batch(6, long=long), sequences.batch(NUM_LINES), sequences.batch(3)]
@@ -349,7 +179,7 @@ def test_long_rows_are_replayed_and_too_many_rows_launched(twins: Twins) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("want", ["all", "last"])
 def test_pinned_memory_is_read_and_written_where_it_is(twins: Twins, want: str) -> None:
-    sequences = Sequences(7, twins)
+    sequences = twins.sequences(7)
     batch = sequences.batch(1, long=1500, want=want)
     (hidden,) = (np.concatenate(batch.hidden),)
     count = len(hidden) if batch.wanted is None else len(batch.wanted)
@@ -369,7 +199,7 @@ def test_pinned_memory_is_read_and_written_where_it_is(twins: Twins, want: str) 
 @pytest.mark.parametrize("want", ["all", "last"])
 def test_a_small_batch_is_put_where_its_client_wants_it(twins: Twins, want: str) -> None:
     """Whether that is pinned or not: one replay copies it to the slot's own memory."""
-    batch = Sequences(8, twins).batch(7, want=want)
+    batch = twins.sequences(8).batch(7, want=want)
     count = batch.num_tokens if batch.wanted is None else len(batch.wanted)
     into = np.full((count, twins.ends[0].output_width), np.nan, dtype=DTYPE)
     (result,), (expected,) = twins.run([replace(batch, into=(into[:2], into[2:]))])
@@ -379,7 +209,7 @@ def test_a_small_batch_is_put_where_its_client_wants_it(twins: Twins, want: str)
 
 @pytest.mark.gpu
 def test_a_row_that_is_not_finite_is_flagged_alone(twins: Twins) -> None:
-    batch = Sequences(4, twins).batch(5)
+    batch = twins.sequences(4).batch(5)
     hidden = np.concatenate(batch.hidden)
     hidden[batch.control[0, 2], 3] = np.nan
     for engine in twins.engines:  # the lines that this batch writes are not used afterwards without being zeroed
@@ -394,7 +224,7 @@ def test_a_row_that_is_not_finite_is_flagged_alone(twins: Twins) -> None:
 
 @pytest.mark.gpu
 def test_serving_compiles_captures_and_allocates_nothing(twins: Twins) -> None:
-    sequences = Sequences(5, twins)
+    sequences = twins.sequences(5)
     rng = np.random.default_rng(6)
     before = twins.executors[0].counts()
     batches = []

@@ -11,10 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.staging import CARRIED_BYTES, BatchBuffers, Copier
-from deltaline_server.step import BatchResult, SpanShapes, StepBatch
+from deltaline_server.step import SpanShapes, StepBatch
 
 HIDDEN, TOKENS = 8, 150
 DTYPE = np.dtype(ml_dtypes.bfloat16)
@@ -74,71 +75,27 @@ def test_a_span_without_pages_leaves_their_region_alone(buffers: BatchBuffers) -
     assert buffers.inputs(layout, 0).control[:, :3].tolist() == batch.control[:, :3].tolist()
 
 
-@pytest.mark.parametrize("wanted", [None, [0, 3, 105], []], ids=["all", "some", "none"])
-@pytest.mark.parametrize("span", range(len(SPANS)))
-def test_what_a_span_makes_comes_back_in_its_own_width(
-    buffers: BatchBuffers, span: int, wanted: list[int] | None
-) -> None:
-    rng, layout, ends = np.random.default_rng(2), LAYOUTS[0], SPANS[span]
-    batch = make_batch(rng, layout, span)
-    batch.wanted = None if wanted is None else np.array(wanted, dtype=np.int64)
-    sent = buffers.copy_in(batch, layout, Any)  # type: ignore[arg-type]
-    hidden = buffers.inputs(layout, span).hidden
-    assert hidden.shape == (TOKENS, ends.input_width)
-    assert torch.equal(hidden[:106].view(torch.int16), torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)))
-    sizes, outputs = buffers.outputs(layout, span)
-    assert (sizes.shape, outputs.shape) == ((TOKENS,), (TOKENS, ends.output_width))
-    sizes[:], made = 1.0, torch.randn(TOKENS, ends.output_width).bfloat16()
-    outputs.copy_(made)
-    buffers.select(batch, layout, sent)
-    buffers.copy_out(batch, layout, Any)  # type: ignore[arg-type]
-    result = buffers.wait(batch, layout)
-    expected = made[:106] if wanted is None else made[torch.tensor(wanted, dtype=torch.int64)]
-    assert result.hidden.shape == expected.shape and result.finite.all()
-    assert np.array_equal(result.hidden.view(np.int16), expected.view(torch.int16).numpy())
-
-
-@pytest.mark.parametrize("wanted", [None, [0, 3, 105], []], ids=["all", "some", "none"])
-@pytest.mark.parametrize("is_placed", [False, True])
-@pytest.mark.parametrize("span", range(len(SPANS)))
-def test_a_small_batch_is_carried_by_its_graph(
-    buffers: BatchBuffers, span: int, is_placed: bool, wanted: list[int] | None
-) -> None:
-    rng, ends = np.random.default_rng(3), SPANS[span]
-    before = make_batch(rng, LAYOUTS[0], span)  # leaves its own in the memory, and that it was not carried
-    buffers.copy_in(before, LAYOUTS[0], Any)  # type: ignore[arg-type]
-    batch = make_batch(rng, SHORT, span)
-    batch.num_short, batch.wanted = 4, None if wanted is None else np.array(wanted, dtype=np.int64)
-    made = torch.randn(TOKENS, ends.output_width).bfloat16()
-    expected = made[:106] if wanted is None else made[torch.tensor(wanted, dtype=torch.int64)]
-    into = np.full(expected.shape, np.nan, dtype=DTYPE)
-    batch.into = (into[:1], into[1:]) if is_placed else ()
-    buffers.write(batch, SHORT)
-    buffers.carry_in(SHORT, span, Any)  # type: ignore[arg-type]
-    control, hidden, adapter_slots, new_pages = buffers.inputs(SHORT, span)
-    assert control[:, :4].tolist() == batch.control[:, :4].tolist()
-    assert control[1:3, 4:].tolist() == [[-1] * 3] * 2 and control[0, 4:].tolist() == [106] * 3
-    assert torch.equal(hidden[:106].view(torch.int16), torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)))
-    assert adapter_slots is not None and adapter_slots.tolist() == [1, -1, 0, 2, -1, -1]
-    assert new_pages is not None and batch.new_pages is not None
-    assert new_pages[:, :7].tolist() == batch.new_pages.tolist() and not new_pages[:, 7:].any()
-    sizes, outputs = buffers.outputs(SHORT, span)
-    sizes[:] = 1.0
-    outputs.copy_(made)
-    buffers.carry_out(SHORT, span)
-    result = buffers.wait(batch, SHORT)
-    assert result.is_placed == is_placed and result.finite.all()
-    returned = into if is_placed else result.hidden
-    assert np.array_equal(returned.view(np.int16), expected.view(torch.int16).numpy())
-    assert result.hidden.shape == ((0, ends.output_width) if is_placed else expected.shape)
-
-
 def test_graphs_of_short_rows_with_few_bytes_are_carried(buffers: BatchBuffers) -> None:
     assert buffers.carries(SHORT, 0) and not any(buffers.carries(layout, 0) for layout in LAYOUTS)
     tokens = CARRIED_BYTES // SPANS[0].input_bytes
     for span, wide in enumerate((1, 4, 4)):  # the wider end counts
         fits = Layout(6, 6, tokens // wide * 3 // 4)
         assert buffers.carries(fits, span) and not buffers.carries(replace(fits, tokens=tokens // wide), span)
+
+
+def test_a_batch_that_is_carried_comes_as_its_layout_says(buffers: BatchBuffers) -> None:
+    rng = np.random.default_rng(6)
+    for _ in range(2):  # also over what the first one left
+        batch = make_batch(rng, SHORT)
+        batch.num_short = 4
+        buffers.write(batch, SHORT)
+        buffers.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
+        control, _, adapter_slots, new_pages = buffers.inputs(SHORT, 0)
+        assert control[:, :4].tolist() == batch.control[:, :4].tolist()
+        assert control[1:3, 4:].tolist() == [[-1] * 3] * 2 and control[0, 4:].tolist() == [106] * 3
+        assert adapter_slots is not None and adapter_slots.tolist() == [1, -1, 0, 2, -1, -1]
+        assert new_pages is not None and batch.new_pages is not None
+        assert new_pages[:, :7].tolist() == batch.new_pages.tolist() and not new_pages[:, 7:].any()
 
 
 def test_skipped_rows_are_so_on_both_sides(buffers: BatchBuffers) -> None:
@@ -152,41 +109,74 @@ def test_skipped_rows_are_so_on_both_sides(buffers: BatchBuffers) -> None:
         buffers.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
 
 
-def test_a_slot_takes_batches_of_both_ways_in_turns(buffers: BatchBuffers) -> None:
-    rng, large = np.random.default_rng(5), LAYOUTS[0]
-    expected = np.zeros((TOKENS, HIDDEN), dtype=np.int16)
-    into = np.full((106, HIDDEN), np.nan, dtype=DTYPE)
+class Way:
+    """Takes batches of a span through the same buffers, with random outputs in place of what layers would compute."""
 
-    def compute(layout: Layout) -> None:
-        sizes, outputs = buffers.outputs(layout, 0)
+    def __init__(self, buffers: BatchBuffers, span: int, wanted: list[int] | None) -> None:
+        self.buffers, self.span, self.wanted = buffers, span, wanted
+        self.rng = np.random.default_rng(3)
+
+    def make(self, layout: Layout) -> StepBatch:
+        batch = make_batch(self.rng, layout, self.span)
+        batch.wanted = None if self.wanted is None else np.array(self.wanted, dtype=np.int64)
+        return batch
+
+    def compute(self, batch: StepBatch, layout: Layout) -> NDArray[np.int16]:
+        """Check that the hidden states came; return what goes back, as bits."""
+        hidden, ends = self.buffers.inputs(layout, self.span).hidden, SPANS[self.span]
+        assert hidden.shape == (TOKENS, ends.input_width)
+        assert hidden[:106].view(torch.int16).tolist() == np.concatenate(batch.hidden).view(np.int16).tolist()
+        sizes, outputs = self.buffers.outputs(layout, self.span)
+        assert (sizes.shape, outputs.shape) == ((TOKENS,), (TOKENS, ends.output_width))
         sizes[:] = 1.0
-        outputs.copy_(torch.randn(TOKENS, HIDDEN))
-        expected[:] = outputs.view(torch.int16).numpy()
+        outputs.copy_(torch.from_numpy(self.rng.standard_normal(outputs.shape)))
+        made: NDArray[np.int16] = outputs[:106].view(torch.int16).numpy().copy()
+        return made if self.wanted is None else made[self.wanted]
 
-    def carried(*places: np.ndarray[Any, Any]) -> BatchResult:
-        batch = make_batch(rng, SHORT)
-        batch.num_short, batch.into = 4, places
-        buffers.write(batch, SHORT)
-        buffers.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
-        compute(SHORT)
-        buffers.carry_out(SHORT, 0)
-        return buffers.wait(batch, SHORT)
+    def by_parts(self) -> None:
+        layout = LAYOUTS[0]
+        batch = self.make(layout)
+        sent = self.buffers.copy_in(batch, layout, Any)  # type: ignore[arg-type]
+        expected = self.compute(batch, layout)
+        self.buffers.select(batch, layout, sent)
+        self.buffers.copy_out(batch, layout, Any)  # type: ignore[arg-type]
+        result = self.buffers.wait(batch, layout)
+        assert not result.is_placed and result.finite.all()
+        np.testing.assert_array_equal(result.hidden.view(np.int16), expected)
 
-    def by_parts(*wanted: int) -> BatchResult:
-        batch = make_batch(rng, large)
-        batch.wanted = np.array(wanted, dtype=np.int64)
-        sent = buffers.copy_in(batch, large, Any)  # type: ignore[arg-type]
-        compute(large)
-        buffers.select(batch, large, sent)
-        buffers.copy_out(batch, large, Any)  # type: ignore[arg-type]
-        return buffers.wait(batch, large)
+    def carried(self, is_placed: bool) -> None:
+        """By its graph; placed: to memory of clients, in two pieces."""
+        batch = self.make(SHORT)
+        batch.num_short = 4
+        num_outputs = 106 if self.wanted is None else len(self.wanted)
+        into = np.full((num_outputs, SPANS[self.span].output_width), np.nan, dtype=DTYPE)
+        batch.into = (into[:1], into[1:]) if is_placed else ()
+        self.buffers.write(batch, SHORT)
+        self.buffers.carry_in(SHORT, self.span, Any)  # type: ignore[arg-type]
+        expected = self.compute(batch, SHORT)
+        self.buffers.carry_out(SHORT, self.span)
+        result = self.buffers.wait(batch, SHORT)
+        assert result.is_placed == is_placed and result.finite.all()
+        assert not is_placed or result.hidden.shape == (0, SPANS[self.span].output_width)
+        np.testing.assert_array_equal((into if is_placed else result.hidden).view(np.int16), expected)
 
-    for _ in range(2):
-        placed = carried(into)
-        assert placed.is_placed and np.array_equal(into.view(np.int16), expected[:106])
-        parts = by_parts(3, 105)
-        assert not parts.is_placed and np.array_equal(parts.hidden.view(np.int16), expected[[3, 105]])
-        into[:] = np.nan
-        assert carried(into[:50], into[50:]).is_placed and np.array_equal(into.view(np.int16), expected[:106])
-        whole = carried()
-        assert not whole.is_placed and np.array_equal(whole.hidden.view(np.int16), expected[:106])
+
+@pytest.mark.parametrize("wanted", [None, [0, 3, 105], []], ids=["all", "some", "none"])
+@pytest.mark.parametrize("span", range(len(SPANS)))
+def test_what_is_wanted_comes_back_whichever_way_batches_take_in_turns(
+    buffers: BatchBuffers, span: int, wanted: list[int] | None
+) -> None:
+    way = Way(buffers, span, wanted)
+    way.by_parts()
+    for is_placed in (False, True):
+        way.carried(is_placed)
+        way.by_parts()
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20, (1 << 21) + 5])
+def test_copies_of_any_size_are_whole(size: int) -> None:
+    source, target = np.random.default_rng(0).integers(0, 256, (2, size), dtype=np.uint8)
+    copier = Copier()
+    copier.copy(target, source)
+    copier.close()
+    np.testing.assert_array_equal(target, source)

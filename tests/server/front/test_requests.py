@@ -69,16 +69,10 @@ def test_sound_step_becomes_arrays() -> None:
     ]
     assert (step.form.handle.dtype, step.form.kind.dtype, step.step.dtype) == (np.uint64, np.uint8, np.int64)
     np.testing.assert_array_equal(step.hidden, hidden(8))
-
-
-def test_no_accepted_means_no_commit() -> None:
+    assert step.form.output is OutputRows.ALL
     message = make_step()
     message.ClearField("accepted")
     assert read(message).form.accepted.tolist() == [-1, -1, -1]
-
-
-def test_unspecified_output_means_all_rows() -> None:
-    assert read(make_step()).form.output is OutputRows.ALL
 
 
 @pytest.mark.parametrize("value", [2**62, 2**63 - 1, 2**63, 2**64 - 1], ids=["2^62", "2^63-1", "2^63", "2^64-1"])
@@ -174,6 +168,7 @@ def test_faulty_step_is_refused(name: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(message)
     assert (caught.value.refusal.reason, caught.value.refusal.field) == (reason, field)
+    assert reason is not Reason.DUPLICATE_SEQUENCE or "11" not in caught.value.refusal.message
 
 
 def test_what_the_queue_could_never_take_is_refused_for_good() -> None:
@@ -187,24 +182,14 @@ def test_what_the_queue_could_never_take_is_refused_for_good() -> None:
     assert (caught.value.refusal.reason, caught.value.refusal.retry_after_s) == (Reason.INVALID_BATCH, None)
 
 
-def test_refusal_of_a_repeated_sequence_does_not_name_it() -> None:
-    message = make_step()
-    message.sequence[0] = message.sequence[1] = 987654321
-    with pytest.raises(RequestError) as caught:
-        read(message)
-    assert "987654321" not in caught.value.refusal.message
-
-
-@pytest.mark.parametrize("count", [0, 5, 2**32 - 1])
-def test_open_of_a_wrong_count_is_refused(count: int) -> None:
-    with pytest.raises(RequestError, match="count"):
-        requests.read_count(pb.OpenSequencesRequest(count=count), SERVED)
-
-
-@pytest.mark.parametrize("length", [1, 15, 17])
-def test_open_token_of_a_wrong_length_is_refused(length: int) -> None:
-    with pytest.raises(RequestError, match="open_token"):
-        requests.read_count(pb.OpenSequencesRequest(count=1, open_token=bytes(length)), SERVED)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("count", 0), ("count", 5), ("count", 2**32 - 1), *(("open_token", bytes(n)) for n in (1, 15, 17))],
+    ids=lambda value: value if isinstance(value, str) else repr(value)[-12:],
+)
+def test_a_wrong_open_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=field):
+        requests.read_count(pb.OpenSequencesRequest(**({"count": 1} | {field: value})), SERVED)
 
 
 def test_lease_is_in_seconds_and_limited() -> None:

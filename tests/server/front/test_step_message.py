@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import sys
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rigs.limits import make_limits
 
@@ -21,21 +23,20 @@ from deltaline_server.front.requests import Served, read_step
 from deltaline_server.front.step_message import Extents, Pattern, StepMessage, from_protobuf, scan_step
 from deltaline_server.front.step_parser import MOST_BYTES, MOST_PATTERNS, StepParser
 from deltaline_server.front.wire_scan import WireScan
-from deltaline_server.memory.regions import Region, Regions
+from deltaline_server.memory.regions import Regions
 from deltaline_server.step import SpanShapes, StepRequest
 
 HIDDEN = 4
-REGION = 2**64 - 3
 LIMITS = make_limits(max_sequences=8, max_draft_tokens=3)
 SERVED = Served(
     LIMITS,
     [SpanShapes(HIDDEN, 2)] * 2,
     np.dtype(ml_dtypes.bfloat16),
-    Regions(limit_bytes=0, default_lease_s=1.0, max_lease_s=1.0, clock=lambda: 0.0),
+    Regions(limit_bytes=4096, default_lease_s=1.0, max_lease_s=1.0, clock=lambda: 0.0),
 )
-MEMORY = np.full(4096, 0x3F, np.uint8)
-# What a client has made, in memory that nobody else sees.
-SERVED.regions._regions[REGION] = Region(REGION, MEMORY, -1, b"", 1.0, 1.0)
+MADE = asyncio.run(SERVED.regions.create(4096, None))
+REGION, MEMORY = MADE.id, MADE.memory
+MEMORY[:] = 0x3F
 NUMBERS = {
     "uint64": st.sampled_from([0, 1, 2**62, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1),
     "uint32": st.sampled_from([0, 1, 2**31, 2**32 - 1]) | st.integers(0, 5),
@@ -229,7 +230,7 @@ ODD_FIELDS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(messages(), st.lists(st.sampled_from(ODD_FIELDS), max_size=2), st.randoms(use_true_random=False))
 def test_fields_in_any_order_twice_or_odd_mean_the_same(message: pb.StepRequest, odd: list[bytes], random: Any) -> None:
     parts = fields(message.SerializeToString())
@@ -241,7 +242,7 @@ def test_fields_in_any_order_twice_or_odd_mean_the_same(message: pb.StepRequest,
     check(b"".join(parts))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(messages(), st.randoms(use_true_random=False))
 def test_mutated_bytes_mean_the_same(message: pb.StepRequest, random: Any) -> None:
     body = bytearray(message.SerializeToString() or b"\x00")
@@ -260,14 +261,7 @@ def test_mutated_bytes_mean_the_same(message: pb.StepRequest, random: Any) -> No
     check(bytes(body))
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=64))
-@example(b"")
-def test_random_bytes_mean_the_same(body: bytes) -> None:
-    check(body)
-
-
-@pytest.mark.parametrize("odd", ODD_FIELDS[1:], ids=lambda odd: odd.hex())
+@pytest.mark.parametrize("odd", ODD_FIELDS, ids=lambda odd: odd.hex())
 def test_odd_field_alone_means_the_same(odd: bytes) -> None:
     check(odd)
 
@@ -288,26 +282,17 @@ def sound(count: int = 3) -> pb.StepRequest:
     )
 
 
-def test_usual_form_is_scanned() -> None:
+def test_the_usual_form_is_scanned() -> None:
+    """No field of it, and every field; in shared memory nothing but what lies elsewhere."""
     assert check(sound().SerializeToString())
     assert check(pb.StepRequest().SerializeToString())
-
-
-def test_every_field_is_scanned() -> None:
     message = sound()
     message.accepted.extend([-1, 0, 2])
     message.output = pb.OUTPUT_ROWS_LAST
-    message.output_slice.CopyFrom(pb.OutputSlice(region=REGION, offset=64, size_bytes=1024))
+    message.output_slice.CopyFrom(pb.OutputSlice(region=REGION, offset=2048, size_bytes=1024))
     assert {descriptor.name for descriptor, _ in message.ListFields()} == set(pb.StepRequest.DESCRIPTOR.fields_by_name)
     assert check(message.SerializeToString())
-
-
-def test_step_in_shared_memory_is_scanned() -> None:
-    message = sound()
     message.hidden.shared.CopyFrom(tensor_pb2.SharedSlice(region=REGION, offset=128))
-    message.output_slice.CopyFrom(pb.OutputSlice(region=REGION, offset=2048, size_bytes=1024))
-    tensor = message.hidden.DESCRIPTOR.fields_by_name
-    assert {descriptor.name for descriptor, _ in message.hidden.ListFields()} == set(tensor) - {"inline"}
     body = message.SerializeToString()
     assert check(body)
     request = read(body)
@@ -315,19 +300,6 @@ def test_step_in_shared_memory_is_scanned() -> None:
     assert request.output_memory is not None and np.shares_memory(
         request.output_memory.memory, MEMORY[2048 : 2048 + 24]
     )
-
-
-def test_of_two_payloads_the_last_one_counts() -> None:
-    message = sound()
-    inline = message.hidden.SerializeToString()
-    message.hidden.shared.CopyFrom(tensor_pb2.SharedSlice(region=REGION, offset=128))
-    shared = tensor_pb2.Tensor(shared=message.hidden.shared).SerializeToString()
-    message.ClearField("hidden")
-    for tensor, is_shared in ((inline + shared, True), (shared + inline, False)):
-        pieces = wire.field_pieces(pb.StepRequest.HIDDEN_FIELD_NUMBER, [tensor])
-        body = b"".join([message.SerializeToString(), *pieces])
-        assert not check(body)
-        assert read(body).is_input_shared == is_shared
 
 
 def read(body: bytes) -> StepRequest:
@@ -366,7 +338,6 @@ def test_of_many_batches_the_last_ones_are_remembered() -> None:
     assert first is not None and parser.parse_step(body(1)).pattern is first
     for handle in range(2, 2 + MOST_PATTERNS):
         parser.parse_step(body(handle))
-    assert len(parser._patterns) == MOST_PATTERNS
     assert parser.parse_step(body(1)).pattern is not first
 
 
@@ -378,27 +349,19 @@ def test_columns_that_nobody_has_checked_are_not_remembered_at_any_length(column
         columns: dict[str, Any] = {column: [first] * MOST_BYTES}
         message = parser.parse_step(pb.StepRequest(server_epoch=1, **columns).SerializeToString())
         assert len(getattr(message, column)) == MOST_BYTES and message.pattern is None
-    assert not parser._patterns
     rows = list(range(1, 1025))
     assert parser.parse_step(pb.StepRequest(server_epoch=1, sequence=rows).SerializeToString()).pattern is not None
 
 
 def test_a_pattern_keeps_no_message_alive() -> None:
-    """No slice, view or base of an array of what is remembered has more bytes than the columns."""
     parser = StepParser()
     hidden = wire.encode(np.zeros((64, HIDDEN), SERVED.dtype))
     for size in (1000, 2000):  # scanned, then matched
         values: dict[str, Any] = {"sequence": [7], "kind": [pb.ROW_KIND_PREFILL], "step": [1], "position": [size]}
         request = pb.StepRequest(server_epoch=1, hidden=hidden, query_start_loc=[0, 64], **values)
-        pattern = parser.parse_step(request.SerializeToString()).pattern
-        assert pattern is not None
-        read_step(parser.parse_step(request.SerializeToString()), SERVED, now_s=0.0, until_s=None)
-        form = pattern.form
-        arrays = [form.handle, form.kind, form.accepted, form.query_start_loc, form.lengths, form.kept_bytes]
-        arrays += [value for value in pattern._message if isinstance(value, np.ndarray)]
-        for array in arrays:
-            base = array
-            while isinstance(base, np.ndarray) and base.base is not None:
-                base = base.base
-            assert (len(base) if isinstance(base, bytes) else base.nbytes) < len(request.hidden.inline)
-        assert pattern._message.inline is None and pattern.num_bytes < 100
+        body = request.SerializeToString()
+        num_references = sys.getrefcount(body)
+        pattern = parser.parse_step(body).pattern
+        read_step(parser.parse_step(body), SERVED, now_s=0.0, until_s=None)
+        assert pattern is not None and pattern.form is not None and pattern.num_bytes < 100
+        assert sys.getrefcount(body) == num_references

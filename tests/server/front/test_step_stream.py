@@ -14,20 +14,10 @@ from rigs.layer_calls import HIDDEN, HeldEngine, make_step, reason_of, refused, 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
-from deltaline_server.app import STOP_GRACE_S, Server
+from deltaline_server.app import Server
 from deltaline_server.front import layer_service
 from deltaline_server.front.flow_control import StreamWindow
 from deltaline_server.front.layer_service import STREAM_STEPS
-
-
-@pytest.fixture
-def stub(channel: grpc.aio.Channel) -> Any:
-    return layer_service_pb2_grpc.LayerServiceStub(channel)
-
-
-@pytest.fixture
-def engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> HeldEngine:
-    return HeldEngine(server, monkeypatch)
 
 
 async def test_stream_answers_out_of_order_and_outlives_a_bad_step(stub: Any, engine: HeldEngine) -> None:
@@ -88,12 +78,7 @@ async def test_stream_takes_a_bounded_number_of_unanswered_steps(
         for i in range(count):
             await stream.write(pb.StepStreamRequest(correlation_id=i, step=make_step(opened, rows=slice(i, i + 1))))
         await stream.done_writing()
-        for _ in range(100):
-            if server.runtime.scheduler.load().queued_rows == STREAM_STEPS:
-                break
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        assert server.runtime.scheduler.load().queued_rows == STREAM_STEPS
+        await settle(server, STREAM_STEPS)
         engine.release()
         assert sorted([answer.correlation_id async for answer in stream]) == list(range(count))
 
@@ -122,37 +107,6 @@ async def test_steps_tell_the_scheduler_which_connection_they_came_by(
     assert clients[0] == clients[1] != clients[2] == clients[3] and all(clients)
 
 
-async def test_cancelled_stream_cancels_no_step(stub: Any, engine: HeldEngine) -> None:
-    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
-    stream = stub.StepStream()
-    await stream.write(pb.StepStreamRequest(correlation_id=1, step=make_step(opened)))
-    await engine.holds_one()
-    stream.cancel()
-    engine.release()
-    answer = await stub.Step(make_step(opened))
-    assert list(answer.outcome) in ([pb.ROW_OUTCOME_REPLAYED], [pb.ROW_OUTCOME_JOINED])
-
-
-async def test_stream_takes_bounded_bytes_that_wait_for_the_device(
-    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_service, "STREAM_BYTES", 3 * 20 * HIDDEN * 4 + 1)
-    async with make_server(max_sequences=8) as server, grpc.aio.insecure_channel(server.address) as channel:
-        engine = HeldEngine(server, monkeypatch)
-        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
-        opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=8))
-        stream = stub.StepStream()
-        for i, num_tokens in enumerate([20] * 7 + [100]):  # the last one is larger than all the room
-            await stream.write(pb.StepStreamRequest(correlation_id=i, step=make_prefill(opened, i, num_tokens)))
-        await stream.done_writing()
-        await engine.holds_one()
-        await asyncio.sleep(0.1)
-        assert server.runtime.scheduler.load().queued_rows == 3
-        assert (await stub.DescribeSequences(describe(opened))).sequences  # other calls go on
-        engine.release()
-        assert sorted([answer.correlation_id async for answer in stream]) == list(range(8))
-
-
 async def test_streams_together_take_bounded_bytes_and_each_one_step(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,16 +117,12 @@ async def test_streams_together_take_bounded_bytes_and_each_one_step(
         stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
         opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=12))
         streams = [stub.StepStream() for _ in range(3)]
-        queued = []
         for number, stream in enumerate(streams):
             for i in range(4 * number, 4 * number + 4):
                 await stream.write(pb.StepStreamRequest(correlation_id=i, step=make_prefill(opened, i, 20)))
-            await asyncio.sleep(0.1)
-            queued.append(server.runtime.scheduler.load().queued_rows)
-        assert queued == [3, 4, 5]
+            await settle(server, 3 + number)
         streams[0].cancel()
-        await asyncio.sleep(0.1)
-        assert server.runtime.scheduler.load().queued_rows == 6
+        await settle(server, 6)
         for stream in streams[1:]:
             await stream.done_writing()
         engine.release()
@@ -245,10 +195,16 @@ async def test_stream_ends_when_the_server_stops(make_server: Callable[..., Serv
         stream = stub.StepStream()
         await stream.write(pb.StepStreamRequest(correlation_id=1, step=make_step(opened)))
         assert (await stream.read()).correlation_id == 1
-        begin = asyncio.get_running_loop().time()
         await server.stop()
-        assert asyncio.get_running_loop().time() - begin < STOP_GRACE_S / 2
-        assert await stream.code() is grpc.StatusCode.OK
+        assert await stream.code() is grpc.StatusCode.OK  # not cut off once the grace was over
+
+
+async def settle(server: Server, num_rows: int) -> None:
+    """Wait for so many rows in the queue; no more may come."""
+    while server.runtime.scheduler.load().queued_rows < num_rows:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert server.runtime.scheduler.load().queued_rows == num_rows
 
 
 def make_prefill(opened: pb.OpenSequencesResponse, row: int, num_tokens: int, **fields: Any) -> pb.StepRequest:
@@ -257,7 +213,3 @@ def make_prefill(opened: pb.OpenSequencesResponse, row: int, num_tokens: int, **
     values = {"kind": [pb.ROW_KIND_PREFILL], "query_start_loc": [0, num_tokens], "hidden": hidden}
     number = fields.pop("step", 1)
     return make_step(opened, number, rows=slice(row, row + 1), **(values | fields))
-
-
-def describe(opened: pb.OpenSequencesResponse) -> pb.DescribeSequencesRequest:
-    return pb.DescribeSequencesRequest(server_epoch=opened.server_epoch, sequence=opened.sequence)

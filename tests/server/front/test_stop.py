@@ -31,8 +31,9 @@ async def test_stop_at_once_in_the_middle_of_a_prefill(
         hidden = wire.encode(np.ones((NUM_TOKENS, HIDDEN), np.float32))
         prefill = make_step(opened, kind=[pb.ROW_KIND_PREFILL], query_start_loc=[0, NUM_TOKENS], hidden=hidden)
         step = asyncio.ensure_future(stub.Step(prefill))
-        await asyncio.sleep(0.1)
-        assert server.runtime.scheduler.load().queued_rows == 1
+        while not server.runtime.scheduler.load().queued_rows:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not step.done()
         server.interrupt()
         server.interrupt()
         await server.stop()

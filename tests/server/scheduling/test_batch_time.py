@@ -54,16 +54,6 @@ def test_chunks_settle_at_the_largest_that_decodes_can_bear(learns_long_first: b
     assert chunks[10:] == [best] * 30
 
 
-def test_chunks_stay_large_when_small_ones_cost_more_by_the_token() -> None:
-    """Measured per token, a small chunk once chosen would make all that follow small too."""
-    pace = BatchTimeModel(1, 4096)
-    pace.measured(0, ROWS, 0, SHORT_S, 0.0)
-    for _ in range(20):
-        pace.measured(0, ROWS, 256, seconds(ROWS, 256), 0.0)
-        pace.measured(0, 0, 256, seconds(0, 256), 0.0)
-    assert serve(pace, 20)[-1] == 1024
-
-
 def test_chunks_are_the_smallest_where_nothing_is_known() -> None:
     pace = BatchTimeModel(1, 4096)
     assert pace.chunk_tokens(0, ROWS, 0.0) == MIN_CHUNK_TOKENS

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from rigs.scheduler_rig import turns
 
 from deltaline_server.engine.engine import SMALL_BYTES, Engine
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
 from deltaline_server.scheduling.in_flight import LINGER_S, BatchInFlight, InFlight
 from deltaline_server.step import BatchResult, StepBatch
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 
 
 class HeldDevice:
@@ -29,6 +30,7 @@ class HeldDevice:
     def __init__(self) -> None:
         self.launched_by: list[int] = []
         self.events: list[str] = []
+        self.zeroed_by: list[int] = []
         self._waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
         self.cannot_tell = False
         self.may_launch = threading.Event()
@@ -62,6 +64,7 @@ class HeldDevice:
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         self.events.append("zero")
+        self.zeroed_by.append(threading.get_ident())
 
     def is_lost(self) -> bool:
         return self.cannot_tell
@@ -139,12 +142,17 @@ def test_what_comes_is_launched_at_once_while_a_thread_only_waits_for_results(
 ) -> None:
     results: list[float] = []
     engine.submit(make_batch(), lambda result: results.append(result.compute_s))
-    until(lambda: device.events == ["launch 0"])
-    until(lambda: engine._queued == 0)
-    engine.zero_lines(np.array([1]))
+    me = threading.get_ident()
+
+    def zeroes_at_once() -> bool:
+        before = len(device.zeroed_by)
+        engine.zero_lines(np.array([1]))
+        return device.zeroed_by[before:] == [me]
+
+    until(zeroes_at_once)
     engine.submit(make_batch(), lambda result: results.append(result.compute_s), polls=True)
-    assert device.events == ["launch 0", "zero", "launch 1"]
-    assert device.launched_by[0] != device.launched_by[1] == threading.get_ident()
+    assert device.launched_by[0] != me == device.launched_by[1]
+    assert (device.events[0], device.events[-1]) == ("launch 0", "launch 1")
     device.finish_one()
     until(lambda: results == [0.0])
     assert engine.poll()
@@ -219,7 +227,7 @@ async def test_results_come_to_the_loop_in_the_order_of_the_batches(engine: Engi
         in_flight.start(BatchInFlight([], make_batch(size), 0.0, 0.0))
     assert len(in_flight.batches) == len(sizes)
     for _ in sizes:
-        await asyncio.sleep(0.002)
+        await turns(3)
         await asyncio.to_thread(device.finish_one)
     await asyncio.wait_for(all_landed.wait(), WAIT_S)
     assert landed == [float(number) for number in range(len(sizes))]
@@ -251,91 +259,85 @@ async def test_a_thread_that_is_sooner_waits_for_the_batch_before_it() -> None:
     for _ in range(2):
         in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
     await asyncio.to_thread(engine.waiting.pop(1), BatchResult(np.zeros((0, 1)), np.ones(1, bool), compute_s=2.0))
-    await asyncio.sleep(0.01)
+    await turns()
     assert not landed
     engine.may_poll = True
-    await asyncio.sleep(0.01)
+    await turns()
     assert landed == [1.0, 2.0] and not len(in_flight.batches)
     assert times == sorted(times)  # or the device would have been busy for a negative time
 
 
-async def test_it_is_polled_once_in_a_turn_however_many_batches_follow(engine: Engine, device: HeldDevice) -> None:
+class Polled:
+    """An engine whose batches are started on a loop with a clock that stands still, and the polls of it counted."""
+
+    def __init__(self, engine: Engine, device: HeldDevice) -> None:
+        self._engine, self._device = engine, device
+        self.now_s, self.count = 5.0, 0
+        self.landed: list[BatchInFlight] = []
+        self.num_behind = 0
+        """So many batches are started as the ones before them land."""
+        self.in_flight = InFlight(self, self.land, lambda: self.now_s)
+
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
+        self._engine.submit(batch, on_done, polls)
+
+    def poll(self) -> bool:
+        self.count += 1
+        return self._engine.poll()
+
+    def start(self, num_bytes: int = 64) -> None:
+        self.in_flight.start(BatchInFlight([], make_batch(num_bytes), 0.0, 0.0))
+
+    def land(self, batch: BatchInFlight, result: BatchResult) -> None:
+        self.landed.append(batch)
+        if self.num_behind:
+            self.num_behind -= 1
+            self.start()
+
+    async def has_landed(self, count: int) -> None:
+        self._device.finish_one()
+        while len(self.landed) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async def in_ten_turns(self) -> int:
+        """How often it is polled."""
+        self.count = 0
+        await turns(10)
+        return self.count
+
+
+@pytest.fixture
+def polled(engine: Engine, device: HeldDevice) -> Polled:
+    return Polled(engine, device)
+
+
+async def test_it_is_polled_once_in_a_turn_however_many_batches_follow(polled: Polled) -> None:
     """A batch that is started as the one before it lands must not begin a second round of polls beside the first."""
-    polls, poll = list[bool](), engine.poll
-
-    def counted() -> bool:
-        polls.append(True)
-        return poll()
-
-    engine.poll = counted  # type: ignore[method-assign]
-    landed: list[BatchInFlight] = []
-
-    def land(batch: BatchInFlight, result: BatchResult) -> None:
-        landed.append(batch)
-        if len(landed) < 6:
-            in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
-
-    now_s = 5.0
-    in_flight = InFlight(engine, land, lambda: now_s)
-    in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
+    polled.num_behind = 5
+    polled.start()
     for count in range(1, 7):
-        device.finish_one()
-        end_s = time.monotonic() + WAIT_S
-        while len(landed) < count:
-            assert time.monotonic() < end_s
-            await asyncio.sleep(0)
-        polls.clear()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(polls) == 10
-    now_s += LINGER_S
-    await asyncio.sleep(0)
-    polls.clear()
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert not polls, "nothing is in flight, and nobody has come for the next step"
+        await polled.has_landed(count)
+        assert await polled.in_ten_turns() == 10
+    polled.now_s += LINGER_S
+    await turns(1)
+    assert await polled.in_ten_turns() == 0, "nothing is in flight, and nobody has come for the next step"
 
 
-async def test_the_loop_stays_awake_for_the_next_step_but_not_beside_a_batch_of_the_threads(
-    engine: Engine, device: HeldDevice
-) -> None:
-    polls, poll = list[bool](), engine.poll
-
-    def counted() -> bool:
-        polls.append(True)
-        return poll()
-
-    async def num_polls() -> int:
-        polls.clear()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        return len(polls)
-
-    engine.poll = counted  # type: ignore[method-assign]
-    now_s, landed = 5.0, list[BatchInFlight]()
-    in_flight = InFlight(engine, lambda batch, result: landed.append(batch), lambda: now_s)
-
-    async def has_landed(count: int) -> None:
-        device.finish_one()
-        end_s = time.monotonic() + WAIT_S
-        while len(landed) < count:
-            assert time.monotonic() < end_s
-            await asyncio.sleep(0)
-
-    in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
-    await has_landed(1)
-    assert await num_polls() == 10
-    in_flight.start(BatchInFlight([], make_batch(SMALL_BYTES + 4), 0.0, 0.0))
-    await num_polls()
-    assert await num_polls() == 0, "its threads need the interpreter"
-    await has_landed(2)
-    assert await num_polls() == 0
-    in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
-    await has_landed(3)
-    assert await num_polls() == 10
-    now_s += LINGER_S
-    await num_polls()
-    assert await num_polls() == 0
+async def test_the_loop_stays_awake_for_the_next_step_but_not_beside_a_batch_of_the_threads(polled: Polled) -> None:
+    polled.start()
+    await polled.has_landed(1)
+    assert await polled.in_ten_turns() == 10
+    polled.start(SMALL_BYTES + 4)
+    await turns()
+    assert await polled.in_ten_turns() == 0, "its threads need the interpreter"
+    await polled.has_landed(2)
+    assert await polled.in_ten_turns() == 0
+    polled.start()
+    await polled.has_landed(3)
+    assert await polled.in_ten_turns() == 10
+    polled.now_s += LINGER_S
+    await turns()
+    assert await polled.in_ten_turns() == 0
 
 
 class Prompt:
@@ -360,20 +362,17 @@ class Prompt:
         return False
 
 
-@pytest.mark.parametrize("by_thread", [False, True])
-async def test_the_loop_stays_awake_only_after_a_batch_that_it_polled(by_thread: bool) -> None:
-    engine, landed = Prompt(by_thread), list[BatchInFlight]()
+async def test_a_result_that_a_thread_has_before_it_is_polled_keeps_nobody_awake() -> None:
+    engine, landed = Prompt(by_thread=True), list[BatchInFlight]()
     in_flight = InFlight(engine, lambda batch, result: landed.append(batch), lambda: 5.0)
     in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert len(landed) == 1
-    assert engine.num_polls == (1 if by_thread else 10)
-    in_flight._clock = lambda: 5.0 + LINGER_S  # or this loop would stay awake for ever
+    await turns()
+    assert (len(landed), engine.num_polls) == (1, 1)
 
 
 async def test_polling_goes_on_after_a_fault_of_who_is_told() -> None:
     engine, landed = Prompt(by_thread=False), list[BatchInFlight]()
+    now_s = 5.0
 
     def land(batch: BatchInFlight, result: BatchResult) -> None:
         landed.append(batch)
@@ -382,8 +381,10 @@ async def test_polling_goes_on_after_a_fault_of_who_is_told() -> None:
 
     faults: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context["exception"]))
-    in_flight = InFlight(engine, land, time.monotonic)
+    in_flight = InFlight(engine, land, lambda: now_s)
     for _ in range(2):
         in_flight.start(BatchInFlight([], make_batch(), 0.0, 0.0))
-        await asyncio.sleep(3 * LINGER_S)
+        await turns()
+        now_s += LINGER_S
+        await turns()
     assert len(landed) == 2 and len(faults) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from functools import partial
 
 import pytest
@@ -208,45 +207,3 @@ def test_releasing_what_is_not_bound_is_a_bug() -> None:
     for number in (1, 99):
         with pytest.raises(ValueError, match="expected one that 1 sequences have bound"):
             rig.registry.release(number)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_churn(seed: int) -> None:
-    """Loads, sequences, batches and unloads of few names with changing contents: a sequence always reads the content
-    that it was opened with."""
-    rig, draw = Rig(limit_bytes=60, num_slots=3), random.Random(seed)
-    sequences: list[tuple[int, bytes]] = []
-    batches: list[tuple[int, int]] = []
-    num_read = 0
-    for turn in range(3000):
-        name = draw.choice("abcdefgh")
-        action = draw.random()
-        try:
-            if action < 0.2:
-                rig.load(name, b"%s %d" % (name.encode(), turn // 50), draw.choice([5, 10, 20]), draw.random() < 0.05)
-            elif action < 0.4 and len(sequences) < 12:
-                number = rig.registry.bind(name)
-                sequences.append((number, rig.registry.content(number).content_hash))
-            elif action < 0.45:
-                rig.registry.unload(name, drain=draw.random() < 0.5)
-        except RequestError:
-            pass
-        if sequences and draw.random() < 0.5:
-            number, content = draw.choice(sequences)
-            slot = rig.registry.places.acquire(number, rig.registry.content(number))
-            if slot is not None:
-                assert rig.device.slots[slot] == content == rig.registry.content(number).content_hash
-                batches.append((number, slot))
-                rig.device.used.append(slot)
-                num_read += 1
-        if batches and draw.random() < 0.5:
-            number, slot = batches.pop(0)
-            rig.device.used.remove(slot)
-            rig.places.release([number])
-        if rig.device.running and draw.random() < 0.6:
-            rig.device.finish(draw.randrange(len(rig.device.running)))
-        if sequences and draw.random() < 0.15:
-            number, _ = sequences.pop(draw.randrange(len(sequences)))
-            rig.registry.release(number)
-        rig.registry.check_integrity()
-    assert num_read > 100

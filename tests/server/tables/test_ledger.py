@@ -48,7 +48,7 @@ def judge_both(ledger: StepLedger, request: StepRequest, slots: list[int]) -> Ad
     return plain
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_short_way_admits_as_the_long_way(data: st.DataObject) -> None:
     ledger = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT)

@@ -1,0 +1,132 @@
+"""The life of sequences: opened once by a token, with lines of their own, leased, and ended when nothing runs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from rigs.scheduler_rig import DECODE, Rig, outputs, reason, refuses, turns
+
+from deltaline_server.errors import Reason
+from deltaline_server.tables.sequence import SequenceState
+
+TOKEN = b"0123456789abcdef"
+
+
+def pass_time(rig: Rig, seconds: int) -> None:
+    """Seconds of a server that reaps in each of them."""
+    for _ in range(seconds):
+        rig.now += 1.0
+        rig.table.reap()
+
+
+async def test_lines_are_zeroed_when_handed_out_and_capacity_is_told() -> None:
+    rig = Rig(slots=2)
+    a, _ = rig.open(2)
+    with refuses(Reason.NO_FREE_LINES) as full:
+        rig.open()
+    assert full.value.refusal.retry_after_s
+    rig.close(a)
+    (c,) = rig.open()
+    assert rig.zeroed == [1, 2, 1] and c != a and c % (1 << 24) == a % (1 << 24)
+    for step, read_line in ((1, 0), (2, 1)):  # a fresh sequence reads the null line
+        await rig.step((c, DECODE, step, step - 1, -1, [7]))
+        assert rig.engine.batches[-1].control[1, 0] == read_line
+
+
+def test_the_same_open_token_returns_the_same_handles() -> None:
+    rig = Rig()
+    first = rig.table.open(2, token=TOKEN).handles
+    assert rig.table.open(2, token=TOKEN).handles.tolist() == first.tolist() and rig.table.num_open == 2
+    with refuses(Reason.INVALID_REQUEST):
+        rig.table.open(3, token=TOKEN)
+    rig.now += 61
+    assert rig.table.open(2, token=TOKEN).handles.tolist() != first.tolist()
+
+
+async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
+    rig = Rig(eager=False)
+    (a,) = rig.open()
+    running = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    await asyncio.sleep(0)
+    assert rig.close(a) == [SequenceState.CLOSING]
+    rig.now += 1000
+    rig.table.reap()
+    assert rig.lines.num_used == 1
+    assert reason(await rig.submit(rig.request((a, DECODE, 2, 1, -1, [1])))) is Reason.SEQUENCE_CLOSED
+    rig.engine.run()
+    assert outputs(await running) == [1]
+    await rig.scheduler.drained()
+    assert rig.lines.num_used == 0
+    assert rig.close(a) == [SequenceState.CLOSED]
+    rig.table.check_integrity()
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+
+async def test_leases_expire_renew_and_survive_a_stall() -> None:
+    rig = Rig()
+    a, b = rig.open(2)
+    epoch, table, handles = rig.table.server_epoch, rig.table, np.array([a, b], dtype=np.uint64)
+    pass_time(rig, 40)
+    await rig.step((a, DECODE, 1, 0, -1, [1]))
+    pass_time(rig, 30)
+    assert table.describe(epoch, handles)[1].state is SequenceState.EXPIRED
+    assert reason(await rig.step((b, DECODE, 1, 0, -1, [1]))) is Reason.SEQUENCE_EXPIRED
+    assert table.renew(epoch, handles, 100.0) == [SequenceState.OPEN, SequenceState.EXPIRED]
+    rig.now += 500.0  # the whole process stood still
+    assert table.reap() == 0
+    assert table.renew(epoch, handles[:1]) == [SequenceState.OPEN]
+    rig.now += 1.0
+    assert table.reap() == 0 and table.num_expired == 1
+    with refuses(Reason.INVALID_REQUEST):
+        table.renew(epoch, handles, 1e9)
+
+
+async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
+    rig = Rig(eager=False)
+    (a,) = rig.open()
+    handles, epoch = np.array([a], dtype=np.uint64), rig.table.server_epoch
+
+    def left() -> float:
+        return rig.table.describe(epoch, handles)[0].lease_remaining_s
+
+    rig.table.renew(epoch, handles, 5.0)
+    assert left() == 5.0
+    rig.table.renew(epoch, handles)
+    assert left() == 60.0
+    rig.now += 50.0
+    begun = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1])))
+    assert left() == 60.0  # a step that is taken renews, before it is done
+    rig.engine.run()
+    await begun
+    rig.table.renew(epoch, handles, 600.0)
+    running = rig.submit(rig.request((a, DECODE, 2, 1, -1, [1])))
+    assert left() == 600.0
+    await asyncio.sleep(0)
+    rig.now += 590.0
+    rig.engine.run()
+    await running
+    rig.scheduler.settle()
+    assert left() == 60.0
+
+
+async def test_a_step_that_is_refused_after_it_was_taken_has_renewed_the_lease() -> None:
+    """Else a sequence could expire behind a refusal that asks for the same step again."""
+    rig = Rig(eager=False)
+    a, b = rig.open(2)
+    futures = []
+    for step in (1, 2):  # as many batches as the engine takes
+        futures.append(rig.submit(rig.request((b, DECODE, step, step - 1, -1, [1]))))
+        await turns(3)
+    rig.now += 59.0
+    late = rig.submit(rig.request((a, DECODE, 1, 0, -1, [2]), deadline_s=rig.now + 0.5))
+    rig.table.reap()
+    pass_time(rig, 1)
+    rig.engine.release()
+    assert reason(await late) is Reason.QUEUE_DEADLINE
+    pass_time(rig, 1)
+    again = await rig.step((a, DECODE, 1, 0, -1, [2]))
+    assert reason(again) is None and outputs(again) == [2]
+    await asyncio.gather(*futures)
