@@ -138,13 +138,13 @@ def test_what_is_not_supported_is_refused(text: str) -> None:
 )
 def test_the_work_of_a_hostile_pattern_is_bounded(text: str) -> None:
     names = [f"{'ab' * 40}{i}{'a' * 60}" for i in range(2000)]
-    begin_s = time.process_time()
+    begin_s = time.thread_time()
     try:
         pattern = NamePattern(text, Work(STEPS))
         assert not any(pattern.matches(name) for name in names)
     except ModelError as error:
         assert re.search("too many steps|written out|single repetitions", str(error))
-    assert time.process_time() - begin_s < 2.0
+    assert time.thread_time() - begin_s < 10.0  # without a bound minutes
 
 
 def test_names_with_other_characters_match_nothing_but_are_no_error() -> None:
