@@ -62,7 +62,8 @@ class MemoryTensors:
         return list(self.tensors)
 
     def info(self, name: str) -> TensorInfo:
-        return TensorInfo("memory", tuple(self.tensors[name].shape), "F32")
+        tensor = self.tensors[name]
+        return TensorInfo("memory", tuple(tensor.shape), "I8" if tensor.dtype is torch.int8 else "F32")
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         tensor = self.tensors[name]

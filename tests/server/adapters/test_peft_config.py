@@ -155,16 +155,17 @@ def test_what_cannot_be_honoured_is_refused_by_its_key(case: str) -> None:
     assert str(error.value).startswith(message)
 
 
+TEXT = st.text("aZ0._*()[]{}\\ \n\0\u00e4\ud800", max_size=8)
 JSON = st.recursive(
     st.one_of(
         st.none(),
         st.booleans(),
         st.integers(),
         st.floats(),
-        st.text(max_size=8),
+        TEXT,
         st.sampled_from(["all-linear", "\ud800", "a" * 5000, "none", 10**400, 10**30, "(a*)*", "up_proj"]),
     ),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
     max_leaves=6,
 )
 
