@@ -179,15 +179,20 @@ def test_modules_that_are_not_served_are_passed_over_and_counted() -> None:
 
 
 def test_experts_are_passed_over_where_they_are_not_served() -> None:
-    config = ModelConfig.from_mapping(
-        {**NEXT_WITH_EXPERTS, "num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
-    )
-    base = base_weights(NEXT)
-    tensors = adapter_tensors(base, modules(NEXT)[:3])
-    tensors[f"{PREFIX}model.layers.0.mlp.experts.3.up_proj.lora_A.weight"] = torch.randn(3, 24)
-    tensors[f"{PREFIX}model.layers.0.mlp.experts.3.up_proj.lora_B.weight"] = torch.randn(9, 3)
-    made = plan(config, adapter_config(), tensors, scope=Scope.MIXER)
-    assert made.load(None, poisoned).num_elsewhere == 1
+    config = ModelConfig.from_mapping(CONFIG | {"num_experts": 8})
+    tensors = with_magnitudes(adapter_tensors(base_weights(NEXT), modules(NEXT)[:3]))
+    stem = f"{PREFIX}model.layers.0.mlp.experts.3.up_proj."
+    expert = {"lora_A.weight": (3, 24), "lora_B.weight": (9, 3), "lora_magnitude_vector": (9,)}
+    tensors |= {stem + part: torch.randn(shape) for part, shape in expert.items()}
+    made = plan(config, adapter_config(use_dora=True), tensors, scope=Scope.MIXER)
+    assert made.load(LayerLoader(base_weights(NEXT), config, [0, 1], Scope.MIXER, WHOLE), poisoned).num_elsewhere == 1
+    with pytest.raises(ModelError, match=r"lora_magnitude_vector': expected shape \[9\], got \[8\]"):
+        plan(
+            config,
+            adapter_config(use_dora=True),
+            tensors | {stem + "lora_magnitude_vector": torch.randn(8)},
+            Scope.MIXER,
+        )
 
 
 def test_what_is_passed_over_is_not_held_in_memory(tmp_path: Path) -> None:
@@ -227,18 +232,6 @@ def test_what_a_model_has_beside_its_layers_is_passed_over_and_a_part_of_the_has
         plan(QWEN3_5, adapter_config(), seeing)
 
 
-NEXT_WITH_EXPERTS = {
-    "model_type": "qwen3_next",
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "rms_norm_eps": 1e-6,
-    "num_experts": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 4,
-    "linear_conv_kernel_dim": 4,
-}
 STEM = f"{PREFIX}model.layers.1."
 A, B = ".lora_A.weight", ".lora_B.weight"
 BAD_NAMES = {
@@ -270,34 +263,29 @@ def test_a_tensor_that_matches_nothing_is_refused_by_name(case: str) -> None:
     assert BAD_NAMES[case][:40] in str(error.value)
 
 
-def test_a_tensor_of_a_module_that_the_config_leaves_out_is_refused_by_name() -> None:
-    base = base_weights(NEXT)
-    tensors = adapter_tensors(base, modules(NEXT))
-    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj\.lora_A.*target_modules leaves out"):
-        plan(NEXT, adapter_config(exclude_modules=["up_proj"]), tensors)
+UP = STEM + "mlp.up_proj."
+# What is missing of an adapter, the changes of its config, and what is refused.
+INCOMPLETE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a module left out": ("no tensor", {"exclude_modules": ["up_proj"]}, r"up_proj\.lora_A.*target_modules leaves out"),
+    "no A": (UP + "lora_A", {}, r"^model\.layers\.1\.mlp\.up_proj\.lora_A\.weight: expected a tensor, found nothing$"),
+    "no B": (UP + "lora_B", {}, r"^model\.layers\.1\.mlp\.up_proj\.lora_B\.weight: expected a tensor, found nothing$"),
+    "no magnitude": (
+        UP + "lora_mag",
+        {},
+        r"^model\.layers\.1\.mlp\.up_proj\.lora_magnitude_vector: expected a tensor, fo",
+    ),
+    "no tensors": (UP, {}, r"^model\.layers\.1\.mlp\.up_proj: expected tensors, as target_modules names"),
+    "no DoRA": ("no tensor", {"use_dora": False}, r"lora_magnitude_vector: expected none, as use_dora is off"),
+}
 
 
-@pytest.mark.parametrize("part", ["lora_A.weight", "lora_B.weight", "lora_magnitude_vector"])
-def test_a_missing_tensor_is_named(part: str) -> None:
+@pytest.mark.parametrize("case", INCOMPLETE)
+def test_tensors_that_the_config_does_not_ask_for_or_that_are_missing_are_named(case: str) -> None:
+    missing, changes, message = INCOMPLETE[case]
     tensors = with_magnitudes(adapter_tensors(base_weights(NEXT), modules(NEXT)))
-    del tensors[f"{STEM}mlp.up_proj.{part}"]
-    with pytest.raises(
-        ModelError, match=rf"^model\.layers\.1\.mlp\.up_proj\.{part}: expected a tensor, found nothing$"
-    ):
-        plan(NEXT, adapter_config(use_dora=True), tensors)
-
-
-def test_a_module_without_tensors_is_named() -> None:
-    tensors = adapter_tensors(base_weights(NEXT), modules(NEXT))
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(STEM + "mlp.up_proj")}
-    with pytest.raises(ModelError, match=r"^model\.layers\.1\.mlp\.up_proj: expected tensors, as target_modules names"):
-        plan(NEXT, adapter_config(), tensors)
-
-
-def test_a_magnitude_without_dora_is_named() -> None:
-    tensors = with_magnitudes(adapter_tensors(base_weights(NEXT), modules(NEXT)))
-    with pytest.raises(ModelError, match=r"lora_magnitude_vector: expected none, as use_dora is off"):
-        plan(NEXT, adapter_config(), tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(missing)}
+    with pytest.raises(ModelError, match=message):
+        plan(NEXT, adapter_config(**{"use_dora": True} | changes), tensors)
 
 
 @pytest.mark.parametrize(

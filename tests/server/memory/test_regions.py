@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rigs.adapter_rig import Clock
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.memory import regions as regions_module
@@ -25,16 +26,6 @@ from deltaline_server.memory.regions import MAX_REGIONS, NONCE_BYTES, Region, Re
 
 PAGE = mmap.PAGESIZE
 F32 = np.dtype(np.float32)
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class RecordedPinning:
