@@ -16,7 +16,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from deltaline_server.adapters.copier import AdapterCopier
+from deltaline_server.adapters.files import AdapterPlan, BaseRows
+from deltaline_server.adapters.peft_config import AdapterConfig
+from deltaline_server.adapters.root import AdapterRoot
 from deltaline_server.checkpoints.checkpoint import TensorInfo
+from deltaline_server.checkpoints.tensor_file import MemoryBytes, TensorFile
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore
@@ -58,7 +62,8 @@ class MemoryTensors:
         return list(self.tensors)
 
     def info(self, name: str) -> TensorInfo:
-        return TensorInfo("memory", tuple(self.tensors[name].shape), "F32")
+        tensor = self.tensors[name]
+        return TensorInfo("memory", tuple(tensor.shape), "I8" if tensor.dtype is torch.int8 else "F32")
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         tensor = self.tensors[name]
@@ -194,6 +199,26 @@ def fill_slots(store: AdapterStore, adapters: Mapping[int, Adapter]) -> None:
         done.get(timeout=60)()
     copier.close()
     assert copied == [True] * len(adapters)
+
+
+def plan_adapter(layout: AdapterLayout, raw: Mapping[str, Any], tensors: dict[str, Tensor]) -> AdapterPlan:
+    """Plan to load an adapter for a model, from the bytes of its files."""
+    file = TensorFile(MemoryBytes(bytearray(save(tensors)), "adapter_model.safetensors"))
+    return AdapterPlan(AdapterConfig.parse(json.dumps(raw).encode()), file, layout)
+
+
+def load_directory(directory: Path, layout: AdapterLayout, base: BaseRows) -> Adapter:
+    """Load an adapter from its directory, as a server does from its folder."""
+    root = AdapterRoot(directory.parent)
+    with root.open(directory.name) as (config, tensors):
+        adapter = AdapterPlan(AdapterConfig.parse(config), TensorFile(tensors), layout).load(base, poisoned)
+    root.close()
+    return adapter
+
+
+def poisoned(num_bytes: int) -> Tensor:
+    """Host memory in which every float of any width is NaN."""
+    return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
 
 def write_adapter(directory: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:

@@ -23,6 +23,8 @@ REST_S = 5e-5
 STEPS_PER_MATCH = 4
 INSTRUCTIONS_PER_STEP = 256
 
+# Left out is what RE2 takes and Python refuses or reads otherwise: (?P<1>a), \z, \pL, [[:alpha:]], [\d-z], ^*, a{,},
+# a{1000000000}; and with it the other escapes and groups. Bad ranges and products of counts are RE2's to refuse.
 # Possessive throughout: it reads a text once.
 _SUPPORTED = re.compile(
     r"""(?: [|^$]
@@ -32,7 +34,7 @@ _SUPPORTED = re.compile(
         | \[\^?+\]?+(?:\\[dwsDWS](?!-[^\]])|\\[^0-9A-Za-z]|[^\\\[\]])*+\]
         | [\])]
       )
-      (?:(?:[*+?]|\{(?:\d{1,3}(?:,\d{0,3})?|,\d{1,3})\})\??(?![*+?{]))?+
+      (?:(?:[*+?]|\{(?:\d{1,3}(?:,\d{0,3})?|,\d{1,3})\})\??)?+
     )*+""",
     re.VERBOSE,
 )
@@ -81,7 +83,7 @@ class NamePattern:
         options.encoding, options.max_mem = re2.Options.Encoding.LATIN1, MAX_BYTES
         options.never_capture, options.log_errors = True, False
         try:
-            self._expression = re2.compile(_NO_LEAST_COUNT.sub(_least_count, text).encode(), options)
+            self._expression = re2.compile(_NO_LEAST_COUNT.sub(lambda found: found[1] or "{0,", text).encode(), options)
         except re2.error as error:
             why = error.args[0].decode()
             raise ModelError(
@@ -95,7 +97,3 @@ class NamePattern:
         """Whether the whole name matches. Raises ModelError when the work of the file is used up."""
         self._work.spend(STEPS_PER_MATCH + len(name) * self._size // INSTRUCTIONS_PER_STEP)
         return name.isascii() and self._expression.fullmatch(name.encode()) is not None
-
-
-def _least_count(found: re.Match[str]) -> str:
-    return found[1] or "{0,"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltaline_server.adapters.name_pattern import MAX_CHARS, NamePattern, Work
+from deltaline_server.adapters.name_pattern import MAX_CHARS, STEPS_PER_TURN, NamePattern, Work
 from deltaline_server.checkpoints.config_reader import ModelError
 
 STEPS = 1 << 20
@@ -66,7 +66,7 @@ SUFFIXES = ["*", "+", "?", "{2}", "{1,2}", "{,2}", "{1,}", "*?", "+?"]
     ),
     st.lists(st.text("ab.1_", max_size=8), min_size=1, max_size=8),
 )
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None)
 def test_any_pattern_means_what_pythons_means(text: str, names: list[str]) -> None:
     pattern, python = NamePattern(text, Work(STEPS)), re.compile(text)
     assert [pattern.matches(name) for name in names] == [bool(python.fullmatch(name)) for name in names]
@@ -138,13 +138,13 @@ def test_what_is_not_supported_is_refused(text: str) -> None:
 )
 def test_the_work_of_a_hostile_pattern_is_bounded(text: str) -> None:
     names = [f"{'ab' * 40}{i}{'a' * 60}" for i in range(2000)]
-    begin_s = time.process_time()
+    begin_s = time.thread_time()
     try:
         pattern = NamePattern(text, Work(STEPS))
         assert not any(pattern.matches(name) for name in names)
     except ModelError as error:
         assert re.search("too many steps|written out|single repetitions", str(error))
-    assert time.process_time() - begin_s < 2.0
+    assert time.thread_time() - begin_s < 10.0  # without a bound minutes
 
 
 def test_names_with_other_characters_match_nothing_but_are_no_error() -> None:
@@ -158,18 +158,12 @@ def test_work_is_shared_by_the_patterns_of_a_file() -> None:
         [pattern.matches("a" * 300) for pattern in patterns for _ in range(3)]
 
 
-def test_other_threads_run_beside_the_work() -> None:
+def test_the_thread_rests_between_turns_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that serves gives up the interpreter at every operation of the device, and has to get it back."""
-
-    def work_hard() -> None:
-        for i in range(64):
-            NamePattern("(.*.*.*.*.*a|.*.*.*b)*" * 20 + str(i), work)
-
-    work, worker = Work(STEPS), threading.Thread(target=work_hard)
-    worker.start()
-    turns, begin_s = 0, time.perf_counter()
-    while worker.is_alive():
-        time.sleep(0)
-        turns += 1
-    # Python itself takes the interpreter from a thread after 5 ms.
-    assert (time.perf_counter() - begin_s) / turns < 3e-3
+    left, rests, work = STEPS, list[int](), Work(STEPS)
+    monkeypatch.setattr(time, "sleep", lambda _: rests.append(left))
+    while left:
+        left -= 512
+        work.spend(512)
+    turns = [before - after for before, after in pairwise([STEPS, *rests])]
+    assert turns and max(turns) <= STEPS_PER_TURN + 512

@@ -46,32 +46,21 @@ def test_a_single_file_is_read_by_slice(tmp_path: Path) -> None:
 
 
 def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
-    tensors = write_shards(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    """Those that nobody asks for may be absent; a tensor that the index promises must be in its file."""
+    files = {"a": "one.safetensors", "b": "two.safetensors", "c": "three.safetensors"}
+    tensors = write_shards(tmp_path, files)
+    (tmp_path / "three.safetensors").unlink()
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": files | {"d": "one.safetensors"}}))
     with Checkpoint(tmp_path) as checkpoint:
         assert checkpoint.info("b").file == "two.safetensors"
-        assert all(torch.equal(checkpoint.read(name, ALL, ALL), tensor) for name, tensor in tensors.items())
-
-
-def test_shards_that_nobody_asks_for_may_be_absent(tmp_path: Path) -> None:
-    tensors = write_shards(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
-    (tmp_path / "two.safetensors").unlink()
-    with Checkpoint(tmp_path) as checkpoint:
-        assert torch.equal(checkpoint.read("a", ALL, ALL), tensors["a"])
-        with pytest.raises(ModelError, match=r"^two\.safetensors: can't be read"):
-            checkpoint.info("b")
-
-
-def test_a_tensor_that_the_index_promises_must_be_there(tmp_path: Path) -> None:
-    write_shards(tmp_path, {"a": "one.safetensors"})
-    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
-    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match=r"^b: expected in one\.safetensors"):
-        checkpoint.info("b")
-
-
-def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
-    write_shards(tmp_path, {"a": "one.safetensors"})
-    with Checkpoint(tmp_path) as checkpoint, pytest.raises(ModelError, match=r"^c: expected in the checkpoint"):
-        checkpoint.read("c", ALL, ALL)
+        assert all(torch.equal(checkpoint.read(name, ALL, ALL), tensors[name]) for name in "ab")
+        for name, message in (
+            ("c", r"^three\.safetensors: can't be read"),
+            ("d", r"^d: expected in one\.safetensors"),
+            ("e", r"^e: expected in the checkpoint"),
+        ):
+            with pytest.raises(ModelError, match=message):
+                checkpoint.info(name)
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt"])

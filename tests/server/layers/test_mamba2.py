@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.layer_weights import dense
-from server.layers.test_layers import HIDDEN, MAX_DRAFT, Oracle, assert_close, assert_same_state, serve
+from rigs.layer_oracle import MAX_DRAFT, Oracle, assert_close, assert_same_state, serve
+from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.modules import Placement
-from deltaline_server.layers.mamba2 import Mamba2
-from deltaline_server.models.config import ModelConfig, Scope
+from deltaline_server.layers.block import Residual
+from deltaline_server.models.config import Scope
 from deltaline_server.models.model import load_model
-from deltaline_server.models.weights import LayerLoader
 
+HIDDEN = 256
 HYBRID = ["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention"]
-SPANS = [range(0, 1), range(3, 5)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +37,11 @@ def make_oracle(tmp_path: Path, write_checkpoint: Callable[..., Any]) -> Callabl
     return make
 
 
-@pytest.mark.parametrize("model_type", ["mamba2", "nemotron_h"])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
-def test_biases_of_projections_and_convolution(
-    make_oracle: Callable[..., Oracle], device: str, model_type: str, has_bias: bool
-) -> None:
-    oracle = make_oracle(model_type, use_bias=has_bias, use_conv_bias=not has_bias)
+def test_a_bias_of_projections_alone(make_oracle: Callable[..., Oracle], device: str) -> None:
+    oracle = make_oracle("mamba2", use_bias=True, use_conv_bias=False)
     served, cache, hidden = serve(oracle.options(device)), oracle.cache(), torch.randn(41, HIDDEN)
-    ours = [served.step(hidden[:40], [1], [40], read_line=[0]), served.step(hidden[40:], [1], [1])]
-    theirs = [oracle.run(range(2), Scope.BLOCK, part, cache) for part in hidden.split([40, 1])]
-    assert_close(torch.cat(ours), torch.cat(theirs))
+    ours = [served.step(part, [1], [len(part)]) for part in hidden.split([40, 1])]
+    assert_close(torch.cat(ours), oracle.run(range(2), hidden, cache))
     assert_same_state(served, 1, cache, range(2))
 
 
@@ -63,101 +55,46 @@ def test_time_steps_are_clamped_in_every_kind_of_row(
     """The checkpoint's model clamps them in a prefill alone: so that is what a whole sequence is compared with."""
     oracle = make_oracle(model_type, **limits)
     served, cache, hidden = serve(oracle.options(device)), oracle.cache(), torch.randn(20, HIDDEN)
-    ours = [served.step(hidden[:12], [1], [12], read_line=[0]), served.step(hidden[12:13], [1], [1])]
-    ours.append(served.step(hidden[13:17], [1], [MAX_DRAFT], num_committed=[0]))
-    ours.append(served.step(hidden[17:], [1], [3], num_replayed=[MAX_DRAFT], draft_half=[1]))
-    assert_close(torch.cat(ours), oracle.run(range(2), Scope.BLOCK, hidden, cache))
+    ours = [served.step(hidden[:12], [1], [12]), served.step(hidden[12:13], [1], [1])]
+    ours.append(served.step(hidden[13:17], [1], [MAX_DRAFT], verify=True))
+    ours.append(served.step(hidden[17:], [1], [3], accepted=MAX_DRAFT))
+    assert_close(torch.cat(ours), oracle.run(range(2), hidden, cache))
     assert_same_state(served, 1, cache, range(2))
 
 
 @pytest.mark.parametrize("in_fp32", [False, True], ids=["own-dtype", "fp32"])
 def test_residuals_have_the_dtype_that_the_config_asks_for(
-    make_oracle: Callable[..., Oracle], device: str, in_fp32: bool
+    make_oracle: Callable[..., Oracle], device: str, monkeypatch: pytest.MonkeyPatch, in_fp32: bool
 ) -> None:
     oracle = make_oracle("mamba2", layers=1, dtype="bfloat16", residual_in_fp32=in_fp32)
-    served, hidden = serve(oracle.options(device)), 64 * torch.randn(40, HIDDEN).bfloat16()
-    stack: Any = served.model._stacks[0]
-    block = stack._layers[0]
-    dtypes: list[torch.dtype] = []
-    forward = block.forward
+    served, hidden, dtypes = serve(oracle.options(device)), 64 * torch.randn(40, HIDDEN).bfloat16(), []
+    forward = Residual.forward
 
-    def spy(*inputs: Any) -> torch.Tensor:
-        made: torch.Tensor = forward(*inputs)
+    def spy(self: Residual, *inputs: Any) -> Tensor:
+        made = forward(self, *inputs)
         dtypes.append(made.dtype)
         return made
 
-    block.forward = spy
-    ours = served.step(hidden, [1], [40], read_line=[0])
+    monkeypatch.setattr(Residual, "forward", spy)
+    ours = served.step(hidden, [1], [40])
     assert dtypes == [torch.float32 if in_fp32 else torch.bfloat16]
-    assert ours.dtype is torch.bfloat16
-    assert_close(ours, oracle.run(range(1), Scope.BLOCK, hidden, None), tolerance=2e-2)
+    assert_close(ours, oracle.run(range(1), hidden), tolerance=2e-2)
 
 
 @pytest.mark.parametrize("scope", list(Scope))
 def test_the_mamba_layers_of_a_hybrid(make_oracle: Callable[..., Oracle], device: str, scope: Scope) -> None:
-    oracle = make_oracle("nemotron_h", layers_block_type=HYBRID)
-    spans = SPANS if scope is Scope.BLOCK else [range(3, 4)]
-    served = serve(oracle.options(device, scope=scope, spans=spans[-1:]))
-    cache, hidden = oracle.cache(), torch.randn(70, HIDDEN)
-    ours = served.step(hidden, [1], [70], read_line=[0])
-    assert_close(ours, oracle.run(spans[-1], scope, hidden, cache))
-    assert_same_state(served, 1, cache, spans[-1])
-
-
-def test_several_spans_of_a_hybrid(make_oracle: Callable[..., Oracle]) -> None:
-    oracle = make_oracle("nemotron_h", layers_block_type=HYBRID)
-    model = load_model(oracle.options("cpu", spans=SPANS))
-    assert (model.spans, model.num_layers) == (tuple(SPANS), 3)
+    oracle, hidden = make_oracle("nemotron_h", layers_block_type=HYBRID), torch.randn(70, HIDDEN)
+    spans = [range(0, 1), range(3, 5) if scope is Scope.BLOCK else range(3, 4)]
+    served = serve(oracle.options(device, scope=scope, spans=spans))
+    for number, span in enumerate(spans):
+        assert_close(served.step(hidden, [1], [70], span=number), oracle.run(span, hidden, scope=scope))
 
 
 @pytest.mark.parametrize(("layer", "got"), [(1, "an MLP alone"), (2, "attention")])
 def test_other_layers_of_a_hybrid_are_refused_by_name(make_oracle: Callable[..., Oracle], layer: int, got: str) -> None:
     oracle = make_oracle("nemotron_h", layers_block_type=HYBRID)
     with pytest.raises(ModelError, match=rf"^layer {layer}: expected mamba2, got {got}"):
-        load_model(oracle.options("cpu", layers=range(layer, layer + 1)))
-
-
-def mixer_of(oracle: Oracle, rank: int, world_size: int) -> Mamba2:
-    config = ModelConfig.from_directory(oracle.directory)
-    placement = Placement(torch.device("cpu"), torch.float32, rank, world_size)
-    with Checkpoint(oracle.directory) as checkpoint:
-        mixer = LayerLoader(checkpoint, config, [1], Scope.BLOCK, placement).mixer(1, {})
-    assert isinstance(mixer, Mamba2)
-    return mixer
-
-
-def test_the_shares_of_two_ranks_make_the_whole(make_oracle: Callable[..., Oracle]) -> None:
-    oracle = make_oracle("nemotron_h", use_bias=True)
-    whole, *ranks = mixer_of(oracle, 0, 1), mixer_of(oracle, 0, 2), mixer_of(oracle, 1, 2)
-    heads, values, keys = 4, 4 * 64, 2 * 64
-    for tensor, dim, sizes in (
-        (lambda mixer: dense(mixer.in_proj), 0, (values, values, keys, keys, heads)),
-        (lambda mixer: mixer.in_proj.bias, 0, (values, values, keys, keys, heads)),
-        (lambda mixer: mixer.conv, 1, (values, keys, keys)),
-        (lambda mixer: mixer.conv_bias, 0, (values, keys, keys)),
-    ):
-        parts = [tensor(rank).split([size // 2 for size in sizes], dim=dim) for rank in ranks]
-        joined = torch.cat([torch.cat(pair, dim=dim) for pair in zip(*parts, strict=True)], dim=dim)
-        assert torch.equal(joined, tensor(whole))
-    for name in ("A_log", "D", "dt_bias", "norm"):
-        assert torch.equal(torch.cat([getattr(rank, name) for rank in ranks]), getattr(whole, name))
-    assert torch.equal(torch.cat([dense(rank.out_proj) for rank in ranks], dim=1), dense(whole.out_proj))
-    assert whole.out_proj.bias is not None and ranks[0].out_proj.bias is not None
-    assert torch.equal(ranks[0].out_proj.bias, whole.out_proj.bias)
-    assert ranks[1].out_proj.bias is None
-    assert whole.norm.shape == (2, values // 2)
-
-
-def test_two_ranks_with_biases_sum_to_the_whole(make_oracle: Callable[..., Oracle], device: str) -> None:
-    oracle = make_oracle("nemotron_h", use_bias=True)
-    hidden = torch.randn(20, HIDDEN)
-    whole, *ranks = (
-        serve(oracle.options(device, scope=Scope.MIXER, layers=range(1, 2), rank=rank, world_size=world_size)).step(
-            hidden, [1], [20], read_line=[0]
-        )
-        for rank, world_size in ((0, 1), (0, 2), (1, 2))
-    )
-    assert_close(ranks[0] + ranks[1], whole, tolerance=1e-5)
+        load_model(oracle.options(layers=range(layer, layer + 1)))
 
 
 def test_a_row_that_is_not_finite_leaves_its_neighbours_alone(make_oracle: Callable[..., Oracle], device: str) -> None:
@@ -166,8 +103,10 @@ def test_a_row_that_is_not_finite_leaves_its_neighbours_alone(make_oracle: Calla
     hidden = torch.randn(tokens, HIDDEN)
     bad = hidden.clone()
     bad[1 : 1 + MAX_DRAFT] = torch.nan
-    fields = {"read_line": [0, 0, 0], "num_committed": [1, 0, 40]}
-    clean, poisoned = served.step(hidden, [1, 2, 3], lengths, **fields), again.step(bad, [1, 2, 3], lengths, **fields)
+    clean, poisoned = (
+        one.step(rows, [1, 2, 3], lengths, verify=[False, True, False])
+        for one, rows in ((served, hidden), (again, bad))
+    )
     assert poisoned[1 : 1 + MAX_DRAFT].isnan().all()
     for rows in (slice(0, 1), slice(1 + MAX_DRAFT, tokens)):
         assert torch.equal(poisoned[rows], clean[rows])

@@ -10,19 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.adapter_cases import fill_slots
-from server.layers.test_layers import assert_close
+from rigs.adapter_cases import fill_slots, load_directory
+from rigs.layer_oracle import MAX_DRAFT, Served, assert_close, serve
 from torch import Tensor
 
-from deltaline_kernels import Rows
-from deltaline_server.adapters.files import AdapterPlan
-from deltaline_server.adapters.peft_config import AdapterConfig
-from deltaline_server.adapters.root import AdapterRoot
-from deltaline_server.checkpoints.tensor_file import TensorFile
-from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.config import Scope
 from deltaline_server.models.lora_weights import Adapter
-from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, load_model, open_weights
+from deltaline_server.models.model import AdapterOptions, ModelOptions, open_weights
 
 # Modules that a model has not, or a pattern that matches none.
 pytestmark = [
@@ -30,13 +24,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning"),
 ]
 
-HIDDEN, MAX_DRAFT, NUM_LAYERS = 48, 4, 3
+HIDDEN, NUM_LAYERS = 48, 3
 MIXERS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"]
 MLPS = ["gate_proj", "up_proj", "down_proj"]
 ALL = MIXERS + MLPS
 # All in one batch.
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "plain": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "plain": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "exclude_modules": r".*layers\.0\..*|.*up_proj"},
     "rslora": {"r": 9, "lora_alpha": 6, "use_rslora": True, "target_modules": ALL},
     "patterns": {
         "r": 3,
@@ -47,7 +41,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"mlp.up_proj": 12},
     },
     "dora": {"r": 5, "lora_alpha": 10, "use_dora": True, "target_modules": ALL},
-    "mixers": {"r": 2, "lora_alpha": 8, "target_modules": MIXERS},
+    "mixers": {"r": 2, "lora_alpha": 8, "target_modules": MIXERS, "layers_to_transform": [0, 2]},
     "mlps": {"r": 8, "lora_alpha": 8, "use_dora": True, "use_rslora": True, "target_modules": MLPS},
     "parts": {"r": 6, "lora_alpha": 12, "use_dora": True, "target_modules": r".*\.(in_proj_ba?|up_proj)"},
     "one-layer": {"r": 16, "lora_alpha": 40, "target_modules": r".*layers\.2\..*_proj.*"},
@@ -76,7 +70,7 @@ class Tuned:
     def cache(self) -> Any:
         import transformers  # large, and absent where only the other tests run
 
-        return transformers.DynamicCache(config=self.models[""].config)
+        return transformers.DynamicCache(config=self.models[""].config.get_text_config())
 
     def run(self, name: str, hidden: Tensor, cache: Any, scope: Scope = Scope.BLOCK) -> Any:
         """Run all layers, in mixer scope the last one's, over one sequence's tokens `[n, hidden]` with an adapter."""
@@ -89,7 +83,7 @@ class Tuned:
         return x[0]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "qwen3_next"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
 def tuned(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, write_checkpoint: Callable[..., Any]
 ) -> Tuned:
@@ -102,8 +96,8 @@ def tuned(
         torch.manual_seed(5)
         for name, options in ADAPTERS.items():
             models[name] = copy.deepcopy(model)
-            # PEFT takes every qwen3_next for a mixture of experts, and leaves the MLP out.
-            models[name].config.model_type = "qwen3_5_text"
+            if request.param == "qwen3_next":  # PEFT takes it for a mixture of experts, and leaves the MLP out
+                models[name].config.model_type = "qwen3_5_text"
             wrapped = peft.get_peft_model(models[name], peft.LoraConfig(init_lora_weights=False, **options))
             for parameter_name, parameter in wrapped.named_parameters():
                 if "lora_magnitude" in parameter_name:
@@ -112,53 +106,32 @@ def tuned(
     return Tuned(models, directory)
 
 
-@dataclass
-class Served:
-    """A model with all adapters in its slots, and its state: the sequence of NAMES[i] has line i + 1."""
-
-    model: Model
-    adapters: dict[str, Adapter]
-
-    def __post_init__(self) -> None:
-        self.pool = self.model.make_pool(StateOptions(len(NAMES), MAX_DRAFT))
-
-    def step(
-        self, hidden: Sequence[Tensor], names: Sequence[str], lines: Sequence[int], **fields: list[int]
-    ) -> list[Tensor]:
-        """Run span 0 over rows of tokens; fields are those of Rows.build, else a plain commit of each row."""
-        lengths, zeros = [len(row) for row in hidden], [0] * len(lines)
-        values: dict[str, Any] = {"read_line": lines, "write_line": lines, "num_committed": lengths}
-        values |= {"num_replayed": zeros, "draft_half": zeros} | fields
-        device = self.model.device
-        rows = Rows.build(lengths, **values, max_short=MAX_DRAFT, device=device)
-        slots = torch.tensor([SLOTS[name] for name in names], dtype=torch.int32, device=device)
-        output = self.model.forward(0, torch.cat(list(hidden)).to(device), rows, self.pool, slots)
-        return list(output.cpu().split(lengths))
+def serve_all(
+    tuned: Tuned, device: str, names: Iterable[str] = ADAPTERS, **changes: Any
+) -> tuple[Served, dict[str, Adapter]]:
+    """A model with these adapters in their slots, and what was loaded for them."""
+    base, room = tuned.directory / "base", AdapterOptions(NUM_SLOTS, MAX_RANK)
+    options = ModelOptions(torch.device(device), model=base, adapters=room, **changes)
+    served = serve(options, lines=len(NAMES))
+    with open_weights(options) as weights:
+        adapters = {
+            name: load_directory(tuned.directory / "adapters" / name, served.model.layout, weights) for name in names
+        }
+    assert served.model.adapters is not None
+    fill_slots(served.model.adapters, {SLOTS[name]: adapter for name, adapter in adapters.items()})
+    return served, adapters
 
 
-def serve(tuned: Tuned, device: str, names: Iterable[str] = ADAPTERS, **changes: Any) -> Served:
-    options = ModelOptions(
-        torch.device(device),
-        model=tuned.directory / "base",
-        adapters=AdapterOptions(NUM_SLOTS, MAX_RANK),
-        **changes,
-    )
-    model, adapters = load_model(options), {}
-    root = AdapterRoot(tuned.directory / "adapters")
-    with open_weights(options) as base:
-        for name in names:
-            with root.open(name) as (config, tensors):
-                plan = AdapterPlan(AdapterConfig.parse(config, MAX_RANK), TensorFile(tensors), model.layout)
-                adapters[name] = plan.load(base, lambda size: torch.full((size,), 0xFF, dtype=torch.uint8))
-    root.close()
-    assert model.adapters is not None
-    fill_slots(model.adapters, {SLOTS[name]: adapter for name, adapter in adapters.items()})
-    return Served(model, adapters)
+def step(served: Served, rows: Sequence[Tensor], names: Sequence[str], lines: Sequence[int], **fields: Any) -> Any:
+    """What each row of tokens becomes under its adapter."""
+    lengths = [len(row) for row in rows]
+    made = served.step(torch.cat(list(rows)), lines, lengths, slots=[SLOTS[name] for name in names], **fields)
+    return made.split(lengths)
 
 
 def test_eight_adapters_and_base_rows_in_one_batch(tuned: Tuned, device: str) -> None:
     """Prefill, decode, verify and the replay of what was accepted, in batches of all sequences in changing order."""
-    served = serve(tuned, device)
+    served, _ = serve_all(tuned, device)
     caches = [tuned.cache() for _ in NAMES]
     order = list(range(len(NAMES)))
 
@@ -177,11 +150,11 @@ def test_eight_adapters_and_base_rows_in_one_batch(tuned: Tuned, device: str) ->
     lengths = [5, 70, 6, 33, 9, 7, 64, 12, 65, 8]
     prompts = [torch.randn(length, HIDDEN) for length in lengths]
     names, lines = turn(0)
-    check(served.step(prompts, names, lines, read_line=[0] * len(NAMES)), prompts, lengths)
+    check(step(served, prompts, names, lines), prompts, lengths)
 
     names, lines = turn(3)
     tokens = [torch.randn(1, HIDDEN) for _ in NAMES]
-    check(served.step(tokens, names, lines), tokens, [1] * len(NAMES))
+    check(step(served, tokens, names, lines), tokens, [1] * len(NAMES))
 
     names, lines = turn(4)
     lengths = [4, 1, 4, 4, 2, 1, 4, 3, 4, 4]
@@ -189,12 +162,11 @@ def test_eight_adapters_and_base_rows_in_one_batch(tuned: Tuned, device: str) ->
     accepted = [4, 0, 3, 2, 1, 0, 0, 2, 4, 1]
     drafts = [torch.randn(length, HIDDEN) for length in lengths]
     committed = [0 if verify else 1 for verify in is_verify]
-    ours = served.step(drafts, names, lines, num_committed=committed)
+    ours = step(served, drafts, names, lines, verify=is_verify)
     check(ours, drafts, [max(pair) for pair in zip(accepted, committed, strict=True)])
 
     tokens = [torch.randn(1, HIDDEN) for _ in NAMES]
-    halves = [int(verify) for verify in is_verify]
-    check(served.step(tokens, names, lines, num_replayed=accepted, draft_half=halves), tokens, [1] * len(NAMES))
+    check(step(served, tokens, names, lines, accepted=accepted), tokens, [1] * len(NAMES))
 
 
 def test_every_adapter_matters(tuned: Tuned) -> None:
@@ -205,26 +177,15 @@ def test_every_adapter_matters(tuned: Tuned) -> None:
         assert float((outputs[name] - outputs[""]).norm() / outputs[""].norm()) > 0.05
 
 
-def test_mixers_alone(tuned: Tuned, device: str) -> None:
-    names = [name for name in NAMES if name != "mlps"]
-    served = serve(tuned, device, filter(None, names), scope=Scope.MIXER, spans=[range(2, 3)])
-    rows = [torch.randn(6 + i, HIDDEN) for i in range(len(names))]
-    lines = list(range(1, len(names) + 1))
-    ours = served.step(rows, names, lines, read_line=[0] * len(names))
-    for own, name, row in zip(ours, names, rows, strict=True):
-        assert_close(own, tuned.run(name, row, tuned.cache(), Scope.MIXER))
-
-
 def test_the_outputs_of_two_ranks_sum_to_the_whole(tuned: Tuned, device: str) -> None:
-    """What adapters add, and what DoRA multiplies, is dealt out with the heads."""
+    """In mixer scope. What adapters add, and what DoRA multiplies, is dealt out with the heads."""
     names = [name for name in NAMES if name != "mlps"]
-    rows = [torch.randn(6 + i, HIDDEN) for i in range(len(names))]
-    lines, fresh = list(range(1, len(names) + 1)), [0] * len(names)
+    rows, lines = [torch.randn(6 + i, HIDDEN) for i in range(len(names))], list(range(1, len(names) + 1))
     sums = [torch.zeros_like(row) for row in rows]
     for rank in (0, 1):
         options = {"scope": Scope.MIXER, "spans": [range(2, 3)], "rank": rank, "world_size": 2}
-        served = serve(tuned, device, filter(None, names), **options)
-        for total, part in zip(sums, served.step(rows, names, lines, read_line=fresh), strict=True):
+        served, _ = serve_all(tuned, device, filter(None, names), **options)
+        for total, part in zip(sums, step(served, rows, names, lines), strict=True):
             total += part
     for total, name, row in zip(sums, names, rows, strict=True):
         assert_close(total, tuned.run(name, row, tuned.cache(), Scope.MIXER))
@@ -232,14 +193,11 @@ def test_the_outputs_of_two_ranks_sum_to_the_whole(tuned: Tuned, device: str) ->
 
 def test_another_adapter_in_a_slot_is_another_model(tuned: Tuned, device: str) -> None:
     """Of fewer ranks, without factors and for other modules: nothing of the one before is left."""
-    served = serve(tuned, device)
-    row = torch.randn(20, HIDDEN)
+    served, adapters = serve_all(tuned, device)
+    row, lines = torch.randn(20, HIDDEN), iter(range(1, len(NAMES) + 1))
     assert served.model.adapters is not None
     for before, after in (("dora", "mixers"), ("mixers", "mlps"), ("plain", "one-layer"), ("patterns", "parts")):
-        slot = SLOTS[before]
-        fill_slots(served.model.adapters, {slot: served.adapters[before], 6: served.adapters[before]})
-        [ours] = served.step([row], [before], [1], read_line=[0])
-        assert_close(ours, tuned.run(before, row, tuned.cache()))
-        fill_slots(served.model.adapters, {slot: served.adapters[after]})
-        [ours] = served.step([row], [before], [1], read_line=[0])
+        fill_slots(served.model.adapters, {SLOTS[before]: adapters[before], 6: adapters[before]})
+        fill_slots(served.model.adapters, {SLOTS[before]: adapters[after]})
+        [ours] = step(served, [row], [before], [next(lines)])
         assert_close(ours, tuned.run(after, row, tuned.cache()))

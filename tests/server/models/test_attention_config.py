@@ -28,6 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
     "both": {"rope_theta": 1e3, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "old": {"rope_theta": 1e3, "rope_scaling": {"type": "default"}},
     "scaling": NEXT | {"rope_scaling": {"rope_type": "default", "rope_theta": 7e3}, "rope_parameters": None},
+    "scaling first": {
+        "rope_scaling": {"rope_type": "default", "rope_theta": 7e3},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+    },
     "mrope": {"rope_parameters": {"rope_theta": 1e7, "mrope_section": [11, 11, 10], "mrope_interleaved": True}},
 }
 
@@ -84,7 +88,7 @@ def test_what_is_not_served_is_told_by_name(changes: dict[str, Any], message: st
 
 def test_a_context_is_within_what_the_checkpoint_was_made_for() -> None:
     config = ModelConfig.from_mapping(TEXT | {"max_position_embeddings": 100})
-    assert config.with_context(0) is config
+    assert config.with_context(0) is config and config.with_context(100) == config
     shape = config.with_context(60).shapes[MixerKind.ATTENTION]
     assert isinstance(shape, AttentionShape) and shape.max_positions == 60
     with pytest.raises(ModelError, match=r"--max-context: expected at most 100 \(max_position_embeddings\), got 101"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import threading
@@ -12,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.adapter_cases import NEXT, QWEN3_5, fill_slots, merge_into, random_adapter
-from rigs.adapter_rig import Clock, FakeContent
+from rigs.adapter_cases import NEXT, QWEN3_5, fill_slots, random_adapter
+from rigs.adapter_rig import FakeContent
 from torch import Tensor
 
 from deltaline_server.adapters.copier import AdapterCopier
@@ -23,7 +22,6 @@ from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
 from deltaline_server.models.lora_weights import Adapter
-from deltaline_server.tables.adapter_places import AdapterPlaces
 
 WAIT_S = 20.0
 
@@ -67,26 +65,6 @@ def test_bytes_are_known_before_they_are_allocated(config: ModelConfig, world_si
 def test_slots_that_cannot_be_are_refused(num_slots: int, max_rank: int, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         AdapterStore(make_layout(), num_slots, max_rank)
-
-
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_a_slot_does_what_its_adapter_does(device: str, dora: bool) -> None:
-    layout = make_layout(device, QWEN3_5)
-    store, adapter = AdapterStore(layout, 3, 8), random_adapter(layout, 1, dora=dora)
-    fill_slots(store, {1: adapter})
-    for one in adapter.weights:
-        weights = store.layer(one.layer)[one.packed]
-        assert weights.sizes == one.sizes and weights.factors is not None
-        base = torch.randn(weights.num_outputs, weights.num_inputs)
-        expected, found = base.clone(), base.clone()
-        merge_into(expected, one)
-        begin = 0
-        for i, size in enumerate(weights.sizes):
-            rank, rows = int(weights.ranks[1, i]), slice(begin, begin + size)
-            delta = weights.b[1, :rank, rows].t().cpu() @ weights.a[1, i, :rank].cpu()
-            found[rows] += weights.scales[1, i].cpu() * delta
-            begin += size
-        torch.testing.assert_close(found * weights.factors[1].cpu()[:, None], expected)
 
 
 def test_nothing_of_the_adapter_before_is_left(device: str) -> None:
@@ -214,27 +192,3 @@ def test_what_is_no_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="content: expected an Adapter, got FakeContent"):
         rig.copier.copy(0, FakeContent(b"a"), lambda _: None)
     rig.copier.close()
-
-
-async def test_slots_fill_while_the_event_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(monkeypatch)
-    rig.copier.close()
-    loop = asyncio.get_running_loop()
-    came: asyncio.Queue[None] = asyncio.Queue()
-
-    def call_soon(call: Callable[[], None]) -> None:
-        loop.call_soon_threadsafe(call)
-        loop.call_soon_threadsafe(came.put_nowait, None)
-
-    copier = AdapterCopier(rig.store, call_soon)
-    slots = AdapterPlaces(2, copier, Clock())
-    first, second = random_adapter(rig.layout, 1), random_adapter(rig.layout, 2)
-    assert slots.acquire(1, first) is None and slots.acquire(2, second) is None
-    await asyncio.sleep(0.02)
-    assert slots.num_resident == 0
-    rig.may_copy.release(2)
-    for _ in range(2):
-        await asyncio.wait_for(came.get(), WAIT_S)
-    assert {slots.acquire(1, first), slots.acquire(2, second)} == {0, 1}
-    slots.check_integrity()
-    await asyncio.to_thread(copier.close)

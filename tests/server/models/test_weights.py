@@ -8,62 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.adapter_cases import CONFIG, NEXT, QWEN3_5, MemoryTensors, base_weights
 from rigs.layer_weights import MixerWeights, block_weights, mixer_weights
 from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import Checkpoint, TensorInfo
+from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Placement
-from deltaline_server.layers.shapes import GatedDeltaNetShape
 from deltaline_server.models.config import MixerKind, ModelConfig, Scope
 from deltaline_server.models.weights import LayerLoader, expected_tensors, random_init
 
 LINEAR = MixerKind.GATED_DELTA_NET
 CPU = torch.device("cpu")
 WHOLE = Placement(CPU, torch.float32)
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_next",
-    "num_experts": 0,
-    "hidden_size": 24,
-    "intermediate_size": 36,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention"] * 2,
-    "rms_norm_eps": 1e-6,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 4,
-    "linear_conv_kernel_dim": 4,
-}
-NEXT = ModelConfig.from_mapping(CONFIG)
-QWEN3_5 = ModelConfig.from_mapping(CONFIG | {"model_type": "qwen3_5_text"})
-
-
-class MemoryTensors:
-    """Tensors in memory, as a source."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def info(self, name: str) -> TensorInfo:
-        dtypes = {torch.float32: "F32", torch.int8: "I8"}
-        return TensorInfo("memory", tuple(self.tensors[name].shape), dtypes[self.tensors[name].dtype])
-
-    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        tensor = self.tensors[name]
-        return tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]
-
-
-def memory(config: ModelConfig, prefix: str = "model.layers.") -> MemoryTensors:
-    """Two whole layers of a config, in memory."""
-    shapes = expected_tensors(config, LINEAR, Scope.BLOCK)
-    return MemoryTensors(
-        {f"{prefix}{i}.{name}": torch.randn(shape) for i in range(2) for name, shape in shapes.items()}
-    )
 
 
 def load_mixer(source: MemoryTensors, config: ModelConfig, rank: int = 0, world_size: int = 1) -> MixerWeights:
@@ -71,20 +28,7 @@ def load_mixer(source: MemoryTensors, config: ModelConfig, rank: int = 0, world_
     return mixer_weights(LayerLoader(source, config, [1], Scope.MIXER, placement), 1)
 
 
-def sections(config: ModelConfig, in_proj: Tensor, world_size: int = 1) -> tuple[Tensor, ...]:
-    """Split packed rows into q, k, v, z, b, a."""
-    shape = config.shapes[LINEAR].shard(world_size)
-    assert isinstance(shape, GatedDeltaNetShape)
-    heads = shape.num_value_heads
-    return tuple(
-        in_proj.split(
-            (shape.key_channels, shape.key_channels, shape.value_channels, shape.value_channels, heads, heads)
-        )
-    )
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5"])
-@pytest.mark.parametrize("scope", list(Scope))
+@pytest.mark.parametrize(("model_type", "scope"), [("qwen3_next", Scope.MIXER), ("qwen3_5", Scope.BLOCK)])
 def test_checkpoints_as_transformers_writes_them(
     tmp_path: Path, write_checkpoint: Callable[..., Any], model_type: str, scope: Scope
 ) -> None:
@@ -97,22 +41,27 @@ def test_checkpoints_as_transformers_writes_them(
     assert torch.equal(mixer.out_proj, model.get_decoder().layers[1].linear_attn.out_proj.weight)
 
 
+def renamed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.replace("model.layers.", prefix): tensor for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("prefix", ["layers.", "language_model.layers.", "model.language_model.layers."])
 def test_prefixes(prefix: str) -> None:
-    source = memory(QWEN3_5, prefix)
+    source = MemoryTensors(renamed(base_weights(QWEN3_5).tensors, prefix))
     norm = load_mixer(source, QWEN3_5).norm
     assert torch.equal(norm, source.tensors[f"{prefix}1.linear_attn.norm.weight"])
 
 
 def test_two_prefixes_are_refused() -> None:
-    tensors = memory(QWEN3_5).tensors | memory(QWEN3_5, "layers.").tensors
+    tensors = base_weights(QWEN3_5).tensors
+    both = MemoryTensors(tensors | renamed(tensors, "layers."))
     with pytest.raises(ModelError, match=r"^layers: expected tensors named .* got \['layers\.', 'model\.layers\.'\]"):
-        LayerLoader(MemoryTensors(tensors), QWEN3_5, [1], Scope.MIXER, WHOLE)
+        LayerLoader(both, QWEN3_5, [1], Scope.MIXER, WHOLE)
 
 
 @pytest.mark.parametrize("name", sorted(expected_tensors(NEXT, LINEAR, Scope.BLOCK)))
 def test_a_missing_tensor_is_named(name: str) -> None:
-    source = memory(NEXT)
+    source = base_weights(NEXT)
     del source.tensors[f"model.layers.1.{name}"]
     with pytest.raises(ModelError, match=rf"^model\.layers\.1\.{name}: expected shape .*, found nothing$"):
         LayerLoader(source, NEXT, [0, 1], Scope.BLOCK, WHOLE)
@@ -120,7 +69,7 @@ def test_a_missing_tensor_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(expected_tensors(QWEN3_5, LINEAR, Scope.BLOCK)))
 def test_a_misshapen_tensor_is_named(name: str) -> None:
-    source = memory(QWEN3_5)
+    source = base_weights(QWEN3_5)
     shape = list(source.tensors[f"model.layers.1.{name}"].shape)
     source.tensors[f"model.layers.1.{name}"] = torch.zeros(shape[0] + 1, *shape[1:])
     with pytest.raises(ModelError, match=rf"^model\.layers\.1\.{name}: expected shape \[.*\], got \[{shape[0] + 1}"):
@@ -129,7 +78,7 @@ def test_a_misshapen_tensor_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("scope", list(Scope))
 def test_an_extra_tensor_is_named(scope: Scope) -> None:
-    source = memory(NEXT)
+    source = base_weights(NEXT)
     source.tensors["model.layers.1.linear_attn.conv1d.bias"] = torch.zeros(3)
     with pytest.raises(ModelError, match=r"^model\.layers\.1\.linear_attn\.conv1d\.bias: expected no such tensor"):
         LayerLoader(source, NEXT, [1], scope, WHOLE)
@@ -137,7 +86,7 @@ def test_an_extra_tensor_is_named(scope: Scope) -> None:
 
 
 def test_a_quantised_tensor_is_named() -> None:
-    source = memory(NEXT)
+    source = base_weights(NEXT)
     name = "model.layers.0.linear_attn.out_proj.weight"
     source.tensors[name] = source.tensors[name].to(torch.int8)
     with pytest.raises(ModelError, match=rf"^{name}: expected dtype F32 or BF16 or F16, got I8"):
@@ -161,46 +110,15 @@ def test_experts_are_refused_in_block_scope_and_passed_over_in_mixer_scope(
 
 
 def test_attention_that_is_not_as_it_is_served_is_refused_where_it_is_asked_for() -> None:
-    changes = {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": {"rope_type": "yarn"}}
-    config = ModelConfig.from_mapping(CONFIG | changes)
+    config = ModelConfig.from_mapping(CONFIG | {"rope_parameters": {"rope_type": "yarn"}})
     why = r"rope_parameters\.rope_type: expected 'default', got 'yarn'"
-    with pytest.raises(ModelError, match=rf"^layer 1: expected gated_delta_net, got attention \({why}\)$"):
-        LayerLoader(memory(config), config, [0, 1], Scope.MIXER, WHOLE)
-    assert LayerLoader(memory(config), config, [0], Scope.MIXER, WHOLE).shapes == {0: config.shapes[LINEAR]}
-
-
-def test_interleaved_projections_are_sorted_as_the_checkpoint_model_does(
-    tmp_path: Path, write_checkpoint: Callable[..., Any]
-) -> None:
-    model = write_checkpoint(tmp_path, "qwen3_next", hidden=32, layers=1, head_dim=8, value_heads=6)
-    theirs = model.get_decoder().layers[0].linear_attn
-    config = ModelConfig.from_directory(tmp_path)
-    with Checkpoint(tmp_path) as checkpoint:
-        ours = mixer_weights(LayerLoader(checkpoint, config, [0], Scope.MIXER, WHOLE), 0).in_proj
-    # The rows of the stored weights, as if they were a sequence of projected tokens.
-    stored = theirs.in_proj_qkvz.weight.t()[None], theirs.in_proj_ba.weight.t()[None]
-    expected = [part.flatten(2)[0].t() for part in theirs.fix_query_key_value_ordering(*stored)]
-    assert all(torch.equal(a, b) for a, b in zip(sections(config, ours), expected, strict=True))
-
-
-@pytest.mark.parametrize("config", [NEXT, QWEN3_5], ids=["interleaved", "separate"])
-def test_the_shares_of_two_ranks_make_the_whole(config: ModelConfig) -> None:
-    source = memory(config)
-    whole, *ranks = load_mixer(source, config), load_mixer(source, config, 0, 2), load_mixer(source, config, 1, 2)
-    shared = zip(*(sections(config, rank.in_proj, 2) for rank in ranks), strict=True)
-    assert torch.equal(torch.cat([torch.cat(pair) for pair in shared]), whole.in_proj)
-    shape = config.shapes[LINEAR].shard(2)
-    assert isinstance(shape, GatedDeltaNetShape)
-    parts = [rank.conv.split((shape.key_channels, shape.key_channels, shape.value_channels), dim=1) for rank in ranks]
-    assert torch.equal(torch.cat([torch.cat(pair, dim=1) for pair in zip(*parts, strict=True)], dim=1), whole.conv)
-    assert torch.equal(torch.cat([rank.A_log for rank in ranks]), whole.A_log)
-    assert torch.equal(torch.cat([rank.dt_bias for rank in ranks]), whole.dt_bias)
-    assert torch.equal(torch.cat([rank.out_proj for rank in ranks], dim=1), whole.out_proj)
-    assert all(torch.equal(rank.norm, whole.norm) for rank in ranks)
+    with pytest.raises(ModelError, match=rf"^layer 2: expected gated_delta_net, got attention \({why}\)$"):
+        LayerLoader(base_weights(config), config, [0, 2], Scope.MIXER, WHOLE)
+    assert LayerLoader(base_weights(config), config, [0], Scope.MIXER, WHOLE).shapes == {0: config.shapes[LINEAR]}
 
 
 def test_the_mlp_is_shared_out_by_its_inner_columns() -> None:
-    source = memory(NEXT)
+    source = base_weights(NEXT)
     whole, *ranks = (
         block_weights(LayerLoader(source, NEXT, [1], Scope.BLOCK, placement), 1)
         for placement in (WHOLE, *(Placement(CPU, torch.float32, rank, 2) for rank in (0, 1)))
@@ -212,7 +130,7 @@ def test_the_mlp_is_shared_out_by_its_inner_columns() -> None:
 
 
 def test_packed_weights_have_the_asked_dtype_and_their_own_memory() -> None:
-    source = memory(QWEN3_5)
+    source = base_weights(QWEN3_5)
     mixer = mixer_weights(LayerLoader(source, QWEN3_5, [0], Scope.MIXER, Placement(CPU, torch.bfloat16)), 0)
     assert (mixer.in_proj.dtype, mixer.conv.dtype, mixer.out_proj.dtype) == (torch.bfloat16,) * 3
     assert (mixer.A_log.dtype, mixer.dt_bias.dtype, mixer.norm.dtype) == (torch.float32,) * 3
@@ -233,10 +151,10 @@ def test_a_placement_that_cannot_be_is_refused(rank: int, world_size: int, messa
 
 def test_ranks_must_divide_the_heads_and_the_mlp() -> None:
     with pytest.raises(ModelError, match="world_size: expected a divisor of 2 key heads, got 3"):
-        LayerLoader(memory(NEXT), NEXT, [0], Scope.MIXER, Placement(CPU, torch.float32, 0, 3))
+        LayerLoader(base_weights(NEXT), NEXT, [0], Scope.MIXER, Placement(CPU, torch.float32, 0, 3))
     odd = ModelConfig.from_mapping(CONFIG | {"intermediate_size": 35})
     with pytest.raises(ModelError, match="world_size: expected a divisor of intermediate_size 35, got 2"):
-        LayerLoader(memory(odd), odd, [0], Scope.BLOCK, Placement(CPU, torch.float32, 0, 2))
+        LayerLoader(base_weights(odd), odd, [0], Scope.BLOCK, Placement(CPU, torch.float32, 0, 2))
 
 
 @pytest.mark.parametrize("config", [NEXT, QWEN3_5], ids=["interleaved", "separate"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.model import Model, load_model, open_plan
 from deltaline_server.models.weights import random_init
 from deltaline_server.runtime import Runtime, model_options
+from deltaline_server.sizing import __main__ as sizing
 from deltaline_server.sizing.sizes import size
 from deltaline_server.telemetry.metrics import Metrics
 
@@ -65,6 +68,7 @@ MODELS = {
     "hybrid": HYBRID,
     "streams": HYBRID | {"hc_mult": 4},
 }
+Capture = pytest.CaptureFixture[str]
 # Modules whose objects hold weights.
 OWN = "deltaline_server", "deltaline_kernels.mhc"
 OPTIONS: list[dict[str, Any]] = [
@@ -84,13 +88,13 @@ def config_of(folder: Path, model: dict[str, Any], **options: Any) -> Config:
 
 def tensors_of(model: Model) -> Iterator[torch.Tensor]:
     """Every tensor of a model's layers, once; not the slots of adapters."""
-    seen, left = set(), list[Any](model._stacks)
-    slots = {
-        id(weights) for layer in model._places if model.adapters for weights in model.adapters.layer(layer).values()
-    }
+    left: list[Any] = [model]
+    seen = {id(model.adapters)}
+    for layer in model.layout.layers if model.adapters else ():
+        seen |= {id(weights) for weights in model.adapters.layer(layer).values()}
     while left:
         thing: Any = left.pop()
-        if id(thing) in seen or id(thing) in slots or isinstance(thing, type):
+        if id(thing) in seen or isinstance(thing, type):
             continue
         seen.add(id(thing))
         if isinstance(thing, torch.Tensor):
@@ -181,31 +185,40 @@ def test_wrong_options_are_refused_as_the_server_does(tmp_path: Path) -> None:
         size(config_of(tmp_path, HYBRID), 1001)
 
 
-def test_the_command_prints_a_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     config_of(tmp_path, HYBRID)
     model = ["--random-init", str(tmp_path / "config.json"), "--dtype", "float32", "--page-size", "16"]
-    budget = ["--state-bytes", "16MiB", "--max-sequences", "10", "--context", "100"]
-    assert main.main(["size", *model, *budget]) == 0
-    lines = capfd.readouterr().out.splitlines()
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["deltaline size", *model, *arguments])
+        return sizing.main()
+
+    assert run("--state-bytes", "16MiB", "--max-sequences", "10", "--context", "100") == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "qwen3_5_text, block scope, spans 0:3, float32, state in float32"
     assert [line.split()[:2] for line in lines[3:5]] == [["gated_delta_net", "1"], ["attention", "2"]]
     assert lines[-3].startswith("a sequence of 100 tokens: ") and lines[-3].endswith(", 7 pages")
     assert lines[-1].startswith("--state-bytes 16777216: room for --max-sequences ")
-    assert main.main(["size", *model, "--state-bytes", "20KiB"]) == 1
-    assert "too little for --max-sequences 256; room for" in capfd.readouterr().out
-    assert main.main(["size", *model, "--contxt", "5"]) == 1
+    assert run("--state-bytes", "20KiB") == 1
+    assert "too little for --max-sequences 256; room for" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        run("--help")
+    assert "usage: deltaline size [--context N] [options of deltaline-server]" in capsys.readouterr().out
+
+
+def test_the_command_is_run_with_what_the_server_is_run_with(capfd: Capture) -> None:
+    assert main.main(["size", "--random-init", "x", "--contxt", "5"]) == 1
     assert capfd.readouterr().err == "deltaline: error: unrecognized arguments: --contxt 5\n"
-    assert main.main(["size", "--help"]) == 0
-    assert "usage: deltaline size [--context N] [options of deltaline-server]" in capfd.readouterr().out
 
 
-def test_the_command_names_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("deltaline_cli.demo._SERVER_NEEDS", ("sys", "no_such_package"))
+def test_the_command_names_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "re2" else find_spec(name))
     assert main.main(["size", "--model", "x"]) == 1
-    assert capsys.readouterr().err == "deltaline: error: size needs no_such_package: pip install 'deltaline[server]'\n"
+    assert capsys.readouterr().err == "deltaline: error: size needs re2: pip install 'deltaline[server]'\n"
 
 
-def test_other_commands_refuse_what_they_do_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_refuse_what_they_do_not_know(capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.main(["load", "--model", "x"])
     assert "unrecognized arguments: --model" in capsys.readouterr().err

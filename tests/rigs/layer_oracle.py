@@ -1,0 +1,170 @@
+"""Layers as transformers computes them, and the same layers as a span is served: what tests of layers compare."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels import Rows
+from deltaline_server.layers.kv_cache import KvState
+from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
+from deltaline_server.models.config import Scope
+from deltaline_server.models.model import Model, ModelOptions, load_model
+
+TOLERANCE = 1e-4
+MAX_DRAFT, PAGE_SIZE = 4, 16
+MAMBA = ("mamba2", "nemotron_h")
+
+
+@dataclass
+class Oracle:
+    """A transformers model on the CPU and its checkpoint; with residual streams if examples/streams.py added them."""
+
+    model: Any
+    directory: Path
+
+    def options(self, device: str = "cpu", **changes: Any) -> ModelOptions:
+        """What serves it."""
+        return replace(ModelOptions(torch.device(device), model=self.directory), **changes)
+
+    def cache(self) -> Any:
+        import transformers  # large, and absent where only the other tests run
+
+        return transformers.DynamicCache(config=self.model.config)
+
+    def run(
+        self, layers: range, hidden: Tensor, cache: Any = None, position: int = 0, scope: Scope = Scope.BLOCK
+    ) -> Tensor:
+        """Run layers over one sequence's tokens `[n, ...]`, of which `position` came before; cache: None for a new one.
+
+        Those that a cache continues are to be one by one: transformers' recurrence of several takes another path.
+        """
+        cache = self.cache() if cache is None else cache
+        x, base, config = hidden[None], self.model.base_model, self.model.config
+        if config.model_type in MAMBA:
+            takes_cache = "past_key_values" if config.model_type == "nemotron_h" else "cache_params"
+            arguments = {"cache_params" if hasattr(config, "hc_mult") else takes_cache: cache}
+        else:
+            at = torch.arange(position, position + len(hidden))
+            at = at[None] if config.model_type == "qwen3_next" else at.expand(3, 1, -1)
+            arguments = {"past_key_values": cache, "position_embeddings": base.rotary_emb(x.flatten(2), at)}
+        mask = torch.full((len(hidden), position + len(hidden)), float("-inf")).triu(position + 1)[None, None]
+        for i in layers:
+            layer = base.layers[i]
+            mixer = next(getattr(layer, name) for name in ("mixer", "linear_attn", "self_attn") if hasattr(layer, name))
+            is_attention = hasattr(layer, "self_attn")
+            if scope is Scope.BLOCK:
+                masks = {} if config.model_type in MAMBA else {"attention_mask": mask if is_attention else None}
+                x = layer(x, **arguments, **masks)
+            elif is_attention:
+                x = mixer(x, arguments["position_embeddings"], mask, cache)[0]
+            else:
+                x = mixer(x, cache_params=cache)
+        return x[0]
+
+
+@dataclass
+class Served:
+    """A model and its state, one sequence per line, whose pages are poisoned where nothing was written."""
+
+    model: Model
+    pool: StatePool
+    free: list[int]
+    pages: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    # By span and line.
+    position: dict[tuple[int, int], int] = field(default_factory=dict)
+    half: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+
+    def step(
+        self,
+        hidden: Tensor,
+        lines: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        verify: Sequence[bool] | bool = False,
+        accepted: Sequence[int] | int = 0,
+        span: int = 0,
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Run a span over packed rows, each its line's next tokens; give pages as they are needed.
+
+        verify: which rows are drafts. accepted: of the drafts of a verify before. Each of all rows, or by row.
+        slots: of the rows' adapters.
+        """
+        keys = [(span, line) for line in lines]
+        is_draft = [verify] * len(lines) if isinstance(verify, bool) else verify
+        replayed = [accepted] * len(lines) if isinstance(accepted, int) else accepted
+        begins = [self.position.get(key, 0) + count for key, count in zip(keys, replayed, strict=True)]
+        rows = Rows.build(
+            lengths,
+            [line if key in self.position else 0 for key, line in zip(keys, lines, strict=True)],
+            lines,
+            [0 if draft else length for draft, length in zip(is_draft, lengths, strict=True)],
+            replayed,
+            [self.half[key] for key in keys],
+            position=begins,
+            max_short=MAX_DRAFT,
+            device=self.model.device,
+        )
+        pages = None if self.pool.kv is None else self._new_pages(lines, begins, lengths)
+        ends, device = self.model.ends[span], self.model.device
+        flat = hidden.to(device, self.model.dtype).reshape(len(hidden), ends.input_width)
+        adapters = None if slots is None else torch.tensor(slots, dtype=torch.int32, device=device)
+        made = self.model.forward(span, flat, rows, self.pool, adapters, pages)
+        assert made.shape == (len(hidden), ends.output_width) and made.dtype is self.model.dtype
+        for key, begin, length, draft in zip(keys, begins, lengths, is_draft, strict=True):
+            self.position[key] = begin + (0 if draft else length)
+            self.half[key] ^= int(draft)
+        return made.cpu().reshape(len(hidden), *ends.output_shape)
+
+    def end(self, line: int) -> None:
+        """End a line's sequence; its pages are the next to be given."""
+        self.free += reversed(self.pages.pop(line))
+        del self.position[0, line]
+        self.pool.zero(torch.tensor([line]).numpy())
+
+    def _new_pages(self, lines: Sequence[int], begins: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """The pages that begin among the rows' tokens, as StatePool.put_pages takes them."""
+        new = [(0, 0, 0)]
+        for line, begin, length in zip(lines, begins, lengths, strict=True):
+            own = self.pages[line]
+            while len(own) * PAGE_SIZE < begin + length:
+                own.append(self.free.pop())
+            starts = range(-(-begin // PAGE_SIZE), -(-(begin + length) // PAGE_SIZE))
+            new += [(line, place, own[place]) for place in starts]
+        return torch.tensor(new, dtype=torch.int32, device=self.model.device).t().contiguous()
+
+
+def serve(options: ModelOptions, lines: int = 4) -> Served:
+    """Load a model with state for so many sequences; pages are given in an order drawn at random."""
+    model = load_model(options)
+    pool = model.make_pool(StateOptions(lines, MAX_DRAFT, page_size=PAGE_SIZE))
+    for state in pool.layers:
+        if isinstance(state, KvState):
+            state.k_pages.fill_(float("nan"))
+            state.v_pages.fill_(float("nan"))
+    num_pages = 0 if pool.kv is None else pool.kv.num_pages
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(0)) + 1
+    return Served(model, pool, order.tolist())
+
+
+def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> None:
+    """Fail unless one is as the other, but for a share of its length."""
+    assert ours.shape == theirs.shape
+    assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < tolerance
+
+
+def assert_same_state(served: Served, line: int, cache: Any, layers: range) -> None:
+    """Fail unless the lines of the recurrent layers among these are what transformers keeps of the same sequence."""
+    is_mamba = served.model.config.model_type in MAMBA
+    for state, i in zip(served.pool.layers, layers, strict=True):
+        if isinstance(state, LayerState):
+            history, recurrent = cache.layers[i].conv_states[0][0].t()[1:], cache.layers[i].recurrent_states[0][0]
+            assert_close(state.recurrent[line].cpu(), recurrent if is_mamba else recurrent.transpose(1, 2))
+            assert_close(state.conv[line, : len(history)].cpu(), history)
