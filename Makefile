@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PYTHONSAFEPATH = 1
 
-.PHONY: help install demo test test-gpu check check-deploy proto fmt bench-cpu bench-gpu wheel clean
+.PHONY: help install demo test test-all test-gpu check check-deploy proto fmt bench-cpu bench-gpu wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,10 +24,15 @@ demo: $(INSTALLED)  ## write a small checkpoint, serve it to a few clients, gene
 	$(BIN)/deltaline demo
 
 # There are as many workers as cores: one thread each.
-test: export OMP_NUM_THREADS = 1
+test test-all: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
 	$(BIN)/pytest -n auto --dist worksteal
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal tests/kernels/interpreted
+
+# For the many cores of a GPU host, and before a release.
+test-all: $(INSTALLED)  ## test, and the exhaustive sweeps
+	$(BIN)/pytest -n auto --dist worksteal --all
+	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal --all tests/kernels/interpreted
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -1,24 +1,61 @@
-"""What every test shares: the devices, checkpoints written by transformers, and the skipping of tests marked `gpu`."""
+"""What every test shares: the devices, checkpoints written by transformers, and which tests this machine runs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` on a machine without a CUDA device."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the exhaustive sweeps too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = {}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out sweeps unless asked for, and the tests marked `gpu` on a machine without a CUDA device."""
+    reasons = {item: reason for item in items if (reason := _why_left_out(item))}
+    if reasons:
+        config.hook.pytest_deselected(items=list(reasons))
+        items[:] = [item for item in items if item not in reasons]
+    config.stash[LEFT_OUT] = dict(Counter(reasons.values()))
+    if hasattr(config, "workeroutput"):  # of pytest-xdist: what a worker tells at its end
+        config.workeroutput["left_out"] = config.stash[LEFT_OUT]
+
+
+def _why_left_out(item: pytest.Item) -> str:
+    if item.get_closest_marker("sweep") and not item.config.getoption("--all"):
+        return "are exhaustive sweeps: --all runs them"
+    if item.get_closest_marker("gpu") and not _has_cuda():
+        return "need a CUDA device; torch finds none"
+    return ""
+
+
+@cache
+def _has_cuda() -> bool:
     import torch  # only here: the tests of the client run where torch is not installed
 
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none"))
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep what a worker left out; each one collects all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for reason, count in sorted(config.stash[LEFT_OUT].items()):
+        terminalreporter.write_line(f"left out {count} tests that {reason}")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
