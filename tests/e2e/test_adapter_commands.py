@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rigs.adapter_host import LIMIT_BYTES, AdapterHost
@@ -169,14 +171,14 @@ def test_a_load_gives_up_waiting_for_memory(
     host: AdapterHost, full: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert command._MEMORY_S == 60
-    monkeypatch.setattr(command, "_MEMORY_S", 0.5)
+    clock = itertools.count(0.0, 60.0)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     before = len(host.service.calls)
     assert adapters(host, "load", "mine", "--from", host.directory) == 1
     assert len(host.service.calls) == before + 2  # the server says: again after a second
     note, error = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("sent: "))
-    assert note.endswith("; up to 0.5 s, see --timeout")
-    message = note.removeprefix("refused, waiting for adapter memory: ").removesuffix("; up to 0.5 s, see --timeout")
+    assert note.endswith("; up to 60 s, see --timeout")
+    message = note.removeprefix("refused, waiting for adapter memory: ").removesuffix("; up to 60 s, see --timeout")
     assert error == f"deltaline: error: {message}"
     host.do(lambda: host.registry.release(full))
 

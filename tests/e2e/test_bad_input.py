@@ -17,8 +17,10 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
 from deltaline_server.tables.sequences import slots_of
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 # Far less than what a lie asks for, far more than a request of this server needs.
-MEMORY_LIMIT_BYTES = 64 << 20
+MEMORY_LIMIT_BYTES = 30 << 20
 
 
 def tensor(dtype: int, shape: list[int], data: bytes) -> tensor_pb2.Tensor:
@@ -101,11 +103,11 @@ async def test_a_handle_twice_and_too_many_rows(target: Target) -> None:
     await target.check_unharmed()
 
 
-async def test_a_thousand_forged_handles_are_not_found(target: Target) -> None:
+async def test_forged_handles_are_not_found(target: Target) -> None:
     rng = np.random.default_rng(8)
     live = target.witness.handle
     texts = set()
-    for i in range(1000):
+    for i in range(200):
         forged = int(rng.integers(1, 2**63)) if i % 2 else live ^ (1 << int(rng.integers(24, 64)))
         reply = pb.StepResponse.FromString(
             (await target.send(LAYER + "Step", step_request(target, [forged]).SerializeToString()))[2]
@@ -142,7 +144,7 @@ async def test_a_freed_handle_is_told_apart_from_the_next_owners(target: Target)
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e38, 1e-40])
 async def test_values_that_are_not_finite_harm_nobody_else(target: Target, value: float) -> None:
-    for place in range(8):
+    for place in (0, 3, 7):
         sequences = await target.client.open_many(8)
         handles = [sequence.handle for sequence in sequences]
         replies = []
@@ -172,8 +174,8 @@ async def test_values_that_are_not_finite_harm_nobody_else(target: Target, value
 async def test_messages_that_are_too_large(target: Target) -> None:
     big = np.ones(((1 << 16) // (HIDDEN * 4) + 1, HIDDEN), dtype=np.float32)
     request = step_request(target, [target.witness.handle], hidden=wire.encode(big), query_start_loc=[0, len(big)])
-    with bounded_memory(MEMORY_LIMIT_BYTES):  # 96 MiB are sent, one message after the other
-        for _ in range(12):
+    with bounded_memory(MEMORY_LIMIT_BYTES):  # 32 MiB are sent, one message after the other, and lie here too
+        for _ in range(4):
             code, _, _, status = await target.send(LAYER + "Step", request.SerializeToString())
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and reason_of(status) == "MESSAGE_TOO_LARGE"
             code, _, _, _ = await target.send(LAYER + "Step", bytes(8 << 20))
@@ -184,7 +186,7 @@ async def test_messages_that_are_too_large(target: Target) -> None:
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     bomb: Any = grpc.aio.insecure_channel(target.server.address, compression=grpc.Compression.Gzip)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await bomb.unary_unary(LAYER + "Step")(bytes(64 << 20), timeout=60)
+        await bomb.unary_unary(LAYER + "Step")(bytes(64 << 20), timeout=100)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED  # the server takes no compressed message
     await bomb.close()
     await target.check_unharmed()

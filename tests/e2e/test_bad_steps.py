@@ -13,6 +13,8 @@ from rigs.target import HIDDEN, LAYER, Target, reason_of, step_request
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 P, D, V = pb.ROW_KIND_PREFILL, pb.ROW_KIND_DECODE, pb.ROW_KIND_VERIFY
 NONE = -1  # no commit
 # Rows are (kind, step, position, accepted, tokens). What a sequence went through before the row or commit in question;

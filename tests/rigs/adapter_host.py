@@ -116,7 +116,7 @@ class AdapterHost:
             result = what()
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(60)
 
     async def _start(self) -> None:
         placement = Placement(torch.device("cpu"), torch.float32)
