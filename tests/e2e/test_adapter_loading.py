@@ -21,7 +21,6 @@ from deltaline_client import (
     AdapterExists,
     AdapterInUse,
     AdapterList,
-    AdaptersOff,
     AdapterState,
     AdapterUnknown,
     AsyncClient,
@@ -119,10 +118,9 @@ def test_a_directory_of_this_machine_is_sent_in_pieces(host: AdapterHost, driven
     assert [done for done, _ in told] == sorted(done for done, _ in told) and len(told) == len(messages)
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_files_in_memory_are_sent(driven: Driven, host: AdapterHost, kind: Callable[[bytes], Any]) -> None:
+def test_files_in_memory_are_sent(driven: Driven, host: AdapterHost) -> None:
     config, tensors = files(host.directory)
-    loaded = driven.load("mine", config=config, tensors=kind(tensors), pinned=True)
+    loaded = driven.load("mine", config=config, tensors=memoryview(tensors), pinned=True)
     assert loaded.adapter.pinned
     assert driven.load("good").adapter.content_hash == loaded.adapter.content_hash
 
@@ -295,20 +293,6 @@ def test_arguments_that_contradict_each_other(driven: Driven, host: AdapterHost)
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_server_without_adapters(tmp_path: Path, kind: str) -> None:
-    off = AdapterHost(tmp_path / "root", is_off=True)
-    with drive(kind, off.address, fast()) as driven:
-        with pytest.raises(AdaptersOff):
-            driven.list()
-        with pytest.raises(AdaptersOff):
-            driven.unload("good")
-        for path in (None, off.directory):
-            with pytest.raises(AdaptersOff):
-                driven.load("good", path)
-    off.stop()
-
-
-@pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_slow_upload_is_not_begun_anew(host: AdapterHost, kind: str) -> None:
     with drive(kind, host.address, fast(attempt_timeout_s=0.1)) as driven:
         driven.load("mine", host.directory, progress=lambda done, _: time.sleep(0.5 if done == 0 else 0.0))
@@ -319,7 +303,7 @@ def test_a_slow_upload_is_not_begun_anew(host: AdapterHost, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_an_upload_survives_connections_that_break(host: AdapterHost, kind: str) -> None:
-    async with KillingProxy(host.address, [10_000] * 3) as proxy:
+    async with KillingProxy(host.address, [5_000] * 3) as proxy:
         if kind == "sync":
             with Client(proxy.address, retry=fast()) as blocking:
                 loaded = await asyncio.to_thread(blocking.adapters.load, "mine", host.directory)

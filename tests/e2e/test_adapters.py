@@ -14,7 +14,6 @@ import grpc
 import numpy as np
 import pytest
 from grpc_status import rpc_status
-from rigs.adapter_bad import BAD_FILES, BAD_NAMES
 from rigs.adapter_fleet import MAX_RANK, Fleet, Tenant
 from rigs.programs import Program, relative_error, run_together
 from rigs.target import HIDDEN, LEAK, reason_of
@@ -99,18 +98,6 @@ async def test_rows_of_many_adapters_and_of_none_in_one_batch(make_server: MakeS
         assert (info.adapter_bytes, info.adapter_slots, info.max_adapter_rank) == (LIMIT_BYTES, 4, MAX_RANK)
         rows = server.metrics.registry.get_sample_value("deltaline_adapter_rows_total", {"adapters": "4"})
         assert rows and rows >= 8
-
-
-async def test_more_adapters_than_slots_take_turns(make_server: MakeServer) -> None:
-    async with serving(make_server, adapter_slots=2) as (server, tenant):
-        fleet = Fleet(server.config, 9)
-        for i in range(9):
-            await tenant.load(fleet.upload(f"a{i}", i))
-        opened = [await tenant.open(f"a{i}") for i in range(9)]
-        sequences, hashes = [pair[0] for pair, _ in opened], [content_hash for _, content_hash in opened]
-        programs = draw(9, seed=50)
-        check(fleet, programs, await run_together(tenant.client, sequences, programs), hashes)
-        assert server.runtime.adapters is not None and server.runtime.adapters.registry.places.num_evicted > 9
 
 
 async def test_what_is_in_use_stays_what_it_is(make_server: MakeServer) -> None:
@@ -204,60 +191,6 @@ async def test_a_lease_that_ran_out_frees_the_adapter(make_server: MakeServer, m
         assert (await tenant.listed()).used_bytes == 0
 
 
-async def test_a_server_without_adapters(make_server: MakeServer) -> None:
-    async with serving(make_server, adapter_bytes=0) as (server, tenant):
-        calls: list[Callable[[], Any]] = [
-            lambda: tenant.open("a"),
-            lambda: tenant.load("a"),
-            lambda: tenant.unload("a"),
-            tenant.listed,
-        ]
-        for call in calls:
-            with refused("FAILED_PRECONDITION", "ADAPTERS_OFF"):
-                await call()
-        await tenant.open("")
-        info = server.runtime.info()
-        assert (info.adapter_bytes, info.adapter_slots, info.max_adapter_rank) == (0, 0, 0)
-
-
-async def test_bad_names_and_files_harm_nobody(make_server: MakeServer, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
-    async with serving(make_server, adapter_root=str(root), adapter_slots=2) as (server, tenant):
-        adapters = server.runtime.adapters
-        assert adapters is not None
-        fleet = Fleet(server.config, 1)
-        await tenant.load(fleet.upload("witness", 0))
-        (witness,), content_hash = await tenant.open("witness")
-        programs = draw(1, seed=5, num_steps=6)
-        outputs = await run_together(tenant.client, [witness], [Program(programs[0].steps[:3])])
-        before = adapters.registry.used_bytes
-        fleet.write(root, "good", 0)
-        (root / "link").symlink_to(tmp_path)
-        os.mkfifo(root / "fifo")
-        (root / "device").symlink_to("/dev/zero")
-        for name in [*BAD_NAMES, "link", "fifo", "device", "absent"]:
-            with refused("INVALID_ARGUMENT", "INVALID_ADAPTER"):
-                await tenant.load([pb.LoadAdapterRequest(name=name)])
-            if name:
-                with refused("NOT_FOUND", "ADAPTER_UNKNOWN"):
-                    await tenant.open(name)
-        for content in BAD_FILES.values():
-            (root / "good" / "adapter_model.safetensors").write_bytes(content)
-            with refused("INVALID_ARGUMENT", "INVALID_ADAPTER"):
-                await tenant.load("good")
-            if len(content) <= LIMIT_BYTES - before:
-                messages = fleet.upload("bad", 0)[:1]
-                messages[0].upload.tensors_bytes = len(content)
-                chunks = [content[i : i + (1 << 20)] for i in range(0, len(content), 1 << 20)]
-                with refused("INVALID_ARGUMENT", "INVALID_ADAPTER"):
-                    await tenant.load(messages + [pb.LoadAdapterRequest(chunk=chunk) for chunk in chunks])
-        assert (adapters.registry.num_registered, adapters.registry.used_bytes) == (1, before)
-        assert adapters.registry.places.num_copies == 1
-        rest = await run_together(tenant.client, [witness], [Program(programs[0].steps[3:])])
-        check(fleet, programs, [outputs[0] + rest[0]], [content_hash])
-
-
 class Gate:
     """Where something slow waits. came: it does. It is let go in the end whatever happens."""
 
@@ -317,20 +250,6 @@ async def test_no_step_waits_for_a_load_from_files(make_server: MakeServer, gate
         assert not loads.done()
         gate.opened.set()
         assert (await loads).adapter.name == "a1"
-
-
-async def test_a_queue_deadline_passes_while_the_adapter_is_on_its_way(make_server: MakeServer, gate: Gate) -> None:
-    async with serving(make_server) as (server, tenant):
-        fleet = Fleet(server.config, 1)
-        await tenant.load(fleet.upload("a", 0))
-        (one,), content_hash = await tenant.open("a")
-        gate.stand_before(AdapterStore, "write")
-        late = await tenant.layers.Step(step_of(server, one.handle, queue_timeout_us=100_000))
-        assert not gate.opened.is_set()
-        assert reason_of(late.row_status[0].status) == "QUEUE_DEADLINE"
-        gate.opened.set()
-        programs = draw(1, seed=31)
-        check(fleet, programs, await run_together(tenant.client, [one], programs), [content_hash])
 
 
 async def test_a_server_stops_while_an_adapter_is_on_its_way(make_server: MakeServer, gate: Gate) -> None:

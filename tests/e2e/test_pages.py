@@ -12,7 +12,7 @@ import pytest
 from e2e.conftest import SMALL_HYBRID
 from rigs.until import until
 
-from deltaline_client import AsyncClient, ContextExceeded, PagesExhausted, Retry, Row, StepError
+from deltaline_client import AsyncClient, PagesExhausted, Retry, Row, StepError
 from deltaline_server.app import Server
 
 PAGE_SIZE = 16
@@ -71,17 +71,6 @@ async def test_a_streamed_prefill_waits_for_pages_by_itself(make_small: Callable
         outputs = await waiting
         (third,) = await client.open_many(1)
         np.testing.assert_allclose(outputs[:80], await third.prefill(hidden(100)[:80]), rtol=1e-3, atol=1e-4)
-
-
-async def test_a_sequence_has_no_more_tokens_than_max_context(make_small: Callable[..., Server]) -> None:
-    async with make_small(20, max_context=100) as server, AsyncClient(server.address) as client:
-        (sequence,) = await client.open_many(1)
-        await sequence.prefill(hidden(99))
-        with pytest.raises(ContextExceeded, match="max_context"):
-            await sequence.verify(hidden(2))
-        await sequence.decode(hidden(1)[0])
-        with pytest.raises(ContextExceeded):
-            await sequence.decode(hidden(1)[0])
 
 
 async def test_info_and_metrics_tell_of_pages(make_small: Callable[..., Server]) -> None:

@@ -268,17 +268,6 @@ async def test_what_is_too_small_or_too_much_is_refused_before_anything_runs(tar
     assert list((await raw.send(last)).hidden.shape) == [1, HIDDEN]
 
 
-async def test_a_client_can_not_cut_the_memory_off(target: Target, raw: RawClient) -> None:
-    fd = os.open(raw.made.name, os.O_RDWR)
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 0)
-    os.close(fd)
-    with pytest.raises(PermissionError):
-        os.open(raw.made.name, os.O_RDWR | os.O_TRUNC)
-    [sequence] = await target.client.open_many(1)
-    assert list((await raw.send(raw.step([sequence.handle], [5], raw.place(0, draw(5, 1))))).outcome) == [EXECUTED]
-
-
 async def test_a_client_that_scribbles_harms_only_itself(target: Target, raw: RawClient) -> None:
     rng = np.random.default_rng(0)
     stop = asyncio.Event()
@@ -299,38 +288,6 @@ async def test_a_client_that_scribbles_harms_only_itself(target: Target, raw: Ra
     finally:
         stop.set()
         await scribbling
-
-
-async def test_random_slices_are_never_the_servers_fault(target: Target, raw: RawClient) -> None:
-    rng = np.random.default_rng(11)
-    codes: set[grpc.StatusCode] = set()
-
-    def pick(numbers: list[int]) -> int:  # numpy would make floats of numbers of 64 bits
-        return numbers[int(rng.integers(len(numbers)))]
-
-    def edge() -> int:
-        near = pick([0, 64, MIB // 2, MIB - 64, MIB, 2**31, 2**32, 2**63, 2**64 - 64])
-        return min(2**64 - 1, max(0, near + int(rng.choice([0, 0, 0, 1, -1, 64, -64, 4096]))))
-
-    for _ in range(8):
-        sequences = await target.client.open_many(20)
-        bodies = []
-        for sequence in sequences:
-            region = pick([raw.region] * 8 + [0, 1])
-            length = int(rng.choice([1, 2, 100, MIB // ROW_BYTES // 2, MIB // ROW_BYTES]))
-            dims = [(length, HIDDEN)] * 6 + [(2**31 - 1, HIDDEN), (2**31 - 1,) * 4, (0, HIDDEN), (-1, HIDDEN), ()]
-            hidden = raw.named(edge(), dims[int(rng.integers(len(dims)))], region=region)
-            slice_ = pb.OutputSlice(region=region, offset=edge(), size_bytes=edge())
-            step = raw.step([sequence.handle], [length], hidden, output_slice=slice_, output=int(rng.integers(0, 4)))
-            if rng.random() < 0.3:
-                step.ClearField("output_slice")
-            bodies.append(step.SerializeToString())
-        for code, text, reply, status in await asyncio.gather(*(target.send(LAYER + "Step", body) for body in bodies)):
-            codes.add(code)
-            assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT), (code, text)
-            assert reply or (reason_of(status) and not LEAK.search(text)), text
-        target.close_strays()
-    assert len(codes) == 2
 
 
 @pytest.mark.parametrize("why", ["off", "not the server's", "another server's"])
@@ -367,38 +324,6 @@ async def test_the_client_goes_inline_and_says_why(
 
 def told_by_client(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("deltaline_client")]
-
-
-async def test_the_client_outlives_its_region(
-    target: Target, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    numbers = note_regions(target.server, monkeypatch)
-    async with AsyncClient(target.server.address, shared_memory_bytes=MIB) as client:
-        [sequence], [twin] = await client.open_many(1), await target.client.open_many(1)
-        with caplog.at_level(logging.INFO, "deltaline_client"):
-            for turn in range(4):
-                token = draw(1, turn)
-                assert (await sequence.decode(token)).tobytes() == (await twin.decode(token)).tobytes()
-                assert len(numbers) == turn // 2 + 1
-                if turn % 2 == 0:
-                    target.server.runtime.regions.release(numbers[-1])
-        assert len(told_by_client(caplog)) == 2
-        assert all("shared memory is gone" in line for line in told_by_client(caplog))
-
-
-async def test_a_full_region_sends_steps_inline(target: Target, caplog: pytest.LogCaptureFixture) -> None:
-    async with AsyncClient(target.server.address, shared_memory_bytes=MIB) as client:
-        [sequence], [twin] = await client.open_many(1), await target.client.open_many(1)
-        everything = await client.empty((MIB // ROW_BYTES, HIDDEN))
-        with caplog.at_level(logging.INFO, "deltaline_client"):
-            for turn in range(4):
-                if turn == 2:
-                    del everything
-                prompt = draw(20, turn)
-                output = await sequence.prefill(prompt, copy=False)
-                assert output.tobytes() == (await twin.prefill(prompt)).tobytes()
-                assert lies_in_shared_memory(output) == (turn >= 2)
-        assert len(told_by_client(caplog)) == 1 and "full" in told_by_client(caplog)[0]
 
 
 async def test_memory_of_a_step_without_an_answer_is_not_used_again(

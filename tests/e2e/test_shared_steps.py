@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -131,16 +132,18 @@ async def test_verify_larger_than_a_message_is_one_step_or_none(
 ) -> None:
     """A verify pends until it is committed: a second one behind it would be refused, and the first one be there."""
     hidden = draw(6, 0)
+    seconds = itertools.count()  # each look at the clock takes one
+    retry = Retry(initial_backoff_s=0.002, max_backoff_s=0.01, clock=lambda: float(next(seconds)))
     few = {"shared_memory_bytes": 2 * MIB, "inline_limit_bytes": 4 * ROW_BYTES, "max_draft_tokens": 6}
     expected = await (await whole.open()).prefill(hidden)
     async with (
         make_server(**few) as server,
-        AsyncClient(server.address, shared_memory_bytes=MIB, retry=QUICK) as client,
+        AsyncClient(server.address, shared_memory_bytes=MIB, retry=retry) as client,
     ):
         sequence = await client.open()
         everything = await client.empty((MIB // ROW_BYTES, HIDDEN))
         with pytest.raises(SharedMemoryExhausted, match="larger than a message finds no room"):
-            await sequence.verify(hidden, timeout_s=0.1)
+            await sequence.verify(hidden, timeout_s=20.0)
         assert not sequence.unfinished and sequence.progress().step == 0
         del everything
         np.testing.assert_allclose(await sequence.verify(hidden), expected, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rigs.killing_proxy import KillingProxy
 from rigs.programs import relative_error, state_of, states_differ_by
 
-from deltaline_client import AsyncClient, Client, Retry
+from deltaline_client import AsyncClient, Retry
 from deltaline_server.app import Server
 
 HIDDEN = 64
@@ -42,18 +42,6 @@ async def test_streamed_prefill_equals_one_whole_step(make_server: Callable[...,
             for one, other in zip(actual, expected, strict=True):
                 assert not one.size or relative_error(one, other) < TOLERANCE
             assert states_differ_by(cut_state, state) < TOLERANCE
-
-
-async def test_both_clients_stream_to_the_same_bits(make_server: Callable[..., Server]) -> None:
-    hidden = prompt(0, 9 * STEP_TOKENS)
-    async with make_server(inline_limit_bytes=LIMIT) as server, AsyncClient(server.address) as client:
-        expected = await (await client.open()).prefill(hidden)
-
-        def blocking() -> NDArray[Any]:
-            with Client(server.address) as other, other.open() as sequence:
-                return sequence.prefill(hidden)
-
-        np.testing.assert_array_equal(await asyncio.to_thread(blocking), expected)
 
 
 @pytest.mark.timeout(600)

@@ -44,14 +44,13 @@ class KillingProxy:
                 await sink.drain()
 
         ways = [asyncio.create_task(forward(reader, far_writer)), asyncio.create_task(forward(far_reader, writer))]
-        try:
+        with suppress(asyncio.CancelledError):
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self.kills += left <= 0
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            for end in (writer, far_writer):
-                end.transport.abort()
-                with suppress(OSError):
-                    await end.wait_closed()
+        self.kills += left <= 0
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+        for end in (writer, far_writer):
+            end.transport.abort()
+            with suppress(OSError):
+                await end.wait_closed()

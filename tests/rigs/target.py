@@ -54,12 +54,12 @@ class Target:
         """Call a method with raw bytes: its code, its text, its reply, and its google.rpc.Status if there is one."""
         try:
             if method.endswith("StepStream"):
-                call = self.channel.stream_stream(method)(iter([body]), timeout=20)
+                call = self.channel.stream_stream(method)(iter([body]), timeout=120)
                 reply = b"".join([message async for message in call])
             elif method.endswith("LoadAdapter"):
-                reply = await self.channel.stream_unary(method)(iter([body]), timeout=20)
+                reply = await self.channel.stream_unary(method)(iter([body]), timeout=120)
             else:
-                reply = await self.channel.unary_unary(method)(body, timeout=20)
+                reply = await self.channel.unary_unary(method)(body, timeout=120)
         except grpc.aio.AioRpcError as error:
             status = rpc_status.from_call(error)
             return error.code(), error.details() or "", b"", status

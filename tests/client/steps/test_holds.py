@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -122,22 +121,3 @@ def test_what_is_refused_before_it_is_sent_lets_go(driven: Any, once: Any, serve
         do(once.decode([other, sequence], tokens(2) + 1))
     np.testing.assert_array_equal(do(other.decode(tokens(1))), tokens(1))
     np.testing.assert_array_equal(do(sequence.resume()), tokens(1))
-
-
-def test_threads_that_share_a_sequence_lose_no_step(server: Any) -> None:
-    with Client(server.address) as client, ThreadPoolExecutor(4) as threads:
-        sequence = client.open()
-        client.info()
-        done = threading.Semaphore(0)
-
-        def run(_: int) -> None:
-            while True:
-                try:
-                    sequence.decode(np.ones((1, HIDDEN), np.float32))
-                except SequenceBusy:
-                    continue
-                done.release()
-                return
-
-        list(threads.map(run, range(24)))
-        assert sequence.position == sequence.progress().step == server.streams[sequence.handle][0].step == 24

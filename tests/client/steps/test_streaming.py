@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rigs.running_sum import status_of
 
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client import AsyncClient, Client, Row, StepError, StepStale, Unavailable
+from deltaline_client import AsyncClient, Client, StepError, StepStale, Unavailable
 from deltaline_client._transport.stream import Mailbox, StepStream
 from deltaline_server.errors import Reason
 
@@ -223,35 +223,6 @@ async def test_a_cancelled_call_leaves_the_stream_to_the_others(server: Any, scr
         script.answers.put(script.apply(*(await asyncio.to_thread(script.take, 1))))
         np.testing.assert_array_equal(await resumed, tokens(1))
         script.break_off()
-
-
-def test_a_decode_with_a_row_out_of_the_ordinary_ends_as_a_step_does(driven: Any, server: Any) -> None:
-    client, do = driven.client, driven.do
-    sequences = do(client.open_many(4))
-    server.refuse_rows({2: Reason.QUEUE_FULL}, 0.002)
-    np.testing.assert_array_equal(do(client.decode(sequences, tokens(4))), tokens(4))
-    assert [len(request.sequence) for request in server.requests["Step"]] == [4, 1]
-    hidden = tokens(4, seed=1)
-    hidden[1] = np.inf
-    with pytest.raises(StepError) as caught:
-        do(client.decode(sequences, hidden))
-    assert (list(caught.value.errors), [one.position for one in sequences]) == ([1], [2, 1, 2, 2])
-    do(client.verify(sequences[:1], [tokens(2)]))
-    do(client.commit(sequences[:1], [1]))
-    do(client.decode(sequences, tokens(4)))
-    assert list(server.requests["Step"][-1].accepted) == [1, -1, -1, -1]
-    assert [one.position for one in sequences] == [4, 2, 3, 3]
-
-
-def test_a_row_of_a_batch_beside_long_ones(driven: Any, server: Any) -> None:
-    client, do = driven.client, driven.do
-    sequences = do(client.open_many(3))
-    hidden = [tokens(2 * LIMIT + 1), tokens(3, seed=1), tokens(3 * LIMIT, seed=2)]
-    rows = [Row.prefill(sequence, part) for sequence, part in zip(sequences, hidden, strict=True)]
-    result = do(client.step(rows))
-    for output, part in zip(result.outputs, hidden, strict=True):
-        np.testing.assert_array_equal(output, np.cumsum(part, axis=0))
-    assert result.timing.queue_s == pytest.approx(0.007)
 
 
 def test_a_stream_that_fails_by_a_bug_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
