@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 import deltaline_client
-from deltaline_client import CapacityError, DeltalineError, ServerError, StateError, StepError, TransportError
-from deltaline_client import _exceptions as exceptions
+from deltaline_client import (
+    CapacityError,
+    ConflictError,
+    DeltalineError,
+    RequestError,
+    ServerError,
+    StateError,
+    StepError,
+    TransportError,
+)
+from deltaline_client._exceptions import BY_REASON
 from deltaline_client._transport.statuses import from_status
 from deltaline_server.errors import Reason
 
@@ -30,7 +40,7 @@ def test_every_reason_has_an_exception(reason: Reason) -> None:
 
 
 def test_every_exception_has_a_reason_of_the_service() -> None:
-    assert set(exceptions.BY_REASON) == {reason.name for reason in Reason}
+    assert set(BY_REASON) == {reason.name for reason in Reason}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +48,11 @@ def test_every_exception_has_a_reason_of_the_service() -> None:
     [
         (code_pb2.RESOURCE_EXHAUSTED, CapacityError),
         (code_pb2.NOT_FOUND, StateError),
+        (code_pb2.DATA_LOSS, StateError),
+        (code_pb2.INVALID_ARGUMENT, RequestError),
+        (code_pb2.FAILED_PRECONDITION, ConflictError),
+        (code_pb2.OUT_OF_RANGE, ConflictError),
+        (code_pb2.ABORTED, ConflictError),
         (code_pb2.INTERNAL, ServerError),
     ],
 )
@@ -56,6 +71,8 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
         below = [line for child in error.__subclasses__() for line in drawn(child, depth + 1)]
         return [(depth, error.__name__), *below]
 
-    lines = re.findall(r"^([│├└─ ]*)([A-Z]\w+)", (exceptions.__doc__ or "").split("\n\n")[-1], re.M)
+    lines = re.findall(
+        r"^([│├└─ ]*)([A-Z]\w+)", (sys.modules[DeltalineError.__module__].__doc__ or "").split("\n\n")[-1], re.M
+    )
     assert [(len(branch) // 4, name) for branch, name in lines] == drawn(DeltalineError, 0)
     assert issubclass(StepError, DeltalineError)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from rigs.target import HIDDEN, Target
+import pytest_asyncio
+from rigs.target import Target, target_of
 
-from deltaline_client import AsyncClient
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 
@@ -69,39 +69,37 @@ def each_small_model(request: pytest.FixtureRequest) -> dict[str, Any]:
     return model
 
 
+def server_of(model: dict[str, Any], directory: Path, device: str, **changes: Any) -> Server:
+    """A server of a model with random weights; changes: options of Config. The directory gets its config.json."""
+    config = directory / "config.json"
+    config.write_text(json.dumps(model))
+    values: dict[str, Any] = {
+        "random_init": str(config),
+        "seed": 7,
+        "device": device,
+        "dtype": "float32",
+        "port": 0,
+        "metrics_port": -1,
+        "max_sequences": 64,
+        "max_draft_tokens": 4,
+        "chunk_tokens": 64,
+        "log_level": "warning",
+    }
+    return Server(Config(**(values | changes)))
+
+
 @pytest.fixture
 def make_server(tmp_path: Path, device: str, small_model: dict[str, Any]) -> Callable[..., Server]:
     """A function that makes a server of the small model: `async with make_server(max_sequences=8) as server`."""
-
-    def make(**changes: Any) -> Server:
-        config = tmp_path / "config.json"
-        config.write_text(json.dumps(small_model))
-        values: dict[str, Any] = {
-            "random_init": str(config),
-            "seed": 7,
-            "device": device,
-            "dtype": "float32",
-            "port": 0,
-            "metrics_port": -1,
-            "max_sequences": 64,
-            "max_draft_tokens": 4,
-            "chunk_tokens": 64,
-            "log_level": "warning",
-        }
-        return Server(Config(**(values | changes)))
-
-    return make
+    return partial(server_of, small_model, tmp_path, device)
 
 
-@pytest.fixture
-async def target(make_server: Callable[..., Server]) -> AsyncIterator[Target]:
-    """A server with a witness, whose state no bad input may touch."""
-    server = make_server(inline_limit_bytes=1 << 16, drain_timeout_s=600, adapter_bytes=1 << 20)
-    async with server, AsyncClient(server.address) as client:
-        witness, twin = await client.open_many(2)
-        prompt = np.random.default_rng(4).standard_normal((9, HIDDEN)).astype(np.float32)
-        for sequence in (witness, twin):
-            await sequence.prefill(prompt)
-        target = Target(server, client, witness, twin)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def target(tmp_path_factory: pytest.TempPathFactory, device: str) -> AsyncIterator[Target]:
+    """A server of a module's tests, whose witness no bad input may touch; each test leaves it as it was.
+
+    Tests that use it run in the module's event loop: `pytestmark = pytest.mark.asyncio(loop_scope="module")`.
+    """
+    options = {"inline_limit_bytes": 1 << 16, "drain_timeout_s": 600, "adapter_bytes": 1 << 20}
+    async with target_of(server_of(SMALL_MODEL, tmp_path_factory.mktemp("target"), device, **options)) as target:
         yield target
-        await target.channel.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rigs.adapter_host import LIMIT_BYTES, AdapterHost
@@ -127,13 +129,6 @@ def test_what_is_wrong_is_told_in_one_line(
     host.do(lambda: host.registry.release(number))
 
 
-@pytest.mark.parametrize("arguments", [[], ["load"], ["unload"], ["lost"]])
-def test_what_makes_no_command_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["adapters", *arguments])
-    assert "usage: deltaline adapters" in capsys.readouterr().err
-
-
 @pytest.fixture
 def full(host: AdapterHost) -> Iterator[int]:
     """A host whose memory is taken by "good", which a sequence uses; yields what to release."""
@@ -157,26 +152,26 @@ def test_a_load_that_waits_for_memory_says_so_once(
             host.registry.release(full)
 
     host.service.before_load = before_load
-    assert adapters(host, "load", "mine", "--from", host.directory, "--timeout", 25) == 0
+    assert adapters(host, "load", "mine", "--from", host.directory, "--timeout", 100) == 0
     out, err = capsys.readouterr()
     assert out.startswith("mine is loaded") and len(host.service.calls) == before + 3
     notes = [line for line in err.splitlines() if not line.startswith("sent: ")]
     assert len(notes) == 1 and notes[0].startswith("refused, waiting for adapter memory: ")
-    assert notes[0].endswith("; up to 25 s, see --timeout")
+    assert notes[0].endswith("; up to 100 s, see --timeout")
 
 
 def test_a_load_gives_up_waiting_for_memory(
     host: AdapterHost, full: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert command._MEMORY_S == 60
-    monkeypatch.setattr(command, "_MEMORY_S", 0.5)
+    clock = itertools.count(0.0, 60.0)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     before = len(host.service.calls)
     assert adapters(host, "load", "mine", "--from", host.directory) == 1
     assert len(host.service.calls) == before + 2  # the server says: again after a second
     note, error = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("sent: "))
-    assert note.endswith("; up to 0.5 s, see --timeout")
-    message = note.removeprefix("refused, waiting for adapter memory: ").removesuffix("; up to 0.5 s, see --timeout")
+    assert note.endswith("; up to 60 s, see --timeout")
+    message = note.removeprefix("refused, waiting for adapter memory: ").removesuffix("; up to 60 s, see --timeout")
     assert error == f"deltaline: error: {message}"
     host.do(lambda: host.registry.release(full))
 

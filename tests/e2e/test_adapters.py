@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -15,14 +14,16 @@ import grpc
 import numpy as np
 import pytest
 from grpc_status import rpc_status
-from rigs.adapter_bad import BAD_FILES, BAD_NAMES
 from rigs.adapter_fleet import MAX_RANK, Fleet, Tenant
 from rigs.programs import Program, relative_error, run_together
 from rigs.target import HIDDEN, LEAK, reason_of
+from rigs.until import until
 
+from deltaline import wire
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2 as layer_pb
 from deltaline_client import AsyncClient, Row
+from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.app import Server
 from deltaline_server.models.lora_places import AdapterStore
 
@@ -65,13 +66,9 @@ def draw(count: int, seed: int = 0, num_steps: int = 4) -> list[Program]:
     return [Program.draw(seed + i, num_steps, HIDDEN, lengths=(1, 3, 17, 70)) for i in range(count)]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "uds"])
-async def test_rows_of_many_adapters_and_of_none_in_one_batch(
-    make_server: MakeServer, tmp_path: Path, transport: str
-) -> None:
+async def test_rows_of_many_adapters_and_of_none_in_one_batch(make_server: MakeServer, tmp_path: Path) -> None:
     uds = str(tmp_path / "s")
-    options = {"uds": uds, "adapter_slots": 4, "adapter_root": str(tmp_path)}
-    address = f"unix:{uds}" if transport == "uds" else ""
+    address, options = f"unix:{uds}", {"uds": uds, "adapter_slots": 4, "adapter_root": str(tmp_path)}
     async with serving(make_server, address, **options) as (server, tenant):
         fleet = Fleet(server.config, 4)
         for i in range(4):
@@ -80,9 +77,9 @@ async def test_rows_of_many_adapters_and_of_none_in_one_batch(
             await tenant.load(f"a{i}") if i % 2 else await tenant.load(fleet.upload(f"a{i}", i)) for i in range(4)
         ]
         assert [response.adapter.content_hash for response in loaded] == fleet.hashes
-        opened = [await tenant.open(name, 2) for name in ("a0", "", "a3", "a1", "a2")]
-        sequences = [sequence for pair, _ in opened for sequence in pair]
-        hashes = [content_hash for _, content_hash in opened for _ in range(2)]
+        opened = [await tenant.client.open_many(2, adapter=name) for name in ("a0", None, "a3", "a1", "a2")]
+        sequences = [sequence for pair in opened for sequence in pair]
+        hashes = [sequence.adapter_hash for sequence in sequences]
         assert hashes[::2] == [fleet.hashes[0], b"", fleet.hashes[3], fleet.hashes[1], fleet.hashes[2]]
         programs = draw(10)
         check(fleet, programs, await run_together(tenant.client, sequences, programs), hashes)
@@ -94,28 +91,13 @@ async def test_rows_of_many_adapters_and_of_none_in_one_batch(
         assert {(one.name, one.state, one.sequences) for one in listed.adapters} == {
             (f"a{i}", RESIDENT, 2) for i in range(4)
         }
-        request = layer_pb.DescribeSequencesRequest(
-            server_epoch=server.runtime.table.server_epoch, sequence=[sequence.handle for sequence in sequences]
-        )
-        described = (await tenant.layers.DescribeSequences(request)).sequences
+        described = await tenant.client.describe(sequences)
         assert [one.adapter_hash for one in described] == hashes
-        assert [one.adapter for one in described][::2] == ["a0", "", "a3", "a1", "a2"]
+        assert [one.adapter for one in described][::2] == ["a0", None, "a3", "a1", "a2"]
         info = server.runtime.info()
         assert (info.adapter_bytes, info.adapter_slots, info.max_adapter_rank) == (LIMIT_BYTES, 4, MAX_RANK)
         rows = server.metrics.registry.get_sample_value("deltaline_adapter_rows_total", {"adapters": "4"})
         assert rows and rows >= 8
-
-
-async def test_more_adapters_than_slots_take_turns(make_server: MakeServer) -> None:
-    async with serving(make_server, adapter_slots=2) as (server, tenant):
-        fleet = Fleet(server.config, 9)
-        for i in range(9):
-            await tenant.load(fleet.upload(f"a{i}", i))
-        opened = [await tenant.open(f"a{i}") for i in range(9)]
-        sequences, hashes = [pair[0] for pair, _ in opened], [content_hash for _, content_hash in opened]
-        programs = draw(9, seed=50)
-        check(fleet, programs, await run_together(tenant.client, sequences, programs), hashes)
-        assert server.runtime.adapters is not None and server.runtime.adapters.registry.places.num_evicted > 9
 
 
 async def test_what_is_in_use_stays_what_it_is(make_server: MakeServer) -> None:
@@ -143,9 +125,7 @@ async def test_what_is_in_use_stays_what_it_is(make_server: MakeServer) -> None:
         assert [one.content_hash for one in (await tenant.listed()).adapters] == [new_hash]
         await tenant.client.close([new])
         assert await tenant.unload("a") == 0
-        async with asyncio.timeout(10):
-            while not is_empty(server):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: is_empty(server))
 
 
 def is_empty(server: Server) -> bool:
@@ -173,8 +153,6 @@ async def test_a_step_sent_again_gets_the_same_bytes_whatever_became_of_its_adap
 
 def step_of(server: Server, handle: int, **fields: Any) -> layer_pb.StepRequest:
     """The first decode of a sequence."""
-    from deltaline import wire
-
     return layer_pb.StepRequest(
         server_epoch=server.runtime.table.server_epoch,
         sequence=[handle],
@@ -208,80 +186,38 @@ async def test_a_lease_that_ran_out_frees_the_adapter(make_server: MakeServer, m
         fleet = Fleet(server.config, 1)
         await tenant.load(fleet.upload("a", 0))
         await tenant.open("a", 3, lease_ms=100)
-        async with asyncio.timeout(10):
-            while (await tenant.listed()).adapters[0].sequences:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: not server.runtime.table.adapters.num_bound)
         assert await tenant.unload("a") == 0
         assert (await tenant.listed()).used_bytes == 0
 
 
-async def test_a_server_without_adapters(make_server: MakeServer) -> None:
-    async with serving(make_server, adapter_bytes=0) as (server, tenant):
-        calls: list[Callable[[], Any]] = [
-            lambda: tenant.open("a"),
-            lambda: tenant.load("a"),
-            lambda: tenant.unload("a"),
-            tenant.listed,
-        ]
-        for call in calls:
-            with refused("FAILED_PRECONDITION", "ADAPTERS_OFF"):
-                await call()
-        await tenant.open("")
-        info = server.runtime.info()
-        assert (info.adapter_bytes, info.adapter_slots, info.max_adapter_rank) == (0, 0, 0)
+class Gate:
+    """Where something slow waits. came: it does. It is let go in the end whatever happens."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.came, self.opened = threading.Event(), threading.Event()
 
-async def test_bad_names_and_files_harm_nobody(make_server: MakeServer, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
-    async with serving(make_server, adapter_root=str(root), adapter_slots=2) as (server, tenant):
-        adapters = server.runtime.adapters
-        assert adapters is not None
-        fleet = Fleet(server.config, 1)
-        await tenant.load(fleet.upload("witness", 0))
-        (witness,), content_hash = await tenant.open("witness")
-        programs = draw(1, seed=5, num_steps=6)
-        outputs = await run_together(tenant.client, [witness], [Program(programs[0].steps[:3])])
-        before = adapters.registry.used_bytes
-        fleet.write(root, "good", 0)
-        (root / "link").symlink_to(tmp_path)
-        os.mkfifo(root / "fifo")
-        (root / "device").symlink_to("/dev/zero")
-        for name in [*BAD_NAMES, "link", "fifo", "device", "absent"]:
-            with refused("INVALID_ARGUMENT", "INVALID_ADAPTER"):
-                await tenant.load([pb.LoadAdapterRequest(name=name)])
-            if name:
-                with refused("NOT_FOUND", "ADAPTER_UNKNOWN"):
-                    await tenant.open(name)
-        for content in BAD_FILES.values():
-            (root / "good" / "adapter_model.safetensors").write_bytes(content)
-            begin_s = time.monotonic()
-            with refused("INVALID_ARGUMENT", "INVALID_ADAPTER"):
-                await tenant.load("good")
-            assert time.monotonic() - begin_s < 1.0
-            if len(content) <= LIMIT_BYTES - before:
-                messages = fleet.upload("bad", 0)[:1]
-                messages[0].upload.tensors_bytes = len(content)
-                chunks = [content[i : i + (1 << 20)] for i in range(0, len(content), 1 << 20)]
-                with refused("INVALID_ARGUMENT", "INVALID_ADAPTER"):
-                    await tenant.load(messages + [pb.LoadAdapterRequest(chunk=chunk) for chunk in chunks])
-        assert (adapters.registry.num_registered, adapters.registry.used_bytes) == (1, before)
-        assert adapters.registry.places.num_copies == 1
-        rest = await run_together(tenant.client, [witness], [Program(programs[0].steps[3:])])
-        check(fleet, programs, [outputs[0] + rest[0]], [content_hash])
+    def stand_before(self, owner: type, method: str) -> None:
+        """Let all calls of a method wait."""
+        act = getattr(owner, method)
+
+        def slowly(*arguments: Any) -> Any:
+            self.came.set()
+            self.opened.wait(100)
+            return act(*arguments)
+
+        self._monkeypatch.setattr(owner, method, slowly)
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """Something slow waits for it; it opens in the end whatever happens."""
-    event = threading.Event()
-    yield event
-    event.set()
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
 
 
-async def test_no_step_waits_for_a_copy_to_the_device(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
-) -> None:
+async def test_no_step_waits_for_a_copy_to_the_device(make_server: MakeServer, gate: Gate) -> None:
     async with serving(make_server, adapter_slots=2) as (server, tenant):
         fleet = Fleet(server.config, 2)
         for i in range(2):
@@ -290,113 +226,64 @@ async def test_no_step_waits_for_a_copy_to_the_device(
         (base, quick, slow), hashes = [pair[0] for pair, _ in opened], [content_hash for _, content_hash in opened]
         programs = draw(3, seed=20, num_steps=6)
         first = await run_together(tenant.client, [quick], [Program(programs[1].steps[:1])])
-        write = AdapterStore.write
-
-        def slowly(self: AdapterStore, *arguments: Any) -> None:
-            gate.wait(30)
-            write(self, *arguments)
-
-        monkeypatch.setattr(AdapterStore, "write", slowly)
+        gate.stand_before(AdapterStore, "write")
         waits = asyncio.create_task(run_together(tenant.client, [slow], [programs[2]]))
         others = [programs[0], Program(programs[1].steps[1:])]
-        outputs = await asyncio.wait_for(run_together(tenant.client, [base, quick], others), 20)
-        assert not waits.done() and not gate.is_set()
+        outputs = await run_together(tenant.client, [base, quick], others)
+        assert not waits.done()
         assert server.runtime.scheduler.adapter_wait.num_waiting == 1
-        gate.set()
+        gate.opened.set()
         check(fleet, programs, [outputs[0], first[0] + outputs[1], (await waits)[0]], hashes)
 
 
-async def test_no_step_waits_for_a_load_from_files(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
-) -> None:
+async def test_no_step_waits_for_a_load_from_files(make_server: MakeServer, gate: Gate) -> None:
     async with serving(make_server) as (server, tenant):
         fleet = Fleet(server.config, 2)
         await tenant.load(fleet.upload("a0", 0))
-        assert server.runtime.adapters is not None
-        loader = server.runtime.adapters.loader
-        allocate, is_reading = loader._allocate, threading.Event()
-
-        def slowly(num_bytes: int) -> Any:
-            is_reading.set()
-            gate.wait(30)
-            return allocate(num_bytes)
-
-        monkeypatch.setattr(loader, "_allocate", slowly)
+        gate.stand_before(AdapterPlan, "load")
         loads = asyncio.create_task(tenant.load(fleet.upload("a1", 1)))
-        assert await asyncio.to_thread(is_reading.wait, 20)
+        assert await asyncio.to_thread(gate.came.wait, 100)
         opened = [await tenant.open(name) for name in ("", "a0")]
         programs = draw(2, seed=30)
-        outputs = await asyncio.wait_for(run_together(tenant.client, [pair[0] for pair, _ in opened], programs), 20)
+        outputs = await run_together(tenant.client, [pair[0] for pair, _ in opened], programs)
         check(fleet, programs, outputs, [content_hash for _, content_hash in opened])
-        assert not loads.done() and not gate.is_set()
-        gate.set()
+        assert not loads.done()
+        gate.opened.set()
         assert (await loads).adapter.name == "a1"
 
 
-async def test_a_queue_deadline_passes_while_the_adapter_is_on_its_way(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
-) -> None:
-    async with serving(make_server) as (server, tenant):
-        fleet = Fleet(server.config, 1)
-        await tenant.load(fleet.upload("a", 0))
-        (one,), content_hash = await tenant.open("a")
-        write = AdapterStore.write
-        monkeypatch.setattr(AdapterStore, "write", lambda *arguments: gate.wait(30) and write(*arguments))
-        begin_s = time.monotonic()
-        late = await tenant.layers.Step(step_of(server, one.handle, queue_timeout_us=100_000))
-        assert time.monotonic() - begin_s < 5
-        assert reason_of(late.row_status[0].status) == "QUEUE_DEADLINE"
-        gate.set()
-        programs = draw(1, seed=31)
-        check(fleet, programs, await run_together(tenant.client, [one], programs), [content_hash])
-
-
-async def test_a_server_stops_while_an_adapter_is_on_its_way(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
-) -> None:
+async def test_a_server_stops_while_an_adapter_is_on_its_way(make_server: MakeServer, gate: Gate) -> None:
     async with serving(make_server) as (server, tenant):
         fleet = Fleet(server.config, 1)
         await tenant.load(fleet.upload("a", 0))
         (one,), _ = await tenant.open("a")
-        monkeypatch.setattr(AdapterStore, "write", lambda *_: gate.wait(30))
+        gate.stand_before(AdapterStore, "write")
         waits = asyncio.ensure_future(tenant.layers.Step(step_of(server, one.handle)))
-        async with asyncio.timeout(10):
-            while not server.runtime.scheduler.adapter_wait.num_waiting:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        asyncio.get_running_loop().call_later(0.5, gate.set)
-        await asyncio.wait_for(server.stop(), 20)
+        await until(lambda: server.runtime.scheduler.adapter_wait.num_waiting)
+        stopping = asyncio.create_task(server.stop())
         answer = await waits
         assert reason_of(answer.row_status[0].status) == "STOPPING"
+        assert not stopping.done()  # it waits for the thread that copies
+        gate.opened.set()
+        await stopping
     assert not [thread for thread in threading.enumerate() if thread.name == "adapters"]
 
 
-async def test_a_server_stops_while_adapters_are_read(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
-) -> None:
+async def test_a_server_stops_while_adapters_are_read(make_server: MakeServer, gate: Gate) -> None:
     async with serving(make_server) as (server, tenant):
         fleet = Fleet(server.config, 2)
         assert server.runtime.adapters is not None
-        loader, is_reading = server.runtime.adapters.loader, threading.Event()
-        allocate = loader._allocate
-
-        def slowly(num_bytes: int) -> Any:
-            is_reading.set()
-            gate.wait(30)
-            return allocate(num_bytes)
-
-        monkeypatch.setattr(loader, "_allocate", slowly)
+        gate.stand_before(AdapterPlan, "load")
         loads = [asyncio.create_task(tenant.load(fleet.upload(f"a{i}", i))) for i in range(2)]
-        assert await asyncio.to_thread(is_reading.wait, 20)
+        assert await asyncio.to_thread(gate.came.wait, 100)
         server.interrupt()
         server.interrupt()  # the second signal: nobody is waited for
         stopping = asyncio.create_task(server.stop())
-        await asyncio.sleep(0.3)
-        assert not stopping.done()  # the thread that reads is
-        gate.set()
-        await asyncio.wait_for(stopping, 20)
-        assert all(
-            isinstance(gone, grpc.aio.AioRpcError) for gone in await asyncio.gather(*loads, return_exceptions=True)
-        )
+        gone = await asyncio.gather(*loads, return_exceptions=True)
+        assert all(isinstance(one, grpc.aio.AioRpcError) for one in gone)
+        assert not stopping.done()  # the thread that reads is waited for
+        gate.opened.set()
+        await stopping
         assert server.runtime.adapters.registry.num_registered == 1
 
 

@@ -1,9 +1,7 @@
-"""Bad input: the known faults of shapes, types, offsets, handles, values and sizes, each with the status that it must
-get; the process lives, no line is lost, and a witness sequence keeps its bits."""
+"""Bad input: lies about sizes, forged handles, values that are not finite, messages that are too large; the process
+lives, no line is lost, and a witness sequence keeps its bits."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,95 +15,30 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
 from deltaline_server.tables.sequences import slots_of
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 # Far less than what a lie asks for, far more than a request of this server needs.
-MEMORY_LIMIT_BYTES = 64 << 20
-
-
-def tensor(dtype: int, shape: list[int], data: bytes) -> tensor_pb2.Tensor:
-    return tensor_pb2.Tensor(dtype=dtype, shape=shape, inline=data)  # type: ignore[arg-type]
-
-
-F32, BF16 = tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_BFLOAT16
-FULL = bytes(2 * HIDDEN * 4)
-SHAPES = [
-    [], [HIDDEN], [3, HIDDEN], [1, HIDDEN], [2, HIDDEN - 1], [2, HIDDEN, 1], [2, 1, HIDDEN, 1, 1], [1] * 33,
-    [-2, -HIDDEN], [-1, HIDDEN], [0, HIDDEN], [2, 0], [2**31, HIDDEN], [2**63 - 1, 2], [2**32, 2**32],
-    [4194305, 4194305, 211106198978564], [2**31, 2**31, 2, 2], [HIDDEN, 2], [2**63 - 1, 2**63 - 1],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-async def test_shapes_that_lie(target: Target, shape: list[int]) -> None:
-    request = step_request(target, [target.witness.handle], hidden=tensor(F32, shape, FULL))
-    with bounded_memory(MEMORY_LIMIT_BYTES):
-        code, _, _, status = await target.send(LAYER + "Step", request.SerializeToString())
-    assert code is grpc.StatusCode.INVALID_ARGUMENT and reason_of(status) in ("INVALID_TENSOR", "INVALID_BATCH")
-    await target.check_unharmed()
+MEMORY_LIMIT_BYTES = 30 << 20
 
 
 @pytest.mark.parametrize(
-    ("dtype", "data"),
-    [
-        pytest.param(0, FULL, id="unspecified"),
-        pytest.param(99, FULL, id="unknown"),
-        pytest.param(BF16, FULL, id="bf16-with-fp32-bytes"),
-        pytest.param(BF16, FULL[: len(FULL) // 2], id="bf16"),
-        pytest.param(F32, FULL[:-1], id="a-byte-short"),
-        pytest.param(F32, FULL + b"\x00", id="a-byte-long"),
-        pytest.param(F32, b"", id="empty"),
-    ],
+    "shape", [[2**63 - 1, 2**63 - 1], [4194305, 4194305, 211106198978564], [2**31, HIDDEN], [-2, -HIDDEN]]
 )
-async def test_types_that_lie(target: Target, dtype: int, data: bytes) -> None:
-    request = step_request(target, [target.witness.handle], hidden=tensor(dtype, [2, HIDDEN], data))
-    code, _, _, status = await target.send(LAYER + "Step", request.SerializeToString())
+async def test_shapes_that_lie_take_no_memory(target: Target, shape: list[int]) -> None:
+    """All other faults of a request are those of tests/server/front/test_requests.py."""
+    lie = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=shape, inline=bytes(2 * HIDDEN * 4))
+    request = step_request(target, [target.witness.handle], hidden=lie)
+    with bounded_memory(MEMORY_LIMIT_BYTES):
+        code, _, _, status = await target.send(LAYER + "Step", request.SerializeToString())
     assert code is grpc.StatusCode.INVALID_ARGUMENT and reason_of(status) == "INVALID_TENSOR"
     await target.check_unharmed()
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        pytest.param({"sequence": []}, "INVALID_BATCH", id="no-rows"),
-        pytest.param({"query_start_loc": [0]}, "INVALID_BATCH", id="offsets-missing"),
-        pytest.param({"query_start_loc": [1, 2, 4]}, "INVALID_BATCH", id="offsets-start"),
-        pytest.param({"query_start_loc": [0, 2, 3]}, "INVALID_BATCH", id="offsets-end"),
-        pytest.param({"query_start_loc": [0, 5, 4]}, "INVALID_BATCH", id="offsets-decrease"),
-        pytest.param({"query_start_loc": [0, 0, 4]}, "INVALID_BATCH", id="empty-row"),
-        pytest.param({"query_start_loc": [0, 2**32 - 1, 4]}, "INVALID_BATCH", id="offsets-huge"),
-        pytest.param({"kind": [1]}, "INVALID_BATCH", id="kinds-missing"),
-        pytest.param({"kind": [1, 0]}, "INVALID_BATCH", id="kind-unspecified"),
-        pytest.param({"kind": [1, 9]}, "INVALID_BATCH", id="kind-unknown"),
-        pytest.param({"kind": [1, 2]}, "INVALID_BATCH", id="decode-of-two"),
-        pytest.param({"step": [1]}, "INVALID_BATCH", id="steps-missing"),
-        pytest.param({"position": [0, 0, 0]}, "INVALID_BATCH", id="positions-extra"),
-        pytest.param({"accepted": [-1]}, "INVALID_BATCH", id="accepted-missing"),
-        pytest.param({"span": 1}, "UNKNOWN_SPAN", id="span"),
-        pytest.param({"server_epoch": 0}, "INVALID_REQUEST", id="epoch-zero"),
-        pytest.param({"priority": 8}, "INVALID_REQUEST", id="priority"),
-        pytest.param({"output": 7}, "INVALID_REQUEST", id="output"),
-    ],
-)
-async def test_batches_that_are_malformed(target: Target, changes: dict[str, Any], reason: str) -> None:
-    request = step_request(target, [target.witness.handle, target.twin.handle], **changes)
-    code, text, _, status = await target.send(LAYER + "Step", request.SerializeToString())
-    assert code is grpc.StatusCode.INVALID_ARGUMENT and reason_of(status) == reason, text
-    await target.check_unharmed()
-
-
-async def test_a_handle_twice_and_too_many_rows(target: Target) -> None:
-    handle = target.witness.handle
-    for handles, reason in (([handle, handle], "DUPLICATE_SEQUENCE"), (list(range(1, 66)), "INVALID_BATCH")):
-        request = step_request(target, handles)
-        code, _, _, status = await target.send(LAYER + "Step", request.SerializeToString())
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and reason_of(status) == reason
-    await target.check_unharmed()
-
-
-async def test_a_thousand_forged_handles_are_not_found(target: Target) -> None:
+async def test_forged_handles_are_not_found(target: Target) -> None:
     rng = np.random.default_rng(8)
     live = target.witness.handle
     texts = set()
-    for i in range(1000):
+    for i in range(200):
         forged = int(rng.integers(1, 2**63)) if i % 2 else live ^ (1 << int(rng.integers(24, 64)))
         reply = pb.StepResponse.FromString(
             (await target.send(LAYER + "Step", step_request(target, [forged]).SerializeToString()))[2]
@@ -142,7 +75,7 @@ async def test_a_freed_handle_is_told_apart_from_the_next_owners(target: Target)
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e38, 1e-40])
 async def test_values_that_are_not_finite_harm_nobody_else(target: Target, value: float) -> None:
-    for place in range(8):
+    for place in (0, 3, 7):
         sequences = await target.client.open_many(8)
         handles = [sequence.handle for sequence in sequences]
         replies = []
@@ -172,19 +105,14 @@ async def test_values_that_are_not_finite_harm_nobody_else(target: Target, value
 async def test_messages_that_are_too_large(target: Target) -> None:
     big = np.ones(((1 << 16) // (HIDDEN * 4) + 1, HIDDEN), dtype=np.float32)
     request = step_request(target, [target.witness.handle], hidden=wire.encode(big), query_start_loc=[0, len(big)])
-    with bounded_memory(MEMORY_LIMIT_BYTES):  # 96 MiB are sent, one message after the other
-        for _ in range(12):
+    with bounded_memory(MEMORY_LIMIT_BYTES):  # 32 MiB are sent, one message after the other, and lie here too
+        for _ in range(4):
             code, _, _, status = await target.send(LAYER + "Step", request.SerializeToString())
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and reason_of(status) == "MESSAGE_TOO_LARGE"
             code, _, _, _ = await target.send(LAYER + "Step", bytes(8 << 20))
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     for metadata in ([("x-long", "a" * 20_000)], [(f"x-{i}", "b" * 20) for i in range(1000)]):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await target.channel.unary_unary(ADMIN + "GetLoad")(b"", metadata=metadata, timeout=20)
+            await target.channel.unary_unary(ADMIN + "GetLoad")(b"", metadata=metadata, timeout=120)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    bomb: Any = grpc.aio.insecure_channel(target.server.address, compression=grpc.Compression.Gzip)
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await bomb.unary_unary(LAYER + "Step")(bytes(64 << 20), timeout=60)
-    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED  # the server takes no compressed message
-    await bomb.close()
     await target.check_unharmed()

@@ -13,6 +13,8 @@ from rigs.target import HIDDEN, LAYER, Target, reason_of, step_request
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 P, D, V = pb.ROW_KIND_PREFILL, pb.ROW_KIND_DECODE, pb.ROW_KIND_VERIFY
 NONE = -1  # no commit
 # Rows are (kind, step, position, accepted, tokens). What a sequence went through before the row or commit in question;
@@ -103,39 +105,24 @@ async def check_unchanged(target: Target, history: str, handle: int) -> None:
     ("history", "row", "expected"),
     [
         # The number of the step.
-        ("fresh", (P, 0, 0, NONE, 2), "FAILED_PRECONDITION STEP_STALE"),
-        ("fresh", (P, 2, 0, NONE, 2), "OUT_OF_RANGE STEP_GAP"),
-        ("fresh", (P, 2**63, 0, NONE, 2), "OUT_OF_RANGE STEP_GAP"),
         ("fresh", (P, 2**64 - 1, 0, NONE, 2), "OUT_OF_RANGE STEP_GAP"),
         ("decoded", (D, 4, 3, NONE, 1), "OUT_OF_RANGE STEP_GAP"),
-        ("decoded", (P, 1, 0, NONE, 2), "FAILED_PRECONDITION STEP_STALE"),
         ("decoded", (D, 0, 3, NONE, 1), "FAILED_PRECONDITION STEP_STALE"),
         ("decoded", (D, 2**63 + 3, 3, NONE, 1), "OUT_OF_RANGE STEP_GAP"),
         ("decoded", (P, 2, 2, NONE, 1), "ABORTED STEP_CONFLICT"),
-        ("decoded", (D, 2, 3, NONE, 1), "ABORTED STEP_CONFLICT"),
         ("drafted", (V, 2, 2, NONE, 2), "ABORTED STEP_CONFLICT"),
         # The position.
-        ("fresh", (P, 1, 1, NONE, 2), "FAILED_PRECONDITION POSITION_MISMATCH"),
         ("decoded", (D, 3, 4, NONE, 1), "FAILED_PRECONDITION POSITION_MISMATCH"),
-        ("decoded", (D, 3, 2, NONE, 1), "FAILED_PRECONDITION POSITION_MISMATCH"),
-        ("decoded", (D, 3, 2**63, NONE, 1), "FAILED_PRECONDITION POSITION_MISMATCH"),
         ("decoded", (D, 3, 2**64 - 1, NONE, 1), "FAILED_PRECONDITION POSITION_MISMATCH"),
         ("drafted", (D, 3, 2, 2, 1), "FAILED_PRECONDITION POSITION_MISMATCH"),
         # The accepted count.
-        ("fresh", (D, 1, 0, 0, 1), "FAILED_PRECONDITION NOTHING_TO_COMMIT"),
         ("decoded", (D, 3, 3, 0, 1), "FAILED_PRECONDITION NOTHING_TO_COMMIT"),
-        ("decoded", (D, 3, 4, 1, 1), "FAILED_PRECONDITION NOTHING_TO_COMMIT"),
-        ("decoded", (D, 3, 3, -2, 1), "INVALID_ARGUMENT ACCEPTED_OUT_OF_RANGE"),
         ("drafted", (D, 3, 6, 4, 1), "INVALID_ARGUMENT ACCEPTED_OUT_OF_RANGE"),
-        ("drafted", (D, 3, 0, -2, 1), "INVALID_ARGUMENT ACCEPTED_OUT_OF_RANGE"),
         ("drafted", (D, 3, 2, -(2**31), 1), "INVALID_ARGUMENT ACCEPTED_OUT_OF_RANGE"),
         ("drafted", (D, 3, 2 + 2**31 - 1, 2**31 - 1, 1), "INVALID_ARGUMENT ACCEPTED_OUT_OF_RANGE"),
-        ("drafted", (D, 3, 2, NONE, 1), "FAILED_PRECONDITION VERIFY_PENDING"),
         ("drafted", (P, 3, 2, NONE, 2), "FAILED_PRECONDITION VERIFY_PENDING"),
-        ("drafted", (V, 3, 2, NONE, 3), "FAILED_PRECONDITION VERIFY_PENDING"),
         ("committed", (D, 3, 4, 1, 1), "ABORTED COMMIT_CONFLICT"),
         # The kind.
-        ("fresh", (V, 1, 0, NONE, 5), "RPC INVALID_ARGUMENT INVALID_BATCH"),
         ("drafted", (V, 3, 4, 2, 5), "RPC INVALID_ARGUMENT INVALID_BATCH"),
     ],
     ids=str,
@@ -183,14 +170,9 @@ async def test_a_step_again_gives_the_same_bytes(target: Target, history: str) -
 @pytest.mark.parametrize(
     ("history", "number", "accepted", "expected"),
     [
-        ("fresh", 0, 0, "FAILED_PRECONDITION NOTHING_TO_COMMIT"),
         ("fresh", 2**64 - 1, 0, "FAILED_PRECONDITION NOTHING_TO_COMMIT"),
-        ("decoded", 2, 1, "FAILED_PRECONDITION NOTHING_TO_COMMIT"),
-        ("drafted", 1, 2, "FAILED_PRECONDITION NOTHING_TO_COMMIT"),
         ("drafted", 3, 2, "FAILED_PRECONDITION NOTHING_TO_COMMIT"),
-        ("drafted", 2**63, 2, "FAILED_PRECONDITION NOTHING_TO_COMMIT"),
         ("drafted", 2, 4, "INVALID_ARGUMENT ACCEPTED_OUT_OF_RANGE"),
-        ("drafted", 2, -1, "INVALID_ARGUMENT ACCEPTED_OUT_OF_RANGE"),
         ("drafted", 2, -(2**31), "INVALID_ARGUMENT ACCEPTED_OUT_OF_RANGE"),
         ("committed", 2, 3, "ABORTED COMMIT_CONFLICT"),
         ("committed", 2, 2, "OK"),

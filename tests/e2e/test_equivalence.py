@@ -20,44 +20,41 @@ def small_model(each_small_model: dict[str, Any]) -> dict[str, Any]:
     return each_small_model
 
 
-@pytest.mark.parametrize("chunk_tokens", [64, 4096])
-@pytest.mark.parametrize(
-    "cuts",
-    [
-        pytest.param([300], id="whole"),
-        pytest.param([1] * 9 + [291], id="decodes-first"),
-        pytest.param([63, 64, 65, 108], id="around-the-chunk"),
-        pytest.param([2, 3, 1, 250, 1, 1, 42], id="ragged"),
-        pytest.param([299, 1], id="last-alone"),
-        pytest.param([200] + [1] * 100, id="last-third-decoded"),
-    ],
-)
-async def test_any_cut_of_a_prompt_gives_the_same_result(
-    make_server: Callable[..., Server], cuts: list[int], chunk_tokens: int
-) -> None:
+CUTS = {
+    "whole": [300],
+    "decodes first": [1] * 9 + [291],
+    "around the chunk": [63, 64, 65, 108],
+    "ragged": [2, 3, 1, 250, 1, 1, 42],
+    "last alone": [299, 1],
+    "last third decoded": [200] + [1] * 100,
+}
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, pytest.param(4096, marks=pytest.mark.sweep)])
+async def test_any_cut_of_a_prompt_gives_the_same_result(make_server: Callable[..., Server], chunk_tokens: int) -> None:
     """Cut by the client, and prefills again by a server whose chunks are shorter, against the model's one whole run."""
     hidden = np.random.default_rng(5).standard_normal((301, 64)).astype(np.float32)
     async with make_server(chunk_tokens=chunk_tokens) as server, AsyncClient(server.address) as client:
         alone = Alone(server.runtime.model, server.config.max_draft_tokens)
         expected = alone.run(Program([Step("prefill", hidden[:300], 0), Step("decode", hidden[300:], 0)]))
-        (sequence,) = await client.open_many(1)
-        outputs = []
-        for piece in np.split(hidden, np.cumsum(cuts)):
-            make_row = Row.decode if len(piece) == 1 else Row.prefill
-            result = await client.step([make_row(sequence, piece)])
-            assert result.timing.batch_tokens <= chunk_tokens
-            outputs.append(np.asarray(result.outputs[0]).reshape(-1, 64))
-        assert relative_error(np.concatenate(outputs[:-1]), expected[0]) < TOLERANCE
-        assert relative_error(outputs[-1], expected[1].reshape(-1, 64)) < TOLERANCE
-        assert states_differ_by(state_of(server, sequence), alone.state) < TOLERANCE
+        for cut in CUTS.values():
+            sequence, outputs = await client.open(), []
+            for piece in np.split(hidden, np.cumsum(cut)):
+                make_row = Row.decode if len(piece) == 1 else Row.prefill
+                result = await client.step([make_row(sequence, piece)])
+                assert result.timing.batch_tokens <= chunk_tokens
+                outputs.append(np.asarray(result.outputs[0]).reshape(-1, 64))
+            assert relative_error(np.concatenate(outputs[:-1]), expected[0]) < TOLERANCE, cut
+            assert relative_error(outputs[-1], expected[1].reshape(-1, 64)) < TOLERANCE, cut
+            assert states_differ_by(state_of(server, sequence), alone.state) < TOLERANCE, cut
 
 
-async def test_500_speculative_steps_agree_with_token_by_token_decode(make_server: Callable[..., Server]) -> None:
+async def test_speculative_steps_agree_with_token_by_token_decode(make_server: Callable[..., Server]) -> None:
     rng = np.random.default_rng(11)
     async with make_server() as server, AsyncClient(server.address) as client:
         drafted, decoded = await client.open_many(2)
         counts = np.zeros(5, dtype=int)
-        for _ in range(500):
+        for _ in range(100):
             if rng.random() < 0.25:
                 token = rng.standard_normal(64).astype(np.float32)
                 assert relative_error(await drafted.decode(token), await decoded.decode(token)) < TOLERANCE
@@ -69,7 +66,7 @@ async def test_500_speculative_steps_agree_with_token_by_token_decode(make_serve
             await drafted.commit(accepted, now=bool(rng.random() < 0.3))
             for i in range(accepted):
                 assert relative_error(verified[i], np.asarray(await decoded.decode(drafts[i])).reshape(-1)) < TOLERANCE
-        assert (counts > 30).all()
+        assert (counts > 5).all()
         token = rng.standard_normal(64).astype(np.float32)
         assert relative_error(await drafted.decode(token), await decoded.decode(token)) < TOLERANCE
         assert states_differ_by(state_of(server, drafted), state_of(server, decoded)) < TOLERANCE

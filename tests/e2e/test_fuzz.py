@@ -18,7 +18,9 @@ from deltaline.v1 import adapter_service_pb2, admin_service_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_client import Row
 
-NUM_BODIES, BODIES_AT_ONCE = 2000, 50
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BODIES_AT_ONCE = 50
 NEVER = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 
 
@@ -81,7 +83,8 @@ def row_statuses(method: str, reply: bytes) -> list[Any]:
     return []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_bodies", [200, pytest.param(2000, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("mutated", [pytest.param(False, id="random"), pytest.param(True, id="mutated")])
 @pytest.mark.parametrize(
     "method",
@@ -91,10 +94,10 @@ def row_statuses(method: str, reply: bytes) -> list[Any]:
         *(ADMIN + m.name for m in admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].methods),
     ],
 )
-async def test_bodies_that_nobody_meant(target: Target, method: str, mutated: bool) -> None:
+async def test_bodies_that_nobody_meant(target: Target, method: str, mutated: bool, num_bodies: int) -> None:
     rng = np.random.default_rng(sum(method.encode()) + mutated)
     num_refused_rows = 0
-    victims = await target.client.open_many(NUM_BODIES // BODIES_AT_ONCE)
+    victims = await target.client.open_many(num_bodies // BODIES_AT_ONCE)
     if method.endswith("CommitSequences"):
         await target.client.step([Row.verify(victim, np.ones((3, HIDDEN), dtype=np.float32)) for victim in victims])
     for victim in victims:  # each meets its bodies as it is in a valid request
@@ -114,5 +117,6 @@ async def test_bodies_that_nobody_meant(target: Target, method: str, mutated: bo
                 assert row_status.details and not LEAK.search(row_status.message), row_status
         target.close_strays(victims)
     target.close_strays()
+    target.server.runtime.table.is_draining = False  # another method's turn
     assert not mutated or num_refused_rows > 0 or not method.endswith(("Step", "CommitSequences", "StepStream"))
     await target.check_unharmed()

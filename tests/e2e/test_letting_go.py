@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-from rigs.target import ADMIN, HIDDEN, LAYER, Target, reason_of, step_request
+import pytest_asyncio
+from e2e.conftest import SMALL_MODEL, server_of
+from rigs.target import ADMIN, HIDDEN, LAYER, Target, reason_of, step_request, target_of
+from rigs.until import until
 
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
-from deltaline_client import AsyncClient
-from deltaline_server.app import Server
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 REGION_BYTES = 1 << 20
 NUM_TOKENS = 1000
 
 
-@pytest.fixture
-async def target(make_server: Callable[..., Server]) -> AsyncIterator[Target]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def target(tmp_path_factory: pytest.TempPathFactory, device: str) -> AsyncIterator[Target]:
     """A server with room for one region."""
-    async with make_server(shared_memory_bytes=REGION_BYTES) as server, AsyncClient(server.address) as client:
-        target = Target(server, client, *await client.open_many(2))
+    server = server_of(SMALL_MODEL, tmp_path_factory.mktemp("target"), device, shared_memory_bytes=REGION_BYTES)
+    async with target_of(server) as target:
         yield target
-        await target.channel.close()
 
 
 @pytest.fixture
@@ -47,41 +49,43 @@ async def create(target: Target) -> int:
     return admin.CreateSharedMemoryResponse.FromString(reply).region
 
 
-def shared_step(target: Target, region: int, output_offset: int) -> pb.StepRequest:
-    """A first prefill of the witness: two tokens at the beginning of a region."""
+async def release(target: Target, region: int) -> None:
+    body = admin.ReleaseSharedMemoryRequest(region=region).SerializeToString()
+    await target.send(ADMIN + "ReleaseSharedMemory", body)
+
+
+def shared_step(target: Target, handle: int, region: int, output_offset: int) -> pb.StepRequest:
+    """A first prefill: two tokens at the beginning of a region."""
     place = tensor_pb2.SharedSlice(region=region, offset=0)
     hidden = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[2, HIDDEN], shared=place)
     output = pb.OutputSlice(region=region, offset=output_offset, size_bytes=2 * HIDDEN * 4)
-    step: pb.StepRequest = step_request(target, [target.witness.handle], hidden=hidden, output_slice=output)
+    step: pb.StepRequest = step_request(target, [handle], hidden=hidden, output_slice=output)
     return step
 
 
 @pytest.mark.parametrize("output_offset", [0, 4096])
 @pytest.mark.usefixtures("no_collector")
 async def test_an_idle_stream_keeps_no_released_region(target: Target, output_offset: int) -> None:
-    stream = target.channel.stream_stream(LAYER + "StepStream")()
+    stream, sequence = target.channel.stream_stream(LAYER + "StepStream")(), await target.client.open()
     region = await create(target)
-    message = pb.StepStreamRequest(correlation_id=1, step=shared_step(target, region, output_offset))
+    message = pb.StepStreamRequest(step=shared_step(target, sequence.handle, region, output_offset))
     await stream.write(message.SerializeToString())
     answer = pb.StepStreamResponse.FromString(await stream.read())
     assert answer.WhichOneof("result") == ("step" if output_offset else "status")
-    await target.witness.close()
-    await target.send(
-        ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryRequest(region=region).SerializeToString()
-    )
-    await create(target)
+    await sequence.close()
+    await release(target, region)
+    await release(target, await create(target))
     stream.cancel()
 
 
 @pytest.mark.usefixtures("no_collector")
 async def test_a_refused_call_keeps_no_released_region(target: Target) -> None:
     region = await create(target)
-    _, _, _, status = await target.send(LAYER + "Step", shared_step(target, region, 0).SerializeToString())
+    step = shared_step(target, target.witness.handle, region, 0)
+    _, _, _, status = await target.send(LAYER + "Step", step.SerializeToString())
     assert reason_of(status) == "INVALID_SHARED_MEMORY"
-    await target.send(
-        ADMIN + "ReleaseSharedMemory", admin.ReleaseSharedMemoryRequest(region=region).SerializeToString()
-    )
-    await create(target)
+    await release(target, region)
+    await release(target, await create(target))
 
 
 @pytest.mark.parametrize("fault", ["span", "shape"])
@@ -99,22 +103,22 @@ async def test_refused_messages_do_not_stay_in_memory(target: Target, method: st
         body = pb.StepStreamRequest(step=step).SerializeToString()
     for _ in range(5):
         await target.send(LAYER + method, body)
-    await asyncio.sleep(0.1)
-    size = len(hidden.inline)
-    held = [one for one in gc.get_objects() if type(one) is memoryview and one.nbytes == size]
-    assert not held
+    await until(lambda: not held(hidden))
+
+
+def held(hidden: tensor_pb2.Tensor) -> list[Any]:
+    """What is alive of the messages that had these hidden states."""
+    return [one for one in gc.get_objects() if type(one) is memoryview and one.nbytes == len(hidden.inline)]
 
 
 @pytest.mark.usefixtures("no_collector")
 async def test_an_idle_stream_keeps_no_message(target: Target) -> None:
-    hidden = wire.encode(np.ones((NUM_TOKENS, HIDDEN), dtype=np.float32))
-    step = step_request(target, [target.witness.handle], hidden=hidden, query_start_loc=[0, NUM_TOKENS])
+    hidden, sequence = wire.encode(np.ones((NUM_TOKENS, HIDDEN), dtype=np.float32)), await target.client.open()
+    step = step_request(target, [sequence.handle], hidden=hidden, query_start_loc=[0, NUM_TOKENS])
     stream = target.channel.stream_stream(LAYER + "StepStream")()
     await stream.write(pb.StepStreamRequest(step=step).SerializeToString())
     answer = pb.StepStreamResponse.FromString(await stream.read())
     assert answer.WhichOneof("result") == "step"
-    await target.witness.close()  # and with it the kept reply
-    await asyncio.sleep(0.1)
-    size = len(hidden.inline)
-    assert [one for one in gc.get_objects() if type(one) is memoryview and one.nbytes == size] == []
+    await sequence.close()  # and with it the kept reply
+    await until(lambda: not held(hidden))
     stream.cancel()

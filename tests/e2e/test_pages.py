@@ -10,8 +10,9 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 from e2e.conftest import SMALL_HYBRID
+from rigs.until import until
 
-from deltaline_client import AsyncClient, ContextExceeded, PagesExhausted, Retry, Row, StepError
+from deltaline_client import AsyncClient, PagesExhausted, Retry, Row, StepError
 from deltaline_server.app import Server
 
 PAGE_SIZE = 16
@@ -63,27 +64,13 @@ async def test_a_streamed_prefill_waits_for_pages_by_itself(make_small: Callable
         await first.prefill(hidden(190))
         waiting = asyncio.create_task(second.prefill(hidden(100)))
         sample = "deltaline_refused_total", {"reason": "PAGES_EXHAUSTED"}
-        for _ in range(500):
-            await asyncio.sleep(0.01)
-            if server.metrics.registry.get_sample_value(*sample):
-                break
-        assert server.metrics.registry.get_sample_value(*sample) and not waiting.done()
+        await until(lambda: server.metrics.registry.get_sample_value(*sample))
+        assert not waiting.done()
         assert server.runtime.table.pages is not None and server.runtime.table.pages.num_used == 13
         await client.close([first])
         outputs = await waiting
         (third,) = await client.open_many(1)
         np.testing.assert_allclose(outputs[:80], await third.prefill(hidden(100)[:80]), rtol=1e-3, atol=1e-4)
-
-
-async def test_a_sequence_has_no_more_tokens_than_max_context(make_small: Callable[..., Server]) -> None:
-    async with make_small(20, max_context=100) as server, AsyncClient(server.address) as client:
-        (sequence,) = await client.open_many(1)
-        await sequence.prefill(hidden(99))
-        with pytest.raises(ContextExceeded, match="max_context"):
-            await sequence.verify(hidden(2))
-        await sequence.decode(hidden(1)[0])
-        with pytest.raises(ContextExceeded):
-            await sequence.decode(hidden(1)[0])
 
 
 async def test_info_and_metrics_tell_of_pages(make_small: Callable[..., Server]) -> None:
@@ -94,7 +81,7 @@ async def test_info_and_metrics_tell_of_pages(make_small: Callable[..., Server])
         await sequence.prefill(hidden(40))
 
         def scrape() -> str:
-            with urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=5) as answer:
+            with urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=60) as answer:
                 return str(answer.read(), "utf-8")
 
         metrics = (await asyncio.to_thread(scrape)).splitlines()

@@ -174,14 +174,6 @@ async def raw(make_server: Callable[..., Server]) -> Any:
         await target.channel.close()
 
 
-async def test_a_step_sent_again_gets_the_same_streams(raw: Target) -> None:
-    hidden = tokens(9)
-    (_, first), (_, again) = [await send(raw, raw.witness.handle, hidden) for _ in range(2)]
-    assert list(first.hidden.shape) == list(again.hidden.shape) == [9, STREAMS, HIDDEN]
-    assert (list(first.outcome), list(again.outcome)) == ([pb.ROW_OUTCOME_EXECUTED], [pb.ROW_OUTCOME_REPLAYED])
-    assert first.hidden.inline == again.hidden.inline and len(first.hidden.inline) == 9 * STREAMS * HIDDEN * 4
-
-
 async def test_tensors_of_another_shape_are_refused(raw: Target) -> None:
     for shape in ((3, STREAMS, HIDDEN), (3, HIDDEN, 1), (3, HIDDEN + 1), (3 * HIDDEN,), (3, 1, 1, HIDDEN)):
         got, _ = await send(raw, raw.witness.handle, np.ones(shape, np.float32))

@@ -108,3 +108,19 @@ def test_pieces_concatenate_to_the_message_that_protobuf_makes(rows: int) -> Non
     whole = layer_service_pb2.StepResponse.FromString(b"".join([head.SerializeToString(), *pieces]))
     head.hidden.CopyFrom(wire.encode(array))
     assert whole == head
+
+
+def test_decode_takes_a_tensor_of_exactly_the_limit() -> None:
+    assert wire.decode(make_tensor([2, 3], 24), limit_bytes=24).shape == (2, 3)
+
+
+def test_elements_are_aligned_wherever_they_lie_in_a_message() -> None:
+    message = b"\x00" + np.arange(3, dtype=np.float32).tobytes()
+    array = wire.view(tensor_pb2.DATA_TYPE_FLOAT32, [3], memoryview(message)[1:], limit_bytes=LIMIT)
+    assert array.flags.aligned and array.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("value", [0, 127, 128, 300, 2**21, 2**63])
+def test_a_varint_is_that_of_protobuf(value: int) -> None:
+    message = layer_service_pb2.StepTiming(queue_ns=value)
+    assert (message.SerializeToString() or b"\x08\x00") == b"\x08" + wire.varint(value)

@@ -104,7 +104,7 @@ class AdapterHost:
             result = what()
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(60)
 
     async def _start(self) -> None:
         self.service = Faulty(None if self._is_off else self._parts.adapters)

@@ -39,13 +39,13 @@ class HeldEngine:
             self._came.set()
 
     async def holds_one(self) -> None:
-        await asyncio.wait_for(self._came.wait(), 5)
+        await asyncio.wait_for(self._came.wait(), 60)
 
     async def holds_two(self) -> None:
         """Wait until a further batch can't be submitted."""
         while len(self._held) < 2:
             self._came.clear()
-            await asyncio.wait_for(self._came.wait(), 5)
+            await asyncio.wait_for(self._came.wait(), 60)
 
     def release(self) -> None:
         self._is_open = True

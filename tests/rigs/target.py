@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -21,6 +21,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_client import AsyncClient, AsyncSequence
 from deltaline_server.app import Server
+from deltaline_server.tables.open_tokens import Opened
 
 HIDDEN = 64
 LAYER, ADMIN = "/deltaline.v1.LayerService/", "/deltaline.v1.AdminService/"
@@ -38,17 +39,27 @@ class Target:
         self.channel: Any = grpc.aio.insecure_channel(server.address)
         self.lines_free = server.runtime.table.num_lines - server.runtime.table.num_lines_used
         self._rng = np.random.default_rng(99)
+        self._opened: list[int] = []
+        table = server.runtime.table
+        opens = table.open
+
+        def noted(*arguments: Any) -> Opened:
+            opened = opens(*arguments)
+            self._opened += opened.handles.tolist()
+            return opened
+
+        table.open = noted  # type: ignore[method-assign]
 
     async def send(self, method: str, body: bytes) -> tuple[grpc.StatusCode, str, bytes, Any]:
         """Call a method with raw bytes: its code, its text, its reply, and its google.rpc.Status if there is one."""
         try:
             if method.endswith("StepStream"):
-                call = self.channel.stream_stream(method)(iter([body]), timeout=20)
+                call = self.channel.stream_stream(method)(iter([body]), timeout=120)
                 reply = b"".join([message async for message in call])
             elif method.endswith("LoadAdapter"):
-                reply = await self.channel.stream_unary(method)(iter([body]), timeout=20)
+                reply = await self.channel.stream_unary(method)(iter([body]), timeout=120)
             else:
-                reply = await self.channel.unary_unary(method)(body, timeout=20)
+                reply = await self.channel.unary_unary(method)(body, timeout=120)
         except grpc.aio.AioRpcError as error:
             status = rpc_status.from_call(error)
             return error.code(), error.details() or "", b"", status
@@ -67,9 +78,21 @@ class Target:
         """Close every sequence but the witness, its twin and those given, as its lease would."""
         table = self.server.runtime.table
         kept = {sequence.handle for sequence in (self.witness, self.twin, *kept_too)}
-        strays = [handle for handle in table._handle.tolist() if handle and handle not in kept]
-        if strays:
-            table.close(table.server_epoch, np.array(strays, dtype=np.uint64))
+        strays, self._opened = [handle for handle in self._opened if handle not in kept], list(kept)
+        table.close(table.server_epoch, np.array(strays, dtype=np.uint64))
+
+
+@contextlib.asynccontextmanager
+async def target_of(server: Server) -> AsyncIterator[Target]:
+    """Run a server, with a witness and its twin that have a prompt behind them."""
+    async with server, AsyncClient(server.address) as client:
+        witness, twin = await client.open_many(2)
+        prompt = np.random.default_rng(4).standard_normal((9, HIDDEN)).astype(np.float32)
+        for sequence in (witness, twin):
+            await sequence.prefill(prompt)
+        target = Target(server, client, witness, twin)
+        yield target
+        await target.channel.close()
 
 
 def step_request(target: Target, handles: list[int], **changes: Any) -> Any:
@@ -106,18 +129,11 @@ def reason_of(status: status_pb2.Status) -> str:
 
 @contextlib.contextmanager
 def bounded_memory(limit_bytes: int) -> Iterator[None]:
-    """Fail when the peak of this process's resident memory grows by more than `limit_bytes` meanwhile.
-
-    Where the kernel does not let a process forget its earlier peak, only what exceeds that is seen.
-    """
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    before = _peak_bytes()
-    yield
-    grown = _peak_bytes() - before
-    assert grown <= limit_bytes, f"resident memory grew by {grown >> 20} MiB"
-
-
-def _peak_bytes() -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) << 10 if found else 0
+    """Fail when Python and numpy ever hold more than `limit_bytes` that they allocated meanwhile."""
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= limit_bytes, f"{peak >> 20} MiB were allocated"

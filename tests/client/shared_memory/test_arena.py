@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 from deltaline_client._shared_memory.arena import ALIGNMENT, Arena
-from deltaline_client._shared_memory.regions import SharedMemory
 
 SIZE = 1 << 16
 
@@ -30,7 +29,7 @@ def test_arrays_are_aligned_writable_and_apart(arena: Arena) -> None:
     rng = np.random.default_rng(0)
     held: dict[int, NDArray[Any]] = {}
     num_full = 0
-    for number in range(1, 4000):
+    for number in range(1, 1500):
         if held and rng.random() < 0.48:
             del held[list(held)[int(rng.integers(len(held)))]]
             continue
@@ -86,7 +85,7 @@ def test_threads_share_an_arena(arena: Arena) -> None:
     def work(number: int) -> None:
         rng = np.random.default_rng(number)
         held: list[NDArray[Any]] = []
-        for _ in range(1500):
+        for _ in range(500):
             array = arena.empty((int(rng.integers(1, 400)),), np.int32)
             if array is not None:
                 array[:] = number
@@ -103,12 +102,3 @@ def test_threads_share_an_arena(arena: Arena) -> None:
         thread.join()
     assert faults == []
     assert whole(arena)
-
-
-def test_a_region_that_another_thread_has_replaced_is_replaced_once(arena: Arena) -> None:
-    shared = SharedMemory(arena.size)
-    shared._region = (1, arena)
-    shared._replace(1)
-    shared._region = (2, arena)
-    shared._replace(1)  # by a call that found the first one full
-    assert shared._region == (2, arena) and shared._to_release == [1]

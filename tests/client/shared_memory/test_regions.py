@@ -1,17 +1,23 @@
-"""The client's region of shared memory while it is being made: calls beside the one that asks for it wait."""
+"""The client's region of shared memory while it is being made, and which memory it may be."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+from rigs.shared_memory import lies_in_shared_memory
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client import AsyncClient, Client
@@ -23,46 +29,49 @@ SIZE = 1 << 20
 NONCE = b"0123456789abcdef"
 
 
+@dataclass
 class Maker:
-    """Makes regions for a fake server once `released` is set; with `refuses`, none."""
+    """Makes regions for a fake server once `released` is set; with `refuses`, none. seals: those of the memory."""
 
-    def __init__(self, server: Any) -> None:
-        self.asked, self.released = threading.Event(), threading.Event()
-        self.count, self.refuses = 0, False
-        self._files: list[int] = []
-        server.info.shared_memory_bytes = SIZE
-        server.make_region = self._make
+    count: int = 0
+    refuses: bool = False
+    seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    asked: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+    files: list[int] = field(default_factory=list)
 
-    def _make(self, request: Any, context: Any) -> admin.CreateSharedMemoryResponse:
-        self.count += 1
+    def answer(self, request: Any, context: Any) -> admin.CreateSharedMemoryResponse:
+        """What the fake server's CreateSharedMemory does."""
         self.asked.set()
-        self.released.wait(8)
+        self.released.wait(60)
         if self.refuses:
             context.abort(grpc.StatusCode.UNAVAILABLE, "no")
+        return self.make(request.size_bytes)
+
+    def make(self, size_bytes: int) -> admin.CreateSharedMemoryResponse:
+        """A region; they are numbered from 1."""
+        self.count += 1
         file = os.memfd_create("deltaline", os.MFD_ALLOW_SEALING)
-        self._files.append(file)
+        self.files.append(file)
         os.write(file, NONCE)
-        os.ftruncate(file, request.size_bytes)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        os.ftruncate(file, size_bytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, self.seals)
         name = f"/proc/{os.getpid()}/fd/{file}"
-        return admin.CreateSharedMemoryResponse(region=5, name=name, size_bytes=request.size_bytes, nonce=NONCE)
+        return admin.CreateSharedMemoryResponse(region=self.count, name=name, size_bytes=size_bytes, nonce=NONCE)
 
     def close(self) -> None:
         self.released.set()
-        for file in self._files:
+        for file in self.files:
             os.close(file)
 
 
 @pytest.fixture
 def maker(server: Any) -> Iterator[Maker]:
-    made = Maker(server)
+    made = Maker()
+    server.info.shared_memory_bytes = SIZE
+    server.make_region = made.answer
     yield made
     made.close()
-
-
-def is_shared(client: Any, array: Any) -> bool:
-    region = client._shared._region
-    return region is not None and region[1].offset(array) is not None
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -71,30 +80,31 @@ def test_threads_wait_for_the_region_that_one_asks_for(server: Any, maker: Maker
     with Client(server.address, shared_memory_bytes=SIZE) as client, ThreadPoolExecutor(4) as threads:
         client.info()
         calls = [threads.submit(client.empty, (3, 8)) for _ in range(4)]
-        assert maker.asked.wait(5)
+        assert maker.asked.wait(60)
         with pytest.raises(TimeoutError):
             calls[0].result(0.1)
         maker.released.set()
-        arrays = [call.result(5) for call in calls]
-        assert [is_shared(client, array) for array in arrays] == [not refuses] * 4
-        assert maker.count == 1
+        arrays = [call.result(60) for call in calls]
+        assert [lies_in_shared_memory(array) for array in arrays] == [not refuses] * 4
+        assert maker.count == (not refuses)
 
 
 async def test_tasks_wait_for_the_region_that_one_asks_for(server: Any, maker: Maker) -> None:
     async with AsyncClient(server.address, shared_memory_bytes=SIZE) as client:
         await client.info()
         calls = [asyncio.create_task(client.empty((3, 8))) for _ in range(4)]
-        assert await asyncio.to_thread(maker.asked.wait, 5)
+        assert await asyncio.to_thread(maker.asked.wait, 60)
+        maker.asked.clear()
         calls[0].cancel()  # the one that asks: the next asks anew
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(maker.asked.wait, 60)
         maker.released.set()
         arrays = await asyncio.gather(*calls[1:])
-        assert [is_shared(client, array) for array in arrays] == [True] * 3
+        assert [lies_in_shared_memory(array) for array in arrays] == [True] * 3
 
 
 def test_the_wait_ends_with_the_calls_own_timeout() -> None:
     now = [0.0]
-    limits: Any = type("Limits", (), {"shared_memory_bytes": SIZE})
+    limits: Any = SimpleNamespace(shared_memory_bytes=SIZE)
 
     def attempts() -> Attempts:
         return Attempts(Retry(clock=lambda: now[0]), 2.0)
@@ -111,12 +121,64 @@ def test_the_wait_ends_with_the_calls_own_timeout() -> None:
 
 
 def test_steps_of_a_call_that_waited_in_vain_go_inline(server: Any, maker: Maker) -> None:
-    with Client(server.address, shared_memory_bytes=SIZE) as client, ThreadPoolExecutor(1) as threads:
+    seconds = itertools.count()  # each look at the clock takes one
+    retry = Retry(clock=lambda: float(next(seconds)))
+    with Client(server.address, shared_memory_bytes=SIZE, retry=retry) as client, ThreadPoolExecutor(1) as threads:
         sequence = client.open()
         client.info()
         slow = threads.submit(client.empty, (3, 8))
-        assert maker.asked.wait(5)
-        assert sequence.decode([1.0] * 8, timeout_s=0.3).tolist() == [1.0] * 8
+        assert maker.asked.wait(60)
+        assert sequence.decode([1.0] * 8, timeout_s=60.0).tolist() == [1.0] * 8
         assert server.requests["Step"][0].hidden.WhichOneof("payload") == "inline"
         maker.released.set()
-        assert is_shared(client, slow.result(5))
+        assert lies_in_shared_memory(slow.result(60))
+
+
+def test_memory_that_could_shrink_is_not_used(server: Any, maker: Maker) -> None:
+    maker.seals = fcntl.F_SEAL_GROW
+    maker.released.set()
+    with Client(server.address, shared_memory_bytes=SIZE) as client:
+        assert not lies_in_shared_memory(client.empty((3, 8)))
+
+
+class Interrupted(list[Any]):
+    """Rows of a request; as they are looked at, another call runs."""
+
+    def __init__(self, rows: list[Any], call: Callable[[], object]) -> None:
+        super().__init__(rows)
+        self._calls = [call]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._calls:
+            self._calls.pop()()
+        return super().__iter__()
+
+
+def test_a_full_region_that_another_call_has_replaced_is_not_replaced_again() -> None:
+    maker, shared, hidden = Maker(), SharedMemory(SIZE), np.zeros((1, 8), np.float32)
+    limits: Any = SimpleNamespace(shared_memory_bytes=SIZE)
+    released: list[int] = []
+
+    def run(flow: Any) -> None:
+        """Answer what a flow calls."""
+        with suppress(StopIteration):
+            command = next(flow)
+            while True:
+                is_new = isinstance(command.request, admin.CreateSharedMemoryRequest)
+                if not is_new:
+                    released.append(command.request.region)
+                command = flow.send(maker.make(SIZE) if is_new else None)
+
+    def place(name: str, rows: list[Any], room: int = 8) -> Any:
+        return shared.place((name,), rows, (room,))
+
+    def replace() -> None:
+        assert place("another", [hidden], SIZE // 8) is None
+        run(shared.ready(limits, Attempts(Retry(), 60.0)))
+
+    run(shared.ready(limits, Attempts(Retry(), 60.0)))
+    shared.end_attempt(("unanswered",), place("unanswered", [hidden], SIZE // 5), is_over=False)
+    place("late", Interrupted([hidden], replace), SIZE // 8)
+    placement = place("next", [hidden])
+    assert placement is not None and placement.region == 2 and released == [1]
+    maker.close()

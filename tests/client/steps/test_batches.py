@@ -88,14 +88,12 @@ def test_a_refused_verify_of_a_batch_waits_for_no_commit(driven: Any) -> None:
     assert [sequence.progress().pending_tokens for sequence in sequences] == [2, 0, 2]
 
 
-@pytest.mark.parametrize("form", ["array", "torch", "list"])
+@pytest.mark.parametrize("form", ["array", "list"])
 def test_verifies_come_as_an_array_or_a_list(driven: Any, server: Any, form: str) -> None:
     client, do = driven.client, driven.do
     sequences = do(client.open_many(3))
     drafts = np.stack([tokens(4, seed=row) for row in range(3)])
     hidden: Any = list(drafts) if form == "list" else drafts
-    if form == "torch":
-        hidden = pytest.importorskip("torch").from_numpy(drafts)
     outputs = do(client.verify(sequences, hidden))
     assert [output.shape for output in outputs] == [(4, HIDDEN)] * 3
     np.testing.assert_array_equal(np.stack(outputs), np.cumsum(drafts, axis=1))

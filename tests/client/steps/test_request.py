@@ -19,13 +19,13 @@ HIDDEN = 4
 EXECUTED, REFUSED = layers.ROW_OUTCOME_EXECUTED, layers.ROW_OUTCOME_REFUSED
 
 
-def made(tokens: int = 2) -> Request:
-    """A verify of three sequences, the second of which carries a commit."""
+def made() -> tuple[Request, list[Progress]]:
+    """A verify of two tokens of three sequences, the second of which carries a commit; and their progress."""
     sequences: list[Any] = [SimpleNamespace(handle=handle, server_epoch=7) for handle in (1, 2, 3)]
-    hidden = np.arange(3 * tokens * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
-    batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, hidden, tokens, (HIDDEN,))
+    hidden = np.arange(6 * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
+    batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, hidden, 2, (HIDDEN,))
     progress = [Progress(), Progress(4, 9, 3, 2), Progress(1, 5)]
-    return Request.of_batch(batch, progress)
+    return Request.of_batch(batch, progress), progress
 
 
 def answer(outcome: list[Any], start: list[int], refused: tuple[int, ...] = (), rows: int | None = None) -> StepAnswer:
@@ -36,7 +36,7 @@ def answer(outcome: list[Any], start: list[int], refused: tuple[int, ...] = (), 
 
 
 def test_the_message_holds_the_next_steps() -> None:
-    body = b"".join(made().message({"span": 1, "priority": 3, "queue_timeout_s": 0.5}))
+    body = b"".join(made()[0].message({"span": 1, "priority": 3, "queue_timeout_s": 0.5}))
     message = layers.StepRequest.FromString(body)
     assert (message.server_epoch, message.span, message.priority, message.queue_timeout_us) == (7, 1, 3, 500_000)
     assert list(message.sequence) == [1, 2, 3] and list(message.query_start_loc) == [0, 2, 4, 6]
@@ -46,9 +46,9 @@ def test_the_message_holds_the_next_steps() -> None:
 
 
 def test_a_reply_gives_each_applied_row_its_outputs() -> None:
-    assert made().read(answer([EXECUTED] * 3, [0, 2, 4, 6])).shape == (6, HIDDEN)
-    assert made().read(answer([EXECUTED, REFUSED, EXECUTED], [0, 2, 2, 4], (1,))).shape == (4, HIDDEN)
-    assert made().read(answer([REFUSED] * 3, [0, 0, 0, 0], (0, 1, 2))).shape == (0, HIDDEN)
+    assert made()[0].read(answer([EXECUTED] * 3, [0, 2, 4, 6])).shape == (6, HIDDEN)
+    assert made()[0].read(answer([EXECUTED, REFUSED, EXECUTED], [0, 2, 2, 4], (1,))).shape == (4, HIDDEN)
+    assert made()[0].read(answer([REFUSED] * 3, [0, 0, 0, 0], (0, 1, 2))).shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_a_reply_gives_each_applied_row_its_outputs() -> None:
 )
 def test_a_reply_that_does_not_fit_is_refused(wrong: StepAnswer, why: str) -> None:
     with pytest.raises(ProtocolError, match=why):
-        made().read(wrong)
+        made()[0].read(wrong)
 
 
 def test_only_a_batch_that_was_applied_whole_advances_as_arrays() -> None:
-    request = made()
+    request, _ = made()
     assert not request.advance(answer([EXECUTED, REFUSED, EXECUTED], [0, 2, 2, 4], (1,)).fields)
     steps = [step for _, step in request.rows()]
     assert [(step.number, step.position, step.accepted, step.in_doubt) for step in steps] == [
@@ -79,9 +79,9 @@ def test_only_a_batch_that_was_applied_whole_advances_as_arrays() -> None:
         (2, 5, -1, True),
     ]
     assert not request.advance(answer([EXECUTED] * 3, [0, 2, 4, 6]).fields)  # its rows go on one by one
-    whole = made()
+    whole, progress = made()
     assert whole.advance(answer([EXECUTED] * 3, [0, 2, 4, 6]).fields)
-    assert [(one.step, one.pending_tokens, one.accepted) for one in whole._progress] == [
+    assert [(one.step, one.pending_tokens, one.accepted) for one in progress] == [
         (1, 2, None),
         (5, 2, None),
         (2, 2, None),

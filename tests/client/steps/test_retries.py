@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from typing import Any
 
 import grpc
@@ -28,7 +27,6 @@ from deltaline_client import (
     Retry,
     Row,
     RowOutcome,
-    SequenceBusy,
     StateLost,
     StatePoisoned,
     StepError,
@@ -57,26 +55,12 @@ def test_a_lost_reply_is_asked_for_again_with_the_same_bytes(driven: Any, server
     server.lose("Step", code)
     server.lose("Step", code)
     token = tokens(1, seed=1)
-    np.testing.assert_array_equal(do(sequence.decode(token)), tokens(2)[:1] + token)
+    [row] = do(client.step([Row.decode(sequence, token)])).rows
+    np.testing.assert_array_equal(row.output, tokens(2)[:1] + token)
+    assert row.outcome is RowOutcome.REPLAYED
     first, *others = [request.SerializeToString(deterministic=True) for request in server.requests["Step"][1:]]
     assert others == [first, first]
     assert (sequence.position, server.streams[sequence.handle][0].step) == (2, 2)
-
-
-def test_the_outcome_tells_of_a_replay(driven: Any, server: Any) -> None:
-    client, do = driven.client, driven.do
-    sequences = do(client.open_many(2))
-    server.lose("Step")
-    result = do(client.step([Row.decode(sequence, tokens(1)) for sequence in sequences]))
-    assert [row.outcome for row in result.rows] == [RowOutcome.REPLAYED] * 2
-
-
-def test_a_full_server_is_asked_again_after_the_time_it_names(driven: Any, server: Any) -> None:
-    client, do = driven.client, driven.do
-    sequence = do(client.open())
-    server.refuse("Step", Reason.QUEUE_FULL, 0.01)
-    np.testing.assert_array_equal(do(sequence.decode(tokens(1))), tokens(1))
-    assert len(server.requests["Step"]) == 2
 
 
 def test_without_retry_info_a_refusal_is_final(driven: Any, server: Any) -> None:
@@ -138,9 +122,9 @@ def test_a_refused_step_keeps_the_commit_for_the_next(driven: Any, server: Any) 
 
 
 @pytest.mark.parametrize("again", ["resume", "the same call", "resume the batch"])
-def test_an_unknown_outcome_is_remembered_and_resumed(driven: Any, server: Any, again: str) -> None:
-    client, do = driven.client, driven.do
-    sequence = do(client.open())
+def test_an_unknown_outcome_is_remembered_and_resumed(driven: Any, once: Any, server: Any, again: str) -> None:
+    do = driven.do
+    sequence = do(once.open())
     do(sequence.prefill(tokens(2)))
     server.hang("Step")
     with pytest.raises(DeadlineExceeded):
@@ -155,7 +139,7 @@ def test_an_unknown_outcome_is_remembered_and_resumed(driven: Any, server: Any, 
     elif again == "the same call":
         output = do(sequence.decode(tokens(1)))
     else:
-        output = do(client.resume([sequence])).outputs[0]
+        output = do(once.resume([sequence])).outputs[0]
     np.testing.assert_array_equal(output, tokens(2).sum(0) + tokens(1))
     assert (sequence.position, server.streams[sequence.handle][0].step) == (3, 2)
     assert not sequence.unfinished
@@ -163,33 +147,18 @@ def test_an_unknown_outcome_is_remembered_and_resumed(driven: Any, server: Any, 
         do(sequence.resume())
 
 
-def test_a_long_prefill_is_resumed_where_it_stopped(driven: Any, server: Any) -> None:
-    client, do = driven.client, driven.do
-    sequence = do(client.open())
+def test_a_long_prefill_is_resumed_where_it_stopped(driven: Any, once: Any, server: Any) -> None:
+    do = driven.do
+    sequence = do(once.open())
     prompt = tokens(300)
     server.pass_by("Step")
-    server.hang("Step")
-    with pytest.raises(DeadlineExceeded):
-        do(sequence.prefill(prompt, output="last", timeout_s=0.3))
+    server.lose("Step")
+    with pytest.raises(Unavailable):
+        do(sequence.prefill(prompt, output="last"))
     assert sequence.position == 128
-    server.released.set()
     np.testing.assert_array_equal(do(sequence.resume()), prompt.sum(axis=0, keepdims=True))
     steps = [request.step[0] for request in server.requests["Step"]]
     assert (steps[:2], steps[-1], sequence.position) == ([1, 2], 3, 300)
-
-
-def test_a_long_prefill_that_fails_gives_what_it_has(driven: Any, server: Any) -> None:
-    client, do = driven.client, driven.do
-    sequence = do(client.open())
-    prompt = tokens(300)
-    prompt[200] = np.nan
-    with pytest.raises(NonFiniteInput) as caught:
-        do(sequence.prefill(prompt))
-    cause = caught.value.__cause__
-    assert isinstance(cause, StepError)
-    assert cause.results[0].tokens == 128
-    np.testing.assert_array_equal(cause.results[0].output, np.cumsum(prompt[:128], axis=0))
-    assert sequence.position == 128
 
 
 def test_the_last_refusal_is_told_when_time_is_over(driven: Any, server: Any) -> None:
@@ -217,15 +186,12 @@ def test_a_refusal_after_a_lost_reply_leaves_the_step_in_doubt(driven: Any, serv
     np.testing.assert_array_equal(do(sequence.resume()), tokens(1))
 
 
-def test_max_attempts_bounds_the_attempts(driven: Any, server: Any) -> None:
-    once = driven.make(server.address, retry=Retry(max_attempts=1))
-    do = driven.do
-    sequence = do(once.open())
+def test_max_attempts_bounds_the_attempts(driven: Any, once: Any, server: Any) -> None:
+    sequence = driven.do(once.open())
     server.lose("Step")
     with pytest.raises(Unavailable):
-        do(sequence.decode(tokens(1)))
+        driven.do(sequence.decode(tokens(1)))
     assert len(server.requests["Step"]) == 1
-    do(once.disconnect())
 
 
 @pytest.mark.parametrize(
@@ -255,7 +221,7 @@ def test_open_is_retried_with_the_same_token_but_not_during_a_drain(driven: Any,
         do(client.open())
 
 
-def test_a_commit_is_retried_and_stays_remembered(driven: Any, server: Any) -> None:
+def test_a_commit_is_sent_again_until_it_is_answered(driven: Any, server: Any) -> None:
     client, do = driven.client, driven.do
     a, b = do(client.open_many(2))
     do(client.verify([a, b], [tokens(3), tokens(2)]))
@@ -263,52 +229,36 @@ def test_a_commit_is_retried_and_stays_remembered(driven: Any, server: Any) -> N
     server.lose("CommitSequences")
     do(client.commit([a, b], [2, 1], now=True))
     assert (a.position, b.position) == (2, 1)
-    do(a.verify(tokens(2)))
-    once = driven.make(server.address, retry=Retry(max_attempts=1))
-    a._client = once
+
+
+def test_a_commit_in_doubt_stays_what_it_is(driven: Any, once: Any, server: Any) -> None:
+    do = driven.do
+    sequence = do(once.open())
+    do(sequence.verify(tokens(2)))
     server.lose("CommitSequences")
     with pytest.raises(Unavailable):
-        do(a.commit(1, now=True))
+        do(sequence.commit(1, now=True))
     with pytest.raises(CommitConflict):
-        do(a.commit(2))
-    expected = tokens(3)[:2].sum(0) + tokens(2)[0] + tokens(1)[0]
-    np.testing.assert_array_equal(do(a.decode(tokens(1)[0])), expected)
-    do(once.disconnect())
+        do(sequence.commit(2))
+    np.testing.assert_array_equal(do(sequence.decode(tokens(1)[0])), tokens(2)[0] + tokens(1)[0])
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda reply: reply.outcome.append(1),
-        lambda reply: reply.hidden.ClearField("payload"),
-        lambda reply: reply.output_start_loc.__setitem__(1, 5),
-        lambda reply: reply.outcome.__setitem__(0, layers.ROW_OUTCOME_REFUSED),
-    ],
-    ids=["too many rows", "no elements", "offsets beyond the tensor", "refused without a status"],
-)
 def test_a_reply_against_the_protocol_is_an_error_and_a_doubt(
-    driven: Any, server: Any, monkeypatch: pytest.MonkeyPatch, spoil: Any
+    driven: Any, once: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, do = driven.client, driven.do
-    sequence = do(client.open())
-    honest = type(server).Step
+    honest, do = server.Step, driven.do
 
-    def spoiled(self: Any, request: Any, context: Any) -> Any:
-        reply = honest(self, request, context)
-        if len(self.requests["Step"]) == 1:
-            spoil(reply)
+    def spoiled(request: Any, context: Any) -> Any:
+        reply = honest(request, context)
+        reply.outcome.append(layers.ROW_OUTCOME_EXECUTED)
         return reply
 
-    monkeypatch.setattr(type(server), "Step", spoiled)
-    server.server.stop(None).wait()
-    fresh = type(server)()
-    other = driven.make(fresh.address, retry=Retry(max_attempts=1))
-    sequence = do(other.open())
-    with pytest.raises(ProtocolError):
-        do(sequence.decode(tokens(1)))
+    sequence = do(once.open())
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "Step", spoiled)
+        with pytest.raises(ProtocolError):
+            do(sequence.decode(tokens(1)))
     np.testing.assert_array_equal(do(sequence.resume()), tokens(1))
-    do(other.disconnect())
-    fresh.server.stop(None).wait()
 
 
 def test_an_error_of_the_channel_is_no_error_of_the_service(driven: Any, server: Any) -> None:
@@ -320,25 +270,10 @@ def test_an_error_of_the_channel_is_no_error_of_the_service(driven: Any, server:
     assert sequence.unfinished
 
 
-def test_an_unreachable_server_is_unavailable(driven: Any, server: Any) -> None:
+def test_an_unreachable_server_is_unavailable(driven: Any, once: Any, server: Any) -> None:
     server.server.stop(None).wait()
     with pytest.raises(Unavailable):
-        driven.do(driven.make(server.address, timeout=0.2).open())
-
-
-def test_two_calls_at_once_on_a_sequence_are_refused(server: Any) -> None:
-    with Client(server.address) as client:
-        sequence = client.open()
-        client.info()
-        server.hang("Step")
-        thread = threading.Thread(target=sequence.decode, args=(tokens(1),))
-        thread.start()
-        assert server.arrived.wait(5)
-        with pytest.raises(SequenceBusy):
-            sequence.decode(tokens(1))
-        server.released.set()
-        thread.join()
-        assert sequence.position == 1
+        driven.do(once.open())
 
 
 async def test_a_cancelled_step_is_resumed(server: Any) -> None:
@@ -347,7 +282,7 @@ async def test_a_cancelled_step_is_resumed(server: Any) -> None:
         await client.info()
         server.hang("Step")
         task = asyncio.create_task(sequence.decode(tokens(1)))
-        await asyncio.to_thread(server.arrived.wait, 5)
+        await asyncio.to_thread(server.arrived.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -356,15 +291,11 @@ async def test_a_cancelled_step_is_resumed(server: Any) -> None:
         assert server.streams[sequence.handle][0].step == 1
 
 
-def test_leaving_a_sequences_block_closes_it(server: Any) -> None:
+async def test_leaving_a_sequences_block_closes_it(server: Any) -> None:
     with Client(server.address) as client, client.open() as sequence:
         sequence.decode(tokens(1))
-    assert server.streams == {}
-
-
-async def test_leaving_an_async_sequences_block_closes_it(server: Any) -> None:
-    async with AsyncClient(server.address) as client, await client.open() as sequence:
-        await sequence.decode(tokens(1))
+    async with AsyncClient(server.address) as other, await other.open() as another:
+        await another.decode(tokens(1))
     assert server.streams == {}
 
 

@@ -55,17 +55,19 @@ def test_a_prefill_returns_the_wanted_rows(driven: Any) -> None:
         np.testing.assert_array_equal(do(do(client.open()).prefill(prompt, output=output)), expected)
 
 
-def test_a_remembered_commit_rides_on_the_next_step(driven: Any, server: Any) -> None:
+@pytest.mark.parametrize("accepted", [0, 2])
+def test_a_remembered_commit_rides_on_the_next_step_alone(driven: Any, server: Any, accepted: int) -> None:
     client, do = driven.client, driven.do
     sequence = do(client.open())
     prompt, drafts, more = tokens(3), tokens(4, seed=1), tokens(2, seed=2)
     do(sequence.prefill(prompt))
     np.testing.assert_array_equal(do(sequence.verify(drafts)), sums(prompt, drafts)[3:])
-    do(sequence.commit(2))
-    assert sequence.position == 5
-    np.testing.assert_array_equal(do(sequence.verify(more)), sums(prompt, drafts[:2], more)[5:])
+    do(sequence.commit(accepted))
+    assert sequence.position == 3 + accepted
+    outputs = [do(sequence.decode(token)) for token in more]
+    np.testing.assert_array_equal(outputs, sums(prompt, drafts[:accepted], more)[-2:])
     assert not server.requests["CommitSequences"]
-    assert list(server.requests["Step"][-1].accepted) == [2]
+    assert [list(request.accepted) for request in server.requests["Step"][-2:]] == [[accepted], [-1]]
 
 
 def test_a_commit_now_is_sent(driven: Any, server: Any) -> None:

@@ -13,9 +13,10 @@ import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rigs.running_sum import status_of
 
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client import AsyncClient, Client, Row, StepError, StepStale, Unavailable
+from deltaline_client import AsyncClient, Client, StepError, StepStale, Unavailable
 from deltaline_client._transport.stream import Mailbox, StepStream
 from deltaline_server.errors import Reason
 
@@ -46,12 +47,12 @@ class Script:
                 pass  # the stream is over
 
         threading.Thread(target=collect, daemon=True).start()
-        while (answer := self.answers.get(timeout=10)) is not None:
+        while (answer := self.answers.get(timeout=60)) is not None:
             yield answer
         context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
 
     def take(self, count: int) -> list[layers.StepStreamRequest]:
-        return [self.came.get(timeout=5) for _ in range(count)]
+        return [self.came.get(timeout=60) for _ in range(count)]
 
     def apply(self, request: layers.StepStreamRequest) -> layers.StepStreamResponse:
         """Run a step; return the answer to it."""
@@ -89,7 +90,7 @@ def test_a_long_prefill_has_a_window_of_steps_in_flight(
         script.answers.put(answers[index])
     for request in script.take(4):
         script.answers.put(script.apply(request))
-    np.testing.assert_array_equal(call.result(5), np.cumsum(prompt, axis=0))
+    np.testing.assert_array_equal(call.result(60), np.cumsum(prompt, axis=0))
     assert (sequence.position, server.streams_opened) == (len(prompt), 1)
 
 
@@ -147,13 +148,37 @@ def test_replies_that_are_lost_with_the_stream(
         script.answers.put(script.apply(request))
     if output == "all":
         with pytest.raises(StepStale, match=f"from position {LIMIT} on were applied") as caught:
-            call.result(5)
+            call.result(60)
         cause = caught.value.__cause__
         assert isinstance(cause, StepError)
         np.testing.assert_array_equal(cause.results[0].output, np.cumsum(prompt[:LIMIT], axis=0))
     else:
-        np.testing.assert_array_equal(call.result(5), prompt.sum(axis=0, keepdims=True))
+        np.testing.assert_array_equal(call.result(60), prompt.sum(axis=0, keepdims=True))
     assert (sequence.position, sequence.progress().step, sequence.unfinished) == (3 * LIMIT, 3, False)
+
+
+def test_a_step_without_an_answer_is_remembered_whatever_became_of_those_behind_it(
+    driven: Any, once: Any, server: Any, script: Script, pool: ThreadPoolExecutor
+) -> None:
+    sequence = driven.do(once.open())
+    call = pool.submit(lambda: driven.do(sequence.prefill(tokens(2 * LIMIT))))
+    _, behind = script.take(2)
+    status = status_of(Reason.QUEUE_FULL)
+    script.answers.put(layers.StepStreamResponse(correlation_id=behind.correlation_id, status=status))
+    script.break_off()
+    with pytest.raises(Unavailable):
+        call.result(60)
+    assert sequence.unfinished
+
+
+def test_steps_that_another_has_taken_are_not_ours(driven: Any, server: Any) -> None:
+    client, do = driven.client, driven.do
+    sequence = do(client.open())
+    other = type(sequence)(client, sequence.handle, sequence.server_epoch)
+    do(other.prefill(tokens(2 * LIMIT)))
+    with pytest.raises(StepStale):
+        do(sequence.prefill(tokens(2 * LIMIT, seed=1)))
+    assert (sequence.position, sequence.unfinished) == (0, False)
 
 
 def test_calls_of_many_threads_share_a_stream(server: Any) -> None:
@@ -200,35 +225,6 @@ async def test_a_cancelled_call_leaves_the_stream_to_the_others(server: Any, scr
         script.break_off()
 
 
-def test_a_decode_with_a_row_out_of_the_ordinary_ends_as_a_step_does(driven: Any, server: Any) -> None:
-    client, do = driven.client, driven.do
-    sequences = do(client.open_many(4))
-    server.refuse_rows({2: Reason.QUEUE_FULL}, 0.002)
-    np.testing.assert_array_equal(do(client.decode(sequences, tokens(4))), tokens(4))
-    assert [len(request.sequence) for request in server.requests["Step"]] == [4, 1]
-    hidden = tokens(4, seed=1)
-    hidden[1] = np.inf
-    with pytest.raises(StepError) as caught:
-        do(client.decode(sequences, hidden))
-    assert (list(caught.value.errors), [one.position for one in sequences]) == ([1], [2, 1, 2, 2])
-    do(client.verify(sequences[:1], [tokens(2)]))
-    do(client.commit(sequences[:1], [1]))
-    do(client.decode(sequences, tokens(4)))
-    assert list(server.requests["Step"][-1].accepted) == [1, -1, -1, -1]
-    assert [one.position for one in sequences] == [4, 2, 3, 3]
-
-
-def test_a_row_of_a_batch_beside_long_ones(driven: Any, server: Any) -> None:
-    client, do = driven.client, driven.do
-    sequences = do(client.open_many(3))
-    hidden = [tokens(2 * LIMIT + 1), tokens(3, seed=1), tokens(3 * LIMIT, seed=2)]
-    rows = [Row.prefill(sequence, part) for sequence, part in zip(sequences, hidden, strict=True)]
-    result = do(client.step(rows))
-    for output, part in zip(result.outputs, hidden, strict=True):
-        np.testing.assert_array_equal(output, np.cumsum(part, axis=0))
-    assert result.timing.queue_s == pytest.approx(0.007)
-
-
 def test_a_stream_that_fails_by_a_bug_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     monkeypatch.setattr(threading, "excepthook", told.put)
@@ -241,6 +237,6 @@ def test_a_stream_that_fails_by_a_bug_leaves_nobody_waiting(monkeypatch: pytest.
     stream, mailbox = StepStream(fail), Mailbox()
     for number in (1, 2):  # the second one opens another stream
         stream.send(number, [b""], mailbox)
-        answer = mailbox.get(timeout=5)
+        answer = mailbox.get(timeout=60)
         assert answer[0] == number and isinstance(answer[1], Unavailable)
-        assert told.get(timeout=5).exc_type is RuntimeError
+        assert told.get(timeout=60).exc_type is RuntimeError
