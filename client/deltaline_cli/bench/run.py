@@ -50,12 +50,16 @@ def run(address: str, options: BenchOptions, on_step: OnStep, on_start: OnStart)
 
 
 def _interruptible(work: Coroutine[Any, Any, Samples]) -> Samples:
-    """Run a coroutine; SIGTERM cancels it as SIGINT does, so that it can clean up. Raises KeyboardInterrupt then."""
+    """Run a coroutine; in the main thread SIGTERM cancels it as SIGINT does, so that it can clean up.
+
+    Raises KeyboardInterrupt then.
+    """
 
     async def guarded() -> Samples:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await work
 
     try:
