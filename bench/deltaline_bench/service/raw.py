@@ -24,7 +24,10 @@ from deltaline_client import AsyncClient
 Way = Literal["unary", "stream"]
 """A call for each message, or a stream that stays open."""
 
-METHODS: dict[Way, str] = {"unary": "/deltaline.v1.LayerService/Step", "stream": "/deltaline.v1.LayerService/StepStream"}
+METHODS: dict[Way, str] = {
+    "unary": "/deltaline.v1.LayerService/Step",
+    "stream": "/deltaline.v1.LayerService/StepStream",
+}
 MAX_MESSAGE_BYTES = 64 << 20
 WARM_UP = 20
 
