@@ -113,6 +113,8 @@ def test_bench_steps_every_kind_and_closes_what_it_opened(server: Any, capsys: p
     assert len(rows) == 2 * 3 + 40  # a first step of each kind by each client, and those that are measured
     assert server.streams == {}
     speeds = [line.split() for line in out.splitlines()[1:4]]
+    [steps_per_s, rows_per_s] = map(float, speeds[0][2:4])
+    assert rows_per_s == steps_per_s and float(speeds[1][3]) == pytest.approx(3 * float(speeds[1][2]), rel=0.1)
     assert [cells[0] for cells in speeds] == ["prefill", "decode", "verify"]
     assert sum(int(cells[1]) for cells in speeds) == 40
     assert sum(line.strip().startswith("transport ") for line in out.splitlines()) == 3
@@ -142,7 +144,7 @@ def test_other_bytes_are_refused_in_one_line(text: str, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("deltaline: error: --shared-memory-bytes: expected ")
 
 
-@pytest.mark.parametrize(("option", "value", "limit"), [("drafts", "5", "4"), ("rows", "9", "16")])
+@pytest.mark.parametrize(("option", "value", "limit"), [("drafts", "5", "4"), ("rows", "8", "16")])
 def test_bench_refuses_more_than_the_server_takes(
     server: Any, option: str, value: str, limit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,8 +8,8 @@ only copies.
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-
-import numpy as np
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from deltaline_bench.service.figure import Bar, Figure
 from deltaline_bench.service.host import Host, running
@@ -29,10 +29,18 @@ async def measure(host: Host) -> list[Figure]:
     client = await host.load(clients=1, rows=size.decode_rows, steps=size.client_steps, ramp_up_s=0.2)
     figures += judge_client(client.samples)
     if size.is_beside_layer:
-        async with running(size, host.folder / "copying", "deltaline_bench.service.copying") as copying:
-            for way in size.ways:
+        figures += await _measure_copying(host)
+    return figures
+
+
+async def _measure_copying(host: Host) -> list[Figure]:
+    """Time steps of a server whose layers only copy, in turns with bare echoes."""
+    figures = []
+    with TemporaryDirectory(dir=host.folder) as folder:
+        async with running(host.size, Path(folder), "deltaline_bench.service.copying") as copying:
+            for way in host.size.ways:
                 steps, echo, _ = await _beside_echoes(copying, way)
-                ratio = np.median(besides_compute(steps)) / np.median(besides_compute(echo))
+                ratio = percentile_us(besides_compute(steps), 50) / percentile_us(besides_compute(echo), 50)
                 figures.append(Figure(PART, f"{way}, a layer that only copies", ratio, "echoes", "raw"))
     return figures
 

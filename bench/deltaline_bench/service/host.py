@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,6 @@ async def running(size: Size, folder: Path, server_module: str = "deltaline_serv
 
     server_module: the server, or one whose layers are others; the echo then has none.
     """
-    folder.mkdir(exist_ok=True)
     has_layer_echo = size.is_beside_layer and server_module == "deltaline_server"
     model = folder / "config.json"
     model.write_text(json.dumps(size.model()), encoding="utf-8")
@@ -119,22 +117,17 @@ async def running(size: Size, folder: Path, server_module: str = "deltaline_serv
         yield Host(size, model, folder, server, address, echo_address, url, has_layer_echo)
 
 
-class _process:
+@contextmanager
+def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A Python module as a process of its own, ended after the block."""
-
-    def __init__(self, command: Sequence[str], log: Path) -> None:
-        self._command, self._log = command, log
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        with self._log.open("w") as output:
-            command = [sys.executable, "-m", *self._command]
-            self._popen = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
-        return self._popen
-
-    def __exit__(self, *exception: object) -> None:
-        self._popen.terminate()
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
         try:
-            self._popen.wait(STOP_TIMEOUT_S)
+            process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
+            process.kill()
+            process.wait()

@@ -89,8 +89,8 @@ class BenchOptions:
     """A run. Raises ValueError naming the option that makes no sense.
 
     clients at once, each with `rows` sequences. duration_s: seconds that are measured; or steps: how many are, by all
-    clients together. rate: steps per second that arrive in an open loop, None for a closed one. prefill_output: which rows
-    of a prefill come back. timeout_s: for a step with all its retries.
+    clients together. rate: steps per second that arrive in an open loop, None for a closed one. prefill_output: those
+    of a prefill's outputs that come back. timeout_s: for a step with all its retries.
     """
 
     clients: int = 4
