@@ -66,7 +66,7 @@ fmt: $(INSTALLED)  ## format and mend what ruff can mend
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 bench-cpu: $(INSTALLED)  ## measure on the CPU: the mixer beside transformers, the service beside a bare echo
-	$(BIN)/python bench/mixer.py; mixer=$$?; $(BIN)/python bench/overhead.py && exit $$mixer
+	$(BIN)/python bench/mixer.py; mixer=$$?; $(BIN)/python bench/service.py --size cpu && exit $$mixer
 
 bench-gpu: $(INSTALLED)  ## measure the kernels beside the peers that are installed; needs a CUDA device
 	$(BIN)/python -m deltaline_bench all --output bench/results

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
 from deltaline_bench.device import name_device
+from deltaline_bench.provenance import provenance
 from deltaline_kernels import Rows
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import Model, ModelOptions, load_model
@@ -192,18 +191,7 @@ def main() -> int:
     print(f"{'error in errors of transformers':36}{ratio:>20.3f}   at most {ERROR_BAR}")
     print(f"{'top-1 agreement with transformers':36}{agrees:>20.4f}   at least {AGREEMENT_BAR} (trained)")
     if arguments.output:
-        record = {
-            "command": "python " + " ".join(sys.argv),
-            "date": datetime.now(UTC).date().isoformat(),
-            "device": name,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-            "figures": figures,
-            "error_ratio": ratio,
-        }
+        record = provenance(name, torch, transformers) | {"figures": figures, "error_ratio": ratio}
         arguments.output.write_text(json.dumps(record, indent=2) + "\n")
     return 0 if ratio <= ERROR_BAR and agrees >= AGREEMENT_BAR else 1
 

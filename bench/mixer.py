@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import transformers
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
 from deltaline_bench.device import describe_cpu
+from deltaline_bench.provenance import provenance
 from deltaline_kernels import Rows
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.config import Scope
@@ -146,18 +145,7 @@ def main() -> int:
             f"{ratios[name]:>7.2f}x{BARS[name]:>7.1f}x{row['error']:>10.1e}"
         )
     if arguments.output:
-        record = {
-            "command": "python " + " ".join(sys.argv),
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": machine,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-            "milliseconds": times,
-            "ratios": ratios,
-        }
+        record = provenance(machine, torch, transformers) | {"milliseconds": times, "ratios": ratios}
         arguments.output.write_text(json.dumps(record, indent=2) + "\n")
     right = all(row["error"] <= MAX_ERROR for row in times.values())
     return 0 if right and all(ratios[name] >= bar for name, bar in BARS.items()) else 1

@@ -1,6 +1,6 @@
 """The service as its users meet it, judged: server, bare echo and clients are processes of this host, on UNIX sockets.
 
-  decode      a decode step over StepStream beside a bare echo of the same bytes, and by its stages
+  decode      a decode step beside a bare echo of the same bytes, and by its stages
   throughput  many clients in closed loops, beside the engine driven in this process
   prefill     a long prefill, inline and through shared memory, beside an echo and a copy of its bytes
   mixed       decode steps while long prefills run, beside each alone
@@ -9,7 +9,7 @@
 
 Each figure says who saw it: "raw" sends bytes that were made before the clock started, "client" is the Python client.
 
-    python bench/service.py [--part NAME]... [--size h200|small] [--soak-seconds N] [--output FILE.json]
+    python bench/service.py [--part NAME]... [--size h200|small|cpu] [--soak-seconds N] [--output FILE.json]
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
 import tempfile
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
 import numpy as np
 import torch
 
+from deltaline_bench.device import name_device
+from deltaline_bench.provenance import provenance
 from deltaline_bench.service import decode, mixed, prefill, soak, steady, throughput
 from deltaline_bench.service.figure import Bar, Figure, missed, to_json, write_table
 from deltaline_bench.service.host import Host, HostError, running
@@ -38,6 +37,7 @@ from deltaline_bench.service.size import SIZES, Size
 
 Measure = Callable[[Host], Awaitable[list[Figure]]]
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARTS: Mapping[str, Measure] = {part.PART: part.measure for part in (decode, throughput, prefill, mixed, steady, soak)}
 
 
@@ -72,14 +72,9 @@ async def measure_part(part: str, measure: Measure, host: Host) -> list[Figure]:
         return [Figure(part, "runs to its end", None, "", "", Bar(1, is_least=True), why)]
 
 
-def device_name() -> str:
-    """What computes."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-
-
 def report(size: Size, figures: Sequence[Figure]) -> int:
     """Say what was missed; return 1 when something was."""
-    print(f"{size.name}: {size.layers} layers, hidden {size.hidden}, {size.dtype}, on {device_name()}")
+    print(f"{size.name}: {size.layers} layers, hidden {size.hidden}, {size.dtype}, on {name_device(DEVICE)}")
     failures = missed(figures)
     if failures:
         print("missed: " + "; ".join(f"{figure.part}, {figure.name}" for figure in failures))
@@ -88,16 +83,7 @@ def report(size: Size, figures: Sequence[Figure]) -> int:
 
 def write_record(size: Size, figures: Sequence[Figure], output: Path) -> None:
     """Write the figures with what they were measured on."""
-    record = {
-        "command": "python " + " ".join(sys.argv),
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": device_name(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "grpcio": grpc.__version__,
-        },
+    record = provenance(name_device(DEVICE), torch, np, grpc) | {
         "size": asdict(size),
         "figures": to_json(figures),
         "missed": [f"{figure.part}, {figure.name}" for figure in missed(figures)],
@@ -108,9 +94,12 @@ def write_record(size: Size, figures: Sequence[Figure], output: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; 0 when every bar is met, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = [*PARTS, "all"]
-    parser.add_argument("--part", action="append", choices=parts, help="what to measure, may be repeated (default all)")
-    text = "h200: the sizes that are judged; small: all parts in less than a minute on two cores (default h200)"
+    text = "what to measure, may be repeated (default: all parts of the size)"
+    parser.add_argument("--part", action="append", choices=PARTS, help=text)
+    text = (
+        "h200: the sizes that are judged; small: all parts in less than a minute on two cores; cpu: what a decode step "
+        "of a CPU's layer costs beside echoes (default h200)"
+    )
     parser.add_argument("--size", choices=SIZES, default="h200", help=text)
     parser.add_argument("--soak-seconds", type=float, help="how long the soak takes (default 600; 2 for small)")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
@@ -118,9 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = SIZES[options.size]
     if options.soak_seconds is not None:
         size = replace(size, soak_s=options.soak_seconds)
-    chosen = options.part or ["all"]
     try:
-        figures = asyncio.run(run(size, list(PARTS) if "all" in chosen else chosen, output=options.output))
+        figures = asyncio.run(run(size, options.part or size.parts, output=options.output))
     except HostError as error:
         print(f"service bench: error: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from deltaline_cli.address import add_server
 from deltaline_cli.text import ProgressLine, plural, readable_bytes, table
 from deltaline_client import Adapter, AdapterBytesExhausted, AdapterList, Client, DeltalineError
 from deltaline_client._adapters.types import HASH_DIGITS
@@ -51,8 +52,7 @@ def add_adapters(commands: Any) -> None:
     parser.set_defaults(run=run_adapters)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     served = argparse.ArgumentParser(add_help=False)
-    text = "host:port, or unix:/path [%(default)s]"
-    served.add_argument("--server", default="127.0.0.1:50051", metavar="ADDRESS", help=text)
+    add_server(served, "--server")
 
     def add(
         action: str, about: str, description: str, timeout_s: float | None, default: str = "%(default)s"

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,11 +23,11 @@ from deltaline_cli.bench.command import bench
 from deltaline_cli.bench.options import BenchOptions, Lengths
 from deltaline_client import Client, Retry, TransportError
 
-_EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 5.0
 _LOG_LINES = 20
-_SERVER_NEEDS = ("torch", "safetensors", "re2", "grpc_health", "grpc_reflection", "prometheus_client")
+SERVER_NEEDS = ("torch", "safetensors", "re2", "grpc_health", "grpc_reflection", "prometheus_client")
 _LOAD = BenchOptions(clients=4, rows=6, steps=240, prefill_tokens=Lengths(16, 64), ramp_up_s=0.5)
 
 # What is served where transformers is not there to write a checkpoint.
@@ -79,12 +80,12 @@ def demo(*, keep: bool) -> int:
 
 def missing_packages() -> list[str]:
     """Return the packages that a server needs and that are not installed."""
-    return [name for name in _SERVER_NEEDS if importlib.util.find_spec(name) is None]
+    return [name for name in SERVER_NEEDS if importlib.util.find_spec(name) is None]
 
 
 def _write_checkpoint(directory: Path) -> Path | None:
     """Have transformers write a small checkpoint; None where it or the example is not installed."""
-    script = _EXAMPLES / "make_checkpoint.py"
+    script = EXAMPLES / "make_checkpoint.py"
     if not script.exists() or importlib.util.find_spec("transformers") is None:
         _say("no transformers, or no examples beside the client: random weights, and no comparison")
         return None
@@ -102,24 +103,45 @@ def _server(model: list[str], log: Path) -> Iterator[str]:
     address = f"127.0.0.1:{_free_port()}"
     command = [sys.executable, "-m", "deltaline_server", *model, "--port", address.rpartition(":")[2]]
     _say("the server starts: " + " ".join(["deltaline-server", *command[3:]]))
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, "--metrics-port", "-1", "--drain-timeout-s", "1"],
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        _wait_until_ready(process, address, log)
-        yield address
-    finally:
-        process.terminate()
+    command += ["--metrics-port", "-1", "--drain-timeout-s", "1"]
+    with log.open("w") as output, _interrupts_held() as release:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_TIMEOUT_S)
-        finally:  # also after a second Ctrl-C
-            process.kill()
-            process.wait()
+            release()
+            _wait_until_ready(process, address, log)
+            yield address
+        finally:
+            process.terminate()
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_TIMEOUT_S)
+            finally:  # also after a second Ctrl-C
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """Hold KeyboardInterrupt back until what is yielded is called: a process that starts must not be lost by one."""
+    handler = signal.default_int_handler
+    held = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is handler]
+    noted: list[int] = []
+    for number in held:
+        signal.signal(number, lambda number, _: noted.append(number))
+
+    def let() -> None:
+        for number in held:
+            signal.signal(number, handler)
+
+    def release() -> None:
+        let()
+        if noted:
+            raise KeyboardInterrupt
+
+    try:
+        yield release
+    finally:
+        let()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
@@ -148,7 +170,7 @@ def _generate(checkpoint: Path, address: str) -> int:
     """Run the example orchestrator, plain and speculative, and its comparison; return its exit code."""
     _say("examples/generate.py continues 8 prompts, plain and speculatively; transformers then does the same")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # of transformers: small operations, faster on one core
-    command = [sys.executable, str(_EXAMPLES / "generate.py"), str(checkpoint), "--server", address, "--compare"]
+    command = [sys.executable, str(EXAMPLES / "generate.py"), str(checkpoint), "--server", address, "--compare"]
     code = subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
     print("Speculation pays where memory bounds a step, as on a GPU with a large model; a small model on a CPU gains")
     print("little or nothing.")

@@ -12,15 +12,18 @@ from typing import Any
 
 import grpc
 
+from deltaline_cli.address import PORT, add_server, advise
+
 SERVICE = "deltaline.v1.LayerService"
 _METHOD = "/grpc.health.v1.Health/Check"
-_PORT_VARIABLE, _PORT = "DELTALINE_PORT", "50051"
+_PORT_VARIABLE = "DELTALINE_PORT"
 # HealthCheckRequest.service, and HealthCheckResponse.status with the names of its values.
 _SERVICE_TAG, _STATUS_TAG = b"\x0a", b"\x08"
 _STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 _ABOUT = """\
 Asks a server once whether it is ready for new sequences, prints the answer in one line, and exits with 0 if it is, with
-1 if it is not or can't be reached. With --liveness: whether it is alive, which it is through a drain as well.
+1 if it is not or can't be reached. With --liveness: whether it is alive, which it is through a drain as well. Without
+an address it asks this host, at the port DELTALINE_PORT where that is set.
 """
 
 
@@ -44,6 +47,8 @@ def health(options: argparse.Namespace) -> int:
     """Ask once and print the answer: 0 if the server serves, else 1."""
     answer = ask(options.server, "" if options.liveness else SERVICE, options.timeout)
     print(f"{options.server if options.server.isprintable() else ascii(options.server)}: {answer}")
+    if answer.startswith("UNAVAILABLE"):
+        advise(options.server)
     return int(answer != "SERVING")
 
 
@@ -67,8 +72,7 @@ def ask(address: str, service: str, timeout_s: float) -> str:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=health)
-    text = "host:port, or unix:/path [this machine's port DELTALINE_PORT, else 50051: %(default)s]"
-    parser.add_argument("server", nargs="?", default=_local_address(), help=text)
+    add_server(parser, default=_local_address())
     parser.add_argument("--liveness", action="store_true", help="ask whether it is alive, not whether it is ready")
     text = "seconds to wait for the answer [%(default)s]"
     parser.add_argument("--timeout", type=_seconds, default=3.0, metavar="SECONDS", help=text)
@@ -87,5 +91,5 @@ def _seconds(text: str) -> float:
 
 def _local_address() -> str:
     """Where a server with this environment listens. Kubernetes may have set the variable to something else."""
-    port = os.environ.get(_PORT_VARIABLE, _PORT)
-    return f"127.0.0.1:{port if port.isascii() and port.isdecimal() else _PORT}"
+    port = os.environ.get(_PORT_VARIABLE, "")
+    return f"127.0.0.1:{port if port.isascii() and port.isdecimal() else PORT}"

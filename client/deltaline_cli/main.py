@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from deltaline_cli.adapters import add_adapters
+from deltaline_cli.address import add_server, advise
 from deltaline_cli.bench.command import bench
 from deltaline_cli.bench.options import BenchOptions, Lengths, parse_bytes, parse_mix
 from deltaline_cli.bench.run import BenchError
@@ -21,21 +22,20 @@ from deltaline_cli.demo import DemoError, demo, missing_packages
 from deltaline_cli.health import add_health
 from deltaline_cli.text import plural, readable_bytes, table
 from deltaline_cli.top.command import add_top
-from deltaline_client import Client, DeltalineError, LayerSpan
+from deltaline_client import Client, DeltalineError, LayerSpan, Output, Unavailable
 
 _ABOUT = """\
 Talks to a deltaline server: a service that holds the recurrent layers of a language model and their state.
 
   deltaline demo                      see it work, with a server of its own; needs no network and no checkpoint
   deltaline info                      what the server on this machine serves
-  deltaline load HOST:PORT            how full that server is
+  deltaline load HOST                 how full that server is
   deltaline top                       the same and more, again and again; needs deltaline[top]
   deltaline health                    whether the server on this machine is ready; for probes
   deltaline size --model DIR          what a server of that checkpoint takes; needs deltaline[server]
   deltaline adapters list             which adapters (LoRA) it holds
   deltaline bench --clients 4         how fast it answers
 """
-_SERVER = "host:port, or unix:/path [%(default)s]"
 _BENCH = """\
 Loads a server and tells what its steps took. In a closed loop every client sends its next step when the last is
 answered: that finds the most that the server does. With --rate steps arrive by themselves, at random (Poisson) and at
@@ -43,7 +43,8 @@ that rate, and whichever client is idle sends them: that finds what a step takes
 counts from when it was due, not from when a client came to it, so that a slow server can't hide its queue; and when
 the load was not held, the command says which side was slow, and reports no latencies (exit code 1).
 
-A decode or verify step holds a row of each of the client's sequences; a prefill is a step of one row. The ramp-up and
+A decode or verify step holds a row of each of the client's sequences; a prefill is a step of one row. A sequence that
+has no room for its next tokens makes way for a new one, between steps and not in their time. The ramp-up and
 a first step of each kind are not measured. Printed are percentiles of the time that a step took (total), of the wait
 for a client (open loop), of the server's stages, and of what is left (transport: gRPC, both ends). The stages of a step
 that was computed in several batches are sums: they can exceed the total, and leave no transport.
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return size(rest) if options.command == "size" else int(options.run(options))
     except (BenchError, DeltalineError, DemoError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
+        if isinstance(error, Unavailable):
+            advise(options.server)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -178,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"deltaline {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     served = argparse.ArgumentParser(add_help=False)
-    served.add_argument("server", nargs="?", default="127.0.0.1:50051", help=_SERVER)
+    add_server(served)
     about = "what a server serves, and its limits"
     commands.add_parser("info", parents=[served], help=about, description=about).set_defaults(run=show_info)
     about = "how full a server is now"
@@ -218,6 +221,9 @@ def _add_bench(commands: Any, served: argparse.ArgumentParser) -> None:
         "[%(default)s]"
     )
     add(load, "--prefill-tokens", str(default.prefill_tokens), "TOKENS", text)
+    text = "which outputs of a prefill the server sends: all, last or none [%(default)s]"
+    outputs = get_args(Output)
+    add(load, "--prefill-output", default.prefill_output, "ROWS", text, choices=outputs)
     add(load, "--drafts", default.drafts, "N", "tokens of a verify row [%(default)s]")
     text = (
         "memory that each client shares with the server, such as 256MiB: tensors then lie there and not in messages. "

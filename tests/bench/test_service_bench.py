@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,8 +21,12 @@ from deltaline_bench.service import decode, echo, memory, mixed, prefill, soak, 
 from deltaline_bench.service.engine_loop import rows_per_second
 from deltaline_bench.service.figure import Bar, Figure, missed, write_table
 from deltaline_bench.service.host import Host
-from deltaline_bench.service.raw import DecodeStream, RawStream, Times
-from deltaline_bench.service.size import H200, SIZES, SMALL
+from deltaline_bench.service.raw import DecodeSteps, RawCalls, measured, window
+from deltaline_bench.service.size import CPU, H200, SMALL
+from deltaline_cli.bench.options import BenchOptions
+from deltaline_cli.bench.report import Report
+from deltaline_cli.bench.samples import Sample, Samples, sample
+from deltaline_cli.bench.verdict import Verdict
 
 US = 1e-6
 HOST: Any = None
@@ -31,15 +36,39 @@ def names(figures: Sequence[Figure]) -> list[str]:
     return [figure.name for figure in missed(figures)]
 
 
-def steps(total_us: float, compute_us: float = 500.0, slowest_us: float | None = None) -> list[Times]:
+def values(figures: Sequence[Figure]) -> dict[str, float | None]:
+    return {figure.name: figure.value for figure in figures}
+
+
+def steps(total_us: float, compute_us: float = 500.0, slowest_us: float | None = None) -> Samples:
     """100 steps of which two are slow, 20 us in each stage besides the computation."""
     totals = [total_us] * 98 + [total_us if slowest_us is None else slowest_us] * 2
-    return [Times(total * US, 20 * US, 20 * US, compute_us * US, 20 * US) for total in totals]
+    stages = (20 * US, 20 * US, compute_us * US, 20 * US)
+    return window([sample("decode", 64, 0.0, total * US, stages) for total in totals])
 
 
-def record(rows_per_s: float) -> dict[str, Any]:
-    decode_record = {"rows_per_s": rows_per_s, "ms": {"total": [1.0, 1.0, 1.0]}}
-    return {"kinds": {"decode": decode_record}, "device_busy": None, "device_busy_unknown": "no counter"}
+def echoes(total_us: float) -> Samples:
+    return window([sample("decode", 0, 0.0, total_us * US)] * 100)
+
+
+def report(rows_per_s: int) -> Report:
+    """Decode steps of one row through a second."""
+    samples = Samples.of([sample("decode", 1, 0.5, 0.6)] * rows_per_s, 0.0, 1.0, [], 0.0)
+    options = BenchOptions(rows=1)
+    info: Any = None
+    return Report(options, info, samples, Verdict.of(samples, options), "no counter")
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server is started."""
+
+    @asynccontextmanager
+    async def nothing(size: object, folder: Path) -> AsyncIterator[Host]:
+        assert size is SMALL
+        yield HOST
+
+    monkeypatch.setattr(service, "running", nothing)
 
 
 @pytest.mark.parametrize(
@@ -47,110 +76,89 @@ def record(rows_per_s: float) -> dict[str, Any]:
     [(Bar(2.0), 2.0, True), (Bar(2.0), 2.1, False), (Bar(2.0, True), 1.9, False), (Bar(2.0), float("nan"), False)],
 )
 def test_a_bar_is_kept_to_or_not(bar: Bar, value: float, is_met: bool) -> None:
-    assert bar.is_met(value) is is_met
     assert Figure("part", "name", value, "us", "raw", bar).is_missed is not is_met
 
 
 def test_what_has_a_bar_and_no_value_is_missed() -> None:
-    assert missed([Figure("part", "a", None, "", "raw", Bar(1.0)), Figure("part", "b", None, "", "raw")])[0].name == "a"
+    figures = [Figure("part", "a", None, "", "raw", Bar(1.0), "why not"), Figure("part", "b", None, "", "raw")]
+    assert names(figures) == ["a"]
+    assert write_table(figures).splitlines()[1].endswith("-        raw      <= 1  MISSED  (why not)")
 
 
+@pytest.mark.usefixtures("running")
 @pytest.mark.parametrize(("value", "code"), [(0.9, 0), (1.1, 1)])
 def test_a_planted_miss_exits_with_1(
     value: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    @asynccontextmanager
-    async def running(size: object, folder: Path) -> AsyncIterator[Host]:
-        assert size is SMALL
-        yield HOST
-
     async def measured(part: str, measure: object, host: Host) -> list[Figure]:
-        assert part == "decode"
         return [Figure(part, "ratio", value, "echoes", "raw", Bar(1.0)), Figure(part, "p50", 5.0, "us", "raw")]
 
-    monkeypatch.setattr(service, "running", running)
     monkeypatch.setattr(service, "measure_part", measured)
     output = tmp_path / "figures.json"
     assert service.main(["--size", "small", "--part", "decode", "--output", str(output)]) == code
-    table = capsys.readouterr().out
-    assert ("MISSED" in table, "missed: decode, ratio" in table) == (bool(code), bool(code))
+    assert ("missed: decode, ratio" in capsys.readouterr().out) == bool(code)
     written = json.loads(output.read_text())
     assert written["missed"] == ["decode, ratio"] * code
     assert written["figures"][0]["value"] == value and written["figures"][0]["bar"] == "<= 1"
     assert written["size"]["name"] == "small"
 
 
-def test_a_run_that_is_cut_short_leaves_what_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    @asynccontextmanager
-    async def running(size: object, folder: Path) -> AsyncIterator[Host]:
-        yield HOST
-
+@pytest.mark.usefixtures("running")
+def test_a_run_that_is_cut_short_leaves_what_it_had(tmp_path: Path) -> None:
     async def first(host: Host) -> list[Figure]:
         return [Figure("decode", "ratio", 0.5, "echoes", "raw", Bar(1.0))]
 
     async def cut(host: Host) -> list[Figure]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(service, "running", running)
     output = tmp_path / "figures.json"
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(service.run(SMALL, ["decode", "soak"], {"decode": first, "soak": cut}, output))
-    assert "ratio" in capsys.readouterr().out
     assert [figure["name"] for figure in json.loads(output.read_text())["figures"]] == ["ratio"]
 
 
-async def test_a_part_that_fails_is_a_miss(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_part_that_fails_is_a_miss() -> None:
     async def fails(host: Host) -> list[Figure]:
         raise RuntimeError("the device is gone")
 
     [figure] = await service.measure_part("soak", fails, HOST)
     assert figure.is_missed and "the device is gone" in figure.note
-    assert "the device is gone" in capsys.readouterr().err
-
-
-def test_tables_line_up_and_say_why_there_is_no_value() -> None:
-    figures = [Figure("a", "long name", 12345.6, "us", "raw"), Figure("b", "x", None, "", "client", Bar(1), "why not")]
-    lines = write_table(figures).splitlines()
-    assert lines[1].index("12,346") + 5 == lines[2].index(" - ") + 1
-    assert lines[2].endswith("MISSED  (why not)")
 
 
 def test_decode_is_held_to_its_bars() -> None:
-    echo_s, client_s = [400 * US] * 100, [900 * US] * 100
-    assert names(decode.judge(H200, steps(1200), echo_s, client_s)) == []
-    assert names(decode.judge(H200, steps(1215), echo_s, client_s)) == ["added by the server, p50"]
-    quick_s = [300 * US] * 100
-    assert names(decode.judge(H200, steps(1050), quick_s, client_s)) == ["end to end less compute, p50s"]
-    slow = decode.judge(H200, steps(1200, slowest_us=3700), echo_s, client_s)
-    assert names(slow) == ["end to end, p99"]
-    added = {figure.name: figure.value for figure in slow}
-    assert added["added by the server, p50"] == pytest.approx(1200 - 560 - 400)
-    # A small run is only held to its echoes, and to fewer of them.
-    small = decode.judge(SMALL, steps(1101, slowest_us=9000), echo_s, client_s)
-    assert names(small) == ["end to end less compute, p50s"]
+    def judged(samples: Samples, echo_us: float = 400, size: Any = H200) -> list[Figure]:
+        return decode.judge(size, "stream", samples, echoes(echo_us), None)
+
+    assert names(judged(steps(1200))) == []
+    assert names(judged(steps(1215))) == ["stream, added by the server, p50"]
+    assert names(judged(steps(1050), 300)) == ["stream, end to end less compute, p50"]
+    slow = judged(steps(1200, slowest_us=3700))
+    assert names(slow) == ["stream, end to end, p99"]
+    assert values(slow)["stream, added by the server, p50"] == pytest.approx(1200 - 560 - 400)
+    # Others are only held to their echoes, and to fewer of them.
+    assert names(judged(steps(1101, slowest_us=9000), size=SMALL)) == ["stream, end to end less compute, p50"]
+    around = decode.judge(CPU, "unary", steps(1200), echoes(400), steps(1000))
+    assert values(around)["unary, the same, the echo around the same layer"] == pytest.approx(700 / 500)
 
 
 def test_throughput_is_held_to_the_engine() -> None:
-    runs = {"inline": record(10.0), "shared memory": record(86.0)}
-    assert names(throughput.judge(H200, runs, (100.0, 0.99))) == []
-    runs["shared memory"] = record(84.0)
-    assert names(throughput.judge(H200, runs, (100.0, 0.99))) == ["shared memory / the engine alone"]
-    assert names(throughput.judge(SMALL, runs, (100.0, 0.99))) == []
+    engine = (100.0, 0.99)
+    runs = {"inline": report(10), "shared memory": report(86)}
+    assert names(throughput.judge(H200, runs, engine)) == []
+    runs = {"inline": report(90), "shared memory": report(84)}
+    assert names(throughput.judge(H200, runs, engine)) == ["shared memory / the engine alone"]
+    assert names(throughput.judge(SMALL, runs, engine)) == []
 
 
 def test_prefill_is_held_to_echo_and_copies() -> None:
     assert names(prefill.judge(H200, (1.3, 0.5), (0.74, 0.5), 0.5, 0.1)) == []
     both = ["inline / (echo + compute)", "shared memory / (compute + copies)"]
     assert names(prefill.judge(H200, (1.31, 0.5), (0.76, 0.5), 0.5, 0.1)) == both
-    assert names(prefill.judge(H200, (1.2, 0.5), (0.76, 0.5), 0.5, 0.1)) == both[1:]
 
 
 def test_mixed_load_is_held_to_each_alone() -> None:
-    alone_s = [500 * US] * 100
-    assert names(mixed.judge(H200, alone_s, [1500 * US] * 100, 1000.0, 701.0)) == []
-    assert names(mixed.judge(H200, alone_s, [1501 * US] * 100, 1000.0, 699.0)) == [
+    assert names(mixed.judge(H200, steps(500), steps(1400, slowest_us=1500), 1000.0, 701.0)) == []
+    assert names(mixed.judge(H200, steps(500), steps(1400, slowest_us=1501), 1000.0, 699.0)) == [
         "decode beside prefills, p99",
         "prefills beside decode / alone",
     ]
@@ -163,23 +171,21 @@ def test_steady_needs_metrics_that_stand_still() -> None:
         memory.ALLOCATIONS: 40.0,
         "deltaline_device_bytes": 1e9,
     }
-    assert names(steady.judge(H200, 5, page, dict(page))) == []
-    for name, figure in (
-        (memory.COMPILATIONS, "compilations"),
-        (memory.CAPTURES, "graph captures"),
-        (memory.ALLOCATIONS, "device allocations"),
-        ("deltaline_device_bytes", "device memory, growth"),
-    ):
+    figures = ["compilations", "graph captures", "device allocations", "device memory, growth"]
+    assert names(steady.judge(H200, 5, page, page)) == []
+    for name, figure in zip(page, figures, strict=True):
         assert names(steady.judge(H200, 5, page, page | {name: 2e9})) == [figure]
         bare = {key: value for key, value in page.items() if key != name}
         [missing] = missed(steady.judge(H200, 5, bare, bare))
         assert missing.name == figure and "the server's metrics have no " in missing.note
+    gauges = {"deltaline_device_free_bytes": 5.0, "deltaline_device_used_bytes": 7.0, "deltaline_host_bytes": 9.0}
+    assert memory.device_bytes(gauges) == 7.0
 
 
 def test_soak_is_flat_and_does_its_rows() -> None:
     flat: list[float | None] = [1e9, 1.009e9, 0.991e9]
     assert names(soak.judge(H200, 1_000_000, [1000, 1005], flat)) == []
-    assert names(soak.judge(H200, 999_999, [1000, 1011], [1e9, 1.02e9])) == [
+    assert names(soak.judge(H200, 999_999, [1000, 989], [1e9, 1.02e9])) == [
         "decode rows",
         "resident memory, growth",
         "device memory, growth",
@@ -188,34 +194,53 @@ def test_soak_is_flat_and_does_its_rows() -> None:
     assert names(soak.judge(replace(H200, soak_s=300.0), 500_000, [1000, 1005], flat)) == []
 
 
-def test_sizes_are_models_that_the_server_can_read() -> None:
-    for size in SIZES.values():
-        assert len(size.model()["layer_types"]) == size.layers
-        assert size.max_sequences >= size.clients * size.decode_rows
-    assert H200.token_bytes == 4096
-
-
-def test_raw_steps_are_the_contracts() -> None:
+@pytest.mark.parametrize("way", ["unary", "stream"])
+def test_raw_steps_are_the_contracts(way: Literal["unary", "stream"]) -> None:
     hidden = np.arange(8, dtype=np.float32).reshape(2, 4)
-    stream = DecodeStream("unix:/nowhere", 7, [11, 12], hidden)
-    stream.next_message()
-    message = pb.StepStreamRequest.FromString(stream.next_message())
-    step = message.step
-    assert (message.correlation_id, step.server_epoch, list(step.sequence)) == (2, 7, [11, 12])
+    steps = DecodeSteps("unix:/nowhere", way, 7, [11, 12], hidden)
+    steps.next_message()
+    message = steps.next_message()
+    if way == "stream":
+        streamed = pb.StepStreamRequest.FromString(message)
+        assert streamed.correlation_id == 2
+        step = streamed.step
+    else:
+        step = pb.StepRequest.FromString(message)
+    assert (step.server_epoch, list(step.sequence)) == (7, [11, 12])
     assert (list(step.step), list(step.position), list(step.accepted)) == ([2, 2], [1, 1], [-1, -1])
     assert list(step.query_start_loc) == [0, 1, 2]
     np.testing.assert_array_equal(wire.decode(step.hidden, limit_bytes=64), hidden)
 
 
-async def test_the_echo_answers_with_the_same_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "echo.sock"
-    serving = asyncio.create_task(echo.serve(str(path)))
+async def test_steps_are_made_in_turns_and_a_warm_up_is_left_out() -> None:
+    made: list[str] = []
+
+    async def step(name: str) -> Sample:
+        made.append(name)
+        return sample("decode", 1, 0.0, float(len(made)))
+
+    left, right = await measured(lambda: step("left"), lambda: step("right"), rounds=2, warm_up=1)
+    assert made == ["left", "right"] * 3
+    assert list(left.stages_s("decode")["total"]) == [3.0, 5.0]
+    assert list(right.stages_s("decode")["total"]) == [4.0, 6.0]
+
+
+async def test_echoes_answer_with_the_same_bytes_and_tell_of_the_layer(tmp_path: Path) -> None:
+    path, model = tmp_path / "echo.sock", tmp_path / "config.json"
+    size = replace(CPU, hidden=64, intermediate=64, key_heads=2, value_heads=2, head_dim=16)
+    model.write_text(json.dumps(size.model()))
+    serving = asyncio.create_task(echo.serve(str(path), model))
     while not path.exists():  # noqa: ASYNC110 nothing tells of a file
         await asyncio.sleep(0.01)
-    async with RawStream(f"unix:{path}", echo.METHOD) as stream:
-        reply, seconds = await asyncio.wait_for(stream.exchange(b"\x00raw"), 10)
-    assert reply == b"\x00raw" and 0 < seconds < 10
-    assert await prefill._echo(f"unix:{path}", 3 * 2**20 + 1) > 0
+    address, message = f"unix:{path}", b"\x00 a raw message"
+    for way in size.ways:
+        async with RawCalls(address, way, f"/bare.Echo/{way}") as calls:
+            reply, sent_s, done_s = await calls.exchange(message)
+            assert reply == message and sent_s < done_s
+        async with RawCalls(address, way, f"/bare.Echo/{way}-around-layer") as calls:
+            reply, sent_s, done_s = await calls.exchange(message)
+            assert reply[8:] == message[8:] and 0 < struct.unpack("d", reply[:8])[0] < done_s - sent_s
+    assert await prefill.echo_s_of(address, 3 * 2**20 + 1, rounds=1) > 0
     serving.cancel()
     with suppress(asyncio.CancelledError):
         await serving

@@ -40,8 +40,9 @@ def test_it_asks_for_the_service_that_the_contract_names() -> None:
     assert layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"].full_name == SERVICE
 
 
-@pytest.mark.parametrize("status", ["SERVING", "NOT_SERVING", "UNKNOWN", "SERVICE_UNKNOWN"])
-@pytest.mark.parametrize("service", ["", SERVICE])
+@pytest.mark.parametrize(
+    ("service", "status"), [("", "SERVING"), ("", "NOT_SERVING"), (SERVICE, "SERVING"), (SERVICE, "UNKNOWN")]
+)
 def test_status_is_one_line_and_an_exit_code(
     servicer: health.HealthServicer, address: str, status: str, service: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,8 +61,9 @@ def test_a_service_that_the_server_has_not_is_an_error(address: str, capsys: pyt
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["127.0.0.1:1", "--timeout", "2"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("127.0.0.1:1: UNAVAILABLE: ")
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 1 and out.startswith("127.0.0.1:1: UNAVAILABLE: ")
+    assert "deltaline-server --model DIR" in err and "deltaline demo --keep" in err
 
 
 def test_a_server_that_does_not_answer_is_given_up(
@@ -106,7 +108,7 @@ def test_an_address_that_is_none_is_one_line(address: str, capsys: pytest.Captur
     assert line.endswith(": no address: expected host:port, or unix:/path")
 
 
-@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "0", "1e300", "x"])
+@pytest.mark.parametrize("timeout", ["nan", "0", "1e300", "x"])
 def test_a_timeout_is_a_time_to_wait(address: str, timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         command.main([address, "--timeout", timeout])

@@ -197,7 +197,8 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
             self.refuse("OpenSequences", Reason.ADAPTER_UNKNOWN)
         fault = self._enter("OpenSequences", request, context)
         if request.open_token not in self.opened:
-            handles = [100 + len(self.streams) + index for index in range(request.count)]
+            first = 100 + sum(map(len, self.opened.values()))
+            handles = list(range(first, first + request.count))
             self.streams |= {handle: defaultdict(Stream) for handle in handles}
             self.opened[request.open_token] = handles
             self.bound |= dict.fromkeys(handles, request.adapter)

@@ -1,79 +1,106 @@
-"""Part `decode`: rows over StepStream in a closed loop of one client, in turns with echoes of the same bytes."""
+"""Part `decode`: rows in a closed loop of one client, in turns with echoes of the same bytes.
+
+On the GPU's host over StepStream. On a CPU, whose layers leave caches and cores in another state than an idle echo
+finds, as unary calls too, and three times: beside a bare echo, beside one around the same layer, and with a layer that
+only copies.
+"""
 
 from __future__ import annotations
 
-import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from deltaline_bench.service.figure import Bar, Figure
-from deltaline_bench.service.host import Host, connect, hidden_states
-from deltaline_bench.service.raw import Times, decoding, echoes, percentile_us
+from deltaline_bench.service.host import Host, running
+from deltaline_bench.service.raw import Way, besides_compute, decoding, echoing, measured, percentile_us
 from deltaline_bench.service.size import Size
-from deltaline_client import Row
+from deltaline_cli.bench.samples import SERVER_STAGES, Samples
 
 PART = "decode"
-WARM_UP = 20
 
 
 async def measure(host: Host) -> list[Figure]:
-    """Time steps and echoes, then steps through the Python client."""
+    """Time steps and echoes in turns, then steps through the Python client."""
     size = host.size
-    times: list[Times] = []
-    echo_s: list[float] = []
-    client_s: list[float] = []
-    async with connect(host.address) as client:
-        async with decoding(client, host.address, size.decode_rows) as stream, echoes(host.echo_address) as echo:
-            for _ in range(WARM_UP + size.decode_steps):
-                message = stream.next_message()
-                times.append(await stream.step(message))
-                echo_s.append((await echo.exchange(message))[1])
-        hidden = await hidden_states(client, size.decode_rows)
-        sequences = await client.open_many(size.decode_rows)
-        for _ in range(WARM_UP + size.client_steps):
-            rows = [Row.decode(sequence, token) for sequence, token in zip(sequences, hidden, strict=True)]
-            begin_s = time.perf_counter()
-            await client.step(rows)
-            client_s.append(time.perf_counter() - begin_s)
-        await client.close(sequences)
-    return judge(size, times[WARM_UP:], echo_s[WARM_UP:], client_s[WARM_UP:])
+    figures = []
+    for way in size.ways:
+        figures += judge(size, way, *await _beside_echoes(host, way))
+    client = await host.load(clients=1, rows=size.decode_rows, steps=size.client_steps, ramp_up_s=0.2)
+    figures += judge_client(client.samples)
+    if size.is_beside_layer:
+        figures += await _measure_copying(host)
+    return figures
 
 
-def judge(size: Size, times: list[Times], echo_s: list[float], client_s: list[float]) -> list[Figure]:
-    """Make the figures of steps, echoes and steps through the client, in seconds."""
+async def _measure_copying(host: Host) -> list[Figure]:
+    """Time steps of a server whose layers only copy, in turns with bare echoes."""
+    figures = []
+    with TemporaryDirectory(dir=host.folder) as folder:
+        async with running(host.size, Path(folder), "deltaline_bench.service.copying") as copying:
+            for way in host.size.ways:
+                steps, echo, _ = await _beside_echoes(copying, way)
+                ratio = percentile_us(besides_compute(steps), 50) / percentile_us(besides_compute(echo), 50)
+                figures.append(Figure(PART, f"{way}, a layer that only copies", ratio, "echoes", "raw"))
+    return figures
 
-    def median(name: str) -> float:
-        return percentile_us([getattr(step, name) for step in times], 50)
 
-    total, compute, echo = median("total_s"), median("compute_s"), percentile_us(echo_s, 50)
-    p99 = percentile_us([step.total_s for step in times], 99)
-    rows = f"{size.decode_rows} rows, {len(times)} steps"
-    return [
-        Figure(PART, "end to end, p50", total, "us", "raw", note=rows),
-        Figure(PART, "end to end, p90", percentile_us([step.total_s for step in times], 90), "us", "raw"),
-        Figure(PART, "end to end, p99", p99, "us", "raw", size.bar(3 * total), "3 x p50"),
-        Figure(PART, "queue, p50", median("queue_s"), "us", "raw"),
-        Figure(PART, "copy in, p50", median("copy_in_s"), "us", "raw"),
-        Figure(PART, "compute, p50", compute, "us", "raw"),
-        Figure(PART, "copy out, p50", median("copy_out_s"), "us", "raw"),
-        Figure(PART, "bare echo of the same bytes, p50", echo, "us", "raw"),
-        Figure(PART, "bare echo of the same bytes, p99", percentile_us(echo_s, 99), "us", "raw"),
-        Figure(
-            PART,
+async def _beside_echoes(host: Host, way: Way) -> tuple[Samples, Samples, Samples | None]:
+    """Samples of steps, of bare echoes, and of echoes around the layer where there are some."""
+    size = host.size
+    async with AsyncExitStack() as stack:
+        steps = await stack.enter_async_context(decoding(host.address, size.decode_rows, way))
+        sides = [steps.step, await stack.enter_async_context(echoing(host.echo_address, way, steps))]
+        if host.has_layer_echo:
+            around = echoing(host.echo_address, way, steps, around_layer=True)
+            sides.append(await stack.enter_async_context(around))
+        service, echo, *others = await measured(*sides, rounds=size.decode_steps)
+    return service, echo, others[0] if others else None
+
+
+def judge(size: Size, way: Way, steps: Samples, echo: Samples, around: Samples | None) -> list[Figure]:
+    """Make the figures of one way of calling."""
+    stages = steps.stages_s("decode")
+    total, rest, echo_s = stages["total"], besides_compute(steps), besides_compute(echo)
+    p50, echo_p50 = percentile_us(total, 50), percentile_us(echo_s, 50)
+    outside = total - sum(stages[stage] for stage in SERVER_STAGES)
+
+    def figure(name: str, value: float, unit: str = "us", bar: Bar | None = None, note: str = "") -> Figure:
+        return Figure(PART, f"{way}, {name}", value, unit, "raw", bar, note)
+
+    figures = [
+        figure("end to end, p50", p50, note=f"{size.decode_rows} rows, {len(total)} steps"),
+        figure("end to end, p90", percentile_us(total, 90)),
+        figure("end to end, p99", percentile_us(total, 99), "us", size.bar(3 * p50), "3 x p50"),
+        *(figure(f"{stage}, p50", percentile_us(stages[stage], 50)) for stage in SERVER_STAGES),
+        figure("bare echo of the same bytes, p50", echo_p50),
+        figure("bare echo of the same bytes, p99", percentile_us(echo_s, 99)),
+        figure(
             "added by the server, p50",
-            median("outside_s") - echo,
+            percentile_us(outside, 50) - echo_p50,
             "us",
-            "raw",
             size.bar(250.0),
             "end to end less its stages and the echo",
         ),
-        Figure(
-            PART,
-            "end to end less compute, p50s",
-            (total - compute) / echo,
+        figure(
+            "end to end less compute, p50",
+            percentile_us(rest, 50) / echo_p50,
             "echoes",
-            "raw",
             Bar(size.max_echoes),
             "aim 1.4" if size.is_judged else "",
         ),
-        Figure(PART, "end to end, p50", percentile_us(client_s, 50), "us", "client", note="a user's view"),
-        Figure(PART, "end to end, p99", percentile_us(client_s, 99), "us", "client"),
+    ]
+    if around is not None:
+        value = percentile_us(rest, 50) / percentile_us(besides_compute(around), 50)
+        figures.append(figure("the same, the echo around the same layer", value, "echoes around it"))
+    return figures
+
+
+def judge_client(samples: Samples) -> list[Figure]:
+    """Make the figures of steps through the Python client."""
+    total, rest = samples.stages_s("decode")["total"], besides_compute(samples)
+    return [
+        Figure(PART, "end to end, p50", percentile_us(total, 50), "us", "client", note="a user's view"),
+        Figure(PART, "end to end, p99", percentile_us(total, 99), "us", "client"),
+        Figure(PART, "end to end less compute, p50", percentile_us(rest, 50), "us", "client"),
     ]

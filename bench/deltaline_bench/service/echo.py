@@ -1,35 +1,96 @@
 """A bare grpc.aio echo of raw bytes on a Unix socket: what a message costs without a service. A process of its own.
 
-python -m deltaline_bench.service.echo PATH
+python -m deltaline_bench.service.echo PATH [CONFIG.json]
+
+Calls are `unary` or a `stream`. With the model of a CPU's size there are also `unary-around-layer` and
+`stream-around-layer`: those compute a decode step of its layers between request and reply, in a thread as the service
+does, and put the seconds that it took into the first eight bytes. Such an echo finds caches and cores as the service
+finds them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+import torch
 
+from deltaline_bench.service.size import CPU
+from deltaline_kernels import Rows
 from deltaline_server.app import grpc_options
 from deltaline_server.config import Config
+from deltaline_server.layers.state_pool import StateOptions
+from deltaline_server.models.config import Scope
+from deltaline_server.models.model import ModelOptions, load_model
 
-METHOD = "/bare.Echo/Stream"
+MAX_DRAFT = 8
+
+Answer = Callable[[bytes, Any], Awaitable[bytes]]
 
 
-async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    """Answer each message with itself."""
-    async for request in requests:
-        yield request
+async def echo(request: bytes, context: Any) -> bytes:
+    """Answer with the same bytes."""
+    return request
 
 
-async def serve(path: str) -> None:
+def echo_around(work: Callable[[], float]) -> Answer:
+    """Answer with the same bytes behind the seconds of the work."""
+    device_thread = ThreadPoolExecutor(1)
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        seconds = await asyncio.get_running_loop().run_in_executor(device_thread, work)
+        return struct.pack("d", seconds) + request[8:]
+
+    return answer
+
+
+def layer_work(model_file: Path) -> Callable[[], float]:
+    """A decode step of the layers, on state of its own; it returns the seconds that it took."""
+    rows = CPU.decode_rows
+    options = ModelOptions(torch.device("cpu"), random_init=model_file, scope=Scope(CPU.scope), dtype=torch.float32)
+    model = load_model(options)
+    pool = model.make_pool(StateOptions(num_lines=rows, max_draft=MAX_DRAFT))
+    lines, ones, zeros = list(range(1, rows + 1)), [1] * rows, [0] * rows
+    batch = Rows.build(ones, lines, lines, ones, zeros, zeros, max_short=MAX_DRAFT, device=model.device)
+    hidden = torch.randn(rows, model.hidden_size)
+
+    def work() -> float:
+        begin_s = time.perf_counter()
+        with torch.inference_mode():
+            model.forward(0, hidden, batch, pool)
+        return time.perf_counter() - begin_s
+
+    return work
+
+
+def handlers(name: str, answer: Answer) -> dict[str, Any]:
+    """Both ways of calling."""
+
+    async def stream(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield await answer(request, context)
+
+    return {
+        f"unary{name}": grpc.unary_unary_rpc_method_handler(answer),
+        f"stream{name}": grpc.stream_stream_rpc_method_handler(stream),
+    }
+
+
+async def serve(path: str, model_file: Path | None = None) -> None:
     """Serve until the process is ended. The options are the server's."""
     server = grpc.aio.server(options=grpc_options(Config(random_init="none")))
-    handlers: dict[str, Any] = {"Stream": grpc.stream_stream_rpc_method_handler(echo)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Echo", handlers),))
+    served = handlers("", echo)
+    if model_file is not None:
+        served |= handlers("-around-layer", echo_around(layer_work(model_file)))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Echo", served),))
     server.add_insecure_port(f"unix:{path}")
     await server.start()
     try:
@@ -39,4 +100,4 @@ async def serve(path: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    asyncio.run(serve(sys.argv[1], *map(Path, sys.argv[2:])))

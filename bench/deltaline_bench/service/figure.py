@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from deltaline_cli.text import table
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -58,22 +60,15 @@ def missed(figures: Sequence[Figure]) -> list[Figure]:
 
 def write_table(figures: Sequence[Figure]) -> str:
     """Return the figures as a table whose columns line up; notes follow in parentheses."""
-    header = ("part", "figure", "value", "unit", "seen by", "bar", "")
-    rows = [header]
+    rows = [("part", "figure", "value", "unit", "seen by", "bar", "", "")]
     for figure in figures:
         value = (
             "-" if figure.value is None else f"{figure.value:,.4g}" if figure.value < 1e4 else f"{figure.value:,.0f}"
         )
         bar = "" if figure.bar is None else str(figure.bar)
-        rows.append((figure.part, figure.name, value, figure.unit, figure.seen_by, bar, figure.verdict))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = []
-    for row, note in zip(rows, ["", *(figure.note for figure in figures)], strict=True):
-        cells = [
-            cell.rjust(w) if i == 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(("  ".join(cells) + (f"  ({note})" if note else "")).rstrip())
-    return "\n".join(lines)
+        note = f"({figure.note})" if figure.note else ""
+        rows.append((figure.part, figure.name, value, figure.unit, figure.seen_by, bar, figure.verdict, note))
+    return table(rows, align="<<><<<<<")
 
 
 def to_json(figures: Sequence[Figure]) -> list[dict[str, Any]]:

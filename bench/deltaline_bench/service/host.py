@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from deltaline_bench.service.size import Size
 from deltaline_cli.bench.busy import read_metrics
-from deltaline_cli.bench.load import InlineNotes
-from deltaline_client import AsyncClient
+from deltaline_cli.bench.command import measured
+from deltaline_cli.bench.options import BenchOptions
+from deltaline_cli.bench.report import Report
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
@@ -31,39 +29,11 @@ class HostError(RuntimeError):
     """A process did not start, or does not tell what it should; the message says what."""
 
 
-def connect(address: str) -> AsyncClient:
-    """Make the Python client without shared memory."""
-    return AsyncClient(address)
-
-
-@asynccontextmanager
-async def connect_shared(address: str, size_bytes: int) -> AsyncIterator[AsyncClient]:
-    """A Python client with shared memory. Raises HostError when tensors went inline."""
-    with InlineNotes() as notes:
-        async with AsyncClient(address, shared_memory_bytes=size_bytes) as client:
-            yield client
-    if notes.texts:
-        raise HostError(f"not all tensors went through shared memory: {notes.texts[0]}")
-
-
-async def hidden_states(client: AsyncClient, tokens: int) -> Any:
-    """Random hidden states [tokens, hidden size] in the server's type, the same in every run."""
-    info = await client.info()
-    rng = np.random.default_rng(0)
-    return rng.standard_normal((tokens, info.hidden_size), dtype=np.float32).astype(info.dtype)
-
-
-async def place(client: AsyncClient, hidden: Any) -> Any:
-    """Hidden states in the client's shared memory, from where a step takes them without a copy."""
-    room = await client.empty(hidden.shape)
-    room[...] = hidden
-    return room
-
-
 def server_options(size: Size, model: Path, folder: Path) -> dict[str, Any]:
     """The options of the server that is judged, by the names of its configuration."""
     return {
         "random_init": str(model),
+        "scope": size.scope,
         "dtype": size.dtype,
         "max_sequences": size.max_sequences,
         "batch_rows": size.batch_rows,
@@ -81,7 +51,7 @@ def server_options(size: Size, model: Path, folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Host:
-    """What runs. model: the config.json that is served."""
+    """What runs. model: the config.json that is served. has_layer_echo: the echo computes the same layers too."""
 
     size: Size
     model: Path
@@ -90,6 +60,17 @@ class Host:
     address: str
     echo_address: str
     metrics_url: str
+    has_layer_echo: bool
+
+    async def load(self, **options: Any) -> Report:
+        """Load the server as `deltaline bench` does: with decode steps, unless the options of BenchOptions say more.
+
+        Raises HostError for a load that is no measurement.
+        """
+        report = await asyncio.to_thread(measured, self.address, BenchOptions(**{"mix": {"decode": 1.0}} | options))
+        if report.verdict.refusal:
+            raise HostError(f"the load tells nothing: {report.verdict.refusal}")
+        return report
 
     def metrics(self) -> dict[str, float]:
         """The samples of the server's metrics page, by name with labels."""
@@ -105,8 +86,12 @@ class Host:
 
 
 @asynccontextmanager
-async def running(size: Size, folder: Path) -> AsyncIterator[Host]:
-    """Start server and echo, wait until both answer, and end them after the block. Raises HostError."""
+async def running(size: Size, folder: Path, server_module: str = "deltaline_server") -> AsyncIterator[Host]:
+    """Start server and echo, wait until both answer, and end them after the block. Raises HostError.
+
+    server_module: the server, or one whose layers are others; the echo then has none.
+    """
+    has_layer_echo = size.is_beside_layer and server_module == "deltaline_server"
     model = folder / "config.json"
     model.write_text(json.dumps(size.model()), encoding="utf-8")
     options = server_options(size, model, folder)
@@ -114,9 +99,10 @@ async def running(size: Size, folder: Path) -> AsyncIterator[Host]:
     log = folder / "server.log"
     log.unlink(missing_ok=True)
     echo_path = folder / "echo.sock"
+    echo_command = ["deltaline_bench.service.echo", str(echo_path)]
     with (
-        _process(["deltaline_server", *flags], log) as server,
-        _process(["deltaline_bench.service.echo", str(echo_path)], folder / "echo.log") as echo,
+        _process([server_module, *flags], log) as server,
+        _process([*echo_command, *[str(model)] * has_layer_echo], folder / "echo.log") as echo,
     ):
         port = re.compile(r" ready .*metrics_port=(\d+)")
         found = None
@@ -127,25 +113,21 @@ async def running(size: Size, folder: Path) -> AsyncIterator[Host]:
             await asyncio.sleep(0.1)
             found = port.search(log.read_text())
         url = f"http://127.0.0.1:{found[1]}/metrics"
-        yield Host(size, model, folder, server, f"unix:{options['uds']}", f"unix:{echo_path}", url)
+        address, echo_address = f"unix:{options['uds']}", f"unix:{echo_path}"
+        yield Host(size, model, folder, server, address, echo_address, url, has_layer_echo)
 
 
-class _process:
+@contextmanager
+def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A Python module as a process of its own, ended after the block."""
-
-    def __init__(self, command: Sequence[str], log: Path) -> None:
-        self._command, self._log = command, log
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        with self._log.open("w") as output:
-            command = [sys.executable, "-m", *self._command]
-            self._popen = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
-        return self._popen
-
-    def __exit__(self, *exception: object) -> None:
-        self._popen.terminate()
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
         try:
-            self._popen.wait(STOP_TIMEOUT_S)
+            process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
+            process.kill()
+            process.wait()

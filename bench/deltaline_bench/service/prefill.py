@@ -5,31 +5,27 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from typing import Any
 
 import torch
 
 from deltaline_bench.service.figure import Figure
-from deltaline_bench.service.host import Host, connect, connect_shared, hidden_states, place
-from deltaline_bench.service.raw import echoes
+from deltaline_bench.service.host import Host
+from deltaline_bench.service.raw import RawCalls, measured
 from deltaline_bench.service.size import Size
-from deltaline_client import AsyncClient, Row
+from deltaline_cli.bench.options import Lengths
+from deltaline_cli.bench.samples import Sample, sample
 
 PART = "prefill"
 MESSAGE_BYTES = 1 << 20
-WARM_UP = 1
 
 
 async def measure(host: Host) -> list[Figure]:
     """Time prefills both ways, echoes and copies; medians."""
     size = host.size
+    inline, shared = [await _prefill_s(host, num_bytes) for num_bytes in (0, size.shared_bytes(size.prefill_tokens))]
     num_bytes = size.prefill_tokens * size.token_bytes
-    async with connect(host.address) as client:
-        inline = await _prefills(client, size, is_shared=False)
-    async with connect_shared(host.address, 4 * num_bytes) as client:
-        shared = await _prefills(client, size, is_shared=True)
-    echo_s = [await _echo(host.echo_address, num_bytes) for _ in range(WARM_UP + size.prefill_rounds)]
-    return judge(size, inline, shared, statistics.median(echo_s[WARM_UP:]), copies_s(num_bytes))
+    echo_s = await echo_s_of(host.echo_address, num_bytes, size.prefill_rounds)
+    return judge(size, inline, shared, echo_s, copies_s(num_bytes))
 
 
 def judge(
@@ -60,40 +56,41 @@ def judge(
     ]
 
 
-async def _prefills(client: AsyncClient, size: Size, *, is_shared: bool) -> tuple[float, float]:
-    """Median seconds of a prefill end to end, and of its computation; each on a fresh sequence."""
-    hidden = await hidden_states(client, size.prefill_tokens)
-    options: Any = {}
-    if is_shared:  # as a user would who cares: no copies in and out of it
-        hidden, options = await place(client, hidden), {"copy": False}
-    total_s, compute_s = [], []
-    for _ in range(WARM_UP + size.prefill_rounds):
-        async with await client.open() as sequence:
-            begin_s = time.perf_counter()
-            result = await client.step([Row.prefill(sequence, hidden)], **options)
-            total_s.append(time.perf_counter() - begin_s)
-            compute_s.append(result.timing.compute_s)
-            del result  # its outputs are shared memory
-    return statistics.median(total_s[WARM_UP:]), statistics.median(compute_s[WARM_UP:])
+async def _prefill_s(host: Host, shared_memory_bytes: int) -> tuple[float, float]:
+    """Median seconds of a prefill end to end, and of its computation."""
+    report = await host.load(
+        clients=1,
+        rows=1,
+        mix={"prefill": 1.0},
+        prefill_tokens=Lengths(host.size.prefill_tokens, host.size.prefill_tokens),
+        steps=host.size.prefill_rounds,
+        ramp_up_s=0.0,
+        shared_memory_bytes=shared_memory_bytes,
+    )
+    stages = report.samples.stages_s("prefill")
+    return statistics.median(stages["total"]), statistics.median(stages["compute"])
 
 
-async def _echo(address: str, num_bytes: int) -> float:
-    """Seconds in which bytes in messages of 1 MiB go to the echo and come back, sent while others are read."""
+async def echo_s_of(address: str, num_bytes: int, rounds: int) -> float:
+    """Median seconds in which bytes in messages of 1 MiB go to the echo and come back, sent while others are read."""
     messages = -(-num_bytes // MESSAGE_BYTES)
     payload = bytes(min(MESSAGE_BYTES, num_bytes))
-    async with echoes(address) as stream:
-        await stream.exchange(b"first")
+    async with RawCalls(address, "stream", "/bare.Echo/stream") as echo:
 
         async def send() -> None:
             for _ in range(messages):
-                await stream.call.write(payload)
+                await echo.stream.write(payload)
 
-        begin_s = time.perf_counter()
-        sending = asyncio.create_task(send())
-        for _ in range(messages):
-            await stream.call.read()
-        await sending
-        return time.perf_counter() - begin_s
+        async def exchange() -> Sample:
+            sent_s = time.monotonic()
+            sending = asyncio.create_task(send())
+            for _ in range(messages):
+                await echo.stream.read()
+            await sending
+            return sample("prefill", 0, sent_s, time.monotonic())
+
+        [echoes] = await measured(exchange, rounds=rounds, warm_up=1)
+    return statistics.median(echoes.stages_s("prefill")["total"])
 
 
 def copies_s(num_bytes: int, rounds: int = 10) -> float | None:

@@ -1,89 +1,83 @@
-"""Raw streams: steps whose bytes are made before the clock starts, and echoes of the same bytes beside them."""
+"""Raw calls: steps whose bytes are made before the clock starts, and echoes of the same bytes beside them."""
 
 from __future__ import annotations
 
+import math
+import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import grpc
 import grpc.aio
 import numpy as np
+from numpy.typing import NDArray
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
-from deltaline_bench.service.echo import METHOD as ECHO
-from deltaline_bench.service.host import hidden_states
+from deltaline_cli.bench.loop import Step, closed_loop
+from deltaline_cli.bench.samples import Sample, Samples, sample
 from deltaline_client import AsyncClient
 
-STEP_STREAM = "/deltaline.v1.LayerService/StepStream"
+Way = Literal["unary", "stream"]
+"""A call for each message, or a stream that stays open."""
+
+METHODS: dict[Way, str] = {
+    "unary": "/deltaline.v1.LayerService/Step",
+    "stream": "/deltaline.v1.LayerService/StepStream",
+}
 MAX_MESSAGE_BYTES = 64 << 20
+WARM_UP = 20
 
 
 class RawError(RuntimeError):
-    """The server refused a step of a raw stream."""
+    """The server refused a raw step."""
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one decode step, seen by the raw stream, and the server's stages in its reply."""
+class RawCalls:
+    """Messages in raw bytes to one method, one at a time. `async with` opens and ends the connection."""
 
-    total_s: float
-    queue_s: float
-    copy_in_s: float
-    compute_s: float
-    copy_out_s: float
-
-    @property
-    def outside_s(self) -> float:
-        """What is in no stage: both ends' gRPC and the service's own work."""
-        return self.total_s - self.queue_s - self.copy_in_s - self.compute_s - self.copy_out_s
-
-
-class RawStream:
-    """A stream of messages in raw bytes, one at a time. `async with` opens and ends it."""
-
-    def __init__(self, address: str, method: str) -> None:
-        self._address, self._method = address, method
+    def __init__(self, address: str, way: Way, method: str) -> None:
+        self._address, self._way, self._method = address, way, method
 
     async def __aenter__(self) -> Self:
         options = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
         self._channel = grpc.aio.insecure_channel(self._address, options=options)
-        self.call: Any = self._channel.stream_stream(self._method)()
+        self._unary: Any = self._channel.unary_unary(self._method)
+        self.stream: Any = self._channel.stream_stream(self._method)() if self._way == "stream" else None
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.call.cancel()
+        if self.stream is not None:
+            self.stream.cancel()
         await self._channel.close()
 
-    async def exchange(self, message: bytes) -> tuple[bytes, float]:
-        """Send a message and wait for the next one; return it, and the seconds that it took."""
-        begin_s = time.perf_counter()
-        await self.call.write(message)
-        reply: bytes = await self.call.read()
-        return reply, time.perf_counter() - begin_s
+    async def exchange(self, message: bytes) -> tuple[bytes, float, float]:
+        """Send a message and wait for the answer; return it, and when the one was sent and the other there."""
+        sent_s = time.monotonic()
+        if self.stream is None:
+            reply: bytes = await self._unary(message)
+        else:
+            await self.stream.write(message)
+            reply = await self.stream.read()
+        return reply, sent_s, time.monotonic()
 
 
-def echoes(address: str) -> RawStream:
-    """Make a stream to the bare echo."""
-    return RawStream(address, ECHO)
+class DecodeSteps(RawCalls):
+    """Decode steps of the same sequences, one row each. message: the bytes of the last step."""
 
+    message = b""
 
-class DecodeStream(RawStream):
-    """Decode steps of the same sequences over StepStream."""
-
-    def __init__(self, address: str, epoch: int, handles: list[int], hidden: Any) -> None:
-        """handles: fresh sequences. hidden [rows, hidden size], what every step carries."""
-        super().__init__(address, STEP_STREAM)
-        self._epoch, self._handles = epoch, handles
-        number = pb.StepRequest.HIDDEN_FIELD_NUMBER
-        self._tensor = b"".join(wire.field_pieces(number, wire.tensor_pieces(hidden)))
-        self._step = 0
+    def __init__(self, address: str, way: Way, server_epoch: int, handles: list[int], hidden: Any) -> None:
+        super().__init__(address, way, METHODS[way])
+        self._epoch, self._handles, self._step = server_epoch, handles, 0
+        tensor = wire.encode(hidden).SerializeToString()
+        # Field by field, as protobuf lets a message be put together: the step's own fields, then its hidden states.
+        self._tensor = b"".join(wire.field_pieces(pb.StepRequest.HIDDEN_FIELD_NUMBER, [tensor]))
 
     def next_message(self) -> bytes:
         """The bytes of the next step."""
@@ -98,33 +92,81 @@ class DecodeStream(RawStream):
             accepted=[-1] * rows,
             query_start_loc=range(rows + 1),
         ).SerializeToString()
+        if self._way == "unary":
+            return arrays + self._tensor
         head = pb.StepStreamRequest(correlation_id=self._step).SerializeToString()
         step = wire.field_pieces(pb.StepStreamRequest.STEP_FIELD_NUMBER, [arrays, self._tensor])
         return b"".join([head, *step])
 
-    async def step(self, message: bytes) -> Times:
-        """Make the step of `next_message`. Raises RawError when the server refused it."""
-        answer, total_s = await self.exchange(message)
-        response = pb.StepStreamResponse.FromString(answer)
-        rows = response.step
-        if response.WhichOneof("result") != "step" or rows.row_status or len(rows.outcome) != len(self._handles):
-            raise RawError(f"a step was refused: {str(response.status or rows.row_status)[:500]}")
-        timing = rows.timing
+    async def step(self) -> Sample:
+        """Make the next step. Raises RawError when the server refused it."""
+        self.message = self.next_message()
+        answer, sent_s, done_s = await self.exchange(self.message)
+        if self._way == "unary":
+            response, status = pb.StepResponse.FromString(answer), None
+        else:
+            streamed = pb.StepStreamResponse.FromString(answer)
+            response, status = streamed.step, streamed.status
+        if response.row_status or len(response.outcome) != len(self._handles):
+            raise RawError(f"a step was refused: {str(response.row_status or status)[:500]}")
+        timing = response.timing
         stages = (timing.queue_ns, timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns)
-        return Times(total_s, *(nanoseconds * 1e-9 for nanoseconds in stages))
+        return sample("decode", len(self._handles), sent_s, done_s, [ns * 1e-9 for ns in stages])
 
 
 @asynccontextmanager
-async def decoding(client: AsyncClient, address: str, rows: int) -> AsyncIterator[DecodeStream]:
-    """A stream of decode steps of so many fresh sequences, which the client opens before and closes afterwards."""
-    hidden = await hidden_states(client, rows)
-    sequences = await client.open_many(rows)
-    handles = [sequence.handle for sequence in sequences]
-    async with DecodeStream(address, sequences[0].server_epoch, handles, hidden) as stream:
-        yield stream
-    await client.close(sequences)
+async def decoding(address: str, rows: int, way: Way = "stream") -> AsyncIterator[DecodeSteps]:
+    """Decode steps of so many fresh sequences, which are closed afterwards."""
+    async with AsyncClient(address) as client:
+        info = await client.info()
+        hidden = np.random.default_rng(0).standard_normal((rows, info.hidden_size), dtype=np.float32)
+        sequences = await client.open_many(rows)
+        handles = [sequence.handle for sequence in sequences]
+        epoch = sequences[0].server_epoch
+        async with DecodeSteps(address, way, epoch, handles, hidden.astype(info.dtype)) as steps:
+            yield steps
+        await client.close(sequences)
 
 
-def percentile_us(seconds: list[float], percentile: float) -> float:
-    """A percentile in microseconds."""
-    return float(np.percentile(seconds, percentile)) * 1e6
+@asynccontextmanager
+async def echoing(address: str, way: Way, steps: DecodeSteps, *, around_layer: bool = False) -> AsyncIterator[Step]:
+    """A step that has the message of the last decode step echoed. around_layer: by an echo that computes the layer
+    in between, and tells how long that took."""
+    async with RawCalls(address, way, f"/bare.Echo/{way}{'-around-layer' * around_layer}") as calls:
+
+        async def step() -> Sample:
+            answer, sent_s, done_s = await calls.exchange(steps.message)
+            compute_s = struct.unpack("d", answer[:8])[0] if around_layer else 0.0
+            return sample("decode", 0, sent_s, done_s, (0.0, 0.0, compute_s, 0.0))
+
+        yield step
+
+
+async def measured(*steps: Step, rounds: int, warm_up: int = WARM_UP) -> list[Samples]:
+    """Make the steps in turns, and then so many rounds that count; return the samples of each."""
+    async for _ in closed_loop(steps, counting(warm_up)):
+        pass
+    turns = [turn async for turn in closed_loop(steps, counting(rounds))]
+    return [window(list(rows)) for rows in zip(*turns, strict=True)]
+
+
+def counting(rounds: int) -> Callable[[], bool]:
+    """What is true so many times."""
+    left = iter(range(rounds))
+    return lambda: next(left, None) is not None
+
+
+def window(rows: list[Sample], begin_s: float = -math.inf, end_s: float = math.inf) -> Samples:
+    """Samples of steps, those that were due in the time."""
+    return Samples.of(rows, begin_s, end_s, [], 0.0)
+
+
+def besides_compute(samples: Samples) -> NDArray[np.float64]:
+    """Seconds of each step less those in which its layers were computed."""
+    stages = samples.stages_s("decode")
+    return stages["total"] - stages["compute"]
+
+
+def percentile_us(seconds: NDArray[np.float64] | list[float], percentile: float) -> float:
+    """A percentile in microseconds; NaN where there is nothing."""
+    return float(np.nanpercentile(seconds, percentile)) * 1e6 if len(seconds) else math.nan

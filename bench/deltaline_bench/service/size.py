@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from deltaline_bench.service.figure import Bar
 
@@ -12,7 +12,9 @@ from deltaline_bench.service.figure import Bar
 class Size:
     """One size. Bars count only where `is_judged`: elsewhere the parts only have to run, but for `max_echoes`.
 
-    max_echoes: most that a decode step may take besides its computation, in bare echoes of the same bytes.
+    parts: those that make sense at this size. max_echoes: most that a decode step may take besides its computation, in
+    bare echoes of the same bytes. ways: how decode steps are called. is_beside_layer: they are also compared with
+    echoes around the same layer, and with a layer that only copies; of a CPU's size.
     """
 
     name: str
@@ -39,6 +41,10 @@ class Size:
     steady_steps: int
     steady_tokens: int
     soak_s: float
+    parts: tuple[str, ...] = ("decode", "throughput", "prefill", "mixed", "steady", "soak")
+    scope: str = "block"
+    ways: tuple[Literal["unary", "stream"], ...] = ("stream",)
+    is_beside_layer: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -54,6 +60,10 @@ class Size:
     def max_sequences(self) -> int:
         """Sequences that the server holds: those of all clients at once, and some more."""
         return max(2 * self.clients * self.decode_rows, 128)
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Shared memory of a client whose prefills have so many tokens: twice what goes in and what comes out."""
+        return 4 * (tokens + 1024) * self.token_bytes
 
     def bar(self, limit: float, *, is_least: bool = False) -> Bar | None:
         """Make a bar that counts at this size only if it is judged."""
@@ -130,4 +140,19 @@ SMALL = Size(
     steady_tokens=70,
     soak_s=2.0,
 )
-SIZES = {size.name: size for size in (H200, SMALL)}
+CPU = replace(
+    SMALL,
+    name="cpu",
+    parts=("decode",),
+    scope="mixer",
+    hidden=1024,
+    key_heads=16,
+    value_heads=16,
+    head_dim=64,
+    decode_rows=64,
+    decode_steps=200,
+    client_steps=200,
+    ways=("unary", "stream"),
+    is_beside_layer=True,
+)
+SIZES = {size.name: size for size in (H200, SMALL, CPU)}

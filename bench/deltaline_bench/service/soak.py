@@ -6,9 +6,10 @@ import time
 
 from deltaline_bench.service import memory
 from deltaline_bench.service.figure import Figure
-from deltaline_bench.service.host import Host, connect
+from deltaline_bench.service.host import Host
 from deltaline_bench.service.raw import decoding
 from deltaline_bench.service.size import Size
+from deltaline_cli.bench.loop import closed_loop
 
 PART = "soak"
 # Of the time: what is allocated until then is the warm-up's.
@@ -21,13 +22,12 @@ async def measure(host: Host) -> list[Figure]:
     """Decode, and look at the memory a hundred times."""
     size = host.size
     rows, resident, device = 0, [], []
-    async with connect(host.address) as client, decoding(client, host.address, size.decode_rows) as stream:
+    async with decoding(host.address, size.decode_rows) as steps:
         begin_s = time.monotonic()
         look_s = begin_s + WARM_UP_SHARE * size.soak_s
-        while (now_s := time.monotonic()) < begin_s + size.soak_s:
-            await stream.step(stream.next_message())
+        async for _ in closed_loop([steps.step], lambda: time.monotonic() < begin_s + size.soak_s):
             rows += size.decode_rows
-            if now_s >= look_s:
+            if time.monotonic() >= look_s:
                 look_s += size.soak_s * (1 - WARM_UP_SHARE) / LOOKS
                 resident.append(host.resident_bytes())
                 device.append(memory.device_bytes(host.metrics()))

@@ -6,9 +6,9 @@ import numpy as np
 
 from deltaline_bench.service import memory
 from deltaline_bench.service.figure import Figure
-from deltaline_bench.service.host import Host, connect
+from deltaline_bench.service.host import Host
 from deltaline_bench.service.size import Size
-from deltaline_client import Row
+from deltaline_client import AsyncClient, Row
 
 PART = "steady"
 
@@ -45,7 +45,7 @@ def judge(size: Size, rows: int, before: dict[str, float], after: dict[str, floa
 async def _steps(host: Host) -> int:
     """Make the steps; return how many rows they had."""
     size, rng, num_rows = host.size, np.random.default_rng(0), 0
-    async with connect(host.address) as client:
+    async with AsyncClient(host.address) as client:
         info = await client.info()
         block = rng.standard_normal((size.steady_tokens, size.hidden), dtype=np.float32).astype(info.dtype)
         sequences = await client.open_many(size.steady_sequences)

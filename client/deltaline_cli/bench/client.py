@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from deltaline_cli.bench.options import KINDS, BenchOptions, Kind
-from deltaline_cli.bench.samples import Sample
-from deltaline_client import AsyncClient, DeltalineError, Row
+from deltaline_cli.bench.options import BenchOptions, Kind
+from deltaline_cli.bench.samples import Sample, sample
+from deltaline_client import AsyncClient, AsyncSequence, DeltalineError, Output, Row, ServerInfo
 
 # Hidden states are cut from a block that is drawn once: drawing takes longer than a step.
 _BLOCK_TOKENS = 1024
@@ -46,9 +47,7 @@ class BenchClient:
         self._rng = np.random.default_rng(seed)
         self._kinds = list(options.mix)
         self._weights = np.array(list(options.mix.values())) / sum(options.mix.values())
-        self._sequences: list[Any] = []
-        # Outputs are dropped at once: they need not be copied out of shared memory.
-        self._step_options: Any = {"copy": False} if options.shared_memory_bytes else {}
+        self._sequences: list[AsyncSequence] = []
 
     async def prepare(self) -> None:
         """Open the sequences, and make one step of each kind, so that nothing is done for the first time later.
@@ -57,48 +56,68 @@ class BenchClient:
         """
         info = await self._client.info()
         self._options.check(info)
-        tokens = _BLOCK_TOKENS + self._options.rows
-        block = self._rng.standard_normal((tokens, *info.input_shape()), dtype=np.float32)
-        self._block = await self._placed(block.astype(info.dtype))
+        self._longest, self._room = info.max_context or math.inf, self._options.room(info)
+        self._block = await self._drawn(info)
         self._sequences = list(await self._client.open_many(self._options.sequences))
         for kind in self._kinds:
             await self.step(kind)
 
-    async def _placed(self, block: Any) -> Any:
-        """The block in shared memory, if half of that holds it: a step takes rows of it without a copy."""
-        if 2 * block.nbytes > self._options.shared_memory_bytes:
-            return block
-        room = await self._client.empty(block.shape)
-        room[...] = block
-        return room
+    async def _drawn(self, info: ServerInfo) -> Any:
+        """Hidden states that steps take rows of: in shared memory, without a copy, if half of that holds them."""
+        shape = info.input_shape()
+        block = self._rng.standard_normal((_BLOCK_TOKENS, *shape), dtype=np.float32).astype(info.dtype)
+        for tokens in (_BLOCK_TOKENS + self._options.longest, _BLOCK_TOKENS):
+            if 2 * tokens * block[0].nbytes <= self._options.shared_memory_bytes:
+                room = await self._client.empty((tokens, *shape))
+                room[...] = np.resize(block, room.shape)
+                return room
+        return block
 
     def draw(self) -> Kind:
         """Choose the kind of the next step as the mix has it."""
         return self._kinds[int(self._rng.choice(len(self._kinds), p=self._weights))]
 
     async def step(self, kind: Kind, due_s: float | None = None, late_s: float = 0.0) -> Sample:
-        """Make one step; due_s is when it should have been sent, now by default. Raises DeltalineError."""
-        rows, tokens = self._rows(kind)
+        """Make one step; due_s is when it should have been sent, now by default. Raises DeltalineError.
+
+        A sequence that has no room for its tokens is replaced before, in time that is not the step's: it is due later.
+        """
+        tokens = self._tokens(kind)
+        begin_s = time.monotonic()
+        sequences = await self._with_room(kind, tokens)
+        if due_s is not None:
+            due_s += time.monotonic() - begin_s
+        hidden = self._hidden(tokens * len(sequences)).reshape(len(sequences), tokens, *self._block.shape[1:])
+        make = {"prefill": Row.prefill, "decode": Row.decode, "verify": Row.verify}[kind]
+        rows = [make(sequence, part) for sequence, part in zip(sequences, hidden, strict=True)]
+        output: Output = self._options.prefill_output if kind == "prefill" else "all"
         sent_s = time.monotonic()
-        result = await self._client.step(rows, **self._step_options)
+        # Outputs are dropped at once: they need not be copied out of shared memory.
+        result = await self._client.step(rows, output=output, copy=not self._options.shared_memory_bytes)
         done_s = time.monotonic()
         if kind == "verify":
             accepted = self._rng.integers(0, self._options.drafts + 1, len(rows)).tolist()
             await self._client.commit([row.sequence for row in rows], accepted)
         timing = result.timing
         stages = (timing.queue_s, timing.copy_in_s, timing.compute_s, timing.copy_out_s)
-        return (KINDS.index(kind), tokens, sent_s if due_s is None else due_s, late_s, sent_s, done_s, *stages)
+        return sample(kind, tokens * len(rows), sent_s, done_s, stages, due_s=due_s, late_s=late_s)
 
-    def _rows(self, kind: Kind) -> tuple[list[Row], int]:
-        """The rows of a step, and how many tokens they have in all."""
+    def _tokens(self, kind: Kind) -> int:
+        """How many tokens each row of a step has."""
         if kind == "prefill":
-            length = self._options.prefill_tokens.draw(self._rng)
-            return [Row.prefill(self._sequences[-1], self._hidden(length))], length
-        live = self._sequences[: self._options.rows]
-        tokens = 1 if kind == "decode" else self._options.drafts
-        hidden = self._hidden(tokens * len(live)).reshape(len(live), tokens, *self._block.shape[1:])
-        make = Row.decode if kind == "decode" else Row.verify
-        return [make(sequence, part) for sequence, part in zip(live, hidden, strict=True)], tokens * len(live)
+            return int(min(self._options.prefill_tokens.draw(self._rng), self._longest))
+        return 1 if kind == "decode" else self._options.drafts
+
+    async def _with_room(self, kind: Kind, tokens: int) -> list[AsyncSequence]:
+        """The sequences of a step; those that have no room for so many tokens more are closed, and new ones opened."""
+        places = [len(self._sequences) - 1] if kind == "prefill" else range(self._options.rows)
+        used = {place: self._sequences[place].position for place in places}
+        full = [place for place, position in used.items() if position and position + tokens > self._room]
+        if full:
+            await self._client.close([self._sequences[place] for place in full])
+            for place, sequence in zip(full, await self._client.open_many(len(full)), strict=True):
+                self._sequences[place] = sequence
+        return [self._sequences[place] for place in places]
 
     def _hidden(self, tokens: int) -> Any:
         if tokens >= len(self._block):

@@ -8,7 +8,7 @@ from deltaline_cli.bench.busy import BusyMeter, read_metrics
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.plot import PlotUnavailable, write_plot
 from deltaline_cli.bench.report import NO_METRICS, Report
-from deltaline_cli.bench.run import BenchError, run
+from deltaline_cli.bench.run import BenchError, OnStart, OnStep, run
 from deltaline_cli.bench.verdict import Verdict
 from deltaline_cli.text import ProgressLine
 from deltaline_client import Client
@@ -16,6 +16,27 @@ from deltaline_client import Client
 
 def bench(address: str, options: BenchOptions) -> int:
     """Measure a server and print what came of it; 1 when the offered load was not held, and no latencies then.
+
+    Raises ValueError, DeltalineError, BenchError.
+    """
+    with ProgressLine("steps, ramp-up included") as progress:
+        report = measured(address, options, progress.advance)
+    verdict = report.verdict
+    if verdict.refusal:
+        print(f"deltaline: the load was not held, no latencies to report: {verdict.refusal}", file=sys.stderr)
+        if verdict.offered_per_s is not None:
+            print(f"offered {verdict.offered_per_s:.1f} steps/s, done {verdict.done_per_s:.1f}", file=sys.stderr)
+        return 1
+    print(report.text())
+    if options.output is not None:
+        _write(report, options)
+    return 0
+
+
+def measured(
+    address: str, options: BenchOptions, on_step: OnStep = lambda steps: None, on_start: OnStart = lambda start_s: None
+) -> Report:
+    """Load a server and return what came of it, whether or not the load was held. See `run` for the arguments.
 
     Raises ValueError, DeltalineError, BenchError.
     """
@@ -30,6 +51,7 @@ def bench(address: str, options: BenchOptions) -> int:
     meters: list[BusyMeter] = []
 
     def begin(start_s: float) -> None:
+        on_start(start_s)
         if options.metrics_url is not None:
             begin_s = start_s + options.ramp_up_s
             end_s = None if options.steps is not None else begin_s + options.duration_s
@@ -37,21 +59,10 @@ def bench(address: str, options: BenchOptions) -> int:
             meters[0].start()
 
     try:
-        with ProgressLine("steps, ramp-up included") as progress:
-            samples = run(address, options, progress.advance, begin)
+        samples = run(address, options, on_step, begin)
     finally:
         busy = meters[0].share() if meters else NO_METRICS
-    verdict = Verdict.of(samples, options)
-    if verdict.refusal:
-        print(f"deltaline: the load was not held, no latencies to report: {verdict.refusal}", file=sys.stderr)
-        if verdict.offered_per_s is not None:
-            print(f"offered {verdict.offered_per_s:.1f} steps/s, done {verdict.done_per_s:.1f}", file=sys.stderr)
-        return 1
-    report = Report(options, info, samples, verdict, busy)
-    print(report.text())
-    if options.output is not None:
-        _write(report, options)
-    return 0
+    return Report(options, info, samples, Verdict.of(samples, options), busy)
 
 
 def _write(report: Report, options: BenchOptions) -> None:

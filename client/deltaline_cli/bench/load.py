@@ -14,6 +14,7 @@ import numpy as np
 
 from deltaline_cli.bench.arrivals import ArrivalThread, arrivals
 from deltaline_cli.bench.client import BenchClient, prepared
+from deltaline_cli.bench.loop import closed_loop
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.samples import COLUMNS, Sample, Samples
 
@@ -142,8 +143,12 @@ class Load:
     async def _loop(self, client: BenchClient, from_s: float, begin_s: float, end_s: float) -> None:
         """Closed: the next step when the last is answered."""
         await asyncio.sleep(max(0.0, from_s - time.monotonic()))
-        while (now_s := time.monotonic()) < end_s and self._takes_one(is_measured=now_s >= begin_s):
-            self._note(await client.step(client.draw()))
+
+        def goes_on() -> bool:
+            return (now_s := time.monotonic()) < end_s and self._takes_one(is_measured=now_s >= begin_s)
+
+        async for [sample] in closed_loop([lambda: client.step(client.draw())], goes_on):
+            self._note(sample)
 
     async def _serve(self, client: BenchClient, source: ArrivalThread, begin_s: float, end_s: float) -> None:
         """Open: whichever client is idle takes the step that is due longest; late ones too, but not for ever."""

@@ -9,7 +9,7 @@ from typing import Literal, Self, get_args
 
 import numpy as np
 
-from deltaline_client import ServerInfo
+from deltaline_client import Output, ServerInfo
 
 Kind = Literal["prefill", "decode", "verify"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -89,8 +89,8 @@ class BenchOptions:
     """A run. Raises ValueError naming the option that makes no sense.
 
     clients at once, each with `rows` sequences. duration_s: seconds that are measured; or steps: how many are, by all
-    clients together. rate: steps per second that arrive in an open loop, None for a closed one. timeout_s: for a step
-    with all its retries.
+    clients together. rate: steps per second that arrive in an open loop, None for a closed one. prefill_output: those
+    of a prefill's outputs that come back. timeout_s: for a step with all its retries.
     """
 
     clients: int = 4
@@ -100,6 +100,7 @@ class BenchOptions:
     rate: float | None = None
     mix: Mix = field(default_factory=lambda: {"prefill": 1.0, "decode": 20.0, "verify": 5.0})
     prefill_tokens: Lengths = Lengths(64, 512, is_lognormal=True)
+    prefill_output: Output = "all"
     drafts: int = 4
     ramp_up_s: float = 1.0
     processes: int = 1
@@ -135,10 +136,25 @@ class BenchOptions:
         """Sequences of one client: its rows, and one more that takes the prefills."""
         return self.rows + ("prefill" in self.mix)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest step; of lognormal lengths one in a hundred is longer."""
+        rows = self.rows * (self.drafts if "verify" in self.mix else 1)
+        return max(rows, self.prefill_tokens.high if "prefill" in self.mix else 0)
+
+    def room(self, info: ServerInfo) -> float:
+        """Most tokens of a sequence: what the server takes, and a share of its pages that all can have at once."""
+        if not info.kv_pages:
+            return math.inf
+        return min(info.max_context, info.kv_pages // (self.sequences * self.clients) * info.kv_page_tokens)
+
     def check(self, info: ServerInfo) -> None:
         """Raise ValueError if the server can't take a run of these sizes."""
         if "verify" in self.mix and self.drafts > info.max_draft_tokens:
             raise ValueError(f"--drafts: the server verifies at most {info.max_draft_tokens} tokens, got {self.drafts}")
+        if "prefill" in self.mix and self.prefill_tokens.high > (info.max_context or math.inf):
+            most = f"the server's sequences have at most {info.max_context} tokens (its --max-context)"
+            raise ValueError(f"--prefill-tokens: {most}, got {self.prefill_tokens}")
         if self.sequences * self.clients > info.max_sequences:
             raise ValueError(
                 f"--rows: the server holds at most {info.max_sequences} sequences, got {self.sequences} "

@@ -50,12 +50,16 @@ def run(address: str, options: BenchOptions, on_step: OnStep, on_start: OnStart)
 
 
 def _interruptible(work: Coroutine[Any, Any, Samples]) -> Samples:
-    """Run a coroutine; SIGTERM cancels it as SIGINT does, so that it can clean up. Raises KeyboardInterrupt then."""
+    """Run a coroutine; in the main thread SIGTERM cancels it as SIGINT does, so that it can clean up.
+
+    Raises KeyboardInterrupt then.
+    """
 
     async def guarded() -> Samples:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await work
 
     try:
@@ -81,16 +85,17 @@ def _run_processes(address: str, options: BenchOptions, on_step: OnStep, on_star
             pipes.append(mine)
             processes.append(process)
         for pipe in pipes:
-            _receive(pipe)
+            receive(pipe)
         start_s = time.monotonic() + _HEAD_START_S
         on_start(start_s)
         for pipe in pipes:
-            pipe.send(start_s)
+            with suppress(ConnectionError):  # it has ended, and its last message says why
+                pipe.send(start_s)
         running, counted = list(pipes), 0
         while running:
             ready = wait(running, _PROGRESS_S)
             for pipe in [pipe for pipe in running if pipe in ready]:
-                samples = _receive(pipe)
+                samples = receive(pipe)
                 assert isinstance(samples, Samples)
                 parts.append(samples)
                 running.remove(pipe)
@@ -108,7 +113,7 @@ def _run_processes(address: str, options: BenchOptions, on_step: OnStep, on_star
     return Samples.join(parts)
 
 
-def _receive(pipe: Connection) -> object:
+def receive(pipe: Connection) -> object:
     """The next message of a process. Raises BenchError with its error, or because it ended without one."""
     try:
         message: object = pipe.recv()
@@ -125,7 +130,8 @@ def _process(address: str, options: BenchOptions, share: Share, pipe: Connection
     try:
         pipe.send(asyncio.run(_drive(address, options, share, pipe, counter)))
     except (DeltalineError, ValueError) as error:
-        pipe.send(str(error))
+        with suppress(ConnectionError):
+            pipe.send(str(error))
     except (asyncio.CancelledError, ConnectionError):
         pass  # the first process has closed the pipe
 

@@ -22,6 +22,20 @@ STAGES = ("total", "wait", *SERVER_STAGES, "transport")
 Sample = tuple[float, ...]
 
 
+def sample(
+    kind: Kind,
+    tokens: int,
+    sent_s: float,
+    done_s: float,
+    stages_s: Sequence[float] = (0.0,) * len(SERVER_STAGES),
+    *,
+    due_s: float | None = None,
+    late_s: float = 0.0,
+) -> Sample:
+    """Put a step's values in the order of COLUMNS. due_s: when it was sent, unless it is given."""
+    return (KINDS.index(kind), tokens, sent_s if due_s is None else due_s, late_s, sent_s, done_s, *stages_s)
+
+
 @dataclass(frozen=True)
 class Samples:
     """Steps [steps, COLUMNS] float64, those of the warm-up included; the measured window begins at `begin_s`.

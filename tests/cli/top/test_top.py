@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,7 +139,7 @@ def test_rates_are_of_the_interval(server: Any, metrics_url: str, capsys: pytest
     assert "decode p50" in out and "prefill" not in out and " 500 us " in out and " 990 us " in out
 
 
-@pytest.mark.parametrize("width", [60, 80, 109, 110, 140, 220])
+@pytest.mark.parametrize("width", [60, 109, 110, 220])
 def test_a_frame_fits_its_width(server: Any, metrics_url: str, width: int) -> None:
     with Client(server.address) as client:
         watch = Watch(client, server.address, metrics_url)
@@ -213,12 +212,11 @@ def test_without_a_terminal_frames_follow_one_another(server: Any) -> None:
     command = [sys.executable, "-m", "deltaline_cli", "top", server.address, "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        heads, begin_s = 0, time.monotonic()
-        while heads < 3 and time.monotonic() - begin_s < 30:
-            heads += "  serving  " in process.stdout.readline()
+        heads = 0
+        while heads < 3 and (line := process.stdout.readline()):
+            heads += "  serving  " in line
         process.terminate()
-        assert process.wait(10) == 130
-    assert heads == 3
+    assert (heads, process.returncode) == (3, 130)
 
 
 @pytest.mark.parametrize(
