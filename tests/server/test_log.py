@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from deltaline_server import log
 
 LOGGER = logging.getLogger("test")
-
-
-@pytest.fixture(autouse=True)
-def restore_logging() -> Iterator[None]:
-    """`configure` changes the process; leave it as it was."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 def test_text_line_has_the_events_values(capsys: pytest.CaptureFixture[str]) -> None:
