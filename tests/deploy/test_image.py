@@ -80,7 +80,6 @@ def test_gpu_and_cpu_are_targets_of_one_runtime_and_gpu_is_the_default() -> None
         assert stage.environment["DELTALINE_HOST"] == "0.0.0.0"
         assert stage.last["EXPOSE"].split() == [stage.environment["DELTALINE_PORT"], "9464"]
         assert stage.environment["TRITON_CACHE_DIR"].startswith(CACHE) and stage.environment["HOME"] == CACHE
-    assert float(STAGES["gpu"].option("HEALTHCHECK", "timeout").removesuffix("s")) > 3  # the command's own
 
 
 def test_the_context_is_small_and_has_all_that_the_build_reads() -> None:

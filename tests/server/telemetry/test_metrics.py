@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import platform
 import re
-import urllib.request
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from rigs.scraper import scrape
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
@@ -116,14 +116,9 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
     assert read == {name: number for number, name in enumerate(names, start=1)}
 
 
-async def scrape(port: int) -> dict[str, float]:
+async def samples_of(server: Server) -> dict[str, float]:
     """The samples of a server, keyed by name and label values, in the order of the labels' names."""
-
-    def get() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
-            return str(response.read().decode())
-
-    families = text_string_to_metric_families(await asyncio.to_thread(get))
+    families = text_string_to_metric_families(await asyncio.to_thread(scrape, server))
     return {
         "|".join([s.name, *(s.labels[label] for label in sorted(s.labels))]): s.value
         for family in families
@@ -134,7 +129,7 @@ async def scrape(port: int) -> dict[str, float]:
 async def test_counters_move_with_the_calls(make_server: Callable[..., Server]) -> None:
     async with make_server(metrics_port=0) as server, grpc.aio.insecure_channel(server.address) as channel:
         stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
-        before = await scrape(server.metrics_port)
+        before = await samples_of(server)
         opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=2))
         step = pb.StepRequest(
             server_epoch=opened.server_epoch,
@@ -150,7 +145,7 @@ async def test_counters_move_with_the_calls(make_server: Callable[..., Server]) 
         step.server_epoch = 0
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Step(step)
-        after = await scrape(server.metrics_port)
+        after = await samples_of(server)
     step_rpc = "Step|deltaline.v1.LayerService|unary"
     moved = {name: value - before[name] for name, value in after.items() if value != before[name]}
     expected = {
