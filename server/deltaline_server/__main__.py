@@ -9,7 +9,20 @@ import signal
 import sys
 
 from deltaline_server import log
-from deltaline_server.config import Config, ConfigError, unknown_variables
+from deltaline_server.config import Config, ConfigError, asked_log_format, unknown_variables
+
+_log = logging.getLogger(__name__)
+
+
+def _refuse(why: object) -> int:
+    """Say in one line why nothing is served, as the log's other lines are asked for; return the exit code."""
+    if asked_log_format(sys.argv[1:], os.environ) == "json":
+        log.configure("error", "json")
+        _log.error("%s", why)
+    else:
+        print(f"deltaline-server: error: {why}", file=sys.stderr)
+    return 1
+
 
 # What the extra "server" installs.
 _EXTRA = {"grpc_health", "grpc_reflection", "prometheus_client", "re2", "safetensors", "torch", "triton"}
@@ -22,9 +35,7 @@ except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRA:
         raise
-    sys.exit(f"deltaline-server: error: {package} is missing: pip install 'deltaline[server]'")
-
-_log = logging.getLogger(__name__)
+    sys.exit(_refuse(f"{package} is missing: pip install 'deltaline[server]'"))
 
 
 def main() -> int:
@@ -41,19 +52,25 @@ def main() -> int:
             return 0
         return asyncio.run(serve(config))
     except (ConfigError, ModelError, StartError) as error:
-        print(f"deltaline-server: error: {error}", file=sys.stderr)
+        return _refuse(error)
+    except Exception:
+        _log.exception("the server ended by a fault of its own")
         return 1
 
 
 async def serve(config: Config) -> int:
     """Serve until the end of a drain; return the exit code. While it loads, signals end the process at once."""
+    server, loop = Server(config), asyncio.get_running_loop()
+
+    def take(number: int, frame: object) -> None:
+        if not server.has_started:
+            os._exit(128 + number)
+        loop.call_soon_threadsafe(server.interrupt)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         # Not the default action: a container's first process does not have one.
-        signal.signal(number, lambda number, frame: os._exit(128 + number))
-    async with Server(config) as server:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.interrupt)
+        signal.signal(number, take)
+    async with server:
         return await server.wait()
 
 

@@ -9,6 +9,7 @@ import asyncio
 import errno
 import gc
 import logging
+import platform
 import socket
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from deltaline_server.log import event
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
 from deltaline_server.telemetry.gauges import add_gauges
+from deltaline_server.telemetry.http_port import HttpPort
 from deltaline_server.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -54,8 +56,8 @@ class StartError(RuntimeError):
 class Server:
     """One server: `async with Server(config) as server` starts it, and stops it at the end of the block.
 
-    Attributes once started: port and metrics_port (0 when there is none) as bound, address of gRPC, runtime,
-    metrics.
+    Attributes: has_started, false until it is ready. Once started: port and metrics_port (0 when there is none) as
+    bound, address of gRPC, runtime, metrics.
     """
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +74,8 @@ class Server:
                 reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
             ]
         )
-        self._is_ready = self._is_interrupted = self._has_failed = False
+        self._http: HttpPort | None = None
+        self.has_started = self._is_ready = self._is_interrupted = self._has_failed = False
         self._drain_until_s = 0.0
         self._over = asyncio.Event()
         self._grace_s = STOP_GRACE_S
@@ -109,13 +112,12 @@ class Server:
             await self._server.stop(None)
             if runtime is not None:
                 await runtime.close()
-            self.metrics.close()
-            await end_tracing(self._tracing)
+            await self._close_telemetry()
             raise
         # What is there now stays: the garbage collector need not look at it again while steps wait.
         gc.collect()
         gc.freeze()
-        self._is_ready = True
+        self.has_started = self._is_ready = True
         self._tasks = [
             asyncio.create_task(self._every(LEASE_TICK_S, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
@@ -163,8 +165,7 @@ class Server:
         self.runtime.scheduler.halt()
         self._layer_service.close()
         await self.runtime.close()
-        await asyncio.to_thread(self.metrics.close)
-        await end_tracing(self._tracing)
+        await self._close_telemetry()
         gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
 
@@ -187,10 +188,17 @@ class Server:
                 raise StartError(f"--uds: can't listen on {config.uds}") from error
         if config.metrics_port >= 0:
             try:
-                self.metrics_port = self.metrics.serve(config.host, config.metrics_port)
+                self._http = HttpPort(
+                    config.host,
+                    config.metrics_port,
+                    self.metrics.registry,
+                    is_live=self._is_live,
+                    is_ready=self._takes_work,
+                )
             except OSError as error:
                 why = f"{host}:{config.metrics_port}{_system_reason(error, '--metrics-port')}"
                 raise StartError(f"--metrics-port: can't listen on {why}") from error
+            self.metrics_port = self._http.port
 
     async def _load(self) -> Runtime:
         """Build the runtime in a thread, and say what is going on."""
@@ -241,7 +249,7 @@ class Server:
 
     def _register(self, runtime: Runtime) -> None:
         """Hand the services and gauges to gRPC and to the metrics."""
-        table, scheduler = runtime.table, runtime.scheduler
+        table, scheduler, info = runtime.table, runtime.scheduler, runtime.info()
         self._layer_service = LayerService(
             table=table,
             scheduler=scheduler,
@@ -250,9 +258,7 @@ class Server:
             clock=self._clock,
             tracing=self._tracing,
         )
-        admin = AdminService(
-            info=runtime.info(), table=table, scheduler=scheduler, regions=runtime.regions, drain=self.drain
-        )
+        admin = AdminService(info=info, table=table, scheduler=scheduler, regions=runtime.regions, drain=self.drain)
         self._health = Health(
             {"": self._is_live, layer_service.NAME: self._takes_work, adapter_service.NAME: self._takes_adapters}
         )
@@ -261,6 +267,8 @@ class Server:
         self._server.add_generic_rpc_handlers(handlers)
         names = (layer_service.NAME, adapter_service.NAME, admin_service.NAME, health.NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
+        runs = {"version": info.version, "python": platform.python_version(), **info.versions, "device": info.device}
+        self.metrics.build_info(runs)
         add_gauges(
             self.metrics,
             table=table,
@@ -271,7 +279,9 @@ class Server:
         )
 
     def _is_live(self) -> bool:
-        """Whether the device thread takes its turns."""
+        """Whether the device thread takes its turns; a start may take as long as it does."""
+        if not self.has_started:
+            return True
         return not self.runtime.engine.failed() and self.runtime.engine.heartbeat_s() < STUCK_S
 
     def _takes_work(self) -> bool:
@@ -296,6 +306,11 @@ class Server:
             if is_idle or self._clock() >= self._drain_until_s:
                 event(_log, "drain over", sequences_open=table.num_open)
                 self._over.set()
+
+    async def _close_telemetry(self) -> None:
+        if self._http is not None:
+            await asyncio.to_thread(self._http.close)
+        await end_tracing(self._tracing)
 
     async def _every(self, seconds: float, action: Callable[[], object]) -> None:
         """Call an action again and again; its failure is logged and ends the server."""

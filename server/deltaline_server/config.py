@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +27,8 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _BYTES = "a number of bytes such as 4MiB, its unit KiB, MiB, GiB, TiB, KB, MB, GB, TB or none"
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+# What names a model on the Hugging Face hub: org/name.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _DESCRIPTION = """\
 Serves the recurrent layers (Gated DeltaNet, Mamba2) of a language model, and holds their recurrent state, behind gRPC.
 Give it a model directory as Hugging Face writes it:  deltaline-server --model ./Qwen3.5-4B --layers 0:3
@@ -57,7 +61,12 @@ def setting(
 class Config:
     """What the server is started with. Raises ConfigError when made with values that can't be used."""
 
-    model: str | None = setting(None, "model", "model directory: config.json and *.safetensors", metavar="DIR")
+    model: str | None = setting(
+        None,
+        "model",
+        "model directory (config.json and *.safetensors), or org/name of a model in the Hugging Face cache",
+        metavar="DIR",
+    )
     random_init: str | None = setting(
         None, "model", "config.json of a model whose weights are drawn at random", metavar="PATH"
     )
@@ -178,13 +187,15 @@ class Config:
         """
         flags = vars(_parser().parse_args(argv))
         path = flags.pop("config", environ.get(PREFIX + "CONFIG"))
-        values: dict[str, Any] = _read_file(Path(path)) if path else {}
+        values: dict[str, Any] = _options_of(Path(path)) if path else {}
         for option in fields(cls):
             variable = PREFIX + option.name.upper()
             if variable in environ:
                 values[option.name] = from_text(option, environ[variable], variable)
             if option.name in flags:
                 values[option.name] = from_text(option, flags[option.name], flag(option.name))
+        if values.get("model"):
+            values["model"] = _model_directory(values["model"], environ)
         return cls(**values)
 
     @property
@@ -209,6 +220,20 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
         for name in environ
         if name.startswith(PREFIX) and name not in known and "_SERVICE_" not in name and "_PORT" not in name
     )
+
+
+def asked_log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """The format of the log that is asked for, as far as it can be told where another option is wrong."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=environ.get(PREFIX + "CONFIG"))
+    parser.add_argument("--log-format", default=environ.get(PREFIX + "LOG_FORMAT"))
+    asked: object = None
+    with suppress(ConfigError):
+        known, _ = parser.parse_known_args(argv)
+        asked = known.log_format
+        if asked is None and known.config:
+            asked = _read_toml(Path(known.config)).get("log_format")
+    return asked if isinstance(asked, str) and asked in FORMATS else FORMATS[0]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -242,20 +267,41 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    """The options of a TOML file; unknown keys and values of a wrong type are refused by name."""
+def _model_directory(model: str, environ: Mapping[str, str]) -> str:
+    """The directory of a model: its own, or of a name on the Hugging Face hub what the cache on this host holds."""
+    if Path(model).is_dir() or not _HUB_NAME.fullmatch(model):
+        return model
+    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    folder = cache / f"models--{model.replace('/', '--')}"
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"--config: expected at most {MAX_CONFIG_BYTES} bytes in {path}")
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--config: {path} can't be read: {why}") from error
+        return str(folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip())
+    except OSError as error:
+        raise ConfigError(
+            f"--model: expected a directory, or a model in {cache}, got {model!r}, which is neither: "
+            f"get it with `hf download {model}` (pip install huggingface_hub), or give its directory"
+        ) from error
+
+
+def _options_of(path: Path) -> dict[str, Any]:
+    """The options of a TOML file; unknown keys and values of a wrong type are refused by name."""
+    values = _read_toml(path)
     options = {option.name: option for option in fields(Config)}
     unknown = sorted(values.keys() - options.keys())
     if unknown:
         raise ConfigError(f"{path}: unknown option {', '.join(unknown)}")
     return {name: from_toml(options[name], value, f"{path}: {name}") for name, value in values.items()}
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file has. Raises ConfigError."""
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"--config: expected at most {MAX_CONFIG_BYTES} bytes in {path}")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--config: {path} can't be read: {why}") from error
 
 
 def _check_uds(path: str) -> None:

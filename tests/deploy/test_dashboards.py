@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 import yaml
 from rigs.dashboards import OF_PROMETHEUS, PATHS, ROOT, Query, exported, metrics_of, queries, read
+from rigs.scraper import scrape
 
 from deltaline_server.app import Server
 
@@ -18,11 +18,6 @@ PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"
 
 def name_of(query: Query) -> str:
     return f"{query.board}: {query.panel}"
-
-
-def test_there_is_a_dashboard_of_the_service_of_the_state_and_of_the_kernels() -> None:
-    assert [path.stem for path in PATHS] == ["kernels", "service", "state"]
-    assert len({read(path)["uid"] for path in PATHS}) == len(PATHS)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -68,28 +63,10 @@ def test_provisioning_reads_the_folders_that_compose_mounts() -> None:
 
 
 async def test_every_query_parses_and_names_metrics_that_the_server_exports(live: Server) -> None:
-    def scrape() -> str:
-        with urlopen(f"http://127.0.0.1:{live.metrics_port}/metrics", timeout=10) as answer:
-            return str(answer.read(), encoding="utf-8")
-
-    text = await asyncio.to_thread(scrape)
+    text = await asyncio.to_thread(scrape, live)
     names = exported(text) | OF_PROMETHEUS
     unknown = {name_of(query): missing for query in queries() if (missing := metrics_of(query.filled()) - names)}
     assert len(queries()) > 50 and unknown == {}
     # And nothing that it exports is on none of them.
     shown = {re.sub("_(sum|count|bucket)$", "", name) for query in queries() for name in metrics_of(query.filled())}
     assert set(re.findall(r"^# TYPE (\w+)", text, re.M)) - shown == set()
-
-
-@pytest.mark.parametrize("expression", ["rate(a[$__interval])", "sum by (le (a)", "a{b=c}"])
-def test_a_query_that_does_not_parse_is_noticed(expression: str) -> None:
-    with pytest.raises((AssertionError, ValueError)):
-        metrics_of(Query("board", "panel", expression).filled())
-
-
-def test_the_metrics_of_a_query_are_found() -> None:
-    assert metrics_of('a / on (x) sum(rate(b_total{c="d"}[5m])) or absent(e)') == {"a", "b_total", "e"}
-
-
-def test_the_names_of_samples_are_read_from_a_scrape() -> None:
-    assert exported('# HELP a_total x\na_total{b="c"} 1.0\nd 2\n') == {"a_total", "d"}

@@ -151,7 +151,7 @@ def test_the_autoscaler_scales_on_what_the_adapter_offers(rendered: Manifests) -
         rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'pod=~"a|b"')
         for rule in adapter["rules"]
     ]
-    assert [metrics_of(query) for query in filled] == [{"deltaline_lines_used", "deltaline_lines_total"}]
+    assert [metrics_of(query) for query in filled] == [{"deltaline_lines_used", "deltaline_lines_capacity"}]
     assert all(query.count('{pod=~"a|b"}') == len(metrics_of(query)) for query in filled), "of the pods asked for alone"
     target = rendered["StatefulSet", spec["scaleTargetRef"]["name"]]
     assert spec["scaleTargetRef"]["kind"] == target["kind"] and spec["minReplicas"] > 1

@@ -85,4 +85,4 @@ async def test_info_and_metrics_tell_of_pages(make_small: Callable[..., Server])
                 return str(answer.read(), "utf-8")
 
         metrics = (await asyncio.to_thread(scrape)).splitlines()
-        assert {"deltaline_kv_pages_used 3.0", "deltaline_kv_pages_total 20.0"} <= set(metrics)
+        assert {"deltaline_kv_pages_used 3.0", "deltaline_kv_pages_capacity 20.0"} <= set(metrics)

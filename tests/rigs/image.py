@@ -31,13 +31,6 @@ class Stage:
         words: list[str] = json.loads(self.last[instruction][self.last[instruction].index("[") :])
         return words
 
-    def option(self, instruction: str, name: str) -> str:
-        """An option of an instruction, for example option("HEALTHCHECK", "timeout"). Raises ValueError without it."""
-        found = re.search(rf"--{name}=(\S+)", self.last[instruction])
-        if found is None:
-            raise ValueError(f"{instruction}: expected --{name}, got {self.last[instruction]!r}")
-        return found[1]
-
 
 def stages() -> dict[str, Stage]:
     """The stages of the Dockerfile by name."""

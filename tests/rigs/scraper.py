@@ -19,6 +19,8 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
+from deltaline_server.app import Server
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "prometheus"
 START_TIMEOUT_S = 30.0
@@ -31,6 +33,12 @@ def program(name: str) -> str:
     if found is None:
         pytest.skip(_MISSING.format(name))
     return found
+
+
+def scrape(server: Server) -> str:
+    """The page of a server's metrics. Not to be called on its event loop."""
+    with urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=30) as answer:
+        return str(answer.read(), encoding="utf-8")
 
 
 class Prometheus:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,13 @@ async def server(make_server: Callable[..., Server]) -> AsyncIterator[Server]:
 async def channel(server: Server) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(server.address) as channel:
         yield channel
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """`log.configure` changes the process; leave it as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

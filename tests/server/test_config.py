@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltaline_server.config import Config, ConfigError, unknown_variables
+from deltaline_server.config import MAX_CONFIG_BYTES, Config, ConfigError, asked_log_format, unknown_variables
 
 BASE = ["--model", "somewhere"]
 
@@ -35,25 +35,14 @@ FREE_TEXT = {"model", "random_init", "adapter_root", "host", "uds"}
 OPTIONS = [field.name for field in fields(Config)]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_is_in_the_help(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        Config.parse(["--help"], {})
-    assert f"--{option.replace('_', '-')} " in capsys.readouterr().out.replace("\n", " ")
-
-
-def test_the_help_has_defaults_that_are_0_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_has_every_option_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         Config.parse(["--help"], {})
     text = " ".join(capsys.readouterr().out.split())
+    assert [option for option in OPTIONS if f"--{option.replace('_', '-')} " not in text] == []
     for shown in ("random weights [0]", "0 for a server without them [0]", "kept for retries, at most [256MiB]"):
         assert shown in text
     assert "[None]" not in text
-
-
-def test_a_unit_that_is_not_known_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"--adapter-bytes: expected .* KiB, MiB, GiB, TiB, KB, MB, GB, TB .*'1G'"):
-        parse("--adapter-bytes", "1G")
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option not in FREE_TEXT])
@@ -63,7 +52,7 @@ def test_every_variable_is_read_and_judged(option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("4096", 4096), ("4KiB", 4096), ("1.5gib", 3 * 2**29), ("2MB", 2_000_000), ("0", 0)]
+    ("text", "expected"), [("4096", 4096), ("4KiB", 4096), ("1.5gib", 3 * 2**29), ("2MB", 2_000_000)]
 )
 def test_bytes_may_have_a_unit(text: str, expected: int) -> None:
     assert parse("--state-bytes", text).state_bytes == expected
@@ -84,6 +73,7 @@ def test_file_takes_bytes_with_a_unit_and_whole_seconds(tmp_path: Path) -> None:
         ("max_sequences = 0", "--max-sequences"),
         ("[server]\nport = 1", "server"),
         ("not toml", "can't be read"),
+        ("#" * (MAX_CONFIG_BYTES + 1), "--config: expected at most"),
     ],
 )
 def test_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
@@ -95,24 +85,28 @@ def test_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: str) ->
     ("argv", "named"),
     [
         (["--max-sequences", "0"], "--max-sequences"),
-        (["--max-sequences", "many"], "--max-sequences"),
+        (["--max-sequences", "many"], "--max-sequences: expected a whole number, got 'many'$"),
         (["--max-seq", "3"], "--max-seq"),
         (["--port", "65536"], "--port"),
         (["--scope", "layer"], "--scope"),
-        (["--state-bytes", "4 apples"], "--state-bytes"),
+        (["--state-bytes", "1G"], "--state-bytes: expected .* KiB, MiB, GiB, TiB, KB, MB, GB, TB .*'1G'"),
         (["--state-bytes", "-1"], "--state-bytes"),
         (["--drain-timeout-s", "nan"], "--drain-timeout-s"),
+        (["--drain-timeout-s", "x"], "--drain-timeout-s: expected a number, got 'x'$"),
         (["--layers", "4"], "--layers"),
         (["--layers", "4:4"], "--layers"),
         (["--spans", "0:2,"], "--spans"),
         (["--spans", ""], "--spans"),
         (["--default-lease-ms", "2000", "--max-lease-ms", "1000"], "--default-lease-ms"),
         (["--random-init", "config.json"], "--model, --random-init"),
-        (["--config", "/nowhere/deltaline.toml"], "--config"),
+        (["--config", "/nowhere/x.toml"], "^--config: /nowhere/x.toml can't be read: No such file or directory$"),
         (["--adapter-root", "."], "--adapter-root: expected --adapter-bytes"),
         (["--adapter-bytes", "1GiB", "--adapter-root", "/nowhere"], "--adapter-root: expected a folder"),
         (["--adapter-slots", "0"], "--adapter-slots"),
         (["--max-adapter-rank", "257"], "--max-adapter-rank"),
+        (["--uds", "/nowhere/deltaline.sock"], "--uds: expected a socket in a folder"),
+        (["--uds", f"/tmp/{'é' * 52}"], "--uds: expected a path of 1 .. 107 bytes"),
+        (["--otlp-endpoint", "127.0.0.1:4317"], "--otlp-endpoint: expected http://HOST:PORT"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -132,6 +126,60 @@ def test_spans_and_layers_become_ranges() -> None:
     assert (config.layer_range, config.span_ranges) == (range(4), (range(2, 4), range(2)))
 
 
+def test_the_limits_themselves_are_taken() -> None:
+    config = parse("--port", "65535", "--max-sequences", "1", "--uds", f"/tmp/{'x' * 102}")
+    assert (config.port, config.max_sequences) == (65535, 1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "cache"),
+    [
+        ({"HF_HUB_CACHE": "{0}/cache", "HF_HOME": "/nowhere"}, "cache"),
+        ({"HF_HOME": "{0}/home"}, "home/hub"),
+        ({"XDG_CACHE_HOME": "{0}"}, "huggingface/hub"),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, dict) else "",
+)
+def test_a_model_of_the_hugging_face_cache_is_served_by_its_name(
+    tmp_path: Path, environ: dict[str, str], cache: str
+) -> None:
+    places = {name: value.format(tmp_path) for name, value in environ.items()}
+    with pytest.raises(ConfigError, match=rf"^--model: .* {tmp_path / cache}, got 'org/m-1.5B'.*`hf download org/m"):
+        Config.parse(["--model", "org/m-1.5B"], places)
+    folder = tmp_path / cache / "models--org--m-1.5B"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc123")
+    assert Config.parse(["--model", "org/m-1.5B"], places).model == str(folder / "snapshots" / "abc123")
+
+
+def test_a_directory_goes_before_a_name_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    for path in ("org/model", "./org", "/org/model", "a/b/c"):
+        assert Config.parse(["--model", path], {"HF_HOME": "/nowhere"}).model == path
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        (["--bogus", "--log-format", "json"], {}, "json"),
+        (["--log-format=json", "--port", "x"], {"DELTALINE_LOG_FORMAT": "text"}, "json"),
+        ([], {"DELTALINE_LOG_FORMAT": "json"}, "json"),
+        (["--config", "{0}"], {}, "json"),
+        (["--log-format", "text"], {"DELTALINE_CONFIG": "{0}"}, "text"),
+        (["--log-format", "xml"], {}, "text"),
+        (["--log-format"], {}, "text"),
+        (["--config", "/nowhere"], {}, "text"),
+    ],
+)
+def test_the_logs_format_is_known_though_another_option_is_wrong(
+    tmp_path: Path, argv: list[str], environ: dict[str, str], expected: str
+) -> None:
+    file = write(tmp_path / "deltaline.toml", 'max_sequence = 3\nlog_format = "json"\n')
+    filled = {name: value.format(file) for name, value in environ.items()}
+    assert asked_log_format([word.format(file) for word in argv], filled) == expected
+
+
 def test_unrelated_environment_is_ignored() -> None:
     assert Config.parse(BASE, {"PORT": "1", "DELTALINE_UNKNOWN": "1"}) == Config(model="somewhere")
 
@@ -141,18 +189,3 @@ def test_unknown_variables_are_those_that_nothing_else_sets() -> None:
     of_kubernetes = {"DELTALINE_SERVICE_HOST": "", "DELTALINE_PORT_50051_TCP_ADDR": ""}
     typos = {"DELTALINE_SEEDS": "", "DELTALINE_MAX_SEQENCES": ""}
     assert unknown_variables(typos | ours | of_kubernetes | {"PATH": ""}) == sorted(typos)
-
-
-def test_file_that_is_absent_is_named_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse("--config", "/nowhere/deltaline.toml")
-    assert str(caught.value) == "--config: /nowhere/deltaline.toml can't be read: No such file or directory"
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [(["--seed", "zig"], "a whole number, got 'zig'"), (["--drain-timeout-s", "x"], "a number, got 'x'")],
-)
-def test_message_says_what_kind_of_value_is_expected(argv: list[str], expected: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{argv[0]}: expected {expected}$"):
-        parse(*argv)

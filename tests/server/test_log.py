@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import time
 
 import pytest
 
 from deltaline_server import log
 
 LOGGER = logging.getLogger("test")
-
-
-@pytest.fixture(autouse=True)
-def restore_logging() -> Iterator[None]:
-    """`configure` changes the process; leave it as it was."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 def test_text_line_has_the_events_values(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +19,17 @@ def test_text_line_has_the_events_values(capsys: pytest.CaptureFixture[str]) -> 
     log.event(LOGGER, "loaded", seconds=1.23456789, model="a b", empty="", count=3)
     line = capsys.readouterr().err
     assert line.endswith('INFO loaded  seconds=1.23457 model="a b" empty="" count=3\n')
+
+
+def test_a_line_begins_with_its_time_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = logging.LogRecord("test", logging.INFO, "", 0, "ready", (), None)
+    record.created, record.msecs = 1.5, 500.0
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        line = log.TextFormatter().format(record)
+    time.tzset()
+    assert line == "1970-01-01T00:00:01.500Z INFO ready"
 
 
 def test_json_line_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:

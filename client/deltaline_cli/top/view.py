@@ -109,14 +109,14 @@ def _work(rates: Rates) -> RenderableType:
     table.add_column(justify="right", no_wrap=True)
     batches = rates.grown("deltaline_batch_rows_count")
     of_rows = f" of {rates.grown('deltaline_batch_rows_sum') / batches:.1f} rows" if batches else ""
-    drafts = rates.grown("deltaline_drafts_total")
+    drafts = rates.grown("deltaline_draft_tokens_total")
     table.add_row("device busy", f"{min(1.0, rates.rate('deltaline_device_busy_seconds_total')):.0%}")
     table.add_row("batches", f"{batches / rates.seconds:,.0f}/s{of_rows}")
     table.add_row("tokens", f"{rates.rate('deltaline_batch_tokens_sum'):,.0f}/s")
     for outcome in ("executed", "replayed", "joined"):
         table.add_row(f"rows {outcome}", f"{rates.rate('deltaline_steps_total', outcome=outcome):,.0f}/s")
     if drafts:
-        table.add_row("drafts accepted", f"{rates.grown('deltaline_drafts_accepted_total') / drafts:.0%}")
+        table.add_row("drafts accepted", f"{rates.grown('deltaline_draft_tokens_accepted_total') / drafts:.0%}")
     table.add_row("leases run out", f"{rates.rate('deltaline_sequences_expired_total'):,.1f}/s")
     stalls = sum(
         rates.grown(f"deltaline_{what}_total") for what in ("compilations", "graph_captures", "device_allocations")

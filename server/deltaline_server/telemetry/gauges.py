@@ -43,9 +43,9 @@ def add_gauges(
 
     for name, text, read in (
         ("lines_used", "State lines in use.", lambda: table.num_lines_used),
-        ("lines_total", "State lines in all, the null line not counted.", lambda: table.num_lines),
+        ("lines_capacity", "State lines in all, the null line not counted.", lambda: table.num_lines),
         ("kv_pages_used", "Pages of keys and values in use.", lambda: 0 if pages is None else pages.num_used),
-        ("kv_pages_total", "Pages of keys and values in all.", lambda: 0 if pages is None else pages.num_pages),
+        ("kv_pages_capacity", "Pages of keys and values in all.", lambda: 0 if pages is None else pages.num_pages),
         ("sequences_open", "Sequences open.", lambda: table.num_open),
         ("queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows),
         ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),

@@ -1,4 +1,4 @@
-"""Prometheus metrics: their names, labels and buckets, and the port that serves them.
+"""Prometheus metrics: their names, labels and buckets.
 
 Everything but the gauges is updated on the event loop; the gauges are read when scraped. No label names a sequence or a
 client.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grpc
 import prometheus_client
 from google.protobuf.descriptor import ServiceDescriptor
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -112,6 +111,7 @@ class Metrics:
     def __init__(self, services: Sequence[ServiceDescriptor]) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         families = RpcFamilies(self.registry)
         self.rpcs = {
             f"/{service.full_name}/{method.name}": RpcMetrics(
@@ -133,9 +133,9 @@ class Metrics:
         self._steps = {outcome: steps.labels(outcome) for outcome in OUTCOMES}
         refused = Counter("deltaline_refused", "Rows and requests refused.", ("reason",), registry=self.registry)
         self._refused = {reason: refused.labels(reason.name) for reason in Reason}
-        self._drafts = Counter("deltaline_drafts", "Tokens of VERIFY rows.", registry=self.registry)
+        self._drafts = Counter("deltaline_draft_tokens", "Tokens of VERIFY rows.", registry=self.registry)
         self._accepted = Counter(
-            "deltaline_drafts_accepted",
+            "deltaline_draft_tokens_accepted",
             "Accepted tokens of VERIFY rows, counted when the step that folds them in begins.",
             registry=self.registry,
         )
@@ -146,7 +146,6 @@ class Metrics:
             registry=self.registry,
         )
         self._adapter_rows = [rows.labels(str(count)) for count in ADAPTER_COUNTS]
-        self._server: WSGIServer | None = None
 
     def batch_done(self, timing: BatchTiming) -> None:
         """Count a batch. The stages after the queue count once for each kind that the batch holds."""
@@ -189,17 +188,9 @@ class Metrics:
         """Add a counter that something else keeps; read at each scrape, on the scraper's thread."""
         self.registry.register(_Total(name, documentation, read))
 
-    def serve(self, host: str, port: int) -> int:
-        """Serve the metrics over HTTP from a thread; return the port (0 asks for any). Raises: OSError."""
-        self._server, _ = start_http_server(port, addr=host, registry=self.registry)
-        return int(self._server.server_port)
-
-    def close(self) -> None:
-        """Stop serving. Idempotent."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+    def build_info(self, labels: Mapping[str, str]) -> None:
+        """Add what the server was built and runs with: a gauge that is 1, with these labels."""
+        Info("deltaline_build", "Versions and device of the server.", registry=self.registry).info(dict(labels))
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, registry=self.registry, buckets=buckets)

@@ -3,55 +3,69 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
+import platform
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from rigs.scraper import scrape
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
+from deltaline_server import __version__
 from deltaline_server.app import Server
-from deltaline_server.errors import Reason
 from deltaline_server.scheduling.observer import BatchTiming
 from deltaline_server.step import RowKind
+from deltaline_server.telemetry.gauges import add_gauges
 from deltaline_server.telemetry.metrics import SECONDS_BUCKETS, Metrics, StageSeconds
 
 SERVICE = pb.DESCRIPTOR.services_by_name["LayerService"]
 HIDDEN = 32
+# In the order of the numbers that stand for them.
+NUMBERED = """
+    adapters_resident adapter_slot_copies_total adapter_slot_evictions_total adapters_registered adapter_bytes
+    adapter_loads_total adapter_load_seconds_total adapter_evictions_total kv_pages_used kv_pages_capacity
+    adapter_sequences lines_used lines_capacity sequences_open sequences_expired_total queue_rows queue_bytes
+    reply_bytes adapter_rows_waiting shared_memory_bytes compilations_total graph_captures_total
+    device_allocations_total device_bytes
+"""
 
 
 def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
-@pytest.mark.parametrize("method", [method.name for method in SERVICE.methods])
-def test_methods_are_zero_before_they_are_called(method: str) -> None:
-    kind = "bidi_stream" if method == "StepStream" else "unary"
-    labels = {"grpc_type": kind, "grpc_service": "deltaline.v1.LayerService", "grpc_method": method}
+def test_methods_are_zero_before_they_are_called() -> None:
     metrics = Metrics([SERVICE])
-    assert sample(metrics, "grpc_server_started_total", **labels) == 0
-    assert sample(metrics, "grpc_server_msg_received_total", **labels) == 0
-    assert sample(metrics, "grpc_server_handling_seconds_count", **labels) == 0
-    for code in ("OK", "InvalidArgument", "Canceled", "Internal"):
-        assert sample(metrics, "grpc_server_handled_total", **labels, grpc_code=code) == 0
+    for name in ("Step", "StepStream"):
+        kind = "bidi_stream" if name == "StepStream" else "unary"
+        labels = {"grpc_type": kind, "grpc_service": "deltaline.v1.LayerService", "grpc_method": name}
+        assert sample(metrics, "grpc_server_started_total", **labels) == 0
+        assert sample(metrics, "grpc_server_msg_received_total", **labels) == 0
+        assert sample(metrics, "grpc_server_handling_seconds_count", **labels) == 0
+        for code in ("OK", "InvalidArgument", "Canceled", "Internal"):
+            assert sample(metrics, "grpc_server_handled_total", **labels, grpc_code=code) == 0
 
 
 @pytest.mark.parametrize("seconds", [0.0, 50e-6, 51e-6, 0.003, 10.0, 11.0])
 def test_observation_is_in_every_bucket_from_its_own_up(seconds: float) -> None:
     stages = StageSeconds()
-    stages.observe("compute", RowKind.DECODE, seconds)
-    family = next(stages.collect())
+    stages.observe("compute", RowKind.DECODE, seconds, count=3)
+    [family] = stages.collect()
     found = {
         s.labels["le"]: s.value
         for s in family.samples
         if s.name.endswith("_bucket") and s.labels["stage"] == "compute" and s.labels["kind"] == "decode"
     }
-    assert found == {str(bound): float(seconds <= bound) for bound in SECONDS_BUCKETS} | {"+Inf": 1.0}
+    assert found == {str(bound): 3.0 * (seconds <= bound) for bound in SECONDS_BUCKETS} | {"+Inf": 3.0}
+    assert sum(s.value for s in family.samples if s.name.endswith("_sum")) == 3 * seconds
 
 
 def test_batch_counts_each_kind_that_it_holds() -> None:
@@ -82,21 +96,29 @@ def test_rows_with_adapters_are_counted_by_how_many_their_batch_had(num_adapters
     assert {str(2**bound): count for bound, count in counts.items() if count} == {label: 1000}
 
 
-def test_refusals_are_counted_by_reason() -> None:
+def test_every_gauge_and_total_reads_its_own_number() -> None:
     metrics = Metrics([])
-    metrics.refused(Reason.STEP_GAP, 3)
-    assert sample(metrics, "deltaline_refused_total", reason="STEP_GAP") == 3
-    assert sample(metrics, "deltaline_refused_total", reason="QUEUE_FULL") == 0
+    places = SimpleNamespace(num_resident=1, num_copies=2, num_evicted=3)
+    adapters: Any = SimpleNamespace(
+        num_registered=4, used_bytes=5, num_loaded=6, load_s=7, num_evicted=8, places=places
+    )
+    pages, bound = SimpleNamespace(num_used=9, num_pages=10), SimpleNamespace(num_bound=11)
+    table: Any = SimpleNamespace(
+        num_lines_used=12, num_lines=13, pages=pages, num_open=14, num_expired=15, adapters=bound
+    )
+    load = SimpleNamespace(queued_rows=16, queued_bytes=17, reply_bytes=18)
+    scheduler: Any = SimpleNamespace(load=lambda: load, adapter_wait=SimpleNamespace(num_waiting=19))
+    regions: Any = SimpleNamespace(used_bytes=20)
+    counts: Any = SimpleNamespace(compilations=21, captures=22, allocations=23, bytes=24)
+    add_gauges(metrics, table=table, scheduler=scheduler, regions=regions, counts=lambda: counts, adapters=adapters)
+    names = re.findall(r"\w+", NUMBERED)
+    read = {name: sample(metrics, f"deltaline_{name}") for name in names}
+    assert read == {name: number for number, name in enumerate(names, start=1)}
 
 
-async def scrape(port: int) -> dict[str, float]:
+async def samples_of(server: Server) -> dict[str, float]:
     """The samples of a server, keyed by name and label values, in the order of the labels' names."""
-
-    def get() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
-            return str(response.read().decode())
-
-    families = text_string_to_metric_families(await asyncio.to_thread(get))
+    families = text_string_to_metric_families(await asyncio.to_thread(scrape, server))
     return {
         "|".join([s.name, *(s.labels[label] for label in sorted(s.labels))]): s.value
         for family in families
@@ -107,7 +129,7 @@ async def scrape(port: int) -> dict[str, float]:
 async def test_counters_move_with_the_calls(make_server: Callable[..., Server]) -> None:
     async with make_server(metrics_port=0) as server, grpc.aio.insecure_channel(server.address) as channel:
         stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
-        before = await scrape(server.metrics_port)
+        before = await samples_of(server)
         opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=2))
         step = pb.StepRequest(
             server_epoch=opened.server_epoch,
@@ -123,7 +145,7 @@ async def test_counters_move_with_the_calls(make_server: Callable[..., Server]) 
         step.server_epoch = 0
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Step(step)
-        after = await scrape(server.metrics_port)
+        after = await samples_of(server)
     step_rpc = "Step|deltaline.v1.LayerService|unary"
     moved = {name: value - before[name] for name, value in after.items() if value != before[name]}
     expected = {
@@ -136,7 +158,7 @@ async def test_counters_move_with_the_calls(make_server: Callable[..., Server]) 
         "deltaline_steps_total|executed": 2,
         "deltaline_steps_total|replayed": 2,
         "deltaline_refused_total|INVALID_REQUEST": 1,
-        "deltaline_drafts_total": 3,
+        "deltaline_draft_tokens_total": 3,
         "deltaline_lines_used": 2,
         "deltaline_sequences_open": 2,
         "deltaline_stage_seconds_count|prefill|queue": 1,
@@ -144,4 +166,7 @@ async def test_counters_move_with_the_calls(make_server: Callable[..., Server]) 
         "deltaline_batch_tokens_sum": 8,
     }
     assert {name: moved.get(name) for name in expected} == expected
-    assert (after["deltaline_lines_total"], after["deltaline_sequences_expired_total"]) == (8, 0)
+    assert after["deltaline_lines_capacity"] == 8
+    assert after["process_resident_memory_bytes"] > 1 << 20
+    [built] = [name for name in after if name.startswith("deltaline_build_info|")]
+    assert {"cpu", __version__, platform.python_version(), torch.__version__} <= set(built.split("|"))

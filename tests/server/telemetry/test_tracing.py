@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -355,12 +354,6 @@ async def test_refusals_and_bugs_are_told(
     assert told == [(f"{trace_of(span):032x}", f"{id_of(span):016x}") for span in (bug, of_stream)]
 
 
-async def test_lines_outside_of_calls_have_no_trace(server: Server) -> None:
-    record = logging.LogRecord("test", logging.INFO, "", 0, "ready", (), None)
-    assert "trace_id" not in json.loads(JsonFormatter().format(record))
-    assert not trace.get_current_span().get_span_context().is_valid
-
-
 async def test_a_trace_that_fails_is_no_harm_to_its_step(
     server: Server, processor: SpanProcessor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -425,9 +418,7 @@ async def test_a_collector_that_is_not_there_holds_nothing_up(make_server: Calla
         sequence = await client.open()
         for _ in range(20):
             await sequence.decode(np.ones(HIDDEN, np.float32))
-        begin_s = time.monotonic()
-        await server.stop()
-        assert time.monotonic() - begin_s < 5
+        await asyncio.wait_for(server.stop(), 60)
 
 
 async def test_the_sdk_may_be_disabled(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,11 +453,6 @@ begin_tracing(Config(random_init="x", otlp_endpoint="http://127.0.0.1:1"), time.
     environment = {**os.environ, "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-1"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     assert "ConfigError: --otlp-endpoint: OpenTelemetry refuses its settings" in done.stderr.splitlines()[-1]
-
-
-def test_the_endpoint_is_an_address() -> None:
-    with pytest.raises(ConfigError, match="--otlp-endpoint: expected http://HOST:PORT"):
-        Config(random_init="x", otlp_endpoint="127.0.0.1:4317")
 
 
 def test_without_traces_nothing_of_them_is_imported() -> None:

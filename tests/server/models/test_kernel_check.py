@@ -1,0 +1,70 @@
+"""The check of the kernels at the start: in the sizes that are served, and what differs is named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from deltaline_kernels.selftest.run import Check, run_selftest
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.layers.state_pool import StateOptions
+from deltaline_server.models import kernel_check
+
+CPU = torch.device("cpu")
+
+
+def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [Check("norm, decode", 1e-6, 1e-5), Check("conv1d, decode", 0.5, 1e-5)]
+    monkeypatch.setattr(kernel_check, "run_selftest", lambda *_, **__: checks)
+    with pytest.raises(ModelError, match=r"device: conv1d, decode: error 0\.5, limit 1e-05$"):
+        kernel_check.check_kernels(CPU, torch.float32, GatedDeltaNetShape(1, 1, 8, 8, 4), StateOptions(1, 1), {})
+
+
+@pytest.mark.parametrize(
+    ("shape", "streams", "sizes", "families"),
+    [
+        (
+            GatedDeltaNetShape(2, 6, 16, 8, 3),
+            {"streams": 4, "hidden": 128},
+            {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 16, "value_dim": 8, "conv_width": 3}
+            | {"streams": 4, "hidden": 128},
+            {"conv1d", "gated_delta", "lora", "norm", "mhc"},
+        ),
+        (
+            Mamba2Shape(2, 4, 16, 8, 3, 1, (0.1, math.inf), has_conv_bias=True, has_bias=False),
+            {},
+            {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 16, "value_dim": 8, "conv_width": 3}
+            | {"norm_groups": 1, "dt_limit": (0.1, math.inf), "has_conv_bias": True, "recurrence": "mamba2"},
+            {"conv1d", "mamba2", "lora", "norm"},
+        ),
+        (
+            AttentionShape(6, 2, 32, 8, 1e4, 512),
+            {},
+            {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 32, "value_dim": 32, "rotary_dim": 8}
+            | {"page_size": 32, "recurrence": "attention"},
+            {"attention", "lora", "rotary"},
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_kernels_are_checked_in_the_sizes_that_are_served(
+    monkeypatch: pytest.MonkeyPatch, shape: Any, streams: dict[str, int], sizes: dict[str, Any], families: set[str]
+) -> None:
+    checked: dict[str, Any] = {}
+    names = set[str]()
+
+    def run(*inputs: Any, **given: Any) -> list[Check]:
+        checked.update(given, inputs=inputs)
+        checks = run_selftest(*inputs, **given)
+        names.update(check.name.split(",")[0] for check in checks)
+        return checks
+
+    monkeypatch.setattr(kernel_check, "run_selftest", run)
+    options = StateOptions(1, 5, state_dtype=torch.bfloat16, page_size=32)
+    kernel_check.check_kernels(CPU, torch.float32, shape, options, streams)
+    assert checked == sizes | {"inputs": (CPU, torch.float32), "max_draft": 5, "state_dtype": torch.bfloat16}
+    assert names == families

@@ -1,0 +1,120 @@
+"""The HTTP port answers its pages and nothing else, and no client holds up another."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import socket
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from deltaline_server.telemetry import http_port
+from deltaline_server.telemetry.http_port import HttpPort
+
+PATHS = ("/metrics", "/healthz", "/readyz", "/", "/nothing", "/metrics/x")
+# More than the buffers of two sockets hold.
+LARGE_TEXT = "x" * (16 << 20)
+
+
+class Port:
+    """A port over one gauge, whose probes say what the test says."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.gauge = Gauge("deltaline_lines_used", "State lines in use.", registry=self.registry)
+        self.is_live = self.is_ready = True
+        self.http = HttpPort(
+            "127.0.0.1", 0, self.registry, is_live=lambda: self.is_live, is_ready=lambda: self.is_ready
+        )
+
+    def request(self, path: str, method: str = "GET", **headers: str) -> SimpleNamespace:
+        """The answer to a request, from the calling thread."""
+        connection = HTTPConnection("127.0.0.1", self.http.port, timeout=30)
+        try:
+            connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+            answer = connection.getresponse()
+            return SimpleNamespace(status=answer.status, headers=dict(answer.getheaders()), body=answer.read())
+        finally:
+            connection.close()
+
+    async def ask(self, path: str, method: str = "GET", **headers: str) -> SimpleNamespace:
+        return await asyncio.to_thread(self.request, path, method, **headers)
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[Port]:
+    port = Port()
+    yield port
+    await asyncio.to_thread(port.http.close)
+
+
+async def test_a_path_that_is_no_page_is_not_found(port: Port) -> None:
+    assert [(await port.ask(path)).status for path in PATHS] == [200, 200, 200, 404, 404, 404]
+
+
+async def test_head_is_get_without_the_body(port: Port) -> None:
+    for path in PATHS:
+        get, head = await port.ask(path), await port.ask(path, "HEAD")
+        varying = {"Date": ""}
+        assert (head.status, head.headers | varying, head.body) == (get.status, get.headers | varying, b"")
+        assert int(get.headers["Content-Length"]) == len(get.body) > 0
+
+
+async def test_other_methods_are_refused_with_those_that_are_allowed(port: Port) -> None:
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+        answer = await port.ask("/metrics", method)
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+
+
+async def test_probes_say_what_is_so(port: Port) -> None:
+    async def said() -> list[tuple[int, bytes]]:
+        answers = [await port.ask("/healthz"), await port.ask("/readyz?verbose")]
+        return [(answer.status, answer.body) for answer in answers]
+
+    assert await said() == [(200, b"live\n"), (200, b"ready\n")]
+    port.is_ready = False
+    assert await said() == [(200, b"live\n"), (503, b"not ready\n")]
+    port.is_live = False
+    assert await said() == [(503, b"not live\n"), (503, b"not ready\n")]
+
+
+async def test_an_event_loop_that_is_stuck_is_not_live(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_port, "LOOP_S", 0.01)
+    with ThreadPoolExecutor(1) as thread:
+        # Waits on the event loop's own thread, which answers nothing in the meantime.
+        assert thread.submit(port.request, "/healthz").result().status == 503
+
+
+async def test_the_metrics_come_as_the_scraper_asks(port: Port) -> None:
+    port.gauge.set(3)
+    plain, zipped = await port.ask("/metrics"), await port.ask("/metrics", Accept_Encoding="gzip")
+    assert b"\ndeltaline_lines_used 3.0\n" in plain.body
+    assert plain.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert zipped.headers["Content-Encoding"] == "gzip" and gzip.decompress(zipped.body) == plain.body
+    open_metrics = await port.ask("/metrics", Accept="application/openmetrics-text; version=1.0.0")
+    assert open_metrics.headers["Content-Type"].startswith("application/openmetrics-text")
+    assert open_metrics.body.endswith(b"# EOF\n")
+
+
+async def test_clients_that_send_or_read_nothing_hold_up_nobody(port: Port) -> None:
+    Gauge("deltaline_large", LARGE_TEXT, registry=port.registry)
+    address = ("127.0.0.1", port.http.port)
+    with socket.create_connection(address), socket.create_connection(address) as reads_nothing:
+        reads_nothing.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert len((await port.ask("/metrics")).body) > len(LARGE_TEXT)
+        assert (await port.ask("/healthz")).status == 200
+
+
+async def test_a_page_that_fails_is_logged_and_the_next_one_is_answered(
+    port: Port, caplog: pytest.LogCaptureFixture
+) -> None:
+    port.gauge.set_function(lambda: 1 / 0)
+    with pytest.raises(ConnectionError):
+        await port.ask("/metrics")
+    assert "a page could not be made" in caplog.text
+    assert (await port.ask("/healthz")).status == 200
