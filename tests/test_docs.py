@@ -5,24 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-import numpy as np
 import pytest
 from google.rpc import code_pb2
-from rigs.adapter_cases import base_weights
-from safetensors.torch import save_file
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_server.app import Server
 from deltaline_server.config import Config, flag, kind_of, shown
 from deltaline_server.errors import Reason
-from deltaline_server.models.config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])
@@ -142,36 +136,12 @@ def test_every_alert_is_in_the_table_of_what_can_happen() -> None:
     assert all(len(row[2]) > 20 for row in table("docs/operations.md", "what happened"))
 
 
-async def test_examples_of_the_readme_run_and_every_metric_is_documented(tmp_path: Path) -> None:
-    model, adapter = tmp_path / "model", tmp_path / "french"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    save_file(base_weights(ModelConfig.from_mapping(MODEL), layers=1).tensors, model / "model.safetensors")
-    make_adapter = [sys.executable, "-P", str(ROOT / "examples" / "make_adapter.py"), str(model), str(adapter)]
-    made = await asyncio.to_thread(subprocess.run, make_adapter, check=True, capture_output=True, text=True)
-    assert made.stdout == f"now load it: deltaline adapters load french --from {adapter}\n"
-    assert len({path.stat().st_mode for path in adapter.iterdir()}) == 1, "both files as the umask says"
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+async def test_every_metric_is_documented(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     config = Config(
-        model=str(model),
-        device="cpu",
-        dtype="float32",
-        max_sequences=2,
-        port=0,
-        metrics_port=0,
-        adapter_bytes=1 << 20,
+        random_init=str(tmp_path / "config.json"), max_sequences=2, port=0, metrics_port=0, adapter_bytes=1 << 20
     )
-    results: list[Any] = []
     async with Server(config) as server:
-        for block in blocks:
-            names: dict[str, Any] = {}
-            code = block.replace("127.0.0.1:50051", server.address).replace("/tmp/french", str(adapter))
-            await asyncio.to_thread(exec, code, names)
-            results.append(names["y"])
         metrics = await asyncio.to_thread(read, f"http://127.0.0.1:{server.metrics_port}/metrics")
-    drafts, (french, base) = results
-    assert drafts.shape == (4, MODEL["hidden_size"]) and french.shape == base.shape == (100, MODEL["hidden_size"])
-    assert all(np.isfinite(array).all() for array in (drafts, french, base))
-    assert not np.allclose(french, base, atol=0.1)
     documented = {name for row in table("docs/monitoring.md", "metric") for name in re.findall(r"`(\w+)`", row[0])}
     assert documented == set(re.findall(r"^# TYPE (\w+)", metrics, re.M))
