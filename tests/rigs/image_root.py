@@ -111,7 +111,8 @@ class ImageRoot:
     def _install(self) -> None:
         """Make /opt/deltaline as the builder does: an environment with the packages of the wheel, from the context."""
         home = self._root / "opt" / "deltaline"
-        make = [sys._base_executable, "-m", "venv", "--without-pip", str(home)]  # type: ignore[attr-defined]
+        python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        make = [str(python), "-m", "venv", "--without-pip", str(home)]
         subprocess.run(make, check=True)
         if not sys.base_prefix.startswith("/usr"):
             self._bind[sys.base_prefix] = sys.base_prefix
