@@ -154,6 +154,28 @@ async def test_an_adapter_that_nobody_waits_for_any_more_is_not_brought() -> Non
     assert (rig.device.running, rig.adapter_slots.num_copies) == ([], 1)
 
 
+async def test_a_row_whose_adapter_stays_after_all_goes_on() -> None:
+    """Its place was for another, of which the row is overdue: nothing is copied that would wake it."""
+    rig = Rig(adapter_slots=1, eager=False)
+    rig.load("1", "2")
+    (one,), (two,) = rig.open(adapter="1"), rig.open(adapter="2")
+    first = rig.submit(rig.request((one, DECODE, 1, 0, -1, [9])))
+    await turns()
+    rig.device.finish()
+    await until(lambda: rig.engine.waiting)
+    late = rig.submit(rig.request((two, DECODE, 1, 0, -1, [8]), deadline_s=rig.now + 0.5))
+    behind = rig.submit(rig.request((one, DECODE, 2, 1, -1, [7])))
+    await turns()
+    assert rig.scheduler.adapter_wait.num_waiting == 2
+    rig.now += 1
+    assert reason(await late) is Reason.QUEUE_DEADLINE
+    await until(lambda: len(rig.engine.waiting) == 2)
+    rig.engine.release()
+    assert (outputs(await first), outputs(await behind)) == ([checksum([9], 1)], [checksum([9, 7], 1)])
+    assert rig.adapter_slots.num_copies == 1
+    check(rig)
+
+
 async def test_a_copy_that_failed_is_tried_again() -> None:
     rig = Rig(adapter_slots=1)
     rig.load("1")
