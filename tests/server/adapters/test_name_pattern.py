@@ -7,7 +7,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deltaline_server.adapters.name_pattern import MAX_CHARS, STEPS_PER_TURN, NamePattern, Work
@@ -66,7 +66,7 @@ SUFFIXES = ["*", "+", "?", "{2}", "{1,2}", "{,2}", "{1,}", "*?", "+?"]
     ),
     st.lists(st.text("ab.1_", max_size=8), min_size=1, max_size=8),
 )
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_pattern_means_what_pythons_means(text: str, names: list[str]) -> None:
     pattern, python = NamePattern(text, Work(STEPS)), re.compile(text)
     assert [pattern.matches(name) for name in names] == [bool(python.fullmatch(name)) for name in names]

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rigs.adapter_cases import adapter_config
 
@@ -171,7 +171,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted([*adapter_config(), "\ud800", "x" * 5000])), JSON, max_size=6))
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_it_says_it_is_taken_or_refused_in_a_short_sentence(changes: dict[str, Any]) -> None:
     try:
         AdapterConfig(adapter_config(**changes)).module(UP)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rigs.adapter_bad import BAD_FILES, content_of, entry
 from safetensors import SafetensorError
@@ -79,7 +79,7 @@ SOUND = save({"first": torch.arange(6.0).reshape(2, 3), "second": torch.arange(4
 
 
 @given(st.integers(0, len(SOUND) - 33), st.binary(min_size=1, max_size=3), st.booleans())
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=200, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_taken_the_formats_library_takes_alike(place: int, patch: bytes, is_cut: bool) -> None:
     content = SOUND[:place] + patch + SOUND[place + len(patch) :]
     content = content[:-1] if is_cut else content

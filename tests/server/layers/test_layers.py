@@ -142,7 +142,7 @@ def test_an_empty_batch(oracle: Oracle, device: str) -> None:
     [
         (None, range(2, 6), Scope.BLOCK, (range(2, 6),)),
         (None, range(2, 4), Scope.MIXER, (range(2, 3), range(3, 4))),
-        ([range(4, 6), range(1, 2)], range(8), Scope.BLOCK, (range(4, 6), range(1, 2))),
+        ([range(4, 6), range(1, 4)], range(8), Scope.BLOCK, (range(4, 6), range(1, 4))),
     ],
     ids=["block", "mixer", "named"],
 )

@@ -90,8 +90,9 @@ def tensors_of(model: Model) -> Iterator[torch.Tensor]:
     """Every tensor of a model's layers, once; not the slots of adapters."""
     left: list[Any] = [model]
     seen = {id(model.adapters)}
-    for layer in model.layout.layers if model.adapters else ():
-        seen |= {id(weights) for weights in model.adapters.layer(layer).values()}
+    if model.adapters is not None:
+        layers = [model.adapters.layer(layer) for layer in model.layout.layers]
+        seen |= {id(weights) for projections in layers for weights in projections.values()}
     while left:
         thing: Any = left.pop()
         if id(thing) in seen or isinstance(thing, type):
