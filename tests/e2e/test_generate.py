@@ -19,7 +19,7 @@ from deltaline_server.app import Server
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.timeout(600)
 
-NUM_PROMPTS, MAX_NEW_TOKENS, NUM_DRAFTS = 8, 32, 4
+NUM_PROMPTS, MAX_NEW_TOKENS, NUM_DRAFTS = 8, 64, 4
 
 
 def load_example(name: str) -> ModuleType:

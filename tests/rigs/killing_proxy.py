@@ -38,7 +38,7 @@ class KillingProxy:
 
         async def forward(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
             nonlocal left
-            while left > 0 and (data := await source.read(4096)):
+            while left > 0 and (data := await source.read(1024)):
                 left -= len(data)
                 sink.write(data)
                 await sink.drain()

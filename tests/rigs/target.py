@@ -48,7 +48,7 @@ class Target:
             self._opened += opened.handles.tolist()
             return opened
 
-        table.open = noted  # type: ignore[method-assign]
+        table.open = noted  # type: ignore[method-assign, assignment]
 
     async def send(self, method: str, body: bytes) -> tuple[grpc.StatusCode, str, bytes, Any]:
         """Call a method with raw bytes: its code, its text, its reply, and its google.rpc.Status if there is one."""
