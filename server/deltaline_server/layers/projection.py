@@ -37,6 +37,7 @@ class Projection:
 
     def __call__(self, x: Tensor, tiles: AdapterTiles | None = None) -> Tensor:
         """Project x `[T, in]` to `[T, out]`; tiles: the tokens that have adapters, None where none has."""
+        y: Tensor
         if self.weight.is_mkldnn:
             y = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
         else:
