@@ -58,7 +58,7 @@ async def test_an_upload_that_the_server_cannot_hold_is_refused_before_it_comes(
 
 
 @pytest.mark.parametrize("times_s", [{"upload_s": 0.5}, {"pause_s": 0.5}], ids=["all messages", "one message"])
-async def test_an_upload_that_stalls_ends_and_holds_up_nobody(tmp_path: Path, times_s: dict[str, float]) -> None:
+async def test_an_upload_that_stalls_ends_and_holds_up_nobody(tmp_path: Path, times_s: dict[str, Any]) -> None:
     async with running(tmp_path, **({"upload_s": 600.0, "pause_s": 600.0} | times_s)) as rig:
         stalled = rig.stub.LoadAdapter(timeout=60)
         upload = pb.AdapterUpload(config=b"{}", tensors_bytes=100)

@@ -262,7 +262,7 @@ async def test_rows_that_lose_their_commit_to_another_span_do_not_stall_the_othe
     ],
     ids=["rows", "bytes", "reply bytes"],
 )
-async def test_there_is_room_for_three_rows(limit: dict[str, int], expected: Reason) -> None:
+async def test_there_is_room_for_three_rows(limit: dict[str, Any], expected: Reason) -> None:
     """A retry waits in the queue like any other row, but needs no reply of its own."""
     rig = Rig(eager=False, **limit)
     handles = rig.open(4)

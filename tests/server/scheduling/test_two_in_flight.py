@@ -128,7 +128,12 @@ class Load:
     def __init__(self, slots: int = 1024) -> None:
         self.loop = JumpingLoop()
         self.engine = TimedEngine(self.loop)
-        room = {"queue_rows": 4096, "queue_bytes": 1 << 28, "reply_bytes": 1 << 28, "chunk_tokens": 2048}
+        room: dict[str, Any] = {
+            "queue_rows": 4096,
+            "queue_bytes": 1 << 28,
+            "reply_bytes": 1 << 28,
+            "chunk_tokens": 2048,
+        }
         self.rig = Rig(slots=slots, **room, engine=self.engine, clock=self.loop.time)
         self.latencies: list[float] = []
         self.prefilled: dict[str, int] = {}
@@ -235,7 +240,7 @@ async def test_random_histories_with_two_batches_in_flight(seed: int) -> None:
     """Steps in flight, cut rows, poison, deadlines, closes and a lack of pages: a row is executed with the right
     outputs, and with its own keys where the span keeps any, or refused."""
     rng = np.random.default_rng(seed)
-    pages = {"pages": 500, "paged_spans": (0,), "max_context": 900}
+    pages: dict[str, Any] = {"pages": 500, "paged_spans": (0,), "max_context": 900}
     rig = Rig(slots=6, spans=2, eager=False, chunk_tokens=128, queue_rows=256, **pages)
     rig.engine.poison_token = 99.0
     live: dict[int, list[History]] = {}

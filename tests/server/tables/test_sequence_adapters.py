@@ -13,8 +13,8 @@ from deltaline_server.tables.sequence_adapters import BASE
 TOKEN = b"0123456789abcdef"
 
 
-def make_rig(*names: str, **sizes: int) -> Rig:
-    rig = Rig(**({"adapter_slots": 1} | sizes))
+def make_rig(*names: str, adapter_slots: int = 1, slots: int = 8) -> Rig:
+    rig = Rig(slots=slots, adapter_slots=adapter_slots)
     rig.load(*names)
     return rig
 
