@@ -141,17 +141,19 @@ def test_memory_that_could_shrink_is_not_used(server: Any, maker: Maker) -> None
         assert not lies_in_shared_memory(client.empty((3, 8)))
 
 
-class Interrupted(list[Any]):
-    """Rows of a request; as they are looked at, another call runs."""
+class Interrupting:
+    """A placement without an answer; when it is looked at for the second time, another call runs."""
 
-    def __init__(self, rows: list[Any], call: Callable[[], object]) -> None:
-        super().__init__(rows)
-        self._calls = [call]
+    def __init__(self, placement: Any, call: Callable[[], object]) -> None:
+        self._placement, self._call, self._looks = placement, call, 0
 
-    def __iter__(self) -> Iterator[Any]:
-        if self._calls:
-            self._calls.pop()()
-        return super().__iter__()
+    @property
+    def region(self) -> int:
+        self._looks += 1
+        if self._looks == 2:
+            self._call()
+        region: int = self._placement.region
+        return region
 
 
 def test_a_full_region_that_another_call_has_replaced_is_not_replaced_again() -> None:
@@ -169,16 +171,17 @@ def test_a_full_region_that_another_call_has_replaced_is_not_replaced_again() ->
                     released.append(command.request.region)
                 command = flow.send(maker.make(SIZE) if is_new else None)
 
-    def place(name: str, rows: list[Any], room: int = 8) -> Any:
-        return shared.place((name,), rows, (room,))
+    def place(name: str, room: int) -> Any:
+        return shared.place((name,), [hidden], (room,))
 
     def replace() -> None:
-        assert place("another", [hidden], SIZE // 8) is None
+        assert place("another", SIZE // 8) is None
         run(shared.ready(limits, Attempts(Retry(), 60.0)))
 
     run(shared.ready(limits, Attempts(Retry(), 60.0)))
-    shared.end_attempt(("unanswered",), place("unanswered", [hidden], SIZE // 5), is_over=False)
-    place("late", Interrupted([hidden], replace), SIZE // 8)
-    placement = place("next", [hidden])
+    unanswered: Any = Interrupting(place("unanswered", SIZE // 5), replace)
+    shared.end_attempt(("unanswered",), unanswered, is_over=False)
+    assert place("late", SIZE // 8) is None
+    placement = place("next", 8)
     assert placement is not None and placement.region == 2 and released == [1]
     maker.close()

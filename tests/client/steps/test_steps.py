@@ -140,6 +140,9 @@ def test_a_prefill_beyond_the_inline_limit_is_cut_into_steps(driven: Any, server
     assert sequence.position == len(prompt)
     assert [list(request.step) for request in server.requests["Step"]] == [[1], [1], [2], [3]]
     assert max(request.query_start_loc[-1] for request in server.requests["Step"]) == limit
+    asked = [layers.OutputRows.Name(request.output) for request in server.requests["Step"][1:]]
+    before_the_last = "NONE" if output == "last" else output.upper()
+    assert asked == [f"OUTPUT_ROWS_{rows}" for rows in (before_the_last, before_the_last, output.upper())]
 
 
 def test_rows_that_do_not_fit_one_request_go_in_the_next(driven: Any, server: Any) -> None:
