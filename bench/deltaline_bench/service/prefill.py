@@ -90,7 +90,7 @@ async def echo_s_of(address: str, num_bytes: int, rounds: int) -> float:
             return sample("prefill", 0, sent_s, time.monotonic())
 
         [echoes] = await measured(exchange, rounds=rounds, warm_up=1)
-    return statistics.median(echoes.stages_s("prefill")["total"])
+    return float(statistics.median(echoes.stages_s("prefill")["total"]))
 
 
 def copies_s(num_bytes: int, rounds: int = 10) -> float | None:
