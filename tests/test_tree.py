@@ -16,7 +16,8 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load"}
-PRIVATE = re.compile(r"_(?!_)")
+# Not those that every named tuple has.
+PRIVATE = re.compile(r"_(?!_|asdict$|fields$|replace$)")
 OWN_PATH = re.compile(r"deltaline\w*(\.\w+)*\._(?!_)\w+")
 MAX_LINES = 400
 MAX_FILES_IN_A_FOLDER = 15
