@@ -52,7 +52,7 @@ def test_another_content_under_a_name_is_refused() -> None:
         rig.load("a", b"other", is_pinned=True)
     assert str(error.value) == "the name has another content: unload it first, or choose another name"
     assert reason_of(error) is Reason.ADAPTER_EXISTS
-    assert rig.load("a") == AdapterDescription("a", b"a", 4, 10, AdapterState.REGISTERED, False, 0, 0)
+    assert rig.registry.describe() == [AdapterDescription("a", b"a", 4, 10, AdapterState.REGISTERED, False, 0, 0)]
 
 
 def test_the_least_recently_used_goes_when_memory_is_short() -> None:

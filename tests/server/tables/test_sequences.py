@@ -44,6 +44,15 @@ def test_the_same_open_token_returns_the_same_handles() -> None:
     assert rig.table.open(2, token=TOKEN).handles.tolist() != first.tolist()
 
 
+def test_tokens_of_sequences_that_are_over_make_room_for_others() -> None:
+    rig = Rig(slots=2)
+    first = rig.table.open(1, token=TOKEN).handles.tolist()
+    rig.close(*first)
+    for number in range(3):
+        rig.close(*rig.table.open(1, token=bytes([number]) * 16).handles.tolist())
+    assert rig.table.open(1, token=TOKEN).handles.tolist() != first
+
+
 async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
     rig = Rig(eager=False)
     (a,) = rig.open()
