@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 from google.rpc import code_pb2
+from rigs.small_models import GATED_DELTA_NET
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_server.app import Server
@@ -21,21 +22,7 @@ from deltaline_server.errors import Reason
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])
 
-MODEL = {
-    "model_type": "qwen3_next",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "layer_types": ["linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-}
+MODEL = GATED_DELTA_NET | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
 
 
 def name_of(path: Path) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from rigs.adapter_cases import base_weights
 from rigs.dashboards import ROOT
+from rigs.small_models import GATED_DELTA_NET, HIDDEN
 from safetensors.torch import save_file
 
 from deltaline_client import AsyncClient, Row
@@ -20,22 +21,7 @@ from deltaline_server.app import Server
 from deltaline_server.config import Config
 from deltaline_server.models.config import ModelConfig
 
-HIDDEN = 64
-MODEL = {
-    "model_type": "qwen3_next",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "layer_types": ["linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-}
+MODEL = GATED_DELTA_NET | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
 Demo = Callable[[float], Awaitable[None]]
 
 

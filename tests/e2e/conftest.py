@@ -10,59 +10,20 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
 from rigs.target import Target, target_of
 
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 
-SMALL_MODEL = {
-    "model_type": "qwen3_next",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "intermediate_size": 128,
-    "num_experts": 0,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-}
-
-
-SMALL_MAMBA2 = {
-    "model_type": "mamba2",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_heads": 4,
-    "head_dim": 32,
-    "state_size": 16,
-    "conv_kernel": 4,
-    "n_groups": 2,
-}
-
-
-SMALL_HYBRID = SMALL_MODEL | {
-    "model_type": "qwen3_5_text",
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-}
-
 
 @pytest.fixture
 def small_model() -> dict[str, Any]:
     """The config of the small model; a module may have a fixture of this name that gives several."""
-    return SMALL_MODEL
+    return GATED_DELTA_NET
 
 
-@pytest.fixture(params=[SMALL_MODEL, SMALL_MAMBA2, SMALL_HYBRID], ids=["gated_delta_net", "mamba2", "hybrid"])
+@pytest.fixture(params=[GATED_DELTA_NET, MAMBA2, HYBRID], ids=["gated_delta_net", "mamba2", "hybrid"])
 def each_small_model(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The config of a small model of every family."""
     model: dict[str, Any] = request.param
@@ -101,5 +62,5 @@ async def target(tmp_path_factory: pytest.TempPathFactory, device: str) -> Async
     Tests that use it run in the module's event loop: `pytestmark = pytest.mark.asyncio(loop_scope="module")`.
     """
     options = {"inline_limit_bytes": 1 << 16, "drain_timeout_s": 600, "adapter_bytes": 1 << 20}
-    async with target_of(server_of(SMALL_MODEL, tmp_path_factory.mktemp("target"), device, **options)) as target:
+    async with target_of(server_of(GATED_DELTA_NET, tmp_path_factory.mktemp("target"), device, **options)) as target:
         yield target

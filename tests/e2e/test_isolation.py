@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from e2e.conftest import SMALL_HYBRID
 from numpy.typing import NDArray
 from rigs.programs import Alone, Program, relative_error, run_together
+from rigs.small_models import HYBRID
 
 from deltaline_client import AsyncClient
 from deltaline_server.app import Server
@@ -68,7 +68,7 @@ async def test_many_sequences_on_64_lines_answer_as_if_alone(make_server: Callab
         assert server.runtime.table.num_open == 0
 
 
-@pytest.mark.parametrize("each_small_model", [SMALL_HYBRID], indirect=True, ids=["hybrid"])
+@pytest.mark.parametrize("each_small_model", [HYBRID], indirect=True, ids=["hybrid"])
 async def test_pages_that_are_poisoned_when_they_come_back_are_not_read(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +118,7 @@ def remove_fresh_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SequenceTable, "open", without_fresh_flag)
 
 
-@pytest.mark.parametrize("each_small_model", [SMALL_HYBRID], indirect=True, ids=["hybrid"])
+@pytest.mark.parametrize("each_small_model", [HYBRID], indirect=True, ids=["hybrid"])
 @pytest.mark.parametrize("removed", [(remove_zeroing,), (remove_fresh_flag,), (remove_zeroing, remove_fresh_flag)])
 async def test_either_guard_alone_keeps_sequences_apart(
     make_server: Callable[..., Server],

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from e2e.conftest import SMALL_MODEL, server_of
+from e2e.conftest import server_of
+from rigs.small_models import GATED_DELTA_NET
 from rigs.target import ADMIN, HIDDEN, LAYER, Target, reason_of, step_request, target_of
 from rigs.until import until
 
@@ -27,7 +28,7 @@ NUM_TOKENS = 1000
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def target(tmp_path_factory: pytest.TempPathFactory, device: str) -> AsyncIterator[Target]:
     """A server with room for one region."""
-    server = server_of(SMALL_MODEL, tmp_path_factory.mktemp("target"), device, shared_memory_bytes=REGION_BYTES)
+    server = server_of(GATED_DELTA_NET, tmp_path_factory.mktemp("target"), device, shared_memory_bytes=REGION_BYTES)
     async with target_of(server) as target:
         yield target
 

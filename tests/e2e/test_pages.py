@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from e2e.conftest import SMALL_HYBRID
+from rigs.small_models import HYBRID
 from rigs.until import until
 
 from deltaline_client import AsyncClient, PagesExhausted, Retry, Row, StepError
@@ -21,7 +21,7 @@ PAGE_BYTES = 2 * PAGE_SIZE * 2 * 16 * 4
 
 @pytest.fixture
 def small_model() -> dict[str, Any]:
-    return SMALL_HYBRID | {"max_position_embeddings": 200}
+    return HYBRID | {"max_position_embeddings": 200}
 
 
 @pytest.fixture

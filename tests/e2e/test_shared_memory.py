@@ -14,12 +14,13 @@ import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
-from e2e.conftest import SMALL_MODEL, server_of
+from e2e.conftest import server_of
 from google.rpc import code_pb2
 from numpy.typing import NDArray
 from rigs.layer_calls import HeldEngine
 from rigs.programs import Program, run_together
 from rigs.shared_memory import lies_in_shared_memory, mapped, note_regions
+from rigs.small_models import GATED_DELTA_NET
 from rigs.target import ADMIN, HIDDEN, LAYER, LEAK, Target, reason_of, target_of
 from rigs.until import until
 
@@ -112,7 +113,7 @@ def draw(count: int, seed: int) -> Array:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def target(tmp_path_factory: pytest.TempPathFactory, device: str) -> AsyncIterator[Target]:
     """A server that shares 4 MiB, with a witness."""
-    server = server_of(SMALL_MODEL, tmp_path_factory.mktemp("target"), device, shared_memory_bytes=4 * MIB)
+    server = server_of(GATED_DELTA_NET, tmp_path_factory.mktemp("target"), device, shared_memory_bytes=4 * MIB)
     async with target_of(server) as target:
         yield target
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from e2e.conftest import SMALL_MODEL, server_of
+from e2e.conftest import server_of
 from numpy.typing import NDArray
 from rigs.hostile_proxy import HostileProxy
 from rigs.layer_calls import HeldEngine
 from rigs.shared_memory import lies_in_shared_memory, note_regions
+from rigs.small_models import GATED_DELTA_NET
 
 from deltaline_client import (
     AsyncClient,
@@ -48,7 +49,7 @@ def draw(count: int, seed: int) -> NDArray[Any]:
 async def server(tmp_path_factory: pytest.TempPathFactory, device: str) -> AsyncIterator[Server]:
     """A server whose messages are small, and that shares memory."""
     async with server_of(
-        SMALL_MODEL, tmp_path_factory.mktemp("sharing"), device, **SHARING | {"shared_memory_bytes": 64 * MIB}
+        GATED_DELTA_NET, tmp_path_factory.mktemp("sharing"), device, **SHARING | {"shared_memory_bytes": 64 * MIB}
     ) as server:
         yield server
         server.runtime.table.check_integrity()
@@ -58,7 +59,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory, device: str) -> Async
 async def whole(tmp_path_factory: pytest.TempPathFactory, device: str) -> AsyncIterator[AsyncClient]:
     """A client of a server whose messages hold all that is sent here."""
     async with (
-        server_of(SMALL_MODEL, tmp_path_factory.mktemp("whole"), device) as server,
+        server_of(GATED_DELTA_NET, tmp_path_factory.mktemp("whole"), device) as server,
         AsyncClient(server.address) as client,
     ):
         yield client

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from e2e.conftest import SMALL_HYBRID, SMALL_MAMBA2
 from numpy.typing import NDArray
+from rigs.small_models import HYBRID, MAMBA2
 from rigs.target import LAYER, Target, reason_of, step_request
 
 from deltaline import wire
@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 @pytest.fixture
 def small_model(request: pytest.FixtureRequest) -> dict[str, Any]:
-    model: dict[str, Any] = getattr(request, "param", SMALL_HYBRID)
+    model: dict[str, Any] = getattr(request, "param", HYBRID)
     return model | {"hc_mult": STREAMS}
 
 
@@ -36,7 +36,7 @@ def streams_of(hidden: Array) -> Array:
     return np.repeat(hidden[:, np.newaxis], STREAMS, axis=1)
 
 
-@pytest.mark.parametrize("small_model", [SMALL_HYBRID, SMALL_MAMBA2], ids=["hybrid", "mamba2"], indirect=True)
+@pytest.mark.parametrize("small_model", [HYBRID, MAMBA2], ids=["hybrid", "mamba2"], indirect=True)
 async def test_steps_of_every_form_carry_streams(make_server: Callable[..., Server]) -> None:
     async with make_server() as server, AsyncClient(server.address) as client:
         info = await client.info()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from rigs.small_models import GATED_DELTA_NET
 
 from deltaline_server.step import SpanShapes, StepBatch
 from deltaline_server.tables.pages import PagePool
@@ -16,18 +16,12 @@ HIDDEN, MAX_DRAFT, NUM_LINES, CHUNK = 128, 4, 24, 4096
 PAGE_SIZE = 64
 DTYPE = np.dtype(ml_dtypes.bfloat16)
 WAIT_S = 100.0
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_5_text",
+CONFIG = GATED_DELTA_NET | {
     "hidden_size": HIDDEN,
-    "intermediate_size": 256,
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention"] * 3,
-    "rms_norm_eps": 1e-6,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
 }
 
 

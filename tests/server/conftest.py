@@ -10,25 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
+from rigs.small_models import GATED_DELTA_NET
 
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 
-HIDDEN = 32
-SMALL_MODEL = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-}
+SMALL_MODEL = GATED_DELTA_NET | {"hidden_size": 32}
 
 
 @pytest.fixture

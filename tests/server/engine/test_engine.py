@@ -15,6 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from rigs.limits import make_limits
+from rigs.small_models import GATED_DELTA_NET
 
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor
@@ -25,19 +26,7 @@ from deltaline_server.step import BatchResult, StepBatch
 
 HIDDEN = 32
 MAX_DRAFT = 4
-CONFIG = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention"] * 2,
-    "rms_norm_eps": 1e-6,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-}
+CONFIG = GATED_DELTA_NET | {"hidden_size": HIDDEN}
 WAIT_S = 100.0
 LIMITS = make_limits(short_rows=8, long_rows=4, chunk_tokens=160)
 LoadFunction = Callable[..., Model]

@@ -9,26 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.small_models import GATED_DELTA_NET
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.streams import StreamConfig, StreamEnds
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.model import ModelOptions, check_model, load_model
 
-TEXT: dict[str, Any] = {
-    "model_type": "qwen3_next",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention"] * 2,
-    "rms_norm_eps": 1e-6,
-    "num_experts": 0,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-}
+TEXT = GATED_DELTA_NET
 
 
 def test_what_a_config_says_of_streams() -> None:

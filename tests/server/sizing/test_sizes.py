@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rigs import small_models
 from safetensors.torch import save_file
 
 from deltaline_cli import main
@@ -30,36 +31,11 @@ from deltaline_server.sizing import __main__ as sizing
 from deltaline_server.sizing.sizes import size
 from deltaline_server.telemetry.metrics import Metrics
 
-GATED_DELTA_NET = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 32,
-    "intermediate_size": 64,
+GATED_DELTA_NET = small_models.GATED_DELTA_NET | {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
+MAMBA2 = small_models.MAMBA2 | {"use_bias": True}
+HYBRID = small_models.HYBRID | {
     "num_hidden_layers": 3,
-    "layer_types": ["linear_attention"] * 3,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-}
-MAMBA2 = {
-    "model_type": "mamba2",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_heads": 4,
-    "head_dim": 32,
-    "state_size": 16,
-    "conv_kernel": 4,
-    "n_groups": 2,
-    "use_bias": True,
-}
-HYBRID = GATED_DELTA_NET | {
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "max_position_embeddings": 1000,
 }
 MODELS = {

@@ -1,0 +1,38 @@
+"""The config of a small model of every family, as checkpoints have it; what a test cares about it changes with `|`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HIDDEN = 64
+GATED_DELTA_NET: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
+MAMBA2: dict[str, Any] = {
+    "model_type": "mamba2",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 32,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "n_groups": 2,
+}
+HYBRID = GATED_DELTA_NET | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
