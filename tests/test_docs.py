@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 from google.rpc import code_pb2
-from rigs.small_models import GATED_DELTA_NET
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
-from deltaline_server.app import Server
 from deltaline_server.config import Config, flag, kind_of, shown
 from deltaline_server.errors import Reason
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])
 
-MODEL = GATED_DELTA_NET | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
-
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def read(url: str) -> str:
-    with urlopen(url, timeout=10) as answer:
-        return str(answer.read(), encoding="utf-8")
 
 
 def table(page: str, heading: str) -> list[list[str]]:
@@ -121,14 +109,3 @@ def test_every_alert_is_in_the_table_of_what_can_happen() -> None:
     ]
     assert len(alerts) > 10 and set(documented) == alerts
     assert all(len(row[2]) > 20 for row in table("docs/operations.md", "what happened"))
-
-
-async def test_every_metric_is_documented(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    config = Config(
-        random_init=str(tmp_path / "config.json"), max_sequences=2, port=0, metrics_port=0, adapter_bytes=1 << 20
-    )
-    async with Server(config) as server:
-        metrics = await asyncio.to_thread(read, f"http://127.0.0.1:{server.metrics_port}/metrics")
-    documented = {name for row in table("docs/monitoring.md", "metric") for name in re.findall(r"`(\w+)`", row[0])}
-    assert documented == set(re.findall(r"^# TYPE (\w+)", metrics, re.M))

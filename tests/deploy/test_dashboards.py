@@ -70,3 +70,11 @@ async def test_every_query_parses_and_names_metrics_that_the_server_exports(live
     # And nothing that it exports is on none of them.
     shown = {re.sub("_(sum|count|bucket)$", "", name) for query in queries() for name in metrics_of(query.filled())}
     assert set(re.findall(r"^# TYPE (\w+)", text, re.M)) - shown == set()
+
+
+async def test_every_metric_is_documented(live: Server) -> None:
+    text = await asyncio.to_thread(scrape, live)
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`(?:deltaline|grpc|process)_.*?) \|", page, re.M)
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert documented == set(re.findall(r"^# TYPE (\w+)", text, re.M))

@@ -1,49 +1,65 @@
-"""A real Prometheus scrapes a live server while it works: every query of the dashboards has data, no rule fails, and no
-alert fires."""
+"""A real Prometheus scrapes a live server while it works: every query of the dashboards gets data, and no rule fails.
+
+That no alert fires beside a healthy server is promtool's to show: here it would depend on how busy the machine is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+import subprocess
+import sys
 from pathlib import Path
 
-from rigs.dashboards import queries
+import numpy as np
+from rigs.dashboards import ROOT, queries
 from rigs.scraper import Prometheus, program, scraping
+from rigs.small_models import HIDDEN
 
+from deltaline_client import AsyncClient, Row
 from deltaline_server.app import Server
 
-DEMO_S = 6.0
 KINDS = ("decode", "prefill", "verify")
-# Of a machine that does nothing else they say what is so: a small CPU under a demo is busy.
-OF_LOAD = {"DeltalineDeviceSaturated", "DeltalineDecodesWait"}
 
 
-async def test_every_query_has_data_after_a_demo_and_no_alert_fires(
-    live: Server, demo: Callable[[float], Awaitable[None]], tmp_path: Path
-) -> None:
+async def test_every_query_gets_data_from_a_server_at_work(live: Server, tmp_path: Path) -> None:
     program("prometheus")
     with scraping(f"127.0.0.1:{live.metrics_port}", tmp_path) as prometheus:
-        await asyncio.to_thread(prometheus.wait_for, 'up{job="deltaline"}', 1)
+        # An adapter that is loaded before counts for nothing in a rate.
         await asyncio.to_thread(prometheus.wait_for, "count_over_time(deltaline_adapter_loads_total[1m])", 2)
-        await demo(DEMO_S)
-        await asyncio.to_thread(prometheus.wait_for, "deltaline_adapter_loads_total", 1)
-        await asyncio.to_thread(check, prometheus)
+        steps = asyncio.create_task(work(live, tmp_path / "french"))
+        missing = await asyncio.to_thread(prometheus.ask_until_none, what_is_missing)
+        steps.cancel()
+        assert missing == []
 
 
-def check(prometheus: Prometheus) -> None:
-    """What Prometheus knows now."""
-    empty = []
-    for query in queries():
-        for kind in KINDS if "$kind" in query.expression else KINDS[:1]:
-            if not any(map(math.isfinite, prometheus.values(query.filled(kind)))):
-                empty.append(f"{query.board}, {query.panel}: {query.filled(kind)}")
-    assert empty == []
+async def work(live: Server, adapter: Path) -> None:
+    """Make prefills, decodes and verifies, with an adapter and without, until cancelled."""
+    make = [sys.executable, "-P", str(ROOT / "examples" / "make_adapter.py"), str(live.config.model), str(adapter)]
+    await asyncio.to_thread(subprocess.run, make, check=True, capture_output=True)
+    rng = np.random.default_rng(1)
+    async with AsyncClient(live.address) as client:
+        await client.adapters.load("french", adapter)
+        sequences = [await client.open(), await client.open(), await client.open(adapter="french")]
+        while True:
+            for row, length in ((Row.prefill, 17), (Row.decode, 1), (Row.verify, 3)):
+                hidden = rng.standard_normal((3, length, HIDDEN), dtype=np.float32)
+                await client.step([row(one, hidden[i]) for i, one in enumerate(sequences)])
+            for one in sequences:
+                await one.commit(2)
+            await asyncio.sleep(0.05)
+
+
+def what_is_missing(prometheus: Prometheus) -> list[str]:
+    """The queries and recording rules without a value now, and the rules that fail."""
+    asked = [
+        (f"{query.board}, {query.panel}", query.filled(kind))
+        for query in queries()
+        for kind in (KINDS if "$kind" in query.expression else KINDS[:1])
+    ]
     rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
-    broken = {rule["name"]: rule.get("lastError") for rule in rules if rule["health"] != "ok"}
-    alerts = {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
-    loud = {name for name, state in alerts.items() if state != "inactive"}
-    assert len(alerts) > 10 and broken == {} and loud <= OF_LOAD
-    for rule in rules:
-        if rule["type"] == "recording" and "kv_pages" not in rule["name"]:  # this model has none
-            assert prometheus.values(rule["name"]), f"{rule['name']} has no data"
+    recorded = [rule["name"] for rule in rules if rule["type"] == "recording"]
+    # This model has no pages.
+    asked += [("rule", name) for name in recorded if "kv_pages" not in name]
+    empty = [f"{what}: {query}" for what, query in asked if not any(map(math.isfinite, prometheus.values(query)))]
+    return empty + [f"{rule['name']}: {rule.get('lastError')}" for rule in rules if rule["health"] != "ok"]

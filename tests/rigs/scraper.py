@@ -8,8 +8,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -23,7 +23,7 @@ from deltaline_server.app import Server
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "prometheus"
-START_TIMEOUT_S = 30.0
+PATIENCE_S = 100.0
 _MISSING = "{} is not installed; Debian's package prometheus has it"
 
 
@@ -58,15 +58,19 @@ class Prometheus:
 
     def wait_for(self, expression: str, least: float) -> None:
         """Return once a query has a value of at least so much."""
-        until_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < until_s:
-            try:
-                if any(value >= least for value in self.values(expression)):
-                    return
-            except URLError:  # it starts
-                pass
+        missing = [f"{expression}: expected {least} within {PATIENCE_S:g} s"]
+        missing = self.ask_until_none(lambda _: [] if any(v >= least for v in self.values(expression)) else missing)
+        assert missing == []
+
+    def ask_until_none(self, what_is_missing: Callable[[Prometheus], list[str]]) -> list[str]:
+        """Ask again and again what is missing; return the last answer, which is empty unless it took too long."""
+        until_s = time.monotonic() + PATIENCE_S
+        missing = ["an answer"]
+        while missing and time.monotonic() < until_s:
             time.sleep(0.2)
-        raise AssertionError(f"{expression}: expected {least} within {START_TIMEOUT_S:g} s")
+            with suppress(URLError):  # it starts
+                missing = what_is_missing(self)
+        return missing
 
 
 @contextmanager
