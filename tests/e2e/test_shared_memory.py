@@ -269,6 +269,21 @@ async def test_what_is_too_small_or_too_much_is_refused_before_anything_runs(tar
     assert list((await raw.send(last)).hidden.shape) == [1, HIDDEN]
 
 
+async def test_the_queue_counts_what_is_shared(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with target_of(make_server(shared_memory_bytes=MIB, queue_bytes=100 * ROW_BYTES)) as target:
+        raw = await RawClient.make(target)
+        handles = [sequence.handle for sequence in await target.client.open_many(2)]
+        held = HeldEngine(target.server, monkeypatch)
+        first = asyncio.create_task(raw.send(raw.step(handles[:1], [60], raw.place(0, draw(60, 8)))))
+        await held.holds_one()
+        second = raw.step(handles[1:], [60], raw.place(60 * ROW_BYTES, draw(60, 9)))
+        assert await raw.refusal(second) == "QUEUE_FULL"
+        held.release()
+        assert list((await first).outcome) == [EXECUTED]
+
+
 async def test_a_client_that_scribbles_harms_only_itself(target: Target, raw: RawClient) -> None:
     rng = np.random.default_rng(0)
     stop = asyncio.Event()
@@ -307,7 +322,7 @@ async def test_the_client_goes_inline_and_says_why(
         if why == "another server's":
             region.memory[0] ^= 1
             return region
-        (tmp_path / "file").write_bytes(region.memory)
+        (tmp_path / "file").write_bytes(region.memory.tobytes())
         return replace(region, fd=os.open(tmp_path / "file", os.O_RDWR))
 
     monkeypatch.setattr(Regions, "create", create_other)
