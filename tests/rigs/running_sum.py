@@ -31,6 +31,11 @@ from deltaline_server.errors import Reason
 HIDDEN = 8
 
 
+def tokens(count: int, seed: int = 0) -> NDArray[Any]:
+    """Small integers, so that sums are exact in every type."""
+    return np.random.default_rng(seed).integers(-2, 3, (count, HIDDEN)).astype(np.float32)
+
+
 def status_of(
     reason: Reason, retry_after_s: float | None = None, step: int = 7, position: int | None = None
 ) -> status_pb2.Status:

@@ -10,8 +10,10 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from rigs.small_models import GATED_DELTA_NET
 
+from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 
@@ -57,3 +59,14 @@ def restored_logging() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> Any:
+    return layer_service_pb2_grpc.LayerServiceStub(channel)

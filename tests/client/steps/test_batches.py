@@ -7,16 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rigs.running_sum import HIDDEN, tokens
 
 from deltaline_client import NonFiniteInput, Row, RowOutcome, StepError
 from deltaline_client._steps.sequence import RowProgress
 from deltaline_server.errors import Reason
-
-HIDDEN = 8
-
-
-def tokens(count: int, seed: int = 0) -> NDArray[Any]:
-    return np.random.default_rng(seed).integers(-2, 3, (count, HIDDEN)).astype(np.float32)
 
 
 def mixed(sequences: Any) -> list[Row]:

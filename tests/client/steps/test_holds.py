@@ -9,16 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from rigs.running_sum import tokens
 
 from deltaline_client import Client, DuplicateSequence, Row, SequenceBusy, StepUnfinished, Unavailable
 from deltaline_client._steps.sequence import Progress
-
-HIDDEN = 8
-
-
-def tokens(count: int, seed: int = 0) -> NDArray[Any]:
-    return np.random.default_rng(seed).integers(-2, 3, (count, HIDDEN)).astype(np.float32)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from rigs.running_sum import HIDDEN, tokens
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client import (
@@ -35,13 +35,6 @@ from deltaline_client import (
 )
 from deltaline_client._transport.retry import Attempts
 from deltaline_server.errors import Reason
-
-HIDDEN = 8
-
-
-def tokens(count: int, seed: int = 0) -> NDArray[Any]:
-    return np.random.default_rng(seed).integers(-2, 3, (count, HIDDEN)).astype(np.float32)
-
 
 LOST = [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED]
 

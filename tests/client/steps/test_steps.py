@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rigs.running_sum import HIDDEN, tokens
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
@@ -23,13 +24,6 @@ from deltaline_client import (
     StepError,
     VerifyPending,
 )
-
-HIDDEN = 8
-
-
-def tokens(count: int, seed: int = 0) -> NDArray[Any]:
-    """Small integers, so that sums are exact in every type."""
-    return np.random.default_rng(seed).integers(-2, 3, (count, HIDDEN)).astype(np.float32)
 
 
 def sums(*parts: NDArray[Any]) -> NDArray[Any]:

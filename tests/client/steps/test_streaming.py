@@ -13,20 +13,15 @@ import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from rigs.running_sum import status_of
+from rigs.running_sum import HIDDEN, status_of, tokens
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client import AsyncClient, Client, StepError, StepStale, Unavailable
 from deltaline_client._transport.stream import Mailbox, StepStream
 from deltaline_server.errors import Reason
 
-HIDDEN = 8
 LIMIT = 4096 // (HIDDEN * 4)
 """Tokens that the fake takes in one request."""
-
-
-def tokens(count: int, seed: int = 0) -> NDArray[Any]:
-    return np.random.default_rng(seed).integers(-2, 3, (count, HIDDEN)).astype(np.float32)
 
 
 class Script:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.compat.test_compat_conv1d import DIM, NUM_LINES, ints, normal
+from kernels.compat.test_compat_conv1d import DIM, NUM_LINES
+from rigs.kernels.draws import ints, normal
 from torch import Tensor
 
 from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.kernels.draws import ints, normal
 from rigs.kernels.field_conv1d import field_prefill, field_update
 from rigs.kernels.graphs import check_replay
 from rigs.kernels.paths import Path
@@ -100,10 +101,6 @@ UPDATES = {
 }
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def as_lines(pages: Tensor, columns: int) -> Tensor:
     """Return the lines `[lines, columns, dim]` that lie at the beginnings of pages `[lines, values]`."""
     return pages.as_strided((len(pages), columns, DIM), (pages.stride(0), DIM, 1))
@@ -127,10 +124,6 @@ def on_device(states: Tensor, device: str) -> Tensor:
 
 def integers(values: Sequence[int] | None, device: str, dtype: torch.dtype = torch.int32) -> Tensor | None:
     return None if values is None else torch.tensor(values, dtype=dtype, device=device)
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def offsets(lengths: Sequence[int]) -> list[int]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from rigs.kernels.delta_calls import Case, good_chunk, good_rows, good_update, ints, normal, table
+from rigs.kernels.delta_calls import Case, good_chunk, good_rows, good_update, table
+from rigs.kernels.draws import ints, normal
 from rigs.kernels.paths import Path
 
 from deltaline_kernels.compat import (

@@ -6,18 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rigs.kernels.delta_calls import (
-    NUM_SLOTS,
-    Call,
-    Case,
-    good_chunk,
-    good_rows,
-    good_update,
-    ints,
-    make_call,
-    make_states,
-    normal,
-)
+from rigs.kernels.delta_calls import NUM_SLOTS, Call, Case, good_chunk, good_rows, good_update, make_call, make_states
+from rigs.kernels.draws import ints, normal
 from rigs.kernels.field_gated_delta import field_gates
 from rigs.kernels.field_recurrence import field_rows, field_slots, field_table
 from rigs.kernels.graphs import check_replay, no_waits

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.kernels.draws import normal
 from rigs.kernels.field_mamba2 import Tokens
 from rigs.kernels.field_recurrence import field_slots, field_table
 from rigs.kernels.graphs import check_replay, no_waits
@@ -79,10 +80,6 @@ TABLES = {
     "states-of-bf16": Case([3, 2], [[4, 1, 7], [2, 5, 0]], [1, 3], states=torch.bfloat16),
     "gated": Case([2, 1], [[4, 1], [2, 5]], [2, 1], gate=True),
 }
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_call(case: Case, path: Path) -> tuple[Tokens, dict[str, Any]]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from rigs.kernels.draws import normal
 from rigs.kernels.field_conv1d import convolve
 from rigs.kernels.paths import Path
+from rigs.kernels.recurrence_checks import same_bits
 from rigs.kernels.tolerance import assert_close
 from torch import Tensor
 
@@ -21,10 +23,6 @@ DIM = 40
 WIDTH = 4
 HISTORY = WIDTH - 1
 MANY = 2**31
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def weights(path: Path, width: int = WIDTH) -> Tensor:
@@ -50,10 +48,6 @@ def tokens(path: Path, *shape: int, seed: int = 50) -> Tensor:
 def refuses(path: Path) -> bool:
     """Whether lengths are looked at without being asked to: by the CPU path, never by the kernels."""
     return path.device == "cpu" and type(path) is Path
-
-
-def same_bits(got: Tensor, want: Tensor) -> bool:
-    return torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rigs.kernels.draws import normal
 from rigs.kernels.field_gated_delta import Tokens
 from rigs.kernels.paths import Path
 from torch import Tensor
@@ -78,10 +79,6 @@ class Call:
         return None if accepted is None else torch.tensor([*accepted, *[7] * self.case.more]).to(self.device)
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def make_call(case: Case, path: Path) -> Call:
     """Make random tokens for the case; those of skipped rows are NaN."""
     H, HV, K, V = case.heads
@@ -132,10 +129,6 @@ def good_update(path: Path, case: Case) -> dict[str, Any]:
     told = call.arguments(a=a, b=b) | {"A_log": normal(HV).to(path.device), "dt_bias": normal(HV).to(path.device)}
     told |= {"initial_state_source": make_states(case, range(NUM_SLOTS)).to(path.device)}
     return told | {"softplus_beta": 1.0, "softplus_threshold": 20.0, "initial_state_indices": call.indices()}
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def table(*rows: list[int]) -> Tensor:

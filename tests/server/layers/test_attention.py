@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from deltaline_kernels import Rows
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.models.config import Scope
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 HIDDEN = 128
 SIZES: dict[str, Any] = {
     "hidden": HIDDEN,
@@ -23,12 +25,6 @@ SIZES: dict[str, Any] = {
     "layers": 2,
     "attn_implementation": "eager",
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ Of the Qwen families every second layer is attention, with biases; Nemotron-H ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import ModelOptions, check_model, check_spans, load_model
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 HIDDEN = 128
 HYBRID: dict[str, Any] = {
@@ -38,12 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 ALL = range(4)
 ONE_KIND = pytest.mark.parametrize("oracle", ["qwen3_5_text"], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,10 @@ from deltaline_server.layers.block import Residual
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import load_model
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 HIDDEN = 256
 HYBRID = ["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention"]
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -23,6 +23,8 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.model import AdapterOptions, ModelOptions, check_model, load_model, open_weights
 from deltaline_server.step import SpanShapes
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "streams.py"
 HIDDEN, STREAMS = 64, 4
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
@@ -32,12 +34,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "mamba2": {"layers": 3},
     "nemotron_h": {"layers": 3},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 MakeOracle = Callable[..., Oracle]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from deltaline_server.models.model import AdapterOptions, ModelOptions, open_wei
 
 # Modules that a model has not, or a pattern that matches none.
 pytestmark = [
+    pytest.mark.usefixtures("no_gradients"),
     pytest.mark.filterwarnings("ignore:target_parameters=.*no parameter was matched:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning"),
 ]
@@ -52,12 +53,6 @@ NAMES = [*ADAPTERS, "", ""]
 # Not in the order of the rows, and one slot stays empty.
 SLOTS = dict(zip(ADAPTERS, (7, 2, 0, 5, 8, 1, 4, 3), strict=True)) | {"": -1}
 NUM_SLOTS = 9
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @dataclass

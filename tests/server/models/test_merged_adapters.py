@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import AdapterOptions, ModelOptions, load_model, open_weights
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 HIDDEN, LAYERS = 128, range(2)
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
@@ -30,12 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 MAMBA2 = pytest.mark.parametrize("oracle", ["mamba2"], indirect=True)
 ATTENTION = pytest.mark.parametrize("oracle", ["qwen3_5_text"], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(params=KINDS)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, reason, turns
 from rigs.seeds import seeds
+from rigs.until import until
 
 from deltaline_server.errors import Reason
 from deltaline_server.step import StepResult
 from deltaline_server.tables.adapter_places import GRACE_S
 from deltaline_server.tables.adapter_registry import AdapterState
 from deltaline_server.tables.sequence import SequenceState
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Wait until something holds."""
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 def check(rig: Rig) -> None:

@@ -118,10 +118,7 @@ async def server(
         yield server
 
 
-async def test_a_call_s_step_is_its_callers_and_has_every_stage(
-    server: Server, channel: grpc.aio.Channel, spans: Spans
-) -> None:
-    stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+async def test_a_call_s_step_is_its_callers_and_has_every_stage(server: Server, stub: Any, spans: Spans) -> None:
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
     begin_ns = time.time_ns()
     response = await stub.Step(prefill(opened), metadata=(("traceparent", HEADER),))
@@ -161,8 +158,7 @@ async def test_a_call_s_step_is_its_callers_and_has_every_stage(
     }
 
 
-async def test_a_step_of_several_batches_links_to_each(server: Server, channel: Any, spans: Spans) -> None:
-    stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+async def test_a_step_of_several_batches_links_to_each(server: Server, stub: Any, spans: Spans) -> None:
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
     await stub.Step(prefill(opened, tokens=150))
     found = await spans.all(batches=3)
@@ -175,9 +171,8 @@ async def test_a_step_of_several_batches_links_to_each(server: Server, channel: 
 
 
 async def test_a_step_waits_once_though_its_rows_begin_in_several_batches(
-    server: Server, channel: Any, spans: Spans
+    server: Server, stub: Any, spans: Spans
 ) -> None:
-    stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=3))
     response = await stub.Step(prefill(opened, tokens=48))
     found = await spans.all(batches=3)
@@ -252,8 +247,7 @@ async def test_the_client_for_threads_says_whose_its_calls_are(server: Server, s
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "\x7f" * 55, "é" * 55])
-async def test_a_malformed_trace_is_no_trace(server: Server, channel: Any, spans: Spans, header: str) -> None:
-    stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+async def test_a_malformed_trace_is_no_trace(server: Server, stub: Any, spans: Spans, header: str) -> None:
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
     request = pb.StepStreamRequest(correlation_id=1, step=prefill(opened), traceparent=header.encode())
     responses = [response async for response in stub.StepStream(iter([request]))]
@@ -283,10 +277,7 @@ def test_what_a_client_says_of_its_trace_is_not_logged(state: str, kept: str, ca
     assert caplog.text == ""
 
 
-async def test_of_a_stream_the_metadata_count_where_a_step_has_nothing(
-    server: Server, channel: Any, spans: Spans
-) -> None:
-    stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+async def test_of_a_stream_the_metadata_count_where_a_step_has_nothing(server: Server, stub: Any, spans: Spans) -> None:
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
     request = pb.StepStreamRequest(correlation_id=1, step=prefill(opened))
     assert [True async for _ in stub.StepStream(iter([request]), metadata=(("traceparent", HEADER),))] == [True]
@@ -294,8 +285,7 @@ async def test_of_a_stream_the_metadata_count_where_a_step_has_nothing(
     assert (trace_of(step), step.parent and step.parent.span_id) == (TRACE, PARENT)
 
 
-async def test_what_the_caller_does_not_sample_is_not_recorded(server: Server, channel: Any, spans: Spans) -> None:
-    stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+async def test_what_the_caller_does_not_sample_is_not_recorded(server: Server, stub: Any, spans: Spans) -> None:
     metadata = (("traceparent", HEADER.removesuffix("01") + "00"),)
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1), metadata=metadata)
     await stub.Step(prefill(opened), metadata=metadata)
@@ -319,12 +309,11 @@ async def test_a_batch_is_recorded_for_its_steps_whatever_the_sampler_makes_of_r
 
 async def test_refusals_and_bugs_are_told(
     server: Server,
-    channel: Any,
+    stub: Any,
     spans: Spans,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
     await stub.Step(prefill(opened, step=3))
     with pytest.raises(grpc.aio.AioRpcError):
