@@ -195,6 +195,8 @@ async def test_lost_steps_are_applied_once(server: Server, whole: AsyncClient) -
         return outputs
 
     def fate() -> str:
+        if not proxy.steps:
+            return "sent"  # a client that gets no answer about a region does without
         return str(rng.choice(["lost", "unanswered", "sent"], p=[0.15, 0.2, 0.65]))
 
     async with (
