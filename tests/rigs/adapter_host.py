@@ -74,9 +74,8 @@ class Faulty(AdapterService):
 class AdapterHost:
     """The server. What is in it belongs to its thread: `do` looks at it and changes it there."""
 
-    def __init__(self, folder: Path, is_off: bool = False) -> None:
-        """is_off: it keeps no adapters."""
-        self.folder, self._is_off = folder, is_off
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.info = admin.GetServerInfoResponse(
             server_epoch=77,
             scope=admin.SCOPE_BLOCK,
@@ -107,7 +106,7 @@ class AdapterHost:
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(60)
 
     async def _start(self) -> None:
-        self.service = Faulty(None if self._is_off else self._parts.adapters)
+        self.service = Faulty(self._parts.adapters)
         self._server = grpc.aio.server(interceptors=[Interceptor(Metrics(SERVICES))])
         self._server.add_generic_rpc_handlers((self.service.handlers(), _info_handlers(self.info)))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
