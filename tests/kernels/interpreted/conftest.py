@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path as FilePath
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +23,57 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = "needs TRITON_INTERPRET=1: it runs Triton kernels on the CPU"
     elif release("triton") < (3, 7) and release("numpy") >= (2, 5):
         reason = "the interpreter of Triton before 3.7 can't loop to a bound from memory with NumPy 2.5 or later"
-    for item in items:
-        if reason and FilePath(__file__).parent in item.path.parents:
+    own = [item for item in items if FilePath(__file__).parent in item.path.parents]
+    if reason:
+        for item in own:
             item.add_marker(pytest.mark.skip(reason=reason))
+    leave_fp16_to_sweeps(own)
+
+
+def leave_fp16_to_sweeps(items: list[pytest.Item]) -> None:
+    """Run one case in fp16 of each test: what differs from fp32 are its casts, and they are the same in all cases.
+
+    But for kernels that are for 16 bits alone, one launch of LoRA.
+    """
+    seen = set[str]()
+    for item in items:
+        values = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        path, test = values.get("path"), item.nodeid.partition("[")[0]
+        if path is None or path.dtype is not torch.float16 or values.get("launches") == "one-launch":
+            continue
+        if test in seen:
+            item.add_marker(pytest.mark.sweep)
+        seen.add(test)
 
 
 def release(package: str) -> tuple[int, ...]:
     """Major and minor version of an installed package."""
     return tuple(int(part) for part in version(package).split(".")[:2])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Leave out half of the interpreter's work: it is not the kernels'.
+
+    A sum of integers is computed three times more to see whether it overflows; compiled code has no such check, and with
+    --all it is made. An inlined function is called after a look through all of triton.language for what has to be
+    replaced: a launch has replaced that, and what Triton's own functions use stays replaced once they have run.
+    """
+    from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
+
+    first, seen = InterpretedFunction.__call__, set[InterpretedFunction[Any]]()
+
+    def call(self: InterpretedFunction[Any], *arguments: Any, **keywords: Any) -> Any:
+        if self in seen:
+            return self.rewrite()(*arguments, **keywords)
+        seen.add(self)
+        return first(self, *arguments, **keywords)
+
+    options = replace(interpreter_builder.options, sanitize_overflow=pytestconfig.getoption("--all"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter_builder, "options", options)
+        patch.setattr(InterpretedFunction, "__call__", call)
+        yield
 
 
 @pytest.fixture(autouse=True)
