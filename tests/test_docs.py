@@ -84,7 +84,7 @@ def takes(option: Field[Any]) -> str:
     if low is not None:
         return f"at least {low}" if high is None else f"{low:,} .. {high:,}"
     metavar: str = option.metadata["metavar"]
-    return {"TEXT": "text", "DIR": "folder"}.get(metavar, metavar.lower())
+    return metavar.lower().replace("dir", "folder").replace("|", " or ")
 
 
 def default(option: Field[Any]) -> str:

@@ -16,8 +16,8 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "misc"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load"}
-# Not those that every named tuple has.
-PRIVATE = re.compile(r"_(?!_|asdict$|fields$|replace$)")
+# Not those that every named tuple has, nor the switch by which torch runs flex_attention without a compiler.
+PRIVATE = re.compile(r"_(?!_|asdict$|fields$|replace$|FLEX_ATTENTION_)")
 OWN_PATH = re.compile(r"deltaline\w*(\.\w+)*\._(?!_)\w+")
 MAX_LINES = 400
 MAX_FILES_IN_A_FOLDER = 15
@@ -94,6 +94,9 @@ def private(tree: ast.AST) -> Iterator[str]:
             and ast.unparse(node.value) not in ("self", "cls")
         ):
             yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getattr", "setattr", "delattr")):
+            named = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            yield from (name for name in named if isinstance(name, str) and PRIVATE.match(name))
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("deltaline"):
             yield from (f"{node.module}.{alias.name}" for alias in node.names if PRIVATE.match(alias.name))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and OWN_PATH.match(node.value):
@@ -167,6 +170,7 @@ def test_no_test_touches_what_is_private(path: Path) -> None:
     ("code", "found"),
     [
         ("engine._queue.clear()", "engine._queue"),
+        ("monkeypatch.setattr(engine, '_" + "queue', [])", "_" + "queue"),
         ("from deltaline_server.engine import _run", "deltaline_server.engine." + "_run"),
         ("setattr('deltaline_server.engine._run', 0)", "deltaline_server.engine." + "_run"),
         ("self._queue, cls._made, module.__name__", None),

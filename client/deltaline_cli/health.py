@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from deltaline_cli.address import PORT, add_server, advise
+from deltaline_cli.address import PORT, add_server
 
 SERVICE = "deltaline.v1.LayerService"
 _METHOD = "/grpc.health.v1.Health/Check"
@@ -47,8 +47,6 @@ def health(options: argparse.Namespace) -> int:
     """Ask once and print the answer: 0 if the server serves, else 1."""
     answer = ask(options.server, "" if options.liveness else SERVICE, options.timeout)
     print(f"{options.server if options.server.isprintable() else ascii(options.server)}: {answer}")
-    if answer.startswith("UNAVAILABLE"):
-        advise(options.server)
     return int(answer != "SERVING")
 
 

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return size(rest) if options.command == "size" else int(options.run(options))
     except (BenchError, DeltalineError, DemoError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
-        if isinstance(error, Unavailable):
+        if isinstance(error, Unavailable) and hasattr(options, "server"):  # the demo has a server of its own
             advise(options.server)
         return 1
     except KeyboardInterrupt:

@@ -65,7 +65,8 @@ async def serve(config: Config) -> int:
     def take(number: int, frame: object) -> None:
         if not server.has_started:
             os._exit(128 + number)
-        loop.call_soon_threadsafe(server.interrupt)
+        if not loop.is_closed():  # a signal behind the drain changes nothing
+            loop.call_soon_threadsafe(server.interrupt)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         # Not the default action: a container's first process does not have one.

@@ -65,7 +65,7 @@ class Config:
         None,
         "model",
         "model directory (config.json and *.safetensors), or org/name of a model in the Hugging Face cache",
-        metavar="DIR",
+        metavar="DIR|ORG/NAME",
     )
     random_init: str | None = setting(
         None, "model", "config.json of a model whose weights are drawn at random", metavar="PATH"

@@ -79,13 +79,13 @@ def test_an_address_without_a_port_gets_the_servers_default(text: str, address: 
 
 
 @pytest.mark.parametrize(
-    "command", [["info"], ["load"], ["top", "--once"], ["bench"], ["adapters", "list", "--server"], ["health"]]
+    "command", [["info"], ["load"], ["top", "--once"], ["bench"], ["adapters", "list", "--server"]]
 )
 def test_every_command_says_how_to_start_a_server(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(address, "PORT", 1)
-    patience = ["--timeout", "1"] if command[0] in ("bench", "adapters", "health") else []
+    patience = ["--timeout", "1"] if command[0] in ("bench", "adapters") else []
     assert main([*command, "127.0.0.1", *patience]) == 1
     error = capsys.readouterr().err
     assert "No server answers at 127.0.0.1:1. " in error

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from rigs.dashboards import ROOT, queries
 from rigs.scraper import Prometheus, program, scraping
 from rigs.small_models import HIDDEN
@@ -22,6 +23,7 @@ from deltaline_server.app import Server
 KINDS = ("decode", "prefill", "verify")
 
 
+@pytest.mark.timeout(400)
 async def test_every_query_gets_data_from_a_server_at_work(live: Server, tmp_path: Path) -> None:
     program("prometheus")
     with scraping(f"127.0.0.1:{live.metrics_port}", tmp_path) as prometheus:

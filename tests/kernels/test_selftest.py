@@ -115,7 +115,7 @@ def test_selftest_names_the_wrong_family(
     assert failed == {family}
 
 
-def test_selftest_knows_three_recurrences() -> None:
+def test_selftest_of_an_unknown_recurrence_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         run_selftest("cpu", recurrence="mamba")
 

@@ -96,10 +96,11 @@ async def test_probes_by_http_follow_the_servers_life(
         return [await asyncio.to_thread(ask, path) for path in ("/healthz", "/readyz")]
 
     await asyncio.sleep(0)  # it listens before it first waits
-    assert await probes() == [200, 503], "it loads"
+    while_it_loads = await probes()
     may_load.set()
     await starting
     try:
+        assert while_it_loads == [200, 503]
         assert await probes() == [200, 200]
         with monkeypatch.context() as patch:
             patch.setattr(server.runtime.engine, "heartbeat_s", lambda: app.STUCK_S + 1)
@@ -272,6 +273,20 @@ async def test_port_in_use_is_told(make_server: Callable[..., Server], option: s
     assert str(caught.value).startswith(named if option != "port" else f"--host, {named}")
     hint = f"(Address already in use): another server runs there; stop it, or give {named}"
     assert str(caught.value).endswith(hint)
+
+
+async def test_a_start_that_fails_leaves_no_page_behind(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> Runtime:
+        raise StartError("planted")
+
+    monkeypatch.setattr(Runtime, "build", fails)
+    server = make_server(metrics_port=0)
+    with pytest.raises(StartError, match="planted"):
+        await server.start()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.metrics_port))
 
 
 async def test_two_servers_do_not_share_a_port(server: Server, make_server: Callable[..., Server]) -> None:

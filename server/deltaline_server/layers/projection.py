@@ -29,7 +29,10 @@ class Projection:
     def __init__(self, weight: Tensor, adapters: LoraWeights | None = None, bias: Tensor | None = None) -> None:
         """adapters: the device's memory of them, None where no batch has any. bias: `[out]`, None for none."""
         is_packed = (
-            weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available()
+            weight.device.type == "cpu"
+            and weight.dtype is torch.float32
+            and torch.backends.mkldnn.is_available()
+            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         )
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, FEW_ROWS) if is_packed else weight
         self._adapters = adapters

@@ -19,8 +19,10 @@ from prometheus_client.exposition import choose_encoder, gzip_accepted
 
 _log = logging.getLogger(__name__)
 
-# How long a client may take to send its request, and to read the answer.
+# How long a client may let a connection stand still.
 CLIENT_S = 10.0
+# Connections at once, a thread each; one more is closed unanswered.
+MAX_CONNECTIONS = 64
 # How often the thread that accepts connections looks whether it is to end.
 POLL_S = 0.1
 # An event loop that has not answered for so long is stuck.
@@ -51,8 +53,9 @@ class HttpPort(ThreadingTCPServer):
         self.registry = registry
         self.probes = {"/healthz": ("live", is_live), "/readyz": ("ready", is_ready)}
         self._loop = asyncio.get_running_loop()
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        super().__init__((host, port), _Request)
+        super().__init__((host, port), Request)
         self.port = int(self.server_address[1])
         threading.Thread(target=self.serve_forever, args=(POLL_S,), name="http", daemon=True).start()
 
@@ -67,18 +70,34 @@ class HttpPort(ThreadingTCPServer):
         async def answer() -> bool:
             return probe()
 
+        asked = asyncio.run_coroutine_threadsafe(answer(), self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(LOOP_S)
+            return asked.result(LOOP_S)
         except (TimeoutError, CancelledError):
+            asked.cancel()
             return False
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, unless there are as many as may be."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and make room for another connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
     def handle_error(self, request: object, client_address: object) -> None:
-        """Log what went wrong with a request, unless it is the client that is gone."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            _log.exception("a page could not be made")
+        """Log what went wrong with a request, unless it is the client that is gone or stands still."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            _log.exception("a request failed")
 
 
-class _Request(BaseHTTPRequestHandler):
+class Request(BaseHTTPRequestHandler):
     """Answers one request."""
 
     server: HttpPort
@@ -88,7 +107,13 @@ class _Request(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, encode(self.server.registry), content_type)
+            try:
+                page = encode(self.server.registry)
+            except Exception:
+                _log.exception("the metrics could not be read")
+                self._answer(500, b"the metrics could not be read\n")
+            else:
+                self._answer(200, page, content_type)
         elif path in self.server.probes:
             word, probe = self.server.probes[path]
             is_so = self.server.ask(probe)

@@ -55,9 +55,9 @@ def release(package: str) -> tuple[int, ...]:
 def quick_interpreter(pytestconfig: pytest.Config) -> Iterator[None]:
     """Leave out half of the interpreter's work: it is not the kernels'.
 
-    A sum of integers is computed three times more to see whether it overflows; compiled code has no such check, and with
-    --all it is made. An inlined function is called after a look through all of triton.language for what has to be
-    replaced: a launch has replaced that, and what Triton's own functions use stays replaced once they have run.
+    A sum of integers is computed three times more to see whether it overflows, which compiled code does not check. An
+    inlined function is called after a look through all of triton.language for what has to be replaced: a launch has
+    replaced that, and what Triton's own functions use stays replaced once they have run. --all leaves nothing out.
     """
     from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 
@@ -69,7 +69,10 @@ def quick_interpreter(pytestconfig: pytest.Config) -> Iterator[None]:
         seen.add(self)
         return first(self, *arguments, **keywords)
 
-    options = replace(interpreter_builder.options, sanitize_overflow=pytestconfig.getoption("--all"))
+    if pytestconfig.getoption("--all"):
+        yield
+        return
+    options = replace(interpreter_builder.options, sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter_builder, "options", options)
         patch.setattr(InterpretedFunction, "__call__", call)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from rigs.adapter_bad import BAD_FILES, BAD_NAMES
 from rigs.adapter_cases import adapter_config, with_magnitudes, write_adapter
-from rigs.adapter_server import LIMIT_BYTES, Rig, refused, running
+from rigs.adapter_server import LIMIT_BYTES, Rig, refused, running, serving
 from safetensors.torch import save
 
 from deltaline.v1 import adapter_service_pb2 as pb
+from deltaline_server.front.adapter_service import AdapterService
 
 
 @pytest.fixture
@@ -125,3 +126,14 @@ async def test_a_server_without_a_folder_takes_uploads(tmp_path: Path) -> None:
             await rig.load("good")
         assert messages == ["this server has no folder of adapters: upload the files, or start it with --adapter-root"]
         assert (await rig.upload("good", adapter_config(), save(rig.tensors))).adapter.name == "good"
+
+
+async def test_a_server_without_adapters_says_so() -> None:
+    async with serving(AdapterService(None)) as (stub, _):
+        for call in (
+            lambda: stub.LoadAdapter(iter([pb.LoadAdapterRequest(name="a")])),
+            lambda: stub.UnloadAdapter(pb.UnloadAdapterRequest(name="a")),
+            lambda: stub.ListAdapters(pb.ListAdaptersRequest()),
+        ):
+            with refused("FAILED_PRECONDITION", "ADAPTERS_OFF"):
+                await call()

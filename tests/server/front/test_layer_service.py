@@ -215,3 +215,10 @@ async def test_step_whose_rpc_deadline_passed_in_the_queue_is_not_run(stub: Any,
     engine.release()
     await asyncio.gather(first, beside)
     assert list((await stub.Step(second)).outcome) == [pb.ROW_OUTCOME_EXECUTED]
+
+
+async def test_compressed_messages_are_refused(stub: Any) -> None:
+    """A small one could unfold to any size."""
+    request = pb.OpenSequencesRequest(count=1, open_token=bytes(2**16))
+    error = await refused(stub.OpenSequences(request, compression=grpc.Compression.Gzip))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 from rigs.layer_calls import HIDDEN, HeldEngine, make_step, reason_of, refused, status_of
+from rigs.until import until
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
@@ -177,6 +178,7 @@ async def test_reader_that_stops_holds_the_writer(
             await stream.done_writing()
 
         writer = asyncio.create_task(write())
+        await until(lambda: submitted > room)
         before = -1
         while submitted > before:  # until nothing moves any more
             before = submitted

@@ -115,7 +115,7 @@ async def test_the_end_of_a_cut_row_that_finds_no_room_goes_on_where_it_was_cut(
     done = [rig.submit(rig.request((b, DECODE, 1, 0, -1, [1]), priority=1))]
     done += [rig.submit(rig.request((a, PREFILL, 1, 0, -1, tokens), output=OutputRows.LAST))]
     await turns()
-    done += [rig.submit(rig.request((handle, DECODE, 1, 0, -1, [1]), priority=1)) for handle in (c,)]
+    done.append(rig.submit(rig.request((c, DECODE, 1, 0, -1, [1]), priority=1)))
     rig.engine.release()
     assert outputs((await asyncio.gather(*done))[1]) == [checksum(tokens)]
 

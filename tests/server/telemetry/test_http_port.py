@@ -7,6 +7,7 @@ import gzip
 import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 from types import SimpleNamespace
 
@@ -114,7 +115,26 @@ async def test_a_page_that_fails_is_logged_and_the_next_one_is_answered(
     port: Port, caplog: pytest.LogCaptureFixture
 ) -> None:
     port.gauge.set_function(lambda: 1 / 0)
-    with pytest.raises(ConnectionError):
-        await port.ask("/metrics")
-    assert "a page could not be made" in caplog.text
+    assert (await port.ask("/metrics")).status == 500
+    assert "the metrics could not be read" in caplog.text
     assert (await port.ask("/healthz")).status == 200
+
+
+async def test_a_client_that_stands_still_is_cut_off(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_port.Request, "timeout", 0.05)
+    with socket.create_connection(("127.0.0.1", port.http.port), timeout=60) as client:
+        client.sendall(b"GET /met")
+        assert await asyncio.to_thread(client.recv, 1) == b""
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_port, "MAX_CONNECTIONS", 1)
+    port = Port()
+    address = ("127.0.0.1", port.http.port)
+    with socket.create_connection(address), socket.create_connection(address, timeout=60) as one_more:
+        assert await asyncio.to_thread(one_more.recv, 1) == b""
+    status = 0
+    while status != 200:  # once the thread has seen that its client is gone
+        with suppress(ConnectionError):
+            status = (await port.ask("/healthz")).status
+    await asyncio.to_thread(port.http.close)
