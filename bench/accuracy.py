@@ -25,8 +25,7 @@ import transformers
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
-from deltaline_bench.device import name_device
-from deltaline_bench.provenance import provenance
+from deltaline_bench.device import name_device, provenance
 from deltaline_kernels import Rows
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.model import Model, ModelOptions, load_model

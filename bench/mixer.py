@@ -23,8 +23,7 @@ import torch.nn.functional as F
 import transformers
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
-from deltaline_bench.device import describe_cpu
-from deltaline_bench.provenance import provenance
+from deltaline_bench.device import describe_cpu, provenance
 from deltaline_kernels import Rows
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.config import Scope

@@ -28,8 +28,7 @@ import grpc
 import numpy as np
 import torch
 
-from deltaline_bench.device import name_device
-from deltaline_bench.provenance import provenance
+from deltaline_bench.device import name_device, provenance
 from deltaline_bench.service import decode, mixed, prefill, soak, steady, throughput
 from deltaline_bench.service.figure import Bar, Figure, missed, to_json, write_table
 from deltaline_bench.service.host import Host, HostError, running

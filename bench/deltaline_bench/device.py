@@ -6,7 +6,11 @@ import os
 import platform
 import re
 import subprocess
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -66,3 +70,14 @@ def _driver_version() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.splitlines()[0].strip() if done.stdout else "unknown"
+
+
+def provenance(device: str, *modules: ModuleType) -> dict[str, Any]:
+    """The command, the date, the device and the versions of the modules that the figures depend on."""
+    versions = {"python": platform.python_version()} | {module.__name__: module.__version__ for module in modules}
+    return {
+        "command": "python " + " ".join(sys.argv),
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": device,
+        "versions": versions,
+    }

@@ -39,7 +39,11 @@ def leave_fp16_to_sweeps(items: list[pytest.Item]) -> None:
     for item in items:
         values = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         path, test = values.get("path"), item.nodeid.partition("[")[0]
-        if path is None or path.dtype is not torch.float16 or values.get("launches") == "one-launch":
+        if (
+            not isinstance(path, InterpretedPath)
+            or path.dtype is not torch.float16
+            or values.get("launches") == "one-launch"
+        ):
             continue
         if test in seen:
             item.add_marker(pytest.mark.sweep)

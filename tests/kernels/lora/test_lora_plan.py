@@ -38,13 +38,6 @@ def test_every_input_and_rank_is_in_one_program(num_tokens: int, dtype: torch.dt
             assert fused.steps * fused.block_k >= inputs > (fused.steps - 1) * fused.block_k
 
 
-def test_buckets_cover_every_batch_in_order() -> None:
-    bounds = [bucket.tokens for bucket in plan.BUCKETS]
-    assert bounds == sorted(bounds)
-    assert plan.find_bucket(1 << 40, 512) is plan.BUCKETS[-1]
-    assert plan.find_bucket(1, 1) is plan.BUCKETS[0]
-
-
 def test_only_dense_tiles_have_the_rows_of_an_asynchronous_product() -> None:
     """From 64 rows on, Triton takes the products of Hopper that an assembler gets wrong when registers feed them."""
     sizes = (1, 512, 513, 1023, 1024, 1_000_000)

@@ -5,29 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltaline_kernels.mamba2.inputs import MambaHeads
-from deltaline_kernels.mamba2.plan import (
-    FEW,
-    LOAD_BYTES,
-    MANY,
-    MANY_HEADS,
-    MANY_TOKENS,
-    ROW_BYTES,
-    ROW_THREADS,
-    choose_short_tile,
-    choose_tile,
-)
-
-
-@pytest.mark.parametrize("state_bytes", [2, 4])
-@pytest.mark.parametrize(
-    ("num_rows", "one", "expected"),
-    [(1, True, FEW), (1, False, FEW), (MANY_HEADS // 8, True, MANY), (MANY_HEADS // 8, False, MANY_TOKENS)],
-    ids=["few", "few-of-tokens", "many", "many-of-tokens"],
-)
-def test_few_rows_are_spread_over_more_programs(num_rows: int, one: bool, expected: object, state_bytes: int) -> None:
-    tile = choose_tile(MambaHeads(1, 8, 64, 128), num_rows, state_bytes, one=one)
-    chosen = expected[state_bytes] if isinstance(expected, dict) else expected
-    assert (tile.num_warps, tile.parts, tile.max_registers) == chosen
+from deltaline_kernels.mamba2.plan import LOAD_BYTES, ROW_BYTES, ROW_THREADS, choose_short_tile, choose_tile
 
 
 @pytest.mark.parametrize("state_bytes", [2, 4])
@@ -41,8 +19,3 @@ def test_a_block_is_what_threads_load_at_once(state_dim: int, state_bytes: int) 
         short = choose_short_tile(MambaHeads(1, 8, 64, state_dim), num_rows, state_bytes)
         assert short.num_warps == 1 and short.records >= 1
         assert short.block_s * state_bytes == ROW_THREADS * LOAD_BYTES
-
-
-def test_large_states_have_a_quarter_of_the_parts() -> None:
-    small, large = (choose_tile(MambaHeads(1, 8, 64, size), 1000, 2, one=True) for size in (128, 256))
-    assert large.parts * 4 == small.parts

@@ -131,9 +131,9 @@ async def test_a_server_without_a_folder_takes_uploads(tmp_path: Path) -> None:
 async def test_a_server_without_adapters_says_so() -> None:
     async with serving(AdapterService(None)) as (stub, _):
         for call in (
-            lambda: stub.LoadAdapter(iter([pb.LoadAdapterRequest(name="a")])),
-            lambda: stub.UnloadAdapter(pb.UnloadAdapterRequest(name="a")),
-            lambda: stub.ListAdapters(pb.ListAdaptersRequest()),
+            stub.LoadAdapter(iter([pb.LoadAdapterRequest(name="a")])),
+            stub.UnloadAdapter(pb.UnloadAdapterRequest(name="a")),
+            stub.ListAdapters(pb.ListAdaptersRequest()),
         ):
             with refused("FAILED_PRECONDITION", "ADAPTERS_OFF"):
-                await call()
+                await call

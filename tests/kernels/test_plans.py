@@ -1,0 +1,60 @@
+"""choose_plan of both recurrences: rows in parts where few programs would run, whole where parts would wait in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deltaline_kernels.device.row_splits import RowSplits
+from deltaline_kernels.gated_delta import plan as gated_delta
+from deltaline_kernels.gated_delta.inputs import DeltaHeads
+from deltaline_kernels.mamba2 import plan as mamba2
+from deltaline_kernels.mamba2.inputs import MambaHeads
+
+
+def delta(num_key_heads: int, num_value_heads: int, key_dim: int = 128) -> DeltaHeads:
+    return DeltaHeads(num_key_heads, num_value_heads, key_dim, 128, 1.0, 1e-6)
+
+
+def mamba(num_heads: int) -> MambaHeads:
+    return MambaHeads(1, num_heads, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "lengths", "expected"),
+    [
+        pytest.param(gated_delta, delta(2, 8), (32768,), RowSplits(16, 2048), id="delta-few-heads"),
+        pytest.param(gated_delta, delta(16, 32), (8192,), RowSplits(4, 2048), id="delta-long"),
+        pytest.param(gated_delta, delta(16, 32), (2048,), RowSplits(1, 2048), id="delta-short"),
+        pytest.param(gated_delta, delta(16, 32), (2048,) * 8, RowSplits(1, 2048), id="delta-many-rows"),
+        pytest.param(
+            gated_delta, delta(16, 32), (37, 513, 4096, 1, 2900, 8000, 64, 773), RowSplits(1, 8000), id="delta-ragged"
+        ),
+        pytest.param(gated_delta, delta(2, 8, 256), (32768,), RowSplits(1, 32768), id="delta-wide-keys"),
+        pytest.param(gated_delta, delta(2, 8), (0, 32768), RowSplits(1, 32768), id="delta-unknown-lengths"),
+        pytest.param(mamba2, mamba(16), (32768,), RowSplits(16, 2048), id="mamba-few-heads"),
+        pytest.param(mamba2, mamba(128), (8192,), RowSplits(2, 4096), id="mamba-two-long-parts"),
+        pytest.param(mamba2, mamba(128), (4032,), RowSplits(1, 4032), id="mamba-two-short-parts"),
+        pytest.param(mamba2, mamba(64), (8192,), RowSplits(4, 2048), id="mamba-long"),
+        pytest.param(mamba2, mamba(64), (2048,), RowSplits(4, 512), id="mamba-short"),
+        pytest.param(mamba2, mamba(128), (2048,) * 8, RowSplits(1, 2048), id="mamba-many-rows"),
+        pytest.param(mamba2, mamba(16), (0, 32768), RowSplits(1, 32768), id="mamba-unknown-lengths"),
+    ],
+)
+def test_plans_are_those_that_were_measured(
+    family: Any, heads: Any, lengths: tuple[int, ...], expected: RowSplits
+) -> None:
+    assert family.choose_plan(heads, len(lengths), sum(lengths), max(lengths)) == expected
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 8, 64, 128, 300])
+@pytest.mark.parametrize("length", [0, 1, 64, 1536, 4097, 8191, 1_000_000])
+def test_parts_cover_the_row_and_run_at_once(num_heads: int, length: int) -> None:
+    for family, heads in ((gated_delta, delta(1, num_heads)), (mamba2, MambaHeads(1, num_heads, 128, 128))):
+        plan = family.choose_plan(heads, 1, length, length)
+        assert plan.num_parts * plan.part_length >= length
+        assert (plan.num_parts - 1) * plan.part_length < max(length, 1)
+        if plan.num_parts > 1:
+            assert plan.part_length % family.CHUNK == 0
+            assert plan.num_parts * num_heads * 2 <= family.PROGRAMS
