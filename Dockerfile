@@ -15,7 +15,9 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     python -m venv /opt/deltaline \
     && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 extras = project['optional-dependencies']; \
-print(*project['dependencies'], *extras['server'], *extras['otel'], *extras['top'], sep='\n')" > /tmp/requirements.txt \
+needed = [*project['dependencies'], *extras['kernels'], *extras['server'], *extras['otel'], *extras['top']]; \
+needed.remove('deltaline[kernels]'); \
+print(*needed, sep='\n')" > /tmp/requirements.txt \
     && /opt/deltaline/bin/pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
         -r /tmp/requirements.txt \
     && python -m pip install -c constraints.txt hatchling

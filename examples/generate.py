@@ -228,6 +228,14 @@ def generate(
     return report
 
 
+def token_ids(text: str) -> list[int]:
+    """Read the token ids of a prompt. Raises ArgumentTypeError."""
+    try:
+        return [int(token) for token in text.split()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected token ids with spaces between, got {text!r}") from error
+
+
 def random_prompts(vocab_size: int, count: int, max_new_tokens: int, seed: int) -> list[Prompt]:
     """Make prompts of 12 random tokens."""
     rng = np.random.default_rng(seed)
@@ -328,7 +336,9 @@ def run() -> int:
         action="append",
         help="address of the server [127.0.0.1:50051]; of several, one by one, where each holds a range of the layers",
     )
-    parser.add_argument("--prompt", action="append", help="token ids with spaces between; may be repeated")
+    parser.add_argument(
+        "--prompt", type=token_ids, action="append", help="token ids with spaces between; may be repeated"
+    )
     parser.add_argument("--prompts", type=int, default=8, help="random prompts when none is given [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts [%(default)s]")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="per prompt [%(default)s]")
@@ -337,8 +347,7 @@ def run() -> int:
     parser.add_argument("--compare", action="store_true", help="check the tokens against transformers")
     options = parser.parse_args()
     ends = Ends(options.directory)
-    given = [[int(token) for token in text.split()] for text in options.prompt or []]
-    prompts = [Prompt(tokens, options.max_new_tokens) for tokens in given]
+    prompts = [Prompt(tokens, options.max_new_tokens) for tokens in options.prompt or []]
     prompts = prompts or random_prompts(len(ends.embedding), options.prompts, options.max_new_tokens, options.seed)
     addresses = options.server or ["127.0.0.1:50051"]
     check_servers(addresses, ends.num_layers, ends.streams)

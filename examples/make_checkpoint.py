@@ -8,10 +8,14 @@ server can serve the whole stack of each, and two servers half of it each. Needs
 from __future__ import annotations
 
 import argparse
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from runpy import run_path
+
+if __name__ == "__main__":  # Ctrl-C ends it without a traceback, while it imports torch as well
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from transformers import (

@@ -19,7 +19,6 @@ CASES = {
         ["deltaline.wire", "deltaline.v1.layer_service_pb2_grpc"],
         ["torch", "deltaline_client", "deltaline_kernels", "deltaline_server"],
     ),
-    "kernels": (["deltaline_kernels"], ["triton", "grpc", "google", "deltaline", "deltaline_server"]),
     "sequences": (
         ["deltaline_server.tables.sequences", "deltaline_server.scheduling.scheduler"],
         ["torch", "triton", "grpc"],
@@ -45,6 +44,41 @@ def import_without(modules: list[str], blocked: list[str]) -> subprocess.Complet
 def test_package_imports_without(case: str) -> None:
     done = import_without(*CASES[case])
     assert done.returncode == 0, done.stderr
+
+
+NOTHING_BUT_TORCH = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "kernels")!r})
+import torch
+
+class NothingElse:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in allowed:
+            raise ModuleNotFoundError(name)
+
+allowed = sys.stdlib_module_names | {{"torch", "deltaline_kernels"}}
+found = {{name for name in sys.modules if name.partition(".")[0] not in allowed}}
+sys.modules.update(dict.fromkeys(found))  # what torch has imported for itself is blocked as well
+sys.meta_path.insert(0, NothingElse())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "missing"),
+    [
+        (
+            "import deltaline_kernels as k, deltaline_kernels.compat; assert all(c.ok for c in k.run_selftest('cpu'))",
+            "",
+        ),
+        ("import numpy", "numpy"),
+        ("import deltaline", "deltaline"),
+    ],
+)
+def test_kernels_need_nothing_but_torch(program: str, missing: str) -> None:
+    program = f"{NOTHING_BUT_TORCH}\n{program}"
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == bool(missing) and missing in done.stderr, done.stderr
 
 
 def test_a_blocked_import_is_noticed() -> None:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+# What a shell says of a command that SIGPIPE ended.
+_NO_READER = 141
 
 
 def main() -> int:
     """Run the command; return its exit code."""
+    try:
+        try:
+            return _run()
+        finally:
+            sys.stdout.flush()  # or the interpreter does it, and prints a traceback where nobody reads any more
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
+
+
+def _run() -> int:
     if sys.argv[1:2] == ["health"]:
         from deltaline_cli import health
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from deltaline_cli.bench.command import bench
 from deltaline_cli.bench.options import BenchOptions, Lengths
@@ -59,7 +60,7 @@ def demo(*, keep: bool) -> int:
         raise DemoError(f"the server needs {', '.join(missing)}: pip install 'deltaline[server]'")
     with tempfile.TemporaryDirectory(prefix="deltaline-demo-") as folder:
         directory = Path(folder)
-        checkpoint = _write_checkpoint(directory / "checkpoint")
+        checkpoint = _write_checkpoint(directory / "checkpoint", directory / "checkpoint.log")
         if checkpoint is None:
             config = directory / "config.json"
             config.write_text(json.dumps(_CONFIG))
@@ -83,7 +84,7 @@ def missing_packages() -> list[str]:
     return [name for name in SERVER_NEEDS if importlib.util.find_spec(name) is None]
 
 
-def _write_checkpoint(directory: Path) -> Path | None:
+def _write_checkpoint(directory: Path, log: Path) -> Path | None:
     """Have transformers write a small checkpoint; None where it or the example is not installed."""
     script = EXAMPLES / "make_checkpoint.py"
     if not script.exists() or importlib.util.find_spec("transformers") is None:
@@ -91,9 +92,9 @@ def _write_checkpoint(directory: Path) -> Path | None:
         return None
     _say("transformers writes a small checkpoint with random weights")
     command = [sys.executable, str(script), str(directory)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
-    if made.returncode:
-        raise DemoError(f"make_checkpoint.py failed:\n{_tail(made.stderr)}")
+    with log.open("w") as output, _started(command, stdout=output, stderr=output) as process:
+        if process.wait():
+            raise DemoError(f"make_checkpoint.py failed:\n{_tail(log.read_text())}")
     return directory
 
 
@@ -104,12 +105,19 @@ def _server(model: list[str], log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "deltaline_server", *model, "--port", address.rpartition(":")[2]]
     _say("the server starts: " + " ".join(["deltaline-server", *command[3:]]))
     command += ["--metrics-port", "-1", "--drain-timeout-s", "1"]
-    with log.open("w") as output, _interrupts_held() as release:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    with log.open("w") as output, _started(command, stdout=output, stderr=output) as process:
+        _wait_until_ready(process, address, log)
+        yield address
+
+
+@contextmanager
+def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process, with these options of Popen, and end it with the block."""
+    with _interrupts_held() as release:
+        process = subprocess.Popen(command, start_new_session=True, **options)
         try:
             release()
-            _wait_until_ready(process, address, log)
-            yield address
+            yield process
         finally:
             process.terminate()
             try:
@@ -171,7 +179,8 @@ def _generate(checkpoint: Path, address: str) -> int:
     _say("examples/generate.py continues 8 prompts, plain and speculatively; transformers then does the same")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # of transformers: small operations, faster on one core
     command = [sys.executable, str(EXAMPLES / "generate.py"), str(checkpoint), "--server", address, "--compare"]
-    code = subprocess.run(command, env=environment, check=False, start_new_session=True).returncode
+    with _started(command, env=environment) as process:
+        code = process.wait()
     print("Speculation pays where memory bounds a step, as on a GPU with a large model; a small model on a CPU gains")
     print("little or nothing.")
     return code

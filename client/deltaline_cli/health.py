@@ -12,7 +12,8 @@ from typing import Any
 
 import grpc
 
-from deltaline_cli.address import PORT, add_server
+from deltaline.address import PORT
+from deltaline_cli.address import add_server
 
 SERVICE = "deltaline.v1.LayerService"
 _METHOD = "/grpc.health.v1.Health/Check"
@@ -46,15 +47,13 @@ def main(arguments: Sequence[str]) -> int:
 def health(options: argparse.Namespace) -> int:
     """Ask once and print the answer: 0 if the server serves, else 1."""
     answer = ask(options.server, "" if options.liveness else SERVICE, options.timeout)
-    print(f"{options.server if options.server.isprintable() else ascii(options.server)}: {answer}")
+    print(f"{options.server}: {answer}")
     return int(answer != "SERVING")
 
 
 def ask(address: str, service: str, timeout_s: float) -> str:
     """Return the status of a service by its name in grpc.health.v1, or why there is none. A server that can't be
     reached is one line too."""
-    if not address.isprintable() or not address:  # grpc would raise, or say so on many lines
-        return "no address: expected host:port, or unix:/path"
     request = _SERVICE_TAG + bytes([len(service)]) + service.encode() if service else b""
     with grpc.insecure_channel(address) as channel:
         try:

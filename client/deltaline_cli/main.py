@@ -49,7 +49,7 @@ a first step of each kind are not measured. Printed are percentiles of the time 
 for a client (open loop), of the server's stages, and of what is left (transport: gRPC, both ends). The stages of a step
 that was computed in several batches are sums: they can exceed the total, and leave no transport.
 
-  deltaline bench --mix decode=1 --rows 64 --clients 8           the most decode rows per second
+  deltaline bench --mix decode=1 --rows 32 --clients 8           the most decode rows per second
   deltaline bench --rate 200 --mix prefill=1,decode=20           latencies at 200 steps per second
   deltaline bench --clients 4 --shared-memory-bytes 256MiB       through memory shared with a server on this host
 """
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BenchError, DeltalineError, DemoError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
         if isinstance(error, Unavailable) and hasattr(options, "server"):  # the demo has a server of its own
-            advise(options.server)
+            advise(options.server, error)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -165,7 +165,8 @@ def size(arguments: Sequence[str]) -> int:
     missing = missing_packages()
     if missing:
         raise ValueError(f"size needs {', '.join(missing)}: pip install 'deltaline[server]'")
-    return subprocess.run([sys.executable, "-m", "deltaline_server.sizing", *arguments], check=False).returncode
+    code = subprocess.run([sys.executable, "-m", "deltaline_server.sizing", *arguments], check=False).returncode
+    return code if code >= 0 else 128 - code  # of a signal, as a shell has it
 
 
 def _version() -> str:

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from deltaline.address import with_port
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disconnected, TransportError, Unavailable
@@ -42,7 +43,7 @@ class AsyncClient(ClientState):
         self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._address = address
+        self._address = with_port(address)
         self._channel: grpc.aio.Channel | None = None
         self._methods: dict[str, Any] = {}
         self._stream: AsyncStepStream | None = None

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar, cast
 
 import grpc
 
+from deltaline.address import with_port
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeltalineError, Disconnected
@@ -42,17 +43,17 @@ class Client(ClientState):
     from being unloaded until their lease ends.
     Threads may share a client; two calls at once on the same span of the same sequence raise SequenceBusy.
 
-    Args: address, "host:port" or "unix:/path"; timeout, seconds for a call with all its retries; retry, see Retry;
-    shared_memory_bytes, how much memory to share with a server on this host that allows it, for the tensors of steps:
-    room for those of all steps at a time, their outputs too; 0 for none. The first call that needs it asks for it, and
-    calls beside that one wait for it, no longer than their own timeout.
+    Args: address, "host" (its port is 50051), "host:port" or "unix:/path"; timeout, seconds for a call with all its
+    retries; retry, see Retry; shared_memory_bytes, how much memory to share with a server on this host that allows it,
+    for the tensors of steps: room for those of all steps at a time, their outputs too; 0 for none. The first call that
+    needs it asks for it, and calls beside that one wait for it, no longer than their own timeout. Raises ValueError.
     """
 
     def __init__(
         self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._channel = grpc.insecure_channel(with_port(address), options=OPTIONS)
         self._methods = bind(self._channel)
         self._stream = StepStream(bind_stream(self._channel))
 

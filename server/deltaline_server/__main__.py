@@ -9,6 +9,7 @@ import signal
 import sys
 
 from deltaline_server import log
+from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config, ConfigError, asked_log_format, unknown_variables
 
 _log = logging.getLogger(__name__)
@@ -27,19 +28,21 @@ def _refuse(why: object) -> int:
 # What the extra "server" installs.
 _EXTRA = {"grpc_health", "grpc_reflection", "prometheus_client", "re2", "safetensors", "torch", "triton"}
 
-try:
-    from deltaline_server.app import Server, StartError
-    from deltaline_server.checkpoints.config_reader import ModelError
-    from deltaline_server.runtime import check
-except ModuleNotFoundError as error:
-    package = (error.name or "").partition(".")[0]
-    if package not in _EXTRA:
-        raise
-    sys.exit(_refuse(f"{package} is missing: pip install 'deltaline[server]'"))
-
 
 def main() -> int:
     """Run the server until a signal or the loss of its device; 0 after a drain, 1 for anything else."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Not the default action: a container's first process does not have one.
+        signal.signal(number, _end)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it says by itself is no event of the log, nor JSON
+    try:  # here: torch takes seconds, in which a signal ends the process quietly
+        from deltaline_server.app import StartError
+        from deltaline_server.runtime import check
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        return _refuse(f"{package} is missing: pip install 'deltaline[server]'")
     try:
         config = Config.parse(sys.argv[1:], os.environ)
         log.configure(config.log_level, config.log_format)
@@ -58,18 +61,23 @@ def main() -> int:
         return 1
 
 
+def _end(number: int, frame: object) -> None:
+    os._exit(128 + number)
+
+
 async def serve(config: Config) -> int:
     """Serve until the end of a drain; return the exit code. While it loads, signals end the process at once."""
+    from deltaline_server.app import Server
+
     server, loop = Server(config), asyncio.get_running_loop()
 
     def take(number: int, frame: object) -> None:
         if not server.has_started:
-            os._exit(128 + number)
+            _end(number, frame)
         if not loop.is_closed():  # a signal behind the drain changes nothing
             loop.call_soon_threadsafe(server.interrupt)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Not the default action: a container's first process does not have one.
         signal.signal(number, take)
     async with server:
         return await server.wait()

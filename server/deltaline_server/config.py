@@ -29,6 +29,8 @@ _BYTES = "a number of bytes such as 4MiB, its unit KiB, MiB, GiB, TiB, KB, MB, G
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 # What names a model on the Hugging Face hub: org/name.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# What Kubernetes tells a pod of a Service.
+_SERVICE_LINK = re.compile(rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP)|PORT=(tcp|udp|sctp)://)")
 _DESCRIPTION = """\
 Serves the recurrent layers (Gated DeltaNet, Mamba2) of a language model, and holds their recurrent state, behind gRPC.
 Give it a model directory as Hugging Face writes it:  deltaline-server --model ./Qwen3.5-4B --layers 0:3
@@ -212,14 +214,12 @@ class Config:
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """The variables DELTALINE_* that are no option, such as misspelt ones.
 
-    Not those that Kubernetes sets in every pod for a Service named deltaline: DELTALINE_SERVICE_*, DELTALINE_PORT_*.
+    Not those that Kubernetes sets in every pod for a Service named deltaline or deltaline-*: DELTALINE_SERVICE_HOST,
+    DELTALINE_PORT_50051_TCP.
     """
     known = {PREFIX + "CONFIG", *(PREFIX + option.name.upper() for option in fields(Config))}
-    return sorted(
-        name
-        for name in environ
-        if name.startswith(PREFIX) and name not in known and "_SERVICE_" not in name and "_PORT" not in name
-    )
+    ours = (name for name in environ if name.startswith(PREFIX) and name not in known)
+    return sorted(name for name in ours if not _SERVICE_LINK.match(f"{name}={environ[name]}"))
 
 
 def asked_log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -274,13 +274,21 @@ def _model_directory(model: str, environ: Mapping[str, str]) -> str:
     home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = Path(environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
     folder = cache / f"models--{model.replace('/', '--')}"
+    remedy = f"get it with `hf download {model}` (pip install huggingface_hub), or give its directory"
     try:
-        return str(folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip())
+        directory = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ConfigError(
-            f"--model: expected a directory, or a model in {cache}, got {model!r}, which is neither: "
-            f"get it with `hf download {model}` (pip install huggingface_hub), or give its directory"
+            f"--model: expected a directory, or a model in {cache}, got {model!r}, which is neither: {remedy}"
         ) from error
+    names = [path.name for path in directory.glob("*") if path.is_file()]  # no link to what is not there yet
+    lacks = [] if "config.json" in names else ["config.json"]
+    lacks += [] if any(name.endswith((".safetensors", ".bin")) for name in names) else ["weights"]
+    if lacks:
+        raise ConfigError(
+            f"--model: expected all of {model!r} in {directory}, found no {' and no '.join(lacks)}: {remedy}"
+        )
+    return str(directory)
 
 
 def _options_of(path: Path) -> dict[str, Any]:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltaline import address
+from deltaline.address import PORT, with_port
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_cli import address, demo
-from deltaline_cli.address import PORT, with_port
+from deltaline_cli import demo
 from deltaline_cli.bench.options import parse_bytes
 from deltaline_cli.main import main
 from deltaline_cli.text import plural, readable_bytes, table
+from deltaline_client import AsyncClient, Client
 from deltaline_server.config import Config
 from deltaline_server.errors import Reason
 
@@ -70,12 +76,51 @@ def test_info_tells_of_adapters_streams_and_pages(server: Any, capsys: pytest.Ca
         ("[::1]:7", "[::1]:7"),
         ("unix:/run/deltaline.sock", "unix:/run/deltaline.sock"),
         ("dns:///host", "dns:///host"),
-        ("", ""),
     ],
 )
 def test_an_address_without_a_port_gets_the_servers_default(text: str, address: str) -> None:
     assert with_port(text) == address
     assert Config.parse(["--random-init", "x"], {}).port == PORT
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":7", "host:", "host:x", "host:0", "host:65536", "http://host:7", "a b", "unix:", "unix:/\udcff"]
+)
+def test_what_is_no_address_is_refused_at_once(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = f"address: expected HOST, HOST:PORT or unix:/PATH, got {text!r}"
+    for make in (Client, AsyncClient):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", text])
+    assert message in capsys.readouterr().err
+
+
+def test_another_servers_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert main(["info", address]) == 1
+    assert f"What answers at {address} is no deltaline server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["size", "--help"], ["info", "{}"]])
+def test_a_reader_that_is_gone_is_no_traceback(server: Any, arguments: list[str]) -> None:
+    gone, output = os.pipe()
+    os.close(gone)
+    command = [sys.executable, "-m", "deltaline_cli", *(word.format(server.address) for word in arguments)]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, env=environ, stdout=output, stderr=subprocess.PIPE, text=True)
+    os.close(output)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(
@@ -144,10 +189,14 @@ def test_other_bytes_are_refused_in_one_line(text: str, capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("deltaline: error: --shared-memory-bytes: expected ")
 
 
-@pytest.mark.parametrize(("option", "value", "limit"), [("drafts", "5", "4"), ("rows", "8", "16")])
+@pytest.mark.parametrize(
+    ("option", "value", "limit"),
+    [("drafts", "5", "4"), ("rows", "8", "16"), ("shared-memory-bytes", "40000", "65536")],
+)
 def test_bench_refuses_more_than_the_server_takes(
     server: Any, option: str, value: str, limit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    server.info.shared_memory_bytes = 65536
     assert main(["bench", server.address, "--clients", "2", "--rows", "1", f"--{option}", value]) == 1
     error = capsys.readouterr().err
     assert f"--{option}" in error and f"at most {limit} " in error
@@ -209,18 +258,35 @@ def test_demo_names_the_packages_that_the_server_needs(
     assert capsys.readouterr().err == error
 
 
+@pytest.mark.parametrize("is_early", [False, True], ids=["later", "early"])
+@pytest.mark.parametrize("first", ["make_checkpoint", "server"])
 def test_an_interrupted_demo_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, first: str, is_early: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started, folders = tmp_path / "started", tmp_path / "folders"
     folders.mkdir()
+    if first == "make_checkpoint":
+        pytest.importorskip("transformers")
+        (tmp_path / "make_checkpoint.py").touch()
     waiting = tmp_path / "python"
     waiting.write_text(f"#!/bin/sh\necho $$ > {started}.new\nmv {started}.new {started}\nexec sleep 60\n")
     waiting.chmod(0o755)
+
+    class Early(subprocess.Popen[bytes]):
+        """Interrupted before anybody else knows of the process."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.write_text(str(self.pid))
+            os.kill(os.getpid(), signal.SIGTERM)
+
     monkeypatch.setattr(sys, "executable", str(waiting))
     monkeypatch.setattr(demo, "EXAMPLES", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(folders))
-    signal_when(signal.SIGTERM, started.exists)
+    if is_early:
+        monkeypatch.setattr(subprocess, "Popen", Early)
+    else:
+        signal_when(signal.SIGTERM, started.exists)
     assert main(["demo"]) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
     assert list(folders.iterdir()) == []

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +55,23 @@ def test_a_missing_server_is_told(example: Any, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--server", "127.0.0.1:9"])
     with pytest.raises(SystemExit, match=r"^no server answers at 127.0.0.1:9: start one with `deltaline-server"):
         example.main()
+
+
+def test_an_interrupt_while_torch_is_imported_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    command = [sys.executable, str(EXAMPLES / "make_checkpoint.py"), str(tmp_path / "made")]
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_prompt_is_token_ids(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--prompt", "a b"])
+    with pytest.raises(SystemExit, match="2"):
+        example.main()
+    assert "--prompt: expected token ids with spaces between, got 'a b'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("embedding", ["embedding", "embeddings"], ids=["mamba_ssm", "transformers"])

@@ -113,7 +113,7 @@ def test_what_is_wrong_is_told_in_one_line(
             tmp_path / "none",
         ): f"--from: {tmp_path / 'none'}: expected a directory, found nothing",
         ("load", "good", "--timeout", "-1"): "timeout: expected a positive number of seconds",
-        ("unload", "nothing"): "no adapter has this name",
+        ("unload", "nothing"): "no adapter has the name 'nothing'",
     }
     for (action, *arguments), message in wrong.items():
         assert adapters(host, str(action), *arguments) == 1

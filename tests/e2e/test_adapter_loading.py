@@ -190,18 +190,18 @@ def test_a_load_waits_for_memory_as_long_as_it_may(host: AdapterHost, kind: str)
 def test_what_cannot_be_read_here_is_not_sent(driven: Driven, host: AdapterHost, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing: expected a directory, found nothing"):
         driven.load("mine", tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match=CONFIG):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: expected an adapter .* found no {CONFIG}"):
         driven.load("mine", tmp_path)
     with pytest.raises(NotADirectoryError, match=f"{CONFIG}: expected a directory, found something else"):
         driven.load("mine", host.directory / CONFIG)
+    (host.directory / CONFIG).write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(ValueError, match=r"adapter_config\.json: expected at most 1048576 bytes"):
+        driven.load("mine", host.directory)
     (host.directory / TENSORS).rename(host.directory / "adapter_model.bin")
     with pytest.raises(ValueError, match=r"only adapter_model\.bin, which can run code"):
         driven.load("mine", host.directory)
     (host.directory / "adapter_model.bin").unlink()
     with pytest.raises(FileNotFoundError, match=TENSORS):
-        driven.load("mine", host.directory)
-    (host.directory / CONFIG).write_bytes(b" " * ((1 << 20) + 1))
-    with pytest.raises(ValueError, match=r"adapter_config\.json: expected at most 1048576 bytes"):
         driven.load("mine", host.directory)
     assert host.registry.num_loaded == 0
     assert all(messages == [] for _, messages in host.service.calls)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -325,6 +325,15 @@ async def test_first_batch_that_fails_ends_the_start(
     assert "device" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.fixture(autouse=True)
+def restored_signals() -> Iterator[None]:
+    """The command takes those of its process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
     monkeypatch.setattr(sys, "argv", ["deltaline-server", *argv])
     monkeypatch.setattr("deltaline_server.log.configure", lambda level, format: None)
@@ -394,6 +403,28 @@ def test_absent_model_is_refused_by_its_option(
     assert f"error: {flag}: expected a file {looked_for}, found none" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "is_file", "told"),
+    [
+        ("--model", True, "expected a directory, got the file"),
+        ("--random-init", False, "expected a config.json, got a"),
+    ],
+)
+def test_a_folder_for_its_file_and_a_file_for_its_folder_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model_file: str,
+    flag: str,
+    is_file: bool,
+    told: str,
+) -> None:
+    folder = Path(model_file).parent
+    assert run_main(monkeypatch, "--check", flag, model_file if is_file else str(folder)) == 1
+    error = capsys.readouterr().err
+    assert f"{flag}: {told} " in error
+    assert error.endswith(f"; try {folder if is_file else folder / 'config.json'}\n")
+
+
 def test_misspelt_variable_is_named_and_ignored(
     monkeypatch: pytest.MonkeyPatch, model_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -406,21 +437,34 @@ def test_misspelt_variable_is_named_and_ignored(
 
 @pytest.mark.parametrize("package", ["grpc_health", "torch"])
 def test_package_that_is_missing_is_named_in_one_line(package: str) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None; from deltaline_server import __main__"
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from deltaline_server import __main__; sys.exit(__main__.main())"
+    )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"deltaline-server: error: {package} is missing: pip install 'deltaline[server]'\n"
 
 
+def test_an_interrupt_while_torch_is_imported_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "deltaline_server"], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_command_serves_until_a_signal_and_exits_with_0(model_file: str) -> None:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "DELTALINE_LOG_FORMAT": "json"}
+    environ.pop("GRPC_VERBOSITY", None)
     argv = ["--random-init", model_file, "--device", "cpu", "--port", "0", "--metrics-port", "-1"]
     command = [sys.executable, "-m", "deltaline_server", *argv]
     with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         events = [json.loads(process.stderr.readline()) for _ in range(4)]
         assert [event["message"] for event in events] == ["loading", "loaded", "prepared", "ready"]
+        port = events[-1]["address"].rpartition(":")[2]
+        refused = subprocess.run([*command, "--port", port], env=environ, capture_output=True, text=True)
+        assert "another server runs there" in json.loads(refused.stderr)["message"]  # and gRPC adds no line
         process.send_signal(signal.SIGTERM)
         rest = [json.loads(line) for line in process.stderr]
         assert process.wait(60) == 0

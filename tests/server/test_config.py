@@ -149,7 +149,13 @@ def test_a_model_of_the_hugging_face_cache_is_served_by_its_name(
     folder = tmp_path / cache / "models--org--m-1.5B"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc123")
-    assert Config.parse(["--model", "org/m-1.5B"], places).model == str(folder / "snapshots" / "abc123")
+    snapshot = folder / "snapshots" / "abc123"
+    for lacks, file in (("config.json and no weights", "config.json"), ("weights", "model.safetensors")):
+        with pytest.raises(ConfigError, match=rf"in {snapshot}, found no {lacks}: .*`hf download org/m"):
+            Config.parse(["--model", "org/m-1.5B"], places)
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (snapshot / file).touch()
+    assert Config.parse(["--model", "org/m-1.5B"], places).model == str(snapshot)
 
 
 def test_a_directory_goes_before_a_name_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +192,8 @@ def test_unrelated_environment_is_ignored() -> None:
 
 def test_unknown_variables_are_those_that_nothing_else_sets() -> None:
     ours = {"DELTALINE_CONFIG": "", "DELTALINE_PORT": "", "DELTALINE_MAX_SEQUENCES": ""}
-    of_kubernetes = {"DELTALINE_SERVICE_HOST": "", "DELTALINE_PORT_50051_TCP_ADDR": ""}
-    typos = {"DELTALINE_SEEDS": "", "DELTALINE_MAX_SEQENCES": ""}
+    of_kubernetes = {"DELTALINE_SERVICE_HOST": "", "DELTALINE_SERVICE_PORT_GRPC": "", "DELTALINE_PORT_50051_TCP": ""}
+    of_kubernetes |= {"DELTALINE_GPU_PORT": "tcp://10.0.0.1:50051", "DELTALINE_GPU_PORT_50051_TCP_ADDR": ""}
+    typos = dict.fromkeys(("DELTALINE_SEEDS", "DELTALINE_METRIC_PORT", "DELTALINE_PORTS", "DELTALINE_PORT_GRPC"), "9")
+    typos |= {"DELTALINE_MY_SERVICE_NAME": ""}
     assert unknown_variables(typos | ours | of_kubernetes | {"PATH": ""}) == sorted(typos)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from http.client import HTTPException
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 BUSY = "deltaline_device_busy_seconds_total"
@@ -17,6 +17,7 @@ _COMPUTE = re.compile(r'deltaline_stage_seconds_sum\{(?=.*stage="compute").*kind
 _TIMEOUT_S = 5.0
 # A server's page is some 100 KiB; what has no end is not one.
 _MOST_BYTES = 16 << 20
+_MOST_REASON_BYTES = 200
 
 
 def read_metrics(url: str) -> dict[str, float]:
@@ -33,6 +34,10 @@ def read_metrics(url: str) -> dict[str, float]:
                     raise ValueError(f"expected a page of metrics, got {len(page)} bytes and no end of them")
             if answer.length:
                 raise OSError(f"the page ended {answer.length} bytes too early")
+    except HTTPError as error:
+        is_text = error.headers.get_content_type() == "text/plain"
+        said = error.read(_MOST_REASON_BYTES).decode(errors="replace").partition("\n")[0] if is_text else ""
+        raise OSError(f"{error}{said and f': {said}'}") from error
     except HTTPException as error:
         raise OSError(f"no answer in HTTP: {error!r}") from error
     text = str(page, encoding="utf-8")
@@ -76,7 +81,8 @@ class BusyMeter(threading.Thread):
             self._share = f"no metrics: {error}"
             return
         seconds = busy_seconds(before, after)
-        self._share = seconds if isinstance(seconds, str) else seconds / (to_s - from_s)
+        # A batch counts when it is over: one that began before would make it more than all of the time.
+        self._share = seconds if isinstance(seconds, str) else min(1.0, seconds / (to_s - from_s))
 
     def share(self) -> float | str:
         """Return the share, 0 .. 1, or why there is none; the run is over."""

@@ -156,7 +156,14 @@ class BenchOptions:
             most = f"the server's sequences have at most {info.max_context} tokens (its --max-context)"
             raise ValueError(f"--prefill-tokens: {most}, got {self.prefill_tokens}")
         if self.sequences * self.clients > info.max_sequences:
+            prefills = " and 1 for prefills" if "prefill" in self.mix else ""
             raise ValueError(
-                f"--rows: the server holds at most {info.max_sequences} sequences, got {self.sequences} "
-                f"(prefills have one of their own) for each of {self.clients} clients"
+                f"--rows: the server holds at most {info.max_sequences} sequences, got "
+                f"{self.sequences * self.clients}: {self.rows} rows{prefills} for each of {self.clients} clients; "
+                "ask for fewer --rows or --clients, or start it with more --max-sequences"
+            )
+        if (asked := self.shared_memory_bytes * self.clients) > info.shared_memory_bytes:
+            raise ValueError(
+                f"--shared-memory-bytes: the server shares at most {info.shared_memory_bytes} bytes (its option of the "
+                f"same name), got {asked} for {self.clients} clients"
             )

@@ -47,29 +47,33 @@ class Verdict:
         if not offered:
             return replace(verdict, refusal="no step was due in the measured time: ask for a longer --duration")
         latency_s = (samples.column("done") - samples.column("due"))[due]
-        wait_s = (samples.column("sent") - samples.column("due"))[due]
+        given_up_s = samples.end_s + options.timeout_s - samples.unserved[inside]  # so long at least
+        wait_s = np.concatenate([(samples.column("sent") - samples.column("due"))[due], given_up_s])
+        waited_s = float(np.median(wait_s))
         is_own_fault = samples.cpu_share > _FULL_CORE
         behind = max(offered - int(done.sum()), int(inside.sum()))
         # In a steady state as many steps are done as are due, but for those under way: latency x rate of them (Little),
-        # and chance makes that at the end differ from that at the beginning.
+        # and chance makes that at the end differ from that at the beginning. One more may be under way, however short
+        # they are: a window that so many steps end, ends when the last is due.
         under_way = float(latency_s.sum()) / samples.seconds
-        if inside.any() or behind > _MISSING * offered + _CHANCE * math.sqrt(2 * under_way):
+        if inside.any() or behind > 1 + _MISSING * offered + _CHANCE * math.sqrt(2 * under_way):
             why = f"{behind} of {offered} steps that were due were not done in time"
             # Steps that waited long for a client were held up by the server; lateness is a part of that wait.
-            is_own_fault |= bool(due.any()) and late_p99_s > float(np.median(wait_s)) / 2 and late_p99_s > _LATE_S
+            is_own_fault |= late_p99_s > max(waited_s / 2, _LATE_S)
         elif late_p99_s > max(_LATE_S, _LATE_SHARE * float(np.percentile(latency_s, 99))):
             why, is_own_fault = "steps were sent late", True
         else:
             return verdict
-        return replace(verdict, refusal=f"{why}: {verdict._side(options, is_own_fault)}")
+        return replace(verdict, refusal=f"{why}: {verdict._side(options, waited_s, is_own_fault)}")
 
-    def _side(self, options: BenchOptions, is_own_fault: bool) -> str:
+    def _side(self, options: BenchOptions, waited_s: float, is_own_fault: bool) -> str:
         """Say who could not keep up, and what may help."""
         late = f"its event loop came {self.late_p99_s * 1e3:.1f} ms late (p99), {self.cpu_share:.0%} of a core used"
         if is_own_fault:
             return f"this generator was slow: {late}; use more --processes, a less busy host, or offer less"
         return (
-            f"the server was slow: all {options.clients} clients waited for it (the generator was not: {late}); "
+            f"the server was slow: half of the steps waited {waited_s * 1e3:.1f} ms or more until one of "
+            f"{options.clients} clients was idle (the generator was not: {late}); "
             "offer less, or use more --clients"
         )
 

@@ -40,12 +40,15 @@ def add_top(commands: Any, served: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics-url", metavar="URL", help=text)
     text = "seconds between frames, and that rates are of [%(default)s]"
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help=text)
-    text = "print one frame and exit; with --metrics-url after one interval"
+    text = "print one frame and exit; with --metrics-url after one interval, with 1 if that has no metrics"
     parser.add_argument("--once", action="store_true", help=text)
 
 
 def top(options: argparse.Namespace) -> int:
-    """Show frames until interrupted, or one; 0. Raises ValueError, and DeltalineError where the first one fails."""
+    """Show frames until interrupted, or one; 0, or 1 where the one lacks the rates that were asked for.
+
+    Raises ValueError, and DeltalineError where the first frame fails.
+    """
     if not 0 < options.interval <= _MOST_S:
         raise ValueError(f"--interval: expected a positive number of seconds, a day at most, got {options.interval:g}")
     if importlib.util.find_spec("rich") is None:
@@ -64,7 +67,7 @@ def top(options: argparse.Namespace) -> int:
             frame = watch.frame()
         if options.once:
             console.print(render(frame, console.width))
-            return 0
+            return int(isinstance(frame.rates, str))
         if not console.is_terminal:
             while True:
                 console.print(render(frame, console.width))

@@ -38,16 +38,19 @@ def files_in(directory: Path, chunk_bytes: int) -> Iterator[Files]:
         raise FileNotFoundError(f"{directory}: expected a directory, found nothing")
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory}: expected a directory, found something else")
-    with open(directory / CONFIG_FILE, "rb") as file:
-        config = file.read(MAX_CONFIG_BYTES + 1)
-    if len(config) > MAX_CONFIG_BYTES:
-        raise ValueError(f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got more")
     pickles = [name for name in _PICKLES if (directory / name).exists()]
     if pickles and not (directory / TENSORS_FILE).exists():
         raise ValueError(
             f"{TENSORS_FILE}: expected a file, found only {pickles[0]}, which can run code when it is loaded; "
             "save the adapter as safetensors"
         )
+    for name in (CONFIG_FILE, TENSORS_FILE):
+        if not (directory / name).exists():
+            raise FileNotFoundError(f"{directory}: expected an adapter as PEFT writes it, found no {name}")
+    with open(directory / CONFIG_FILE, "rb") as file:
+        config = file.read(MAX_CONFIG_BYTES + 1)
+    if len(config) > MAX_CONFIG_BYTES:
+        raise ValueError(f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got more")
     with open(directory / TENSORS_FILE, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         yield config, size, _chunks(file, size, chunk_bytes)

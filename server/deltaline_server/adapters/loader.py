@@ -57,7 +57,8 @@ class AdapterLoader:
         """
         root = self._root
         if root is None:
-            message = "this server has no folder of adapters: upload the files, or start it with --adapter-root"
+            upload = "upload the files (`deltaline adapters load NAME --from DIR`)"
+            message = f"this server has no folder of adapters: {upload}, or start it with --adapter-root"
             raise RequestError(Reason.ADAPTERS_OFF, message, field="upload")
         return await self._load(name, is_pinned, lambda: root.open(name), "name")
 

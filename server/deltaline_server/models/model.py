@@ -237,10 +237,17 @@ def open_plan(options: ModelOptions, device: torch.device = CPU) -> Iterator[Mod
     with ExitStack() as stack:
         checkpoint: Checkpoint | None = None
         if options.model is not None and options.random_init is None:
+            if options.model.is_file():
+                raise ModelError(
+                    f"--model: expected a directory, got the file {options.model}; try {options.model.parent}"
+                )
             _require("--model", options.model / CONFIG_FILE)
             config = ModelConfig.from_directory(options.model)
             checkpoint = stack.enter_context(Checkpoint(options.model))
         elif options.random_init is not None and options.model is None:
+            if options.random_init.is_dir():
+                path = options.random_init / CONFIG_FILE
+                raise ModelError(f"--random-init: expected a {CONFIG_FILE}, got a directory; try {path}")
             _require("--random-init", options.random_init)
             config = ModelConfig.from_file(options.random_init)
         else:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
 
+from deltaline_server.checkpoints.config_reader import shown
 from deltaline_server.errors import Reason, RequestError, spelled_bytes
 from deltaline_server.log import event
 from deltaline_server.tables.adapter_places import AdapterPlaces, Content
@@ -227,7 +228,7 @@ class AdapterRegistry:
     def _number(self, name: str, hint: str = "") -> int:
         number = self._numbers.get(name)
         if number is None:
-            raise RequestError(Reason.ADAPTER_UNKNOWN, f"no adapter has this name{hint}", field="name")
+            raise RequestError(Reason.ADAPTER_UNKNOWN, f"no adapter has the name {shown(name)}{hint}", field="name")
         return number
 
     def _why_not(self, num_bytes: int, free: int) -> str:

@@ -172,5 +172,10 @@ def test_long_prefills_are_more_than_the_block_holds(server: Any) -> None:
 
 
 def test_shared_memory_that_is_not_used_is_an_error(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", server.address, *DECODE, "--steps", "3", "--shared-memory-bytes", "65536"]) == 1
-    assert "--shared-memory-bytes: " in capsys.readouterr().err
+    arguments = ["bench", server.address, *DECODE, "--steps", "3", "--shared-memory-bytes", "65536"]
+    assert main(arguments) == 1
+    assert "--shared-memory-bytes: the server shares at most 0 bytes" in capsys.readouterr().err
+    assert server.requests["Step"] == []
+    server.info.shared_memory_bytes = 2 * 65536  # which it does not give
+    assert main(arguments) == 1
+    assert "--shared-memory-bytes: not all tensors went through it" in capsys.readouterr().err

@@ -144,6 +144,8 @@ BACKLOG = [sample(i / 100, 0.01 + max(0.0, i / 100) * 0.1) for i in range(-100, 
         (samples(BACKLOG), "of 1000 steps that were due were not done in time: the server was slow"),
         (samples(BACKLOG, cpu=0.97), "this generator was slow"),
         (samples(steady()[:-100], unserved=(9.99,)), "1 of 1001 steps"),
+        (samples([sample(1.0), sample(5.0), sample(10.0)]), ""),  # the last one is due when the window ends
+        (samples([], unserved=(9.0,)), "waited 11000.0 ms or more until one of 4 clients was idle"),
         (
             samples(steady(total_s=0.05, late_s=0.02)),
             "steps were sent late: this generator was slow: its event loop came",

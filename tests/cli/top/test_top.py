@@ -202,6 +202,22 @@ def test_a_page_that_is_none_of_metrics_is_told(server: Any, answer: bytes, told
     assert isinstance(frame.rates, str) and told in frame.rates
 
 
+def test_a_script_is_told_what_the_port_says(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    class Lost(Page):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(b"expected /metrics\n")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Lost) as lost:
+        threading.Thread(target=lost.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{lost.server_port}"
+        assert main(["top", server.address, "--once", "--interval", "0.01", "--metrics-url", url]) == 1
+        lost.shutdown()
+    assert "HTTP Error 404: Not Found: expected /metrics" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_metrics_url_that_is_none_is_told(server: Any) -> None:
     with Client(server.address) as client:
         rates = Watch(client, server.address, "http://127.0.0.1:x/metrics").frame().rates

@@ -144,7 +144,7 @@ def test_a_name_that_is_not_there_is_unknown() -> None:
     for call, hint in ((rig.registry.bind, ": load it first"), (unload, "")):
         with pytest.raises(RequestError) as error:
             call("a")
-        assert (reason_of(error), str(error.value)) == (Reason.ADAPTER_UNKNOWN, f"no adapter has this name{hint}")
+        assert (reason_of(error), str(error.value)) == (Reason.ADAPTER_UNKNOWN, f"no adapter has the name 'a'{hint}")
 
 
 def test_unloading_what_is_in_use_is_refused() -> None:

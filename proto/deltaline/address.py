@@ -1,0 +1,27 @@
+"""The address of a server as a person writes it: a host, a host and a port, or a Unix socket."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+PORT = 50051
+"""Where a server listens unless it is told otherwise."""
+
+_HOST = re.compile(r"(?:[\w.-]+|\[[^\]\s]+\])(?::(?P<port>[0-9]{1,5}))?")  # a name, 10.0.0.1 or [::1]
+_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")  # gRPC's own, which it is left to read
+
+
+def with_port(address: str) -> str:
+    """Return the address with PORT if it is a host alone; else as it is. Raises ValueError if it is no address."""
+    try:
+        host = f"[{ipaddress.IPv6Address(address)}]"
+    except ValueError:
+        host = address
+    scheme, _, target = host.partition(":")
+    if f"{scheme}:" in _SCHEMES and target and host.isprintable():
+        return host
+    match = _HOST.fullmatch(host)
+    if match is None or not 0 < int(match["port"] or PORT) < 2**16:
+        raise ValueError(f"address: expected HOST, HOST:PORT or unix:/PATH, got {address!r}")
+    return host if match["port"] else f"{host}:{PORT}"
