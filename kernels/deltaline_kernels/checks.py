@@ -3,6 +3,7 @@
 Every failure is a TypeError or a ValueError that names the argument, what was expected and what was got.
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 STATES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 256
 MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 6
+LARGEST = sys.float_info.max
 
 
 def check_tensor(
@@ -72,6 +74,36 @@ def check_positive(name: str, value: int) -> None:
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+def check_no_gradient(name: str, value: object) -> None:
+    """Raise ValueError if `value` is a tensor that needs a gradient, while gradients are recorded."""
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: expected a tensor that needs no gradient, as nothing is recorded for autograd; call under "
+            "torch.no_grad() or torch.inference_mode(), or detach it"
+        )
+
+
+def parse_number(name: str, value: float) -> float:
+    """Return a finite number of the host as a float: of an int 1 Triton would make a constant, of another an integer.
+
+    Raises:
+        TypeError, ValueError: another type, or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    return float(value)
+
+
+def parse_eps(name: str, value: float) -> float:
+    """Return a finite number of at least 0 as a float; raise TypeError or ValueError for another."""
+    value = parse_number(name, value)
+    if value < 0:
+        raise ValueError(f"{name}: expected at least 0, got {value}")
+    return value
 
 
 def _check_packed_heads(name: str, tensor: Tensor) -> None:

@@ -12,11 +12,12 @@ from deltaline_bench.case import NotApplicable, Side, SideMaker
 from deltaline_bench.peers import Peers
 from deltaline_kernels import Rows
 from deltaline_kernels.attention import Modifiers, and_masks, find_modifier, flex_decode
+from deltaline_kernels.compat import flex_decoding
 
 
 def ours(batch: Batch) -> dict[str, SideMaker]:
-    """Our side, of pages."""
-    return {"deltaline": lambda: _ours(batch)}
+    """Our sides: pages, and the field's signature over dense keys."""
+    return {"deltaline": lambda: _ours(batch), "deltaline compat": lambda: _compat(batch)}
 
 
 def peers(batch: Batch, found: Peers) -> dict[str, SideMaker]:
@@ -50,6 +51,22 @@ def _ours(batch: Batch) -> Side:
     pages = batch.k_pages, batch.v_pages, batch.page_table
     call = partial(flex_decode, batch.q, *pages, _rows_of(batch), modifiers=_modifiers_of(batch))
     return Side(call, lambda o: {"o": o}, lambda: None)
+
+
+def _compat(batch: Batch) -> Side:
+    """Make the call with dense keys of equal length.
+
+    Raises:
+        NotApplicable: ragged rows, a window, or several tokens that see each other causally.
+    """
+    shape = batch.shape
+    if shape.is_ragged or shape.window is not None:
+        raise NotApplicable("no lengths and no positions")
+    if shape.is_causal and shape.tokens > 1:
+        raise NotApplicable("queries count from 0")
+    cap = None if shape.soft_cap is None else find_modifier("soft_cap")(shape.soft_cap)
+    call = partial(flex_decoding, *batch.dense(), score_mod=cap)
+    return Side(call, lambda o: {"o": _packed(o)}, lambda: None)
 
 
 def _sdpa(batch: Batch) -> Side:

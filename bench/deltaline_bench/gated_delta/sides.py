@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from deltaline_bench.case import NotApplicable, Side, SideMaker
 from deltaline_bench.gated_delta.batch import Batch
@@ -17,6 +18,7 @@ from deltaline_bench.lines import Mode
 from deltaline_bench.peers import Function, Peers
 from deltaline_bench.recurrence.sides import Pool, TokenPool, on_lines
 from deltaline_kernels import Rows, gated_delta
+from deltaline_kernels.compat import chunk_gated_delta_rule, fused_sigmoid_gating_delta_rule_update
 
 FLA = "fla.ops.gated_delta_rule"
 VLLM = "vllm.third_party.flash_linear_attention.ops"
@@ -25,14 +27,20 @@ SOFTPLUS_THRESHOLD = 20.0
 
 
 def ours(batch: Batch) -> dict[str, SideMaker]:
-    """Our side."""
+    """Our sides: the native call, and the field's signatures over it, which say nothing of a verify."""
 
     def rule(state: Tensor, drafts: Tensor, rows: Rows) -> Tensor:
         qkv, a, b = batch.packed
         keys = batch.shape.num_key_heads
         return gated_delta(qkv, a, b, batch.A_log, batch.dt_bias, state, drafts, rows, num_key_heads=keys)
 
-    return {"deltaline": lambda: on_lines(batch, rule)}
+    sides: dict[str, SideMaker] = {"deltaline": lambda: on_lines(batch, rule)}
+    if batch.shape.mode is Mode.PREFILL:
+        sides["deltaline compat"] = lambda: _vllm_prefill(batch, chunk_gated_delta_rule)
+        sides["deltaline compat, norms before"] = lambda: _vllm_prefill(batch, chunk_gated_delta_rule, normalized=True)
+    elif batch.shape.mode is Mode.DECODE:
+        sides["deltaline compat"] = lambda: _sglang_decode(batch, fused_sigmoid_gating_delta_rule_update)
+    return sides
 
 
 def peers(batch: Batch, found: Peers) -> dict[str, SideMaker]:
@@ -100,16 +108,22 @@ def _fla_prefill(batch: Batch, function: Function, *, raw_gates: bool) -> Side:
     return Side(call, lambda done: {"o": done[0][0], "state": done[1].transpose(-1, -2)}, lambda: None)
 
 
-def _vllm_prefill(batch: Batch, function: Function) -> Side:
+def _vllm_prefill(batch: Batch, function: Function, *, normalized: bool = False) -> Side:
+    """Make a side of whole sequences, of which q and k may have been divided by their norms before."""
+    q, k, v = _contiguous(batch)
+    if normalized:
+        q, k = (normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
     # The engine gathers the states before the call and scatters them after it: neither is timed.
     call = partial(
         function,
-        *_contiguous(batch),
+        q,
+        k,
+        v,
         *_given_gates(batch).values(),
         initial_state=batch.states.float(),
         output_final_state=True,
         cu_seqlens=batch.int32(batch.shape.starts),
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=not normalized,
     )
     return Side(call, lambda done: {"o": done[0][0], "state": done[1]}, lambda: None)
 

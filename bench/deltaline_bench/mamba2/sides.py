@@ -19,6 +19,7 @@ from deltaline_bench.mamba2.batch import Batch
 from deltaline_bench.peers import Function, Peers
 from deltaline_bench.recurrence.sides import Pool, TokenPool, on_lines
 from deltaline_kernels import Rows, mamba2
+from deltaline_kernels.compat import mamba_chunk_scan_combined_varlen, selective_state_update
 
 VLLM = "vllm.model_executor.layers.mamba.ops"
 SGLANG = "sglang.kernels.ops.mamba.triton_ops"
@@ -28,14 +29,19 @@ CHUNKS = (128, 256)
 
 
 def ours(batch: Batch) -> dict[str, SideMaker]:
-    """Our side."""
+    """Our sides: the native call, and the field's signatures over it, which say nothing of a verify."""
 
     def recurrence(state: Tensor, drafts: Tensor, rows: Rows) -> Tensor:
         xBC, dt = batch.packed
         groups = batch.shape.num_key_heads
         return mamba2(xBC, dt, batch.A_log, batch.D, batch.dt_bias, state, drafts, rows, num_groups=groups)
 
-    return {"deltaline": lambda: on_lines(batch, recurrence)}
+    sides: dict[str, SideMaker] = {"deltaline": lambda: on_lines(batch, recurrence)}
+    if batch.shape.mode is Mode.PREFILL:
+        sides["deltaline compat"] = lambda: _vllm_prefill(batch, mamba_chunk_scan_combined_varlen, CHUNKS[0])
+    elif batch.shape.mode is Mode.DECODE:
+        sides["deltaline compat"] = lambda: _decode(batch, selective_state_update)
+    return sides
 
 
 def peers(batch: Batch, found: Peers) -> dict[str, SideMaker]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import NoneType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from deltaline_kernels.attention.modifiers.shipped import find_modifier, known_m
 from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.attention.reference import flex_decode_reference
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
+from deltaline_kernels.operators import operator
 from deltaline_kernels.rows import Rows, check_rows
 
 __all__ = [
@@ -34,7 +38,13 @@ __all__ = [
 MIN_PAGE, MAX_PAGE = 16, 4096
 
 
-@torch.no_grad()
+def _fake(q: Tensor, v_pages: Tensor, return_lse: bool, **_: Any) -> Tensor | tuple[Tensor, Tensor]:
+    o = q.new_empty(*q.shape[:2], v_pages.shape[3])
+    return (o, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else o
+
+
+# Modifiers and lists of blocks are objects that an operator can't take.
+@operator(_fake, results=2, only={"modifiers": NoneType, "blocks": NoneType})
 def flex_decode(
     q: Tensor,
     k_pages: Tensor,
@@ -49,7 +59,7 @@ def flex_decode(
     return_lse: bool = False,
     blocks: BlockLists | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Let every row's tokens attend to its keys, those of its own tokens among them; record nothing for gradients.
+    """Let every row's tokens attend to its keys, those of its own tokens among them.
 
     A row's keys are the positions 0 .. position + n - 1 of its write line: they are stored before. A row that writes
     nothing (write line -1) is skipped. What lies behind a row's keys in its pages is never looked at.

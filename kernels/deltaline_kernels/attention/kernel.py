@@ -3,7 +3,7 @@
 A tile has as columns the queries of a few tokens and of all heads that share a head of keys; its rows are keys, and
 channels of the output:
 
-    S = scale K Q^T, modified;  P = exp2(S - m);  O = O exp2(m' - m) + V^T P
+    S = scale K Q^T, modified;  P = exp2(S log2 e - m);  O = O exp2(m' - m) + V^T P
 
 So the left operands come from shared memory as they are, and what is rounded, P, is a right one: an assembler that may
 overwrite a left operand in registers too early has none.
@@ -228,11 +228,9 @@ def attend_kernel(
             at_v = key_offsets(own, start, o_n, i_kv, table_stride, HKV, DV, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
             b_k = tl.load(k + at_k[:, None] + o_d[None, :], mask=in_n[:, None] & (o_d < D)[None, :], other=0.0)
             b_v = tl.load(v + at_v[:, None] + o_v[None, :], mask=in_n[:, None] & (o_v < DV)[None, :], other=0.0)
-            s = tl.dot(b_k, b_q, input_precision="ieee")
+            s = tl.dot(b_k, b_q, input_precision="ieee") * SCALE
             if num_scores(SPEC) > 0:
-                s = modify(s * SCALE, score_values, line, h_m, q_m, kv[:, None], SPEC) * LOG2_E
-            else:
-                s *= SCALE * LOG2_E
+                s = modify(s, score_values, line, h_m, q_m, kv[:, None], SPEC)
             seen = in_n[:, None] & (o_m >= 0)[None, :]
             if num_clauses(SPEC) > 0:
                 allowed = sees(mask_values, line, h_m, q_m, kv[:, None], SPEC)
@@ -240,11 +238,13 @@ def attend_kernel(
                     allowed = allowed | is_full
                 seen = seen & allowed
             s = tl.where(seen, s, float("-inf"))
-            new_m = tl.maximum(m, tl.max(s, 0))
+            # The maximum becomes an exponent of 2, the scores don't: a bias makes them large, and one more rounding of
+            # them would show in p.
+            new_m = tl.maximum(m, tl.max(s, 0) * LOG2_E)
             # Where nothing was seen yet the difference of two infinities would be no number.
             safe = tl.where(new_m == float("-inf"), 0.0, new_m)
             decay = tl.exp2(m - safe)
-            p = tl.exp2(s - safe[None, :])
+            p = tl.exp2(tl.fma(s, LOG2_E, -safe[None, :]))
             total = total * decay + tl.sum(p, 0)
             acc = tl.dot(tl.trans(b_v), p.to(b_v.dtype), acc=acc * decay[None, :], input_precision="ieee")
             m = new_m

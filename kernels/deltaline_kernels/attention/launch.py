@@ -26,7 +26,7 @@ HOPPER = (9, 0)
 @lru_cache
 def num_processors(device: torch.device) -> int:
     """Return the multiprocessors of a device; of a CPU, where the interpreter runs, two."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type != "cpu" else 2
 
 
 def flex_decode_triton(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | None) -> None:
@@ -73,7 +73,7 @@ def _launch(queries: Queries, keys: Keys, rows: Rows, o: Tensor, lse: Tensor | N
     table = rows.control if blocks is None else blocks.table
     sinks, gate, lse = (q if tensor is None else tensor for tensor in (sinks, gate, lse))
     shared = (parameters, table, sinks, gate, o, lse, partials)
-    overlap = bool(split) and q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= HOPPER
+    overlap = bool(split) and q.device.type != "cpu" and torch.cuda.get_device_capability(q.device) >= HOPPER
     attend_kernel[(min(num_items, tile.programs * num_processors(q.device)),)](
         q,
         keys.k,

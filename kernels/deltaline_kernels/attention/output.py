@@ -40,15 +40,16 @@ def finish(
     """Store the outputs of a tile; o_v `[V block]` are channels, what belongs to a query is `[M]`.
 
     Args:
-        acc: `[V block, M]`, sum of exp2(s - m) v. m: largest s, -inf where nothing was seen. total: sum of exp2(s - m).
+        acc: `[V block, M]`, sum of exp2(s log2 e - m) v, s the scores. m: the largest s log2 e, -inf where nothing was
+            seen. total: sum of exp2(s log2 e - m).
         is_live: False: a skipped row, whose sums are those of no keys; its sinks don't count either.
     """
     if HAS_SINKS:
-        sink = tl.where(is_live, tl.load(sinks + h).to(tl.float32) * LOG2_E, float("-inf"))
-        top = tl.maximum(m, sink)
+        sink = tl.where(is_live, tl.load(sinks + h).to(tl.float32), float("-inf"))
+        top = tl.maximum(m, sink * LOG2_E)
         safe = tl.where(top == float("-inf"), 0.0, top)
         decay = tl.exp2(m - safe)
-        total = total * decay + tl.exp2(sink - safe)
+        total = total * decay + tl.exp2(tl.fma(sink, LOG2_E, -safe))
         acc = acc * decay[None, :]
         m = top
     is_empty = total == 0.0
@@ -62,4 +63,4 @@ def finish(
         b_o = b_o / (1.0 + tl.exp2(b_gate * -LOG2_E))
     tl.store(o + (at * DV)[None, :] + o_v[:, None], b_o.to(o.dtype.element_ty), mask=in_o)
     if HAS_LSE:
-        tl.store(lse + at, tl.where(is_empty, float("-inf"), (m + tl.log2(total)) * LN_2), mask=mask)
+        tl.store(lse + at, tl.where(is_empty, float("-inf"), tl.fma(m, LN_2, tl.log2(total) * LN_2)), mask=mask)

@@ -8,6 +8,7 @@ dimensions in the engines' order.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +16,67 @@ from torch import Tensor
 from deltaline_kernels.checks import ACTIVATIONS, MAX_CONV_WIDTH, MIN_CONV_WIDTH
 
 INTEGERS = (torch.int32, torch.int64)
+
+
+class Unused(TypedDict, total=False):
+    """Arguments by name that vLLM, fla, FlashQLA and transformers pass to the gated delta rule; they change nothing.
+
+    Those in NEUTRAL change nothing if they have the value there, or None.
+    """
+
+    # How it is computed.
+    chunk_size: int
+    chunk_indices: Tensor | None
+    chunk_offsets: Tensor | None
+    cu_seqlens_cpu: Tensor | None
+    auto_cp: bool
+    enable_fwd_cp_cache: bool
+    # What transformers passes on from the call of the model.
+    use_cache: bool | None
+    output_attentions: bool | None
+    output_hidden_states: bool | None
+    output_router_logits: bool | None
+    num_items_in_batch: Tensor | int | None
+    cu_seq_lens_k: Tensor | None
+    max_length_q: int | None
+    max_length_k: int | None
+    position_ids: Tensor | None
+    seq_idx: Tensor | None
+    is_causal: bool | None
+    # Other meanings of the arguments.
+    head_first: bool
+    use_gate_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    A_log: None
+    dt_bias: None
+    gk: None
+    gv: None
+    cp_context: None
+
+
+NEUTRAL: Mapping[str, Any] = {
+    "head_first": False,
+    "use_gate_in_kernel": False,
+    "use_beta_sigmoid_in_kernel": False,
+    "allow_neg_eigval": False,
+    **dict.fromkeys(("A_log", "dt_bias", "gk", "gv", "cp_context")),
+}
+
+
+def check_unused(unused: Unused) -> None:
+    """Check arguments that are accepted by name alone.
+
+    Raises:
+        TypeError: a name that is not one of `Unused`.
+        ValueError: a value with a meaning that is not offered.
+    """
+    for name, value in unused.items():
+        if name not in Unused.__annotations__:
+            raise TypeError(f"{name}: expected no argument of this name")
+        if name in NEUTRAL and value is not None and value is not NEUTRAL[name]:
+            got = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
+            raise ValueError(f"{name}: expected {NEUTRAL[name]}, the only meaning that is offered, got {got}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +112,15 @@ class EngineRows:
 
 def check_operand(
     name: str,
-    tensor: Tensor,
+    tensor: Tensor | None,
     shape: Mapping[str, int | None],
     dtypes: Sequence[torch.dtype] = ACTIVATIONS,
     device: torch.device | None = None,
     beside: str | None = "x",
     *,
     contiguous: bool = False,
-) -> None:
-    """Check one tensor argument, of any strides unless it shall be `contiguous`.
+) -> Tensor:
+    """Check and return one tensor argument, of any strides unless it shall be `contiguous`.
 
     Args:
         shape: the name of each dimension and its size, None for any.
@@ -83,14 +145,24 @@ def check_operand(
         raise ValueError(f"{name}: expected shape ({wanted}), got {sizes}")
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+    return tensor
 
 
-def check_indices(name: str, tensor: Tensor, device: torch.device, num_rows: int, *, more: bool = False) -> None:
-    """Check a `(num_rows,)` tensor of integers; `more` accepts entries behind those, which are not read."""
+def check_indices(
+    name: str,
+    tensor: Tensor | None,
+    device: torch.device,
+    num_rows: int,
+    dtypes: Sequence[torch.dtype] = INTEGERS,
+    *,
+    more: bool = False,
+) -> Tensor:
+    """Check and return a `(num_rows,)` tensor of integers; `more` accepts entries behind those, which are not read."""
     wanted = None if more else num_rows
-    check_operand(name, tensor, {"rows": wanted}, INTEGERS, device)
+    tensor = check_operand(name, tensor, {"rows": wanted}, dtypes, device)
     if tensor.shape[0] < num_rows:
         raise ValueError(f"{name}: expected at least {num_rows} entries, got {tensor.shape[0]}")
+    return tensor
 
 
 def check_integer(name: str, value: int) -> None:
@@ -124,17 +196,20 @@ def check_filter(weight: Tensor, bias: Tensor | None, dim: int, device: torch.de
 
 
 def check_states(name: str, states: Tensor, dim: int, width: int, device: torch.device) -> None:
-    """Check `(lines, dim, columns)` states: channels contiguous, columns packed, any distance between lines."""
+    """Check `(lines, dim, columns)` states: channels or columns contiguous, lines apart at any distance."""
     check_operand(name, states, {"lines": None, "dim": dim, "columns": None}, device=device)
     lines, _, columns = states.shape
     if columns < width - 1:
         raise ValueError(f"{name}: expected at least width - 1 = {width - 1} columns, got {columns}")
     line_stride, channel_stride, column_stride = states.stride()
-    packed = (dim <= 1 or channel_stride == 1) and (columns <= 1 or column_stride == dim)
-    if not packed or (lines > 1 and line_stride < columns * dim):
+    by_column = (dim <= 1 or channel_stride == 1) and (columns <= 1 or column_stride >= dim)
+    by_channel = (columns <= 1 or column_stride == 1) and (dim <= 1 or channel_stride >= columns)
+    size = (dim - 1) * channel_stride + (columns - 1) * column_stride + 1
+    if not (by_column or by_channel) or (lines > 1 and line_stride < size):
         raise ValueError(
-            f"{name}: expected the channels of a column contiguous and the columns of a line packed, as in "
-            f"states.transpose(1, 2) of a [lines, columns, dim] tensor, got strides {states.stride()}"
+            f"{name}: expected the channels of a column contiguous, as in states.transpose(1, 2) of a "
+            "[lines, columns, dim] tensor, or the columns of a channel, and lines that don't overlap, "
+            f"got strides {states.stride()}"
         )
 
 

@@ -2,11 +2,12 @@
 
     d = clamp(softplus(dt + dt_bias));  h = exp(A d) h + d x B^T;  y = (h C + D x) silu(z)
 
-Argument names and layouts are vLLM's. Head h uses group h // (H / G). For inference only: nothing is recorded for
-autograd. Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
+Argument names and layouts are vLLM's. Head h uses group h // (H / G). Nothing waits for a GPU: what index tensors say
+is checked on the CPU alone.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +15,29 @@ from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, STATES
 from deltaline_kernels.compat.arguments import EngineRows, check_integer, check_operand
-from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, share_columns, widen
+from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, join_columns, widen
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.rows import check_offsets
 from deltaline_kernels.mamba2 import run_mamba2
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
+from deltaline_kernels.operators import operator
 
 
-@torch.no_grad()
+def _fake(
+    x: Tensor,
+    B: Tensor,
+    cu_seqlens: Tensor,
+    state_dtype: torch.dtype | None,
+    final_states_out: Tensor | None,
+    **_: Any,
+) -> Tensor | None:
+    if final_states_out is not None:
+        return None
+    dtype = state_dtype or (x.dtype if x.dtype in STATES else torch.float32)
+    return x.new_empty(cu_seqlens.shape[0] - 1, *x.shape[1:], B.shape[2], dtype=dtype)
+
+
+@operator(_fake, mutates=["out", "final_states_out"])
 def mamba_chunk_scan_combined_varlen(
     x: Tensor,
     dt: Tensor,
@@ -48,8 +64,8 @@ def mamba_chunk_scan_combined_varlen(
     """Run whole sequences in chunks.
 
     Args:
-        x: `(tokens, H, P)`; B, C: `(tokens, G, S)`, H a multiple of G; fp32, bf16 or fp16, all alike. Columns x, B, C
-            of one tensor are used where they are, others are copied. P and S of at most 256.
+        x: `(tokens, H, P)`; B, C: `(tokens, G, S)`, H a multiple of G; fp32, bf16 or fp16. Columns x, B, C of one
+            tensor are used where they are, others are copied, to fp32 if not all alike. P and S of at most 256.
         dt: `(tokens, H)`; A, dt_bias: `(H,)`; D: `(H,)` or `(H, P)`; z: as x; any of the three dtypes. A is at most 0.
         chunk_size: not used, nor are cu_chunk_seqlens, last_chunk_indices and seq_idx: chunks are found on the device,
             and begin where sequences begin.
@@ -130,15 +146,14 @@ def _pack_inputs(
     softplus: bool,
 ) -> MambaInputs:
     """Return the tokens as the native operation has them; a D per channel is left to the caller."""
-    xBC = share_columns(x[None], B[None], C[None])
-    if xBC is None:
-        xBC = torch.cat([part.flatten(1) for part in (x, B, C)], dim=1)
+    xBC = join_columns(x, B, C)
     if not softplus:
         dt = (dt.float() if dt_bias is None else dt.float() + dt_bias.float()).clamp(*heads.dt_limit)
         dt_bias = None
-    skip = _pack(D, x.dtype) if D is not None and D.ndim == 1 else None
-    bias = None if dt_bias is None else _pack(dt_bias, x.dtype)
-    steps, rates = _pack(dt, x.dtype), _pack(A, x.dtype)
+    dtype = xBC.dtype
+    skip = _pack(D, dtype) if D is not None and D.ndim == 1 else None
+    bias = None if dt_bias is None else _pack(dt_bias, dtype)
+    steps, rates = _pack(dt, dtype), _pack(A, dtype)
     return MambaInputs(xBC, steps, rates, skip, bias, heads, log_rate=False, softplus=softplus)
 
 
@@ -177,9 +192,9 @@ def _check_tokens(
 ) -> MambaHeads:
     check_operand("x", x, {"tokens": None, "H": None, "P": None})
     device, (num_tokens, num_heads, head_dim) = x.device, x.shape
-    check_beside("B", B, {"tokens": num_tokens, "G": None, "S": None}, (x.dtype,), device)
+    check_beside("B", B, {"tokens": num_tokens, "G": None, "S": None}, ACTIVATIONS, device)
     num_groups, state_dim = B.shape[1:]
-    check_beside("C", C, {"tokens": num_tokens, "G": num_groups, "S": state_dim}, (x.dtype,), device)
+    check_beside("C", C, {"tokens": num_tokens, "G": num_groups, "S": state_dim}, ACTIVATIONS, device)
     if num_groups < 1:
         raise ValueError("B: expected at least 1 group, got 0")
     if num_heads < 1 or num_heads % num_groups:

@@ -1,11 +1,12 @@
 """Causal depthwise convolution as inference engines call it: `causal_conv1d_fn` and `causal_conv1d_update`.
 
-Names, arguments and state layout are those of vLLM: channels first, states that are lines of a pool picked
-by index tensors, a history that begins at column 0. Products and sums are fp32. For inference only: nothing is
-recorded for autograd. Nothing waits for a GPU unless told to check the contents.
+Names, arguments and state layout are those of vLLM: channels first, states that are lines of a pool picked by index
+tensors, a history that begins at column 0. Products and sums are fp32. Nothing waits for a GPU unless told to check the
+contents.
 """
 
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -31,80 +32,123 @@ from deltaline_kernels.compat.rows import (
 )
 from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
 from deltaline_kernels.conv1d.inputs import ConvInputs
+from deltaline_kernels.operators import operator
+
+# What does what an argument of causal-conv1d would.
+INSTEAD = {
+    "seq_idx": "packed sequences are told by query_start_loc",
+    "initial_states": "conv_states and has_initial_state tell them",
+    "return_final_states": "conv_states are left with the last tokens",
+    "final_states_out": "conv_states are left with the last tokens",
+    "cache_seqlens": "lines are not circular",
+}
 
 
+def _fake_batch(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
+
+
+def _fake_fn(x: Tensor, **_: Any) -> Tensor:
+    return _fake_batch(x) if x.ndim == 3 else x.new_empty(x.shape[1], x.shape[0]).t()
+
+
+def _fake_update(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
+    if out is not None:
+        return out
+    return _fake_batch(x) if x.ndim == 3 else x.new_empty(x.shape)
+
+
+# Two results, one of them nothing: inductor (torch 2.13) fails on a single one where no tensor is given to write to.
+@operator(_fake_fn, mutates=["conv_states"], results=2, only={"activation": str, "metadata": NoneType})
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    conv_states: Tensor | None,
-    query_start_loc: Tensor,
+    bias: Tensor | None = None,
+    conv_states: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
     cache_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
-    activation: bool | str | None = "silu",
+    activation: bool | str | None = "auto",
     pad_slot_id: int = -1,
     metadata: Any = None,
     validate_data: bool = False,
     null_block_id: int | None = None,
+    seq_idx: None = None,
+    initial_states: None = None,
+    return_final_states: bool = False,
+    final_states_out: None = None,
+    use_cache: bool | None = None,
 ) -> Tensor:
-    """Convolve packed sequences of any length; keep the last width-1 tokens of each in its line.
+    """Convolve sequences of any length, packed or a batch; keep the last width-1 tokens of each in its line.
 
     Args:
-        x: `(dim, tokens)`, x.stride(0) == 1; fp32, bf16 or fp16. Rounded to the states' dtype before its use.
+        x: `(dim, tokens)`, x.stride(0) == 1, packed; or `(batch, dim, tokens)`, a sequence each, of which other strides
+            than those of contiguous `[tokens, dim]` rows cost a copy. fp32, bf16 or fp16; rounded to the states' dtype
+            before its use.
         weight: `(dim, width)`, width 2..6. bias: `(dim,)` or None. Any of the three dtypes each.
-        conv_states: `(lines, dim, >= width-1)`, a transposed view of `[lines, columns, dim]` of any line stride, or
-            None for no states. Mutated: columns 0..width-2 of the lines of sequences that are not empty.
-        query_start_loc: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last.
-        cache_indices: `(N,)`, the line of each sequence; None: sequence i has line i. A sequence whose index is
+        conv_states: `(lines, dim, >= width-1)`, or None for no states. The channels of a column are contiguous, as in a
+            transposed view of `[lines, columns, dim]`, which is faster, or the columns of a channel; lines are any
+            distance apart. Mutated: columns 0..width-2 of the lines of sequences that are not empty.
+        query_start_loc: `(N+1,)` int32 or int64, the first token of each packed sequence and the end of the last.
+        cache_indices: `(>= N,)`, the line of each sequence; None: sequence i has line i. A sequence whose index is
             negative or `pad_slot_id` is skipped: its outputs are zero, no line is touched.
-        has_initial_state: `(N,)` bool, whether the line's columns 0..width-2 precede a sequence; None: never.
-        activation: True, "silu" or "swish"; None or False for none.
-        metadata: not needed. validate_data: check what the index tensors say; waits for the device.
+        has_initial_state: `(>= N,)` bool, whether the line's columns 0..width-2 precede a sequence; None: never.
+        activation: True, "silu" or "swish"; None or False for none; "auto" is SiLU for packed x, as in vLLM, and none
+            for a batch, as in causal-conv1d.
+        metadata, use_cache: not needed. validate_data: check what the index tensors say; waits for the device.
         null_block_id: takes the place of `pad_slot_id` where it is given; line 0 is an ordinary one unless it is 0.
+        seq_idx, initial_states, return_final_states, final_states_out: causal-conv1d's, refused unless they ask for
+            nothing.
 
     Returns:
-        `(dim, tokens)` in x's dtype and with x's order of memory; unspecified for tokens of no sequence.
+        As x, in its dtype: packed with its order of memory, unspecified for tokens of no sequence; of a batch the
+        transpose of contiguous `[batch, tokens, dim]`.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
-    silu = parse_activation(activation)
+    is_batch = isinstance(x, Tensor) and x.ndim == 3
+    silu = not is_batch if activation == "auto" else parse_activation(activation)
     skip = _parse_pad(pad_slot_id, null_block_id)
-    check_operand("x", x, {"dim": None, "tokens": None})
-    dim, num_tokens = x.shape
+    _refuse(seq_idx=seq_idx, initial_states=initial_states)
+    _refuse(return_final_states=return_final_states, final_states_out=final_states_out)
+    if is_batch:
+        tokens, num_rows, length = _pack(x, None)
+        if query_start_loc is not None:
+            raise ValueError("query_start_loc: expected None beside x (batch, dim, tokens), got a tensor")
+    else:
+        tokens, length = _pack_columns(x), 0
+    num_tokens, dim = tokens.shape
     device = x.device
-    if dim > 1 and x.stride(0) != 1:
-        raise ValueError(
-            "x: expected contiguous channels (x.stride(0) == 1), as in the transpose of a [tokens, dim] tensor, "
-            f"got strides {x.stride()}"
-        )
     check_filter(weight, bias, dim, device)
     width = weight.shape[1]
     if conv_states is not None:
         check_states("conv_states", conv_states, dim, width, device)
-    check_indices("query_start_loc", query_start_loc, device, 1, more=True)
-    num_rows = query_start_loc.shape[0] - 1
+    if not is_batch:
+        query_start_loc = check_indices("query_start_loc", query_start_loc, device, 1, more=True).contiguous()
+        num_rows = query_start_loc.shape[0] - 1
     if cache_indices is not None:
-        check_indices("cache_indices", cache_indices, device, num_rows)
+        cache_indices = check_indices("cache_indices", cache_indices, device, num_rows, more=True)[:num_rows]
     elif conv_states is not None and conv_states.shape[0] < num_rows:
         raise ValueError(f"conv_states: expected at least {num_rows} lines, got {conv_states.shape[0]}")
     if has_initial_state is not None:
-        check_operand("has_initial_state", has_initial_state, {"sequences": num_rows}, (torch.bool,), device)
+        check_indices("has_initial_state", has_initial_state, device, num_rows, (torch.bool,), more=True)
         if conv_states is None:
             raise ValueError("has_initial_state: expected None, as conv_states is None, got a tensor")
-    starts = query_start_loc.contiguous()
-    history = False if has_initial_state is None else has_initial_state.contiguous()
+    history = False if has_initial_state is None else has_initial_state[:num_rows].contiguous()
     pad = -1 if cache_indices is None else skip
-    rows = EngineRows(num_rows, num_tokens, 0, starts, cache_indices, cache_indices, pad, history, None)
+    longest = length if is_batch else num_tokens
+    rows = EngineRows(num_rows, longest, length, query_start_loc, cache_indices, cache_indices, pad, history, None)
     lines = None if conv_states is None else conv_states.transpose(1, 2)
     if validate_data:
         num_lines, columns = (None, width - 1) if lines is None else lines.shape[:2]
         check_contents(rows, "cache_indices", num_tokens, num_lines, columns, width)
     y = torch.empty((num_tokens, dim), dtype=x.dtype, device=device)
-    _convolve(x.t(), weight.t(), bias, lines, rows, y, silu)
-    return y.t()
+    _convolve(tokens, weight.t(), bias, lines, rows, y, silu)
+    return _unpack(y, x) if is_batch else y.t()
 
 
+@operator(_fake_update, mutates=["conv_state", "out"], only={"activation": str})
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -121,6 +165,7 @@ def causal_conv1d_update(
     validate_data: bool = False,
     out: Tensor | None = None,
     null_block_id: int | None = None,
+    cache_seqlens: None = None,
 ) -> Tensor:
     """Convolve the next tokens of each sequence and slide its line; nothing but `conv_state` and `out` is written.
 
@@ -132,13 +177,14 @@ def causal_conv1d_update(
     Args:
         x: `(batch, dim)`, `(batch, dim, n)`, or `(tokens, dim)` with query_start_loc; fp32, bf16 or fp16. Other
             strides than those of contiguous `[tokens, dim]` rows cost a copy.
-        conv_state: `(lines, dim, >= width-1)`, a transposed view of `[lines, columns, dim]` of any line stride;
-            speculative: >= width-2+n columns.
-        weight, bias, activation, validate_data: as for `causal_conv1d_fn`.
-        conv_state_indices: `(batch,)`, the line of each row; None: row i has line i. Or a table `(batch, blocks)`: row
-            i reads line table[i, initial_state_idx[i]] and writes table[i, block_idx_last_scheduled_token[i]], both
-            `(batch,)`; without the two, column 0. A row with a negative line or `pad_slot_id`, or with a block that the
-            table does not have, is skipped: its outputs are zero, no line is touched.
+        conv_state: `(lines, dim, >= width-1)` of the strides that `causal_conv1d_fn` takes; speculative: >= width-2+n
+            columns.
+        weight, bias, validate_data: as for `causal_conv1d_fn`. activation: likewise, but for "auto".
+        conv_state_indices: `(>= batch,)`, the line of each row; None: row i has line i. Or a table `(>= batch,
+            blocks)`: row i reads line table[i, initial_state_idx[i]] and writes
+            table[i, block_idx_last_scheduled_token[i]], both of as many rows; without the two, column 0. A row with a
+            negative line or `pad_slot_id`, or with a block that the table does not have, is skipped: its outputs are
+            zero, no line is touched. With query_start_loc there are as many rows as entries.
         num_accepted_tokens: `(batch,)`, accepted tokens of the previous call, its first included; 0 counts as 1.
         query_start_loc: `(batch+1,)`. It and num_accepted_tokens may have more entries, which are not read.
         max_query_len: upper bound of the length of a row, -1 if not known: slower above 8 tokens. CUDA skips a
@@ -146,6 +192,7 @@ def causal_conv1d_update(
             whose outputs are unspecified. The CPU refuses both.
         out: of x's shape and dtype, or None; may be x, but must not overlap it otherwise.
         null_block_id: takes the place of `pad_slot_id` where it is given; line 0 is an ordinary one unless it is 0.
+        cache_seqlens: causal-conv1d's circular lines, refused.
 
     Returns:
         `out`, or a new tensor of x's shape and dtype; unspecified for tokens of no row.
@@ -156,6 +203,7 @@ def causal_conv1d_update(
     silu = parse_activation(activation)
     skip = _parse_pad(pad_slot_id, null_block_id)
     check_integer("max_query_len", max_query_len)
+    _refuse(cache_seqlens=cache_seqlens)
     tokens, num_rows, length = _pack(x, query_start_loc)
     num_tokens, dim = tokens.shape
     device = x.device
@@ -172,8 +220,10 @@ def causal_conv1d_update(
         query_start_loc = query_start_loc.contiguous()
     if read is None and conv_state.shape[0] < num_rows:
         raise ValueError(f"conv_state: expected at least {num_rows} lines, got {conv_state.shape[0]}")
-    if read is not None and read.shape[0] != num_rows:
-        raise ValueError(f"conv_state_indices: expected {num_rows} rows as x has, got {read.shape[0]}")
+    if read is not None and write is not None:
+        if read.shape[0] < num_rows:
+            raise ValueError(f"conv_state_indices: expected at least {num_rows} rows as x has, got {read.shape[0]}")
+        read, write = read[:num_rows], write[:num_rows]
     if num_accepted_tokens is not None:
         check_indices("num_accepted_tokens", num_accepted_tokens, device, num_rows, more=True)
         num_accepted_tokens = num_accepted_tokens.contiguous()
@@ -212,6 +262,24 @@ def _parse_pad(pad_slot_id: int, null_block_id: int | None) -> int:
         return pad_slot_id
     check_integer("null_block_id", null_block_id)
     return null_block_id
+
+
+def _refuse(**asked: object) -> None:
+    """Raise ValueError for an argument of causal-conv1d that asks for something."""
+    for name, value in asked.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: expected None or False, as {INSTEAD[name]}, got {type(value).__name__}")
+
+
+def _pack_columns(x: Tensor) -> Tensor:
+    """Return packed x `(dim, tokens)` as `[T, D]`."""
+    check_operand("x", x, {"dim": None, "tokens": None})
+    if x.shape[0] > 1 and x.stride(0) != 1:
+        raise ValueError(
+            "x: expected contiguous channels (x.stride(0) == 1), as in the transpose of a [tokens, dim] tensor, "
+            f"got strides {x.stride()}"
+        )
+    return x.t()
 
 
 def _pack(x: Tensor, query_start_loc: Tensor | None) -> tuple[Tensor, int, int]:

@@ -39,23 +39,31 @@ def pack_delta(
 ) -> DeltaInputs:
     """Check and pack q, k `[batch, tokens, H, K]`, v `[batch, tokens, HV, V]` and the two gates `[batch, tokens, HV]`.
 
-    q, k and v that are the columns of one tensor, in this order, are used where they are; others are copied. The gate
-    named `optional` is 1 where it is None. `flat_gates` accepts gates `[batch * tokens, HV]` too. The result takes the
-    gates as they come.
+    Each is used where it is if its heads are packed and its tokens are one distance apart, else copied. If q has more
+    heads than k and v, theirs are repeated. q, k and v of several dtypes become fp32. The gate named `optional` is 1
+    where it is None. `flat_gates` accepts gates `[batch * tokens, HV]` too. The result takes the gates as they come.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     check_operand("q", q, {"batch": None, "tokens": None, "H": None, "K": None})
-    device, (batch, length, num_key_heads, key_dim) = q.device, q.shape
+    device, (batch, length, num_query_heads, key_dim) = q.device, q.shape
     tokens = {"batch": batch, "tokens": length}
-    check_beside("k", k, {**tokens, "H": num_key_heads, "K": key_dim}, (q.dtype,), device)
-    check_beside("v", v, {**tokens, "HV": None, "V": None}, (q.dtype,), device)
+    check_beside("v", v, {**tokens, "HV": None, "V": None}, ACTIVATIONS, device)
     num_value_heads, value_dim = v.shape[2:]
-    if num_key_heads < 1:
-        raise ValueError("q: expected at least 1 head, got 0")
-    if num_value_heads < 1 or num_value_heads % num_key_heads:
-        raise ValueError(f"v: expected a multiple of the {num_key_heads} heads of q, got {num_value_heads} heads")
+    for name, count in (("q", num_query_heads), ("v", num_value_heads)):
+        if count < 1:
+            raise ValueError(f"{name}: expected at least 1 head, got 0")
+    num_key_heads = min(num_query_heads, num_value_heads)
+    if max(num_query_heads, num_value_heads) % num_key_heads:
+        raise ValueError(
+            f"v: expected a multiple or a divisor of the {num_query_heads} heads of q, got {num_value_heads} heads"
+        )
+    check_beside("k", k, {**tokens, "H": num_key_heads, "K": key_dim}, ACTIVATIONS, device)
+    if num_query_heads > num_key_heads:
+        k, v = (x.repeat_interleave(num_query_heads // num_key_heads, dim=2) for x in (k, v))
+        num_key_heads = num_value_heads = num_query_heads
+    q, k, v = unite(q, k, v)
     for name, dim, size in (("q", "K", key_dim), ("v", "V", value_dim)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected {dim} of 1..{MAX_HEAD_DIM}, got {size}")
@@ -74,17 +82,15 @@ def pack_delta(
         check_beside(name, gate, {**rows, "HV": num_value_heads}, ACTIVATIONS, device)
         packed.append(pack_gate(gate, batch * length, num_value_heads, q.dtype))
     heads = DeltaHeads(num_key_heads, num_value_heads, key_dim, value_dim, float(scale), EPS)
-    qkv = share_columns(q, k, v)
-    if qkv is None:
-        qkv = torch.cat([x.reshape(batch * length, x.shape[2] * x.shape[3]) for x in (q, k, v)], dim=1)
+    q, k, v = (pack_rows(x, batch * length, x.shape[2] * x.shape[3]) for x in (q, k, v))
     a, b = packed
-    return DeltaInputs(qkv, a, b, None, None, heads, normalize)
+    return DeltaInputs(q, k, v, a, b, None, None, heads, normalize)
 
 
 def pack_rates(name: str, rates: Tensor, inputs: DeltaInputs) -> Tensor:
-    """Check and return `(HV,)` values of the heads, contiguous, of qkv's dtype or fp32."""
+    """Check and return `(HV,)` values of the heads, contiguous, of the tokens' dtype or fp32."""
     check_beside(name, rates, {"HV": inputs.heads.num_value_heads}, ACTIVATIONS, inputs.device)
-    return widen(rates, inputs.qkv.dtype).contiguous()
+    return widen(rates, inputs.dtype).contiguous()
 
 
 def widen(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,29 +98,36 @@ def widen(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.float()
 
 
+def unite(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors as they are if they have one dtype, else in fp32."""
+    return tensors if len({x.dtype for x in tensors}) == 1 else tuple(x.float() for x in tensors)
+
+
 def pack_gate(gate: Tensor, num_tokens: int, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """Return the gate as `[T, HV]` with contiguous heads: a view where it can be one."""
-    flat = widen(gate.reshape(num_tokens, num_heads), dtype)
-    packed = (num_heads == 1 or flat.stride(1) == 1) and (num_tokens <= 1 or flat.stride(0) >= num_heads)
+    """Return the gate as `[T, HV]` with contiguous heads, of `dtype` or fp32: a view where it can be one."""
+    return pack_rows(widen(gate, dtype), num_tokens, num_heads)
+
+
+def pack_rows(x: Tensor, num_rows: int, width: int) -> Tensor:
+    """Return x as `[num_rows, width]` with contiguous, disjoint rows: a view where it can be one."""
+    flat = x.reshape(num_rows, width)
+    packed = (width == 1 or flat.stride(1) == 1) and (num_rows <= 1 or flat.stride(0) >= width)
     return flat if packed else flat.contiguous()
 
 
-def share_columns(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """Return `[T, 2*H*K + HV*V]` over the memory of q, k and v if they are its columns, else None."""
-    batch, length = q.shape[:2]
-    columns = [x.shape[2] * x.shape[3] for x in (q, k, v)]
-    stride = q.stride(1) if length > 1 else q.stride(0) if batch > 1 else sum(columns)
-    begin, memory = q.data_ptr(), q.untyped_storage().data_ptr()
-    for x, size in zip((q, k, v), columns, strict=True):
-        packed = (
-            (x.shape[3] == 1 or x.stride(3) == 1)
-            and (x.shape[2] == 1 or x.stride(2) == x.shape[3])
-            and (length <= 1 or x.stride(1) == stride)
-            and (batch <= 1 or x.stride(0) == stride * length)
-        )
-        if not packed or x.data_ptr() != begin or x.untyped_storage().data_ptr() != memory:
-            return None
-        begin += size * x.element_size()
-    if batch * length == 0 or stride < sum(columns):
-        return None
-    return q.as_strided((batch * length, sum(columns)), (stride, 1))
+def join_columns(*parts: Tensor) -> Tensor:
+    """Return tensors `[T, heads, size]` as the columns of one, `[T, channels]`: a view if they are that, else a copy.
+
+    Parts of several dtypes become fp32.
+    """
+    num_tokens = parts[0].shape[0]
+    flat = [pack_rows(x, num_tokens, x.shape[1] * x.shape[2]) for x in unite(*parts)]
+    first, width = flat[0], sum(x.shape[1] for x in flat)
+    stride = first.stride(0) if num_tokens > 1 else width
+    begin, memory = first.data_ptr(), first.untyped_storage().data_ptr()
+    shared = num_tokens > 0 and stride >= width
+    for x in flat:
+        near = x.data_ptr() == begin and x.untyped_storage().data_ptr() == memory
+        shared = shared and near and (num_tokens <= 1 or x.stride(0) == stride)
+        begin += x.shape[1] * x.element_size()
+    return first.as_strided((num_tokens, width), (stride, 1)) if shared else torch.cat(flat, dim=1)

@@ -6,6 +6,7 @@ Modifiers are those of this package or registered ones: a Python function can't 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from deltaline_kernels.attention.inputs import Keys, Queries
 from deltaline_kernels.attention.plan import AttentionHeads
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
 from deltaline_kernels.compat.arguments import check_operand
+from deltaline_kernels.operators import operator
 from deltaline_kernels.rows import NUM_FIELDS, Rows
 
 # Rows of more queries are not split over their keys: their tiles are enough.
@@ -26,7 +28,17 @@ Score = str | Modifier | Part
 Layout = tuple[bool, int]
 
 
-@torch.no_grad()
+def _fake(query: Tensor, value: Tensor, return_lse: bool, **_: Any) -> Tensor | tuple[Tensor, Tensor]:
+    num_rows, heads, length, _size = query.shape
+    o = query.new_empty(num_rows, length, heads, value.shape[3]).transpose(1, 2)
+    lse = query.new_empty(num_rows, length, heads, dtype=torch.float32).transpose(1, 2)
+    return (o, lse) if return_lse else o
+
+
+# An operator takes the names of modifiers that have no parameter, and neither other objects nor options.
+@operator(
+    _fake, results=2, only={"score_mod": str, "mask_mod": str, "block_mask": NoneType, "kernel_options": NoneType}
+)
 def flex_decoding(
     query: Tensor,
     key: Tensor,
@@ -38,7 +50,7 @@ def flex_decoding(
     kernel_options: Mapping[str, Any] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend with every query to all keys, as `flex_attention` does; q_idx counts from 0. Records no gradients.
+    """Attend with every query to all keys, as `flex_attention` does; q_idx counts from 0.
 
     Args:
         query: (B, Hq, M, D). key: (B or 1, Hkv, N, D), value: (B or 1, Hkv, N, DV), all of one dtype. Keys and values

@@ -3,30 +3,77 @@
 
     h = exp(g) h;  u = beta (v - h k);  h += u k^T;  o = h q
 
-Names, arguments and state layout are those of vLLM, and of SGLang for the third. Value head i uses key head
-i // (HV / H). Gates, products and sums are fp32, but for the inputs of chunks (docs/numerics.md). For inference only:
-nothing is recorded for autograd. Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
+Names, arguments and state layout are those of vLLM, and of SGLang for the third; by name, those of fla are taken too.
+Value head i uses key head i // (HV / H). Where q has more heads than k and v, HQ and H, head i uses head i // (HQ / H)
+of k and v, and HV, the heads of gates, states and outputs, is HQ. Gates, products and sums are fp32, but for the inputs
+of chunks (docs/numerics.md). Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
 """
 
 from dataclasses import replace
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, STATES
-from deltaline_kernels.compat.arguments import EngineRows, check_number
+from deltaline_kernels.compat.arguments import EngineRows, Unused, check_number, check_unused
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, pack_delta, pack_rates
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.slots import advance_table, check_contents
 from deltaline_kernels.gated_delta import run_gated_delta
 from deltaline_kernels.gated_delta.inputs import DeltaInputs
+from deltaline_kernels.operators import operator
 
 # The softplus that the kernels compute.
 SOFTPLUS_BETA, SOFTPLUS_THRESHOLD = 1.0, 20.0
 
 
-@torch.no_grad()
+def _fake_outputs(v: Tensor, gate: Tensor) -> Tensor:
+    return v.new_empty(*v.shape[:2], gate.shape[-1], v.shape[3])
+
+
+def _fake_states(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None, v_first: bool) -> Tensor:
+    num_rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = v.new_empty(num_rows, g.shape[2], v.shape[3], k.shape[3], dtype=torch.float32)
+    return states if v_first else states.transpose(2, 3)
+
+
+def _fake_chunks(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, state_v_first) if output_final_state else None
+
+
+def _fake_steps(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None,
+    inplace_final_state: bool,
+    cu_seqlens: Tensor | None,
+    output_final_state: bool | None,
+    state_v_first: bool,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if output_final_state is not None:
+        return _fake_chunks(k, v, g, output_final_state, cu_seqlens, state_v_first)
+    if initial_state is None:
+        return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, True)
+    return _fake_outputs(v, g), initial_state if inplace_final_state else initial_state.new_empty(initial_state.shape)
+
+
+def _fake_update(v: Tensor, a: Tensor, **_: Any) -> Tensor:
+    return _fake_outputs(v, a)
+
+
+@operator(_fake_chunks, results=2, unused=check_unused)
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -38,12 +85,17 @@ def chunk_gated_delta_rule(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
+    *,
+    state_v_first: bool = True,
+    **unused: Unpack[Unused],
 ) -> tuple[Tensor, Tensor | None]:
     """Run whole sequences in chunks. Mutates nothing.
 
     Args:
-        q, k: `[batch, tokens, H, K]`; v: `[batch, tokens, HV, V]`, HV a multiple of H; fp32, bf16 or fp16, all alike.
-            Columns q, k, v of one tensor are used where they are, others are copied. Head sizes of at most 256.
+        q, k: `[batch, tokens, H, K]`; v: `[batch, tokens, HV, V]`, HV a multiple of H; or q `[batch, tokens, HQ, K]`,
+            HQ a multiple of the H heads of k and v, which are then copied. fp32, bf16 or fp16; if not all alike, they
+            are copied to fp32. Contiguous ones and columns of one tensor are used where they are; one whose heads are
+            not packed, or whose tokens are not one distance apart, is copied. Head sizes of at most 256.
         g: `[batch, tokens, HV]`, the log of the decay, at most 0. beta: likewise, of moderate size (0
             to 2, say). Any of the three dtypes; used in fp32.
         scale: of q, above 0; None is K**-0.5.
@@ -51,34 +103,23 @@ def chunk_gated_delta_rule(
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last; the batch is 1
             then. None: each of the batch is a sequence.
         use_qk_l2norm_in_kernel: divide q and k by their norms.
+        state_v_first: False: initial and final states are `[N, HV, K, V]`, fla's and transformers' order.
+        unused: what other engines pass, and changes nothing (`Unused`).
 
     Returns:
-        o as v, unspecified for tokens of no sequence; and `[N, HV, V, K]` fp32 if `output_final_state`, else None. The
-        final state of an empty sequence is its initial one.
+        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no sequence; and `[N, HV, V, K]` fp32 if
+        `output_final_state`, else None. The final state of an empty sequence is its initial one.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
     rows = _lay_out(v, cu_seqlens)
-    if initial_state is not None:
-        shape = {"N": rows.num_rows, **_state_sizes(inputs)}
-        check_beside("initial_state", initial_state, shape, ACTIVATIONS, q.device)
-    if q.device.type == "cpu":
-        check_contents(rows, inputs.num_tokens)
-    if initial_state is None:
-        # One that is not kept is not read either.
-        state = _zero_states(rows.num_rows if output_final_state else 1, inputs)
-    elif output_final_state:
-        state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    else:
-        state = (initial_state if initial_state.dtype in STATES else initial_state.float()).contiguous()
-    rows = replace(rows, history=initial_state is not None)
-    o = advance(run_gated_delta, inputs, state, rows, keep=output_final_state, chunked=True)
-    return o.view(v.shape), state if output_final_state else None
+    return _run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=True)
 
 
-@torch.no_grad()
+@operator(_fake_steps, mutates=["initial_state"], results=2, unused=check_unused)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -92,7 +133,11 @@ def fused_recurrent_gated_delta_rule(
     ssm_state_indices: Tensor | None = None,
     num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor]:
+    *,
+    output_final_state: bool | None = None,
+    state_v_first: bool = True,
+    **unused: Unpack[Unused],
+) -> tuple[Tensor, Tensor | None]:
     """Run the next tokens of each row, one by one.
 
     Args:
@@ -110,23 +155,35 @@ def fused_recurrent_gated_delta_rule(
         num_accepted_tokens: `(N,)`, with a table only: row i begins with slot table[i, accepted - 1], counts outside
             1..columns being the nearest of these; None: with table[i, 0]. It and ssm_state_indices may have more rows,
             which are not read.
+        output_final_state: True or False, as fla and transformers call it: initial_state and what is returned are those
+            of `chunk_gated_delta_rule`, and nothing is mutated. Not beside ssm_state_indices.
+        state_v_first: False: states are `[N, HV, K, V]`. Only with output_final_state.
+        unused: what other engines pass, and changes nothing (`Unused`).
 
     Returns:
-        o as v, unspecified for tokens of no row; and initial_state, or new states in its dtype (fp32 if it is None).
+        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row; and initial_state, or new states in
+        its dtype (fp32 if it is None).
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused)
     gates = {"g": g, "beta": beta}
     inputs = pack_delta(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, optional="beta")
     rows = _lay_out(v, cu_seqlens)
+    if output_final_state is not None:
+        for name, given in (("ssm_state_indices", ssm_state_indices), ("num_accepted_tokens", num_accepted_tokens)):
+            if given is not None:
+                raise ValueError(f"{name}: expected None, as output_final_state is given, got a tensor")
+        return _run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=False)
+    if not state_v_first:
+        raise ValueError("state_v_first: expected True, as output_final_state is not given, got False")
     if ssm_state_indices is not None:
         if not inplace_final_state:
             raise ValueError("inplace_final_state: expected True, as ssm_state_indices is given, got False")
         pool = _check_pool("initial_state", initial_state, inputs)
         name, slots = "ssm_state_indices", ssm_state_indices
-        o = _advance_pool(inputs, pool, rows, name, slots, num_accepted_tokens, may_be_table=True)
-        return o.view(v.shape), pool
+        return _advance_pool(inputs, v, pool, rows, name, slots, num_accepted_tokens, may_be_table=True), pool
     if num_accepted_tokens is not None:
         raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
     if initial_state is not None:
@@ -138,11 +195,11 @@ def fused_recurrent_gated_delta_rule(
     else:
         state = initial_state if inplace_final_state else initial_state.clone()
     rows = replace(rows, history=initial_state is not None)
-    o = advance(run_gated_delta, inputs, state, rows)
-    return o.view(v.shape), state
+    o = advance(run_gated_delta, inputs, state, rows, o=inputs.empty_output(v.dtype))
+    return _shape(o, v), state
 
 
-@torch.no_grad()
+@operator(_fake_update, mutates=["initial_state_source"])
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -172,7 +229,7 @@ def fused_sigmoid_gating_delta_rule_update(
             its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
 
     Returns:
-        o as v, unspecified for tokens of no row.
+        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -189,8 +246,46 @@ def fused_sigmoid_gating_delta_rule_update(
     else:
         rise = F.softplus(inputs.a.float() + biases.float(), softplus_beta, softplus_threshold)
         inputs = replace(inputs, a=-rates.float().exp() * rise, b=inputs.b.float().sigmoid())
-    o = _advance_pool(inputs, initial_state_source, rows, "initial_state_indices", initial_state_indices)
-    return o.view(v.shape)
+    return _advance_pool(inputs, v, initial_state_source, rows, "initial_state_indices", initial_state_indices)
+
+
+def _run_sequences(
+    inputs: DeltaInputs,
+    v: Tensor,
+    rows: EngineRows,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    *,
+    chunked: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Check `initial_state`, run the rows from it, and return what `chunk_gated_delta_rule` does. Mutates nothing."""
+    if initial_state is not None:
+        names = ("HV", "V", "K") if state_v_first else ("HV", "K", "V")
+        sizes = _state_sizes(inputs)
+        shape = {"N": rows.num_rows, **{name: sizes[name] for name in names}}
+        check_beside("initial_state", initial_state, shape, ACTIVATIONS, inputs.device)
+        initial_state = initial_state if state_v_first else initial_state.transpose(2, 3)
+    if inputs.device.type == "cpu":
+        check_contents(rows, inputs.num_tokens)
+    if initial_state is None:
+        # One that is not kept is not read either.
+        state = _zero_states(rows.num_rows if output_final_state else 0, inputs)
+    elif output_final_state:
+        state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    else:
+        state = (initial_state if initial_state.dtype in STATES else initial_state.float()).contiguous()
+    rows = replace(rows, history=initial_state is not None)
+    o = inputs.empty_output(v.dtype)
+    advance(run_gated_delta, inputs, state, rows, keep=output_final_state, chunked=chunked, o=o)
+    if not output_final_state:
+        return _shape(o, v), None
+    return _shape(o, v), state if state_v_first else state.transpose(2, 3)
+
+
+def _shape(o: Tensor, v: Tensor) -> Tensor:
+    """Return o `[T, HV, V]` as `[batch, tokens, HV, V]`."""
+    return o.view(*v.shape[:2], *o.shape[1:])
 
 
 def _lay_out(v: Tensor, cu_seqlens: Tensor | None) -> EngineRows:
@@ -225,6 +320,7 @@ def _check_pool(name: str, pool: Tensor | None, inputs: DeltaInputs, num_lines: 
 
 def _advance_pool(
     inputs: DeltaInputs,
+    v: Tensor,
     pool: Tensor,
     rows: EngineRows,
     name: str,
@@ -233,7 +329,7 @@ def _advance_pool(
     *,
     may_be_table: bool = False,
 ) -> Tensor:
-    """Check `slots`, of that `name`, and run the rows through them; return o `[T, HV, V]`. Mutates `pool`."""
+    """Check `slots`, of that `name`, and run the rows through them; return o, of v's dtype. Mutates `pool`."""
     n = rows.num_rows
     is_table = may_be_table and isinstance(slots, Tensor) and slots.ndim == 2
     check_counts(name, slots, n, inputs.device, "columns" if is_table else None)
@@ -248,5 +344,6 @@ def _advance_pool(
     if inputs.device.type == "cpu":
         check_contents(rows, inputs.num_tokens, name, slots, pool.shape[0], accepted)
     if is_table:
-        return advance_table(run_gated_delta, inputs, pool, rows, slots, accepted)
-    return advance(run_gated_delta, inputs, pool, replace(rows, read_line=slots, write_line=slots))
+        return _shape(advance_table(run_gated_delta, inputs, pool, rows, slots, accepted, dtype=v.dtype), v)
+    rows = replace(rows, read_line=slots, write_line=slots)
+    return _shape(advance(run_gated_delta, inputs, pool, rows, o=inputs.empty_output(v.dtype)), v)

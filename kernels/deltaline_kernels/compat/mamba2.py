@@ -3,11 +3,12 @@
     h = exp(A dt) h + dt x B^T;  y = h C + D x;  y = y silu(z)
 
 Arguments and their order are those of mamba-ssm and SGLang, with vLLM's offsets and accepted counts behind them. Head h
-uses group h // (nheads / ngroups). Products and sums are fp32, with one rounding at each store. For inference only:
-nothing is recorded for autograd. Nothing waits for a GPU: what index tensors say is checked on the CPU alone.
+uses group h // (nheads / ngroups). Products and sums are fp32, with one rounding at each store. Nothing waits for a
+GPU: what index tensors say is checked on the CPU alone.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,14 @@ from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.slots import advance_table, check_contents
 from deltaline_kernels.mamba2 import run_mamba2
 from deltaline_kernels.mamba2.inputs import MambaInputs
+from deltaline_kernels.operators import operator
 
 
-@torch.no_grad()
+def _fake(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
+    return x.new_empty(x.shape) if out is None else out
+
+
+@operator(_fake, mutates=["state", "out"])
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -48,8 +54,8 @@ def selective_state_update(
         x: `[batch, nheads, dim]` fp32, bf16 or fp16; a batch of tokens where cu_seqlens is given.
         dt: as x, expanded from one value per head (stride 0), any of the three dtypes.
         A: `[nheads, dim, dstate]`, at most 0, expanded from one value per head, any of the three dtypes.
-        B, C: `[batch, ngroups, dstate]` in x.dtype. Columns x, B, C of one tensor are used where they are, others are
-            copied.
+        B, C: `[batch, ngroups, dstate]`, any of the three dtypes. Columns x, B, C of one tensor are used where they
+            are, others are copied, to fp32 if not all alike.
         D, dt_bias: `[nheads, dim]`, expanded from one value per head, any of the three dtypes.
         z: as x, any of the three dtypes; costs a few launches more.
         dt_softplus: the time step is softplus(dt + dt_bias), not dt + dt_bias itself.

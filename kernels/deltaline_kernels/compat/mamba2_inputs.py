@@ -1,11 +1,10 @@
 """The tokens that engines pass to the selective state update, checked and packed as the native operation has them."""
 
-import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
 from deltaline_kernels.compat.arguments import check_operand
-from deltaline_kernels.compat.delta_inputs import pack_gate, share_columns, widen
+from deltaline_kernels.compat.delta_inputs import join_columns, pack_gate, widen
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 
 
@@ -14,7 +13,8 @@ def pack_mamba(
 ) -> MambaInputs:
     """Check and pack x and dt `[batch, nheads, dim]`, A `[nheads, dim, dstate]`, B and C `[batch, ngroups, dstate]`.
 
-    x, B and C that are the columns of one tensor, in this order, are used where they are; others are copied.
+    x, B and C that are the columns of one tensor, in this order, are used where they are; others are copied, to fp32 if
+    they have several dtypes.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -23,9 +23,9 @@ def pack_mamba(
     device, (batch, num_heads, head_dim) = x.device, x.shape
     check_operand("A", A, {"nheads": num_heads, "dim": head_dim, "dstate": None}, device=device)
     state_dim = A.shape[2]
-    check_operand("B", B, {"batch": batch, "ngroups": None, "dstate": state_dim}, (x.dtype,), device)
+    check_operand("B", B, {"batch": batch, "ngroups": None, "dstate": state_dim}, device=device)
     num_groups = B.shape[1]
-    check_operand("C", C, {"batch": batch, "ngroups": num_groups, "dstate": state_dim}, (x.dtype,), device)
+    check_operand("C", C, {"batch": batch, "ngroups": num_groups, "dstate": state_dim}, device=device)
     if num_groups < 1 or num_heads < 1 or num_heads % num_groups:
         raise ValueError(f"x: expected a multiple of the {num_groups} groups of B, got {num_heads} heads")
     for name, dim, size in (("x", "dim", head_dim), ("A", "dstate", state_dim)):
@@ -36,11 +36,8 @@ def pack_mamba(
     _check_tied("A", A, 2)
     bias = None if dt_bias is None else pack_head_values("dt_bias", dt_bias, x)
     heads = MambaHeads(num_groups, num_heads, head_dim, state_dim)
-    parts = (x, B, C)
-    xBC = share_columns(*(part.unsqueeze(1) for part in parts))
-    if xBC is None:
-        xBC = torch.cat([part.reshape(batch, part.shape[1] * part.shape[2]) for part in parts], dim=1)
-    steps = pack_gate(dt[:, :, 0], batch, num_heads, x.dtype)
+    xBC = join_columns(x, B, C)
+    steps = pack_gate(dt[:, :, 0], batch, num_heads, xBC.dtype)
     rates = _values(A[:, 0, 0], x)
     return MambaInputs(xBC, steps, rates, None, bias, heads, log_rate=False, softplus=softplus)
 

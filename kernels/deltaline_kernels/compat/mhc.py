@@ -5,15 +5,29 @@ fp32.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels import mhc
-from deltaline_kernels.checks import ACTIVATIONS, check_positive
-from deltaline_kernels.mhc.gates import MAX_STREAMS, check_eps, check_number, prepare_gates
+from deltaline_kernels.checks import ACTIVATIONS, check_positive, parse_eps, parse_number
+from deltaline_kernels.mhc.gates import MAX_STREAMS, prepare_gates
+from deltaline_kernels.operators import operator
 
 
+def _fake_post(residual: Tensor, **_: Any) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
+def _fake_pre(residual: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *leading, streams, hidden = residual.shape
+    post = residual.new_empty(*leading, streams, 1, dtype=torch.float32)
+    comb = residual.new_empty(*leading, streams, streams, dtype=torch.float32)
+    return post, comb, residual.new_empty(*leading, hidden)
+
+
+@operator(_fake_post, name="compat_mhc_post")
 def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
     """Return the streams `(..., S, H)` behind a sublayer: post x + comb^T residual.
 
@@ -39,6 +53,7 @@ def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: 
     return y.view(residual.shape)
 
 
+@operator(_fake_pre, results=3, name="compat_mhc_pre")
 def mhc_pre(
     residual: Tensor,
     fn: Tensor,
@@ -71,8 +86,8 @@ def mhc_pre(
     ):
         _check(name, tensor, [shape], None, residual.device)
     for name, value in (("hc_pre_eps", hc_pre_eps), ("hc_sinkhorn_eps", hc_sinkhorn_eps)):
-        check_eps(name, value)
-    check_number("hc_post_mult_value", hc_post_mult_value)
+        parse_eps(name, value)
+    parse_number("hc_post_mult_value", hc_post_mult_value)
     check_positive("n_splits", n_splits)
     gates = prepare_gates(
         fn,

@@ -1,7 +1,7 @@
 """Causal depthwise convolution over packed rows, with the history of each row kept in a line."""
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -10,11 +10,18 @@ from deltaline_kernels.checks import ACTIVATIONS, MAX_CONV_WIDTH, MIN_CONV_WIDTH
 from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
 from deltaline_kernels.conv1d.inputs import ConvInputs
 from deltaline_kernels.conv1d.reference import causal_conv1d_reference
+from deltaline_kernels.operators import operator
 from deltaline_kernels.rows import Rows, check_rows
 
 __all__ = ["causal_conv1d", "causal_conv1d_reference"]
 
 MAX_PARTS = 3
+
+
+def _fake(x: Tensor, split: Sequence[int] | None, **_: Any) -> Tensor | tuple[Tensor, ...]:
+    if split is None:
+        return x.new_empty(x.shape)
+    return tuple(x.new_empty(x.shape[0], size) for size in split)
 
 
 @overload
@@ -50,6 +57,7 @@ def causal_conv1d(
     activation: str | None = "silu",
     split: Sequence[int] | None,
 ) -> Tensor | tuple[Tensor, ...]: ...
+@operator(_fake, mutates=["lines"], results=MAX_PARTS)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -87,7 +95,11 @@ def causal_conv1d(
     if x.device.type == "cpu":
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         causal_conv1d_cpu(inputs, rows, y)
-        outputs = (y,) if split is None else tuple(part.contiguous() for part in y.split(sizes, dim=1))
+        outputs = (
+            (y,)
+            if split is None
+            else tuple(part.clone(memory_format=torch.contiguous_format) for part in y.split(sizes, dim=1))
+        )
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
         from deltaline_kernels.conv1d.launch import causal_conv1d_triton

@@ -16,15 +16,13 @@ GRAIN, VECTORS = 32768, 32
 
 def causal_conv1d_cpu(inputs: ConvInputs, rows: Rows, y: Tensor) -> None:
     """Write the rows' outputs to y `[T, D]`; mutates the lines."""
-    # Weights may be parameters: nothing is recorded for autograd.
-    with torch.no_grad():
-        w, bias = inputs.weight.float(), inputs.bias
-        b = None if bias is None else bias.float()
-        groups, skipped = group_rows(rows, inputs.line_shift)
-        for begin, end in skipped:
-            y[begin:end] = 0
-        for group in groups:
-            _convolve_group(inputs, w, b, group, y)
+    w, bias = inputs.weight.float(), inputs.bias
+    b = None if bias is None else bias.float()
+    groups, skipped = group_rows(rows, inputs.line_shift)
+    for begin, end in skipped:
+        y[begin:end] = 0
+    for group in groups:
+        _convolve_group(inputs, w, b, group, y)
 
 
 def _convolve_group(inputs: ConvInputs, w: Tensor, b: Tensor | None, group: RowGroup, y: Tensor) -> None:

@@ -12,7 +12,7 @@ class ConvInputs:
     Args:
         x: `[T, D]`, any row stride; rounded to the dtype of `lines` before its use.
         weight: `[W, D]`, any strides. bias: `[D]` or None.
-        lines: `[L, columns, D]`, any stride of lines. Mutated by every launch.
+        lines: `[L, columns, D]`, any strides. Mutated by every launch.
         silu: whether an activation follows.
         line_shift: line i of the rows is `lines[i - line_shift]`: with 1, since line 0 of the rows is no history, every
             line of the tensor is in use.

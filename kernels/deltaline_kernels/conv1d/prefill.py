@@ -40,6 +40,15 @@ def convolve_token(full, j: tl.constexpr, weights, b, W: tl.constexpr, SILU: tl.
     return total
 
 
+@triton.jit
+def line_offsets(o_d, line_channel_stride: tl.constexpr):
+    """Return where channels are in a column of a line."""
+    if line_channel_stride == 1:
+        return o_d
+    else:
+        return o_d.to(tl.int64) * line_channel_stride
+
+
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(do_not_specialize=["control_stride", "num_rows", "line_shift"], do_not_specialize_on_alignment=["control"])
 def prefill_kernel(
@@ -59,6 +68,8 @@ def prefill_kernel(
     num_channels: tl.constexpr,
     tap_stride: tl.constexpr,
     channel_stride: tl.constexpr,
+    column_stride: tl.constexpr,
+    line_channel_stride: tl.constexpr,
     end_q: tl.constexpr,
     end_k: tl.constexpr,
     W: tl.constexpr,
@@ -90,6 +101,7 @@ def prefill_kernel(
     o_part = i_block * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = o_part < y_stride
     o_d = first_d + o_part
+    o_line = line_offsets(o_d, line_channel_stride)
     weights = ()
     for j in tl.static_range(W):
         w = tl.load(weight + j * tap_stride + o_d * channel_stride, mask=in_d, other=0.0)
@@ -124,11 +136,11 @@ def prefill_kernel(
             if (read != -1) | (write != -1):
                 p_old = lines + (read - line_shift) * line_stride
                 if head:
-                    p_old += tl.load(control + 4 * control_stride + i_row).to(tl.int64) * num_channels
+                    p_old += tl.load(control + 4 * control_stride + i_row).to(tl.int64) * column_stride
                 full = ()
                 for j in tl.static_range(S):
                     if head:
-                        tap = tl.load(p_old + j * num_channels + o_d, mask=in_d & (read > 0), other=0.0)
+                        tap = tl.load(p_old + j * column_stride + o_line, mask=in_d & (read > 0), other=0.0)
                     else:
                         tap = tl.load(p_x + (j - S) * x_stride + o_d, mask=in_d, other=0.0).to(dtype)
                     full = full + (tap.to(tl.float32),)
@@ -156,12 +168,12 @@ def prefill_kernel(
                     p_new = lines + (write - line_shift) * line_stride
                     # In ascending order: in place, each column is read before it is overwritten.
                     for c in range(committed, S + end - begin):
-                        old = tl.load(p_old + c * num_channels + o_d, mask=in_d & (c < S) & (read > 0), other=0.0)
+                        old = tl.load(p_old + c * column_stride + o_line, mask=in_d & (c < S) & (read > 0), other=0.0)
                         new = tl.load(x + (begin + c - S) * x_stride + o_d, mask=in_d & (c >= S), other=0.0)
                         # Other threads than those that store a value may have loaded it.
                         tl.debug_barrier()
                         kept = tl.where(c < S, old, new.to(dtype))
-                        tl.store(p_new + (c - committed) * num_channels + o_d, kept, mask=in_d)
+                        tl.store(p_new + (c - committed) * column_stride + o_line, kept, mask=in_d)
             else:
                 for _ in range(0, count):
                     tl.store(p_y + o_part, tl.zeros((BLOCK_D,), dtype=y.dtype.element_ty), mask=in_d)
@@ -173,7 +185,7 @@ def prefill_kernel(
 def launch_prefill(inputs: ConvInputs, rows: Rows, outputs: tuple[Tensor, ...]) -> None:
     """Write the rows' outputs to `outputs`, one to three contiguous tensors that share the channels; mutates the lines.
 
-    Strides and sizes of x and weight are constants of the compiled kernel.
+    Strides and sizes of x and weight, and those of a line, are constants of the compiled kernel.
     """
     x, weight, bias, lines = inputs.x, inputs.weight, inputs.bias, inputs.lines
     width, channels = weight.shape
@@ -201,6 +213,7 @@ def launch_prefill(inputs: ConvInputs, rows: Rows, outputs: tuple[Tensor, ...]) 
         x.stride(0),
         channels,
         *weight.stride(),
+        *lines.stride()[1:],
         ends[0],
         ends[1],
         W=width,

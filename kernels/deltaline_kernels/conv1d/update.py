@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltaline_kernels.conv1d.inputs import ConvInputs
-from deltaline_kernels.conv1d.prefill import convolve_token
+from deltaline_kernels.conv1d.prefill import convolve_token, line_offsets
 from deltaline_kernels.rows import Rows
 
 # The most tokens of a row, and how many of them a compiled variant takes.
@@ -51,6 +51,8 @@ def update_kernel(
     num_channels: tl.constexpr,
     tap_stride: tl.constexpr,
     channel_stride: tl.constexpr,
+    column_stride: tl.constexpr,
+    line_channel_stride: tl.constexpr,
     W: tl.constexpr,
     LENGTH: tl.constexpr,
     FIELD: tl.constexpr,
@@ -67,6 +69,7 @@ def update_kernel(
     # Rows on the first axis of the grid: the others end at 65,535.
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = o_d < num_channels
+    o_line = line_offsets(o_d, line_channel_stride)
     # A load waits for nothing but the loads that tell its address, and the first arithmetic on values stands behind the
     # last load: a cold call takes two latencies of memory, not four.
     rows = ()
@@ -99,9 +102,9 @@ def update_kernel(
             has_history, kept = read > 0, write > 0
             committed = tl.load(committed_counts + i_row, mask=inside, other=0)
             replayed = tl.load(replayed_counts + i_row, mask=inside, other=0)
-        p_old = lines + read * line_stride + replayed.to(tl.int64) * num_channels
+        p_old = lines + read * line_stride + replayed.to(tl.int64) * column_stride
         # Token t of `full` goes to column t - committed.
-        p_new = lines + write * line_stride - committed.to(tl.int64) * num_channels
+        p_new = lines + write * line_stride - committed.to(tl.int64) * column_stride
         rows = rows + ((begin, n, live, has_history, p_old, kept, committed, p_new),)
 
     weights = ()
@@ -119,7 +122,7 @@ def update_kernel(
         p_x = x + begin * x_stride
         full = ()
         for j in tl.static_range(S):
-            full = full + (tl.load(p_old + j * num_channels + o_d, mask=in_d & has_history, other=0.0),)
+            full = full + (tl.load(p_old + j * column_stride + o_line, mask=in_d & has_history, other=0.0),)
         for j in tl.static_range(TOKENS):
             token = tl.load(p_x + j * x_stride + o_d, mask=in_d & (j < n), other=0.0)
             full = full + (token.to(lines.dtype.element_ty),)
@@ -132,7 +135,7 @@ def update_kernel(
         full = fulls[r]
         for j in tl.static_range(S + TOKENS):
             stored = kept & (j >= committed) & (j < S + n)
-            tl.store(p_new + j * num_channels + o_d, full[j], mask=in_d & stored)
+            tl.store(p_new + j * column_stride + o_line, full[j], mask=in_d & stored)
         p_y = y + begin * num_channels
         for j in tl.static_range(TOKENS):
             total = convolve_token(full, j, weights, b, W, SILU, EXACT)
@@ -204,6 +207,7 @@ def launch_update(inputs: ConvInputs, rows: Rows | Indices, y: Tensor) -> None:
         x.stride(0),
         channels,
         *weight.stride(),
+        *lines.stride()[1:],
         W=width,
         LENGTH=most if dense else 0,
         FIELD=isinstance(rows, Indices),

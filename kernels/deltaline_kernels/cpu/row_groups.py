@@ -75,14 +75,20 @@ class RowGroup:
 
     def tokens(self, packed: Tensor) -> Tensor:
         """Return the rows' tokens as `[B, n, ...]`: a view where the rows follow each other, else a copy."""
-        index = self.token_index
-        taken = packed[index] if isinstance(index, slice) else packed.index_select(0, index)
-        return taken.view(self.num_rows, self.length, *packed.shape[1:])
+        return self.tokens_of(packed)[0]
+
+    def tokens_of(self, *packed: Tensor) -> list[Tensor]:
+        """Return the `tokens` of each."""
+        index, found = self.token_index, []
+        for x in packed:
+            taken = x[index] if isinstance(index, slice) else x.index_select(0, index)
+            found.append(taken.view(self.num_rows, self.length, *x.shape[1:]))
+        return found
 
     def empty_output(self, packed: Tensor) -> tuple[Tensor, bool]:
         """Return fp32 room `[B, n, ...]` for the rows' outputs, and whether it is that of `packed` itself."""
         if packed.dtype == torch.float32 and isinstance(self.token_index, slice):
-            return self.tokens(packed), True
+            return self.tokens_of(packed)[0], True
         return torch.empty((self.num_rows, self.length, *packed.shape[1:]), dtype=torch.float32), False
 
 

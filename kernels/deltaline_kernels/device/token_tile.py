@@ -133,17 +133,18 @@ def load_rows(pointer, n, stride, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K:
 
 
 @triton.jit
-def load_tokens(pointer, n, stride, H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the keys of a row's tokens, then their queries, as a tuple of `[2 * TOKENS, BLOCK_K]`, as they come.
+def load_tokens(p_k, p_q, n, k_stride, q_stride, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the keys at p_k of a row's tokens, then their queries, as a tuple of `[2 * TOKENS, BLOCK_K]`.
 
-    `pointer` is the first query's. Zero from token n on.
+    As they come; zero from token n on.
     """
     o_x = tl.arange(0, 2 * TOKENS)[:, None]
     o_k = tl.arange(0, BLOCK_K)[None, :]
+    is_key = o_x < TOKENS
+    p_x = tl.where(is_key, p_k, p_q) + (o_x % TOKENS) * tl.where(is_key, k_stride, q_stride)
     tokens = ()
     for j in tl.static_range(K // BLOCK_K):
-        p_x = pointer + (o_x % TOKENS) * stride + (1 - o_x // TOKENS) * (H * K) + j * BLOCK_K + o_k
-        tokens = tokens + (tl.load(p_x, mask=o_x % TOKENS < n, other=0.0),)
+        tokens = tokens + (tl.load(p_x + j * BLOCK_K + o_k, mask=o_x % TOKENS < n, other=0.0),)
     return tokens
 
 

@@ -1,5 +1,7 @@
 """The gated delta rule over packed rows: prefill, decode, verify and the replay of accepted drafts."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,12 +9,17 @@ from deltaline_kernels.checks import ACTIVATIONS, STATES, check_positive, check_
 from deltaline_kernels.gated_delta.cpu import gated_delta_cpu
 from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs, find_heads
 from deltaline_kernels.gated_delta.reference import gated_delta_reference
+from deltaline_kernels.operators import operator
 from deltaline_kernels.rows import Rows, StateLines, check_rows
 
 __all__ = ["gated_delta", "gated_delta_reference", "run_gated_delta"]
 
 
-@torch.no_grad()
+def _fake(qkv: Tensor, state: Tensor, **_: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], *state.shape[1:3])
+
+
+@operator(_fake, mutates=["state", "drafts"])
 def gated_delta(
     qkv: Tensor,
     a: Tensor,
@@ -28,7 +35,7 @@ def gated_delta(
     eps: float = 1e-6,
     normalize: bool = True,
 ) -> Tensor:
-    """Run every row's replayed drafts and tokens through the state of its read line; record nothing for gradients.
+    """Run every row's replayed drafts and tokens through the state of its read line.
 
     Args:
         qkv: `[T, 2*H*K + HV*V]` (q | k | v) fp32, bf16 or fp16; a row stride is fine.
@@ -50,7 +57,8 @@ def gated_delta(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     heads = _check_state(qkv, state, rows, num_key_heads, scale, eps)
-    inputs = DeltaInputs(qkv, a, b, A_log, dt_bias, heads, normalize)
+    check_tensor("qkv", qkv, (None, heads.channels), ACTIVATIONS, qkv.device, row_stride=True)
+    inputs = DeltaInputs(*heads.split(qkv), a, b, A_log, dt_bias, heads, normalize)
     _check_inputs(inputs, state, drafts)
     o = inputs.empty_output()
     run_gated_delta(inputs, StateLines(state, drafts), rows, o)
@@ -59,7 +67,7 @@ def gated_delta(
 
 def run_gated_delta(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
     """Do what `gated_delta` does with checked arguments; writes to o `[T, HV, V]`, mutates `lines`."""
-    if inputs.qkv.device.type == "cpu":
+    if inputs.v.device.type == "cpu":
         gated_delta_cpu(inputs, lines, rows, o)
     else:
         # Imported here: only this path needs triton, which is installed on Linux alone.
@@ -83,10 +91,9 @@ def _check_state(
 
 def _check_inputs(inputs: DeltaInputs, state: Tensor, drafts: Tensor) -> None:
     """Check the tensors whose sizes follow from those of the heads."""
-    qkv, A_log, dt_bias, heads = inputs.qkv, inputs.A_log, inputs.dt_bias, inputs.heads
-    device, num_heads = qkv.device, heads.num_value_heads
-    check_tensor("qkv", qkv, (None, heads.channels), ACTIVATIONS, device, row_stride=True)
-    gates, size = (qkv.dtype, torch.float32), (qkv.shape[0], num_heads)
+    v, A_log, dt_bias, heads = inputs.v, inputs.A_log, inputs.dt_bias, inputs.heads
+    device, num_heads = v.device, heads.num_value_heads
+    gates, size = (v.dtype, torch.float32), (v.shape[0], num_heads)
     check_tensor("a", inputs.a, size, gates, device, row_stride=True)
     check_tensor("b", inputs.b, size, gates, device, row_stride=True)
     if (A_log is None) != (dt_bias is None):

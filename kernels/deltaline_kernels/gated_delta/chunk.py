@@ -64,8 +64,9 @@ def _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, CHUNK: tl.constexpr, E
     do_not_specialize=["control_stride", "num_parts", "part_length"], do_not_specialize_on_alignment=["control"]
 )
 def _advance(
-    qkv,
-    qk_tiles,
+    strided,
+    q_tiles,
+    k_tiles,
     x_tiles,
     t_tiles,
     o_tiles,
@@ -79,7 +80,6 @@ def _advance(
     max_draft,
     num_parts,
     part_length,
-    qkv_stride,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -99,6 +99,8 @@ def _advance(
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     BLOCKS: tl.constexpr = BLOCKS_V + ((K + BLOCK_V - 1) // BLOCK_V if ENDS else 0)
     END: tl.constexpr = (V + (K if K > V else V)) * K
+    q, k, v = strided[0]
+    q_stride, k_stride, v_stride = strided[1]
     i_v = tl.program_id(0) % BLOCKS
     i_hv = tl.program_id(0) // BLOCKS % HV
     i_part = tl.program_id(0) // (BLOCKS * HV) % num_parts
@@ -143,9 +145,8 @@ def _advance(
         num_tokens = tl.maximum(part_end - part_begin, 0)
         first_t = begin + part_begin
         slot = (begin // CHUNK + i_row + part_begin // CHUNK) * HV + i_hv
-        column_k = (H + i_h) * K
         # Columns behind the last one read as zero: the identity has no values.
-        column_x = tl.where(is_transition, 2 * H * K + HV * V, 2 * H * K + i_hv * V + i_v * BLOCK_V)
+        column_x = tl.where(is_transition, HV * V, i_hv * V + i_v * BLOCK_V)
         o_o = o_c[:, None] * (HV * V) + o_v[None, :]
         num_dead = tl.where(live, 0, num_tokens)
         num_whole = tl.where(live, num_tokens // CHUNK * CHUNK, 0) if TILES else 0
@@ -160,8 +161,8 @@ def _advance(
                 next_g_last = tl.load(p_ahead + 4 * CHUNK, mask=done + CHUNK < num_whole, other=0.0)
                 i_t = (first_t + done).to(tl.int32)
                 i_slot = (slot + done // CHUNK * HV).to(tl.int32)
-                b_k = qk_tiles.load([i_t, column_k])
-                b_q = b_k if ENDS else qk_tiles.load([i_t, i_h * K])
+                b_k = k_tiles.load([i_t, i_h * K])
+                b_q = b_k if ENDS else q_tiles.load([i_t, i_h * K])
                 b_x = x_tiles.load([i_t, column_x])
                 b_t = t_tiles.load([i_slot * CHUNK, 0])
                 p_factor = factors + (slot + done // CHUNK * HV) * FACTORS
@@ -171,13 +172,14 @@ def _advance(
                     o_tiles.store([i_t, i_hv * V + i_v * BLOCK_V], b_o)
         for done in tl.range(num_whole, num_tokens - num_dead, CHUNK, num_stages=1):
             in_t = done + o_c < num_tokens
-            p_token = qkv + (first_t + done) * qkv_stride + o_c[:, None] * qkv_stride
+            o_t = first_t + done + o_c[:, None]
             in_qk = in_t[:, None] & in_k[None, :]
-            b_k = tl.load(p_token + column_k + o_k[None, :], mask=in_qk, other=0.0)
-            b_q = b_k if ENDS else tl.load(p_token + i_h * K + o_k[None, :], mask=in_qk, other=0.0)
-            b_x = tl.load(
-                p_token + (2 * H * K + i_hv * V) + o_v[None, :], mask=in_t[:, None] & in_v[None, :], other=0.0
-            )
+            p_k = k + o_t * k_stride + i_h * K + o_k[None, :]
+            b_k = tl.load(p_k, mask=in_qk, other=0.0)
+            p_q = q + o_t * q_stride + i_h * K + o_k[None, :]
+            b_q = b_k if ENDS else tl.load(p_q, mask=in_qk, other=0.0)
+            p_x = v + o_t * v_stride + i_hv * V + o_v[None, :]
+            b_x = tl.load(p_x, mask=in_t[:, None] & in_v[None, :], other=0.0)
             b_t = t_tiles.load([((slot + done // CHUNK * HV) * CHUNK).to(tl.int32), 0])
             p_factor = factors + (slot + done // CHUNK * HV) * FACTORS
             b_g = tl.load(p_factor + o_c)
@@ -239,40 +241,38 @@ def _join(
         tl.store(p_end + o_h, b_h, mask=in_h)
 
 
-def _is_aligned(qkv: Tensor) -> bool:
-    """Return whether tiles of qkv can be copied whole: there are rows, and they begin at multiples of 16 bytes."""
-    return qkv.shape[0] > 0 and qkv.data_ptr() % 16 == 0 and qkv.stride(0) * qkv.element_size() % 16 == 0
+def _is_aligned(x: Tensor) -> bool:
+    """Return whether tiles of x can be copied whole: there are rows, and they begin at multiples of 16 bytes."""
+    return x.shape[0] > 0 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
 def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
     """Run `rows` of 16-bit values, none of which is a VERIFY, in chunks. Mutates `lines` and `o`."""
     if rows.num_rows == 0:
         return
-    qkv, heads, control = inputs.qkv, inputs.heads, rows.control
+    heads, control, num_tokens = inputs.heads, rows.control, inputs.num_tokens
     num_heads, key_dim, value_dim = heads.num_value_heads, heads.key_dim, heads.value_dim
     transforms, factors = launch_transform(inputs, rows)
     block_k = max(SMALLEST_KEY, triton.next_power_of_2(key_dim))
-    plan = choose_plan(heads, rows.num_rows, qkv.shape[0], rows.max_length)
+    plan = choose_plan(heads, rows.num_rows, num_tokens, rows.max_length)
     in_parts = plan.num_parts > 1
-    num_ends = qkv.shape[0] // plan.part_length + 1 if in_parts else 0
+    num_ends = num_tokens // plan.part_length + 1 if in_parts else 0
     size = (num_ends, num_heads, value_dim + max(value_dim, key_dim), key_dim)
-    ends = torch.empty(size, dtype=torch.float32, device=qkv.device)
-    tiles = key_dim == block_k and value_dim % BLOCK_V == 0 and _is_aligned(qkv)
+    ends = torch.empty(size, dtype=torch.float32, device=inputs.device)
+    tiles = key_dim == block_k and value_dim % BLOCK_V == 0 and all(map(_is_aligned, inputs.tokens))
 
     def advance(blocks: int, *, ends_only: bool) -> None:
-        qk_tiles = x_tiles = o_tiles = None
+        q_tiles = k_tiles = x_tiles = o_tiles = None
         if tiles:
-            view = ((qkv.shape[0], heads.channels), (qkv.stride(0), 1))
-            qk_tiles = TensorDescriptor(qkv, *view, [CHUNK, key_dim])
-            x_tiles = TensorDescriptor(qkv, *view, [CHUNK, BLOCK_V])
-            width = heads.value_channels
-            o_tiles = TensorDescriptor(o, (o.shape[0], width), (width, 1), [CHUNK, BLOCK_V])
+            q_tiles, k_tiles = (TensorDescriptor.from_tensor(x, [CHUNK, key_dim]) for x in (inputs.q, inputs.k))
+            x_tiles, o_tiles = (TensorDescriptor.from_tensor(x, [CHUNK, BLOCK_V]) for x in (inputs.v, o.flatten(1)))
         t_tiles = TensorDescriptor(
             transforms, [transforms.shape[0] * num_heads * CHUNK, CHUNK], [CHUNK, 1], [CHUNK, CHUNK]
         )
         _advance[(rows.num_rows * plan.num_parts * num_heads * blocks,)](
-            qkv,
-            qk_tiles,
+            (inputs.tokens, inputs.strides),
+            q_tiles,
+            k_tiles,
             x_tiles,
             t_tiles,
             o_tiles,
@@ -281,7 +281,6 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
             *lines.arguments(rows, o),
             plan.num_parts,
             plan.part_length,
-            qkv.stride(0),
             **inputs.sizes,
             BLOCK_K=block_k,
             BLOCK_V=BLOCK_V,

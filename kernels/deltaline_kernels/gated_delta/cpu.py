@@ -35,27 +35,30 @@ def gated_delta_cpu(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tenso
     else:
         g = F.softplus(a.float() + dt_bias.float()).mul_(A_log.float().exp().neg_())
         beta = b.float().sigmoid_() if b.dtype != torch.float32 else b.sigmoid()
-    run_tokens = partial(_run_tokens, inputs.qkv, g, beta, inputs.heads, inputs.normalize)
+    run_tokens = partial(_run_tokens, (inputs.q, inputs.k, inputs.v, g, beta), inputs.heads, inputs.normalize)
     run_rows(rows, lines, o, inputs.heads.num_key_heads, run_tokens)
 
 
 def _run_tokens(
-    qkv: Tensor, g: Tensor, beta: Tensor, heads: DeltaHeads, normalize: bool, group: RowGroup, h: Tensor, out: Tensor
+    packed: tuple[Tensor, ...], heads: DeltaHeads, normalize: bool, group: RowGroup, h: Tensor, out: Tensor
 ) -> Tensor | None:
-    """Run the rows' tokens as `run_rows` asks for: h `[B, HV, V, K]`, out `[B, n, HV, V]`."""
+    """Run the rows' tokens, `packed` q, k, v, g and beta, as `run_rows` asks for.
+
+    h `[B, HV, V, K]`, out `[B, n, HV, V]`.
+    """
     flat = h.flatten(0, 1)
-    tokens, gates, strengths = group.tokens(qkv), group.tokens(g), group.tokens(beta)
+    q, k, v, g, beta = group.tokens_of(*packed)
     if group.length == group.committed == 1:
-        _step(flat, tokens[:, 0], gates[:, 0], strengths[:, 0], out[:, 0], heads, normalize)
+        _step(flat, q, k, v, g, beta, out, heads, normalize)
         return None
     updates = torch.empty_like(out) if group.committed == 0 and group.writes else None
-    _run_chunks(flat, tokens, gates, strengths, out, updates, heads, normalize, commit=group.committed > 0)
-    return None if updates is None else _records(tokens, updates, gates, heads, normalize)
+    _run_chunks(flat, (q, k, v), g, beta, out, updates, heads, normalize, commit=group.committed > 0)
+    return None if updates is None else _records(k, updates, g, heads, normalize)
 
 
-def _records(tokens: Tensor, u: Tensor, g: Tensor, heads: DeltaHeads, normalize: bool) -> Tensor:
-    """Return (k, u, g) of the VERIFY rows' tokens; u `[B, n, HV, V]`."""
-    k = tokens[..., heads.key_channels : 2 * heads.key_channels].float()
+def _records(k: Tensor, u: Tensor, g: Tensor, heads: DeltaHeads, normalize: bool) -> Tensor:
+    """Return (k, u, g) of the VERIFY rows' tokens; k `[B, n, H*K]`, u `[B, n, HV, V]`."""
+    k = k.float()
     if normalize:
         k = k.unflatten(-1, (heads.num_key_heads, heads.key_dim))
         k = (k * _inverse_norm(k, heads.eps)).flatten(-2)
@@ -66,19 +69,30 @@ def _inverse_norm(x: Tensor, eps: float) -> Tensor:
     return (x * x).sum(-1, keepdim=True).add_(eps).rsqrt_()
 
 
-def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads: DeltaHeads, normalize: bool) -> None:
-    """Advance h `[B*HV, V, K]` by one token per row, in place; write out `[B, HV, V]` fp32."""
-    num_rows = tokens.shape[0]
-    qk = tokens[:, : 2 * heads.key_channels].float().unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
-    inverse = _inverse_norm(qk, heads.eps) if normalize else torch.ones(num_rows, 2, heads.num_key_heads, 1)
-    inverse[:, 0] *= heads.scale
+def _step(
+    h: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    out: Tensor,
+    heads: DeltaHeads,
+    normalize: bool,
+) -> None:
+    """Advance h `[B*HV, V, K]` by one token per row, `[B, 1, ...]`, in place; write out `[B, 1, HV, V]` fp32."""
+    num_rows = v.shape[0]
     kq = torch.empty(num_rows, heads.num_key_heads, 2, heads.key_dim)
-    torch.mul(qk, inverse, out=kq.transpose(1, 2))
+    kq[:, :, 0] = q.view(num_rows, heads.num_key_heads, heads.key_dim)
+    kq[:, :, 1] = k.view(num_rows, heads.num_key_heads, heads.key_dim)
+    if normalize:
+        kq *= _inverse_norm(kq, heads.eps)
+    kq[:, :, 0] *= heads.scale
     if heads.group > 1:
         kq = kq.repeat_interleave(heads.group, dim=1)
     kq = kq.flatten(0, 1)  # (B*HV, 2, K): q, k
     decay = g.flatten().exp()[:, None]  # (B*HV, 1)
-    v = tokens[:, 2 * heads.key_channels :].reshape(-1, heads.value_dim)
+    v = v.reshape(-1, heads.value_dim)
     # One pass over h serves h q and h k; the decay is applied to the products.
     products = torch.bmm(kq, h.transpose(1, 2)) * decay[..., None]  # (B*HV, 2, V)
     u = torch.sub(v, products[:, 1]).mul_(beta.reshape(-1, 1))  # (B*HV, V)
@@ -89,7 +103,7 @@ def _step(h: Tensor, tokens: Tensor, g: Tensor, beta: Tensor, out: Tensor, heads
 
 def _run_chunks(
     h: Tensor,
-    tokens: Tensor,
+    tokens: tuple[Tensor, Tensor, Tensor],
     g: Tensor,
     beta: Tensor,
     out: Tensor,
@@ -103,7 +117,7 @@ def _run_chunks(
 
     Advances h `[B*HV, V, K]` in place if `commit`.
     """
-    n = tokens.shape[1]
+    num_rows, n = out.shape[:2]
     if not commit and n > CHUNK:  # a later chunk reads the state that an earlier one leaves
         h, commit = h.clone(), True
     whole = n - n % CHUNK
@@ -112,25 +126,24 @@ def _run_chunks(
         if begin == end:
             continue
         split = (-1, min(CHUNK, end - begin))
-        part, chunk_g, chunk_beta = (x[:, begin:end].unflatten(1, split) for x in (tokens, g, beta))
+        q, k, v, chunk_g, chunk_beta = (x[:, begin:end].unflatten(1, split) for x in (*tokens, g, beta))
         # (B, chunks, C, ...) becomes (chunks, B, heads, C, ...)
-        qk = part[..., : 2 * heads.key_channels].unflatten(-1, (2, heads.num_key_heads, heads.key_dim))
-        qk = qk.permute(1, 0, 4, 3, 2, 5).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        qk = torch.empty(q.shape[1], num_rows, heads.num_key_heads, 2, split[1], heads.key_dim)
+        for i, x in enumerate((q, k)):
+            qk[:, :, :, i] = x.unflatten(-1, (heads.num_key_heads, heads.key_dim)).permute(1, 0, 3, 2, 4)
         if normalize:
             norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(heads.eps).rsqrt_()
         else:
             norms = torch.ones(*qk.shape[:-1], 1)
         norms[:, :, :, 0] *= heads.scale
         qk = qk.mul_(norms) if heads.group == 1 else (qk * norms).repeat_interleave(heads.group, dim=2)
-        v = part[..., 2 * heads.key_channels :].unflatten(-1, (heads.num_value_heads, heads.value_dim))
+        v = v.unflatten(-1, (heads.num_value_heads, heads.value_dim))
         v = v.permute(1, 0, 3, 2, 4).float().contiguous()
         chunk_g, chunk_beta = (x.permute(1, 0, 3, 2).flatten(1, 2) for x in (chunk_g, chunk_beta))
         results = _run_block(h, qk.flatten(1, 2), v.flatten(1, 2), chunk_g, chunk_beta, commit=commit)
         for to, result in zip((out, updates), results, strict=True):
             if to is not None:
-                to[:, begin:end].unflatten(1, split).copy_(
-                    result.unflatten(1, (tokens.shape[0], -1)).permute(1, 0, 3, 2, 4)
-                )
+                to[:, begin:end].unflatten(1, split).copy_(result.unflatten(1, (num_rows, -1)).permute(1, 0, 3, 2, 4))
 
 
 def _run_block(h: Tensor, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, commit: bool) -> tuple[Tensor, Tensor]:

@@ -21,18 +21,15 @@ from deltaline_kernels.rows import Rows, StateLines
 
 CHUNK = 16
 # No dot has more than 32 rows. Hopper's asynchronous matrix instruction needs 64: below that Triton uses the
-# synchronous one, which the assembler of Triton 3.6 gets right with operands in registers.
+# synchronous one, which the assembler (ptxas 12.8 in Triton 3.6 and 3.7) gets right with operands in registers.
 BLOCK_V = 32
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(do_not_specialize=["control_stride"], do_not_specialize_on_alignment=["control"])
 def _chunk(
-    qkv,
-    a,
-    b,
-    A_log,
-    dt_bias,
+    tokens,
+    gates,
     state,
     drafts,
     o,
@@ -41,9 +38,9 @@ def _chunk(
     max_draft,
     scale,
     eps,
-    qkv_stride,
     a_stride,
     b_stride,
+    strides,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -56,6 +53,9 @@ def _chunk(
     CHUNK: tl.constexpr,
 ):
     RECORD: tl.constexpr = H * K + HV * V + HV
+    q, k, v = tokens
+    a, b, A_log, dt_bias = gates
+    q_stride, k_stride, v_stride = strides
     i_row = tl.program_id(0).to(tl.int64) // HV
     i_hv = tl.program_id(0).to(tl.int64) % HV
     i_v = tl.program_id(1).to(tl.int64)
@@ -85,10 +85,11 @@ def _chunk(
         o_t = begin + first + o_c
         in_qk = (in_t & live)[:, None] & in_k[None, :]
         in_x = (in_t & live)[:, None] & in_v[None, :]
-        p_q = qkv + o_t[:, None] * qkv_stride + i_h * K + o_k[None, :]
-        p_x = qkv + o_t[:, None] * qkv_stride + 2 * H * K + i_hv * V + o_v[None, :]
+        p_q = q + o_t[:, None] * q_stride + i_h * K + o_k[None, :]
+        p_k = k + o_t[:, None] * k_stride + i_h * K + o_k[None, :]
+        p_x = v + o_t[:, None] * v_stride + i_hv * V + o_v[None, :]
         b_q = tl.load(p_q, mask=in_qk, other=0.0).to(tl.float32)  # (CHUNK, BLOCK_K)
-        b_k = tl.load(p_q + H * K, mask=in_qk, other=0.0).to(tl.float32)  # (CHUNK, BLOCK_K)
+        b_k = tl.load(p_k, mask=in_qk, other=0.0).to(tl.float32)  # (CHUNK, BLOCK_K)
         b_x = tl.load(p_x, mask=in_x, other=0.0).to(tl.float32)  # (CHUNK, BLOCK_V)
         b_a = tl.load(a + o_t * a_stride + i_hv, mask=in_t & live, other=0.0)
         b_b = tl.load(b + o_t * b_stride + i_hv, mask=in_t & live, other=0.0)
@@ -141,10 +142,11 @@ def launch_exact_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Te
     # fp32 products, without matrix instructions; a smaller tile per thread keeps them in registers.
     grid = (rows.num_rows * heads.num_value_heads, triton.cdiv(heads.value_dim, BLOCK_V))
     _chunk[grid](
-        inputs.qkv,
-        *inputs.gates,
+        inputs.tokens,
+        inputs.gates,
         *lines.arguments(rows, o),
-        *inputs.numbers(),
+        *inputs.numbers,
+        inputs.strides,
         **inputs.sizes,
         BLOCK_K=max(16, triton.next_power_of_2(heads.key_dim)),
         BLOCK_V=BLOCK_V,

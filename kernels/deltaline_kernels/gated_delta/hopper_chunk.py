@@ -2,7 +2,7 @@
 
 While the matrix unit computes a chunk's products with the state, the warps turn the last ones into scores and factors;
 the next chunk's scores and T V are begun before this one's state is known. Only for sizes that fit: K of 64 or 128, V a
-multiple of 64, rows of qkv at multiples of 16 bytes.
+multiple of 64, rows of q, k and v at multiples of 16 bytes.
 """
 
 import torch
@@ -48,14 +48,14 @@ def _copy_chunk(
     FACTORS: gl.constexpr,
 ):
     """Begin to copy a chunk's k, q, v and T (`tiles`) and its factors to `buffers`, if it is there."""
-    qk_tiles, x_tiles, t_tiles = tiles
+    q_tiles, k_tiles, x_tiles, t_tiles = tiles
     k_s, q_s, x_s, t_s, f_s, bars = buffers
-    column_k, column_q, column_x = columns
+    column_qk, column_x = columns
     BYTES: gl.constexpr = 2 * CHUNK * (2 * k_s.shape[2] + x_s.shape[2] + CHUNK)
     bar = bars.index(stage)
     mbarrier.expect(bar, BYTES, pred=is_here)
-    tma.async_copy_global_to_shared(qk_tiles, [i_t, column_k], bar, k_s.index(stage), pred=is_here)
-    tma.async_copy_global_to_shared(qk_tiles, [i_t, column_q], bar, q_s.index(stage), pred=is_here)
+    tma.async_copy_global_to_shared(k_tiles, [i_t, column_qk], bar, k_s.index(stage), pred=is_here)
+    tma.async_copy_global_to_shared(q_tiles, [i_t, column_qk], bar, q_s.index(stage), pred=is_here)
     tma.async_copy_global_to_shared(x_tiles, [i_t, column_x], bar, x_s.index(stage), pred=is_here)
     tma.async_copy_global_to_shared(t_tiles, [i_slot * CHUNK, 0], bar, t_s.index(stage), pred=is_here)
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
@@ -67,9 +67,10 @@ def _copy_chunk(
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @gluon.jit(do_not_specialize=["control_stride", "num_parts", "part_length"], do_not_specialize_on_alignment=["control"])
-def _walk(
-    qkv,
-    qk_tiles,
+def walk_kernel(
+    strided,
+    q_tiles,
+    k_tiles,
     x_tiles,
     t_tiles,
     o_tiles,
@@ -83,7 +84,6 @@ def _walk(
     max_draft,
     num_parts,
     part_length,
-    qkv_stride,
     H: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -95,12 +95,13 @@ def _walk(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
+    """Walk through the chunks of a row, or of a part of one, with a block of its state in registers."""
     # The scores' memory serves the outputs as well.
     gl.static_assert(BLOCK_V == CHUNK)
     RECORD: gl.constexpr = H * K + HV * V + HV
     BLOCKS: gl.constexpr = V // BLOCK_V
     END: gl.constexpr = (V + (K if K > V else V)) * K
-    dtype: gl.constexpr = qk_tiles.dtype
+    dtype: gl.constexpr = q_tiles.dtype
     mma_c: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
     mma_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
     left_c: gl.constexpr = gl.DotOperandLayout(0, mma_c, 2)
@@ -108,6 +109,8 @@ def _walk(
     across: gl.constexpr = gl.SliceLayout(0, mma_c)
     down: gl.constexpr = gl.SliceLayout(1, mma_c)
 
+    q, k, v = strided[0]
+    q_stride, k_stride, v_stride = strided[1]
     i_v = gl.program_id(0) % BLOCKS
     i_hv = gl.program_id(0) // BLOCKS % HV
     i_part = gl.program_id(0) // (BLOCKS * HV) % num_parts
@@ -141,8 +144,8 @@ def _walk(
             h = h * gl.exp(gl.load(p_draft + H * K + HV * V + i_hv)) + draft_u[:, None] * draft_k[None, :]
             p_draft += RECORD
 
-        k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, K], qk_tiles.layout)
-        q_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, K], qk_tiles.layout)
+        k_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, K], k_tiles.layout)
+        q_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, K], q_tiles.layout)
         x_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, BLOCK_V], x_tiles.layout)
         t_s = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, CHUNK], t_tiles.layout)
         f_s = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -153,10 +156,10 @@ def _walk(
             mbarrier.init(bars.index(i), count=1)
         fence_async_shared()
         barrier()
-        tiles = (qk_tiles, x_tiles, t_tiles)
+        tiles = (q_tiles, k_tiles, x_tiles, t_tiles)
         buffers = (k_s, q_s, x_s, t_s, f_s, bars)
-        columns = ((H + i_h) * K, i_h * K, 2 * H * K + i_hv * V + i_v * BLOCK_V)
-        column_o = i_hv * V + i_v * BLOCK_V
+        # v and the outputs have the same columns.
+        columns = (i_h * K, i_hv * V + i_v * BLOCK_V)
         first = begin + part_begin
         slot = (begin // CHUNK + i_row + part_begin // CHUNK) * HV + i_hv
         num_tokens = gl.where(live, gl.maximum(part_end - part_begin, 0), 0)
@@ -227,7 +230,7 @@ def _walk(
             s_s.permute((1, 0)).store(out.to(dtype))
             fence_async_shared()
             barrier()
-            tma.async_copy_shared_to_global(o_tiles, [first + c * CHUNK, column_o], s_s)
+            tma.async_copy_shared_to_global(o_tiles, [first + c * CHUNK, columns[1]], s_s)
             g_last = g_next
             ahead = c + STAGES
             _copy_chunk(
@@ -252,10 +255,10 @@ def _walk(
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
             first += num_chunks * CHUNK
             slot += num_chunks * HV
-            p_token = qkv + first.to(gl.int64) * qkv_stride
-            copy_rest(k_s.index(0), p_token + columns[0], qkv_stride, rest, layout)
-            copy_rest(q_s.index(0), p_token + columns[1], qkv_stride, rest, layout)
-            copy_rest(x_s.index(0), p_token + columns[2], qkv_stride, rest, layout)
+            i_t = first.to(gl.int64)
+            copy_rest(k_s.index(0), k + i_t * k_stride + columns[0], k_stride, rest, layout)
+            copy_rest(q_s.index(0), q + i_t * q_stride + columns[0], q_stride, rest, layout)
+            copy_rest(x_s.index(0), v + i_t * v_stride + columns[1], v_stride, rest, layout)
             bar = bars.index(STAGES)
             mbarrier.expect(bar, 2 * CHUNK * CHUNK)
             tma.async_copy_global_to_shared(t_tiles, [slot * CHUNK, 0], bar, t_s.index(0))
@@ -274,23 +277,23 @@ def _walk(
             s_s.store((s * gl.exp2(exponents)).to(dtype))
             fence_async_shared()
             left = gl.convert_layout(h.to(dtype), left_c)
-            v = warpgroup_mma(x_s.index(0).permute((1, 0)), t_t, zero, use_acc=False)
+            updates = warpgroup_mma(x_s.index(0).permute((1, 0)), t_t, zero, use_acc=False)
             r = warpgroup_mma(left, k_t, zero, use_acc=False)
-            v = warpgroup_mma(gl.convert_layout((r * factor_r).to(dtype), left_c), t_t, v)
+            updates = warpgroup_mma(gl.convert_layout((r * factor_r).to(dtype), left_c), t_t, updates)
             p = warpgroup_mma(left, q_s.index(0).permute((1, 0)), zero, use_acc=False)
-            w_left = gl.convert_layout((v * gl.exp2(g_last - g_j)).to(dtype), left_k)
+            w_left = gl.convert_layout((updates * gl.exp2(g_last - g_j)).to(dtype), left_k)
             h = warpgroup_mma(w_left, k_s.index(0), h * gl.exp2(g_last))
             barrier()
-            u_left = gl.convert_layout(v.to(dtype), left_c)
+            u_left = gl.convert_layout(updates.to(dtype), left_c)
             p = warpgroup_mma(u_left, s_s.permute((1, 0)), p * factor_o)
             o_out = gl.arange(0, BLOCK_V, layout=down)[:, None] + o_j[None, :] * (HV * V)
-            p_o = o + first.to(gl.int64) * (HV * V) + column_o + o_out
+            p_o = o + i_t * (HV * V) + columns[1] + o_out
             gl.store(p_o, p.to(dtype), mask=(o_j < rest)[None, :] & (o_out >= 0))
         if not live:
             o_j = gl.arange(0, CHUNK, layout=across)
             o_out = gl.arange(0, BLOCK_V, layout=down)[:, None] + o_j[None, :] * (HV * V)
             for done in range(part_begin, part_end, CHUNK):
-                p_o = o + (begin + done).to(gl.int64) * (HV * V) + column_o + o_out
+                p_o = o + (begin + done).to(gl.int64) * (HV * V) + columns[1] + o_out
                 gl.store(p_o, zero.to(dtype), mask=(done + o_j < part_end)[None, :] & (o_out >= 0))
         # An empty row changes its line only by a replay or by a move.
         if (part_end == n) & (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
@@ -302,7 +305,7 @@ def _walk(
 def can_walk(inputs: DeltaInputs) -> bool:
     """Return whether `launch_walk` runs on this device with keys of this size, given that tiles are copied whole."""
     # Triton's interpreter has no Gluon.
-    compiled = inputs.qkv.is_cuda and not triton.knobs.runtime.interpret
+    compiled = inputs.device.type != "cpu" and not triton.knobs.runtime.interpret
     return inputs.heads.key_dim in KEYS and compiled and torch.cuda.get_device_capability(inputs.device)[0] == 9
 
 
@@ -317,27 +320,24 @@ def launch_walk(
     plan: RowSplits,
 ) -> None:
     """Walk through all rows; `ends` has what stands before their parts. Mutates `lines` and `o`."""
-    qkv, heads = inputs.qkv, inputs.heads
+    heads = inputs.heads
 
-    def tiles(tensor: Tensor, shape: list[int], width: int) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout(min(128, 2 * width), 16, 2)
-        return TensorDescriptor(
-            tensor, shape, [tensor.stride(0) if tensor is qkv else shape[1], 1], [CHUNK, width], layout
-        )
+    def tiles(matrix: Tensor, width: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(matrix, [CHUNK, width], gl.NVMMASharedLayout(min(128, 2 * width), 16, 2))
 
     programs = rows.num_rows * plan.num_parts * heads.num_value_heads * (heads.value_dim // BLOCK_V)
-    _walk[(programs,)](
-        qkv,
-        tiles(qkv, [qkv.shape[0], heads.channels], heads.key_dim),
-        tiles(qkv, [qkv.shape[0], heads.channels], BLOCK_V),
-        tiles(transforms, [transforms.numel() // CHUNK, CHUNK], CHUNK),
-        tiles(o, [o.shape[0], heads.value_channels], BLOCK_V),
+    walk_kernel[(programs,)](
+        (inputs.tokens, inputs.strides),
+        tiles(inputs.q, heads.key_dim),
+        tiles(inputs.k, heads.key_dim),
+        tiles(inputs.v, BLOCK_V),
+        tiles(transforms.flatten(0, 2), CHUNK),
+        tiles(o.flatten(1), BLOCK_V),
         factors,
         ends,
         *lines.arguments(rows, o),
         plan.num_parts,
         plan.part_length,
-        qkv.stride(0),
         **inputs.sizes,
         BLOCK_V=BLOCK_V,
         CHUNK=CHUNK,

@@ -38,6 +38,11 @@ class DeltaHeads:
         """Values of one token: q, k, v."""
         return 2 * self.key_channels + self.value_channels
 
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, the columns of qkv `[T, 2*H*K + HV*V]`, as views."""
+        q, k, v = qkv.split_with_sizes((self.key_channels, self.key_channels, self.value_channels), dim=1)
+        return q, k, v
+
     @cached_property
     def record(self) -> int:
         """Values of one draft token: k, u, g."""
@@ -76,12 +81,15 @@ class DeltaInputs:
     """Packed tokens and their gates, checked by the caller.
 
     Args:
-        qkv: `[T, 2*H*K + HV*V]`, any row stride. a, b: `[T, HV]` of qkv's dtype or fp32, any row stride.
+        q, k: `[T, H*K]`; v: `[T, HV*V]`; of one dtype, any row stride each.
+        a, b: `[T, HV]` of that dtype or fp32, any row stride.
         A_log, dt_bias: `[HV]`, or both None where a and b are the log decay and the strength themselves.
         normalize: whether q and k are divided by their norms.
     """
 
-    qkv: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     a: Tensor
     b: Tensor
     A_log: Tensor | None
@@ -91,20 +99,35 @@ class DeltaInputs:
 
     @property
     def num_tokens(self) -> int:
-        return self.qkv.shape[0]
+        return self.v.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return self.qkv.device
+        return self.v.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of q, k and v."""
+        return self.v.dtype
 
     def empty_output(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return room for the outputs, `[T, HV, V]` in qkv's dtype or another."""
-        size = (self.qkv.shape[0], self.heads.num_value_heads, self.heads.value_dim)
-        return torch.empty(size, dtype=dtype or self.qkv.dtype, device=self.qkv.device)
+        """Return room for the outputs, `[T, HV, V]` in v's dtype or another."""
+        size = (self.v.shape[0], self.heads.num_value_heads, self.heads.value_dim)
+        return torch.empty(size, dtype=dtype or self.v.dtype, device=self.v.device)
 
     def with_tokens(self, pick: Callable[[Tensor], Tensor]) -> "DeltaInputs":
         """Return the same with `pick` of each tensor of tokens."""
-        return replace(self, qkv=pick(self.qkv), a=pick(self.a), b=pick(self.b))
+        q, k, v, a, b = map(pick, (self.q, self.k, self.v, self.a, self.b))
+        return replace(self, q=q, k=k, v=v, a=a, b=b)
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Those of the rows of q, k and v."""
+        return self.q.stride(0), self.k.stride(0), self.v.stride(0)
 
     @cached_property
     def gates(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -117,12 +140,16 @@ class DeltaInputs:
             absent if self.dt_bias is None else self.dt_bias,
         )
 
-    def numbers(self, unit: int = 1) -> tuple[float, ...]:
-        """Return what kernels that read tokens take in this order: scale, eps, and the strides of qkv, a and b.
+    @property
+    def numbers(self) -> tuple[float, float, int, int]:
+        """What kernels that read gates take in this order: scale, eps, and the strides of a and b."""
+        return self.heads.scale, self.heads.eps, self.a.stride(0), self.b.stride(0)
 
-        unit: values that the stride of qkv is counted in.
-        """
-        return self.heads.scale, self.heads.eps, self.qkv.stride(0) // unit, self.a.stride(0), self.b.stride(0)
+    def count_strides(self, most: int) -> tuple[int, tuple[int, int, int]]:
+        """Return the largest divisor of `most` and of the strides of q, k and v, and these in units of it."""
+        unit = math.gcd(most, *self.strides)
+        q_stride, k_stride, v_stride = self.strides
+        return unit, (q_stride // unit, k_stride // unit, v_stride // unit)
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -18,6 +18,6 @@ def gated_delta_triton(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Te
     """Write the rows' outputs to o `[T, HV, V]`; mutates `lines`. Arguments are validated by the caller."""
     short = rows.short()
     launch_short = launch_verify if can_verify(inputs, lines, short) else launch_recurrent
-    launch_long = launch_exact_chunk if inputs.qkv.dtype == torch.float32 else launch_chunk
+    launch_long = launch_exact_chunk if inputs.dtype == torch.float32 else launch_chunk
     launch_short(inputs, lines, short, o)
     launch_long(inputs, lines, rows.long(), o)

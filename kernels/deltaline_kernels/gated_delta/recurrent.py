@@ -8,8 +8,6 @@ token's u, so that its replay, h = exp(g) h + u k^T, needs no product of the sta
 the bit.
 """
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,14 +45,13 @@ AT_ONCE = tl.constexpr(3)
 
 @triton.jit
 def _load_token(
-    p_token,
+    p_q,
+    p_k,
+    p_v,
     p_a,
     p_b,
-    i_h,
-    i_hv,
     o_v,
     mask,
-    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     PARTS: tl.constexpr,
@@ -62,20 +59,19 @@ def _load_token(
     BLOCK_K: tl.constexpr,
 ):
     """Return q, k, v and the raw gates of a token of one head, as they come; anything where `mask` is not set."""
-    q = load_key(p_token + i_h * K, mask, K, SUB, BLOCK_K)
-    k = load_key(p_token + (H + i_h) * K, mask, K, SUB, BLOCK_K)
-    values = load_values(p_token + 2 * H * K + i_hv * V, mask, o_v, V, PARTS, SUB)
-    return q, k, values, tl.load(p_a + i_hv, mask=mask), tl.load(p_b + i_hv, mask=mask)
+    q = load_key(p_q, mask, K, SUB, BLOCK_K)
+    k = load_key(p_k, mask, K, SUB, BLOCK_K)
+    values = load_values(p_v, mask, o_v, V, PARTS, SUB)
+    return q, k, values, tl.load(p_a, mask=mask), tl.load(p_b, mask=mask)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["control_stride", "qkv_units"], do_not_specialize_on_alignment=["control"])
+@triton.jit(
+    do_not_specialize=["control_stride", "q_units", "k_units", "v_units"], do_not_specialize_on_alignment=["control"]
+)
 def _recurrent(
-    qkv,
-    a,
-    b,
-    A_log,
-    dt_bias,
+    tokens,
+    gates,
     state,
     drafts,
     o,
@@ -84,9 +80,11 @@ def _recurrent(
     max_draft,
     query_scale,
     eps,
-    qkv_units,
     a_stride,
     b_stride,
+    q_units,
+    k_units,
+    v_units,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -103,8 +101,10 @@ def _recurrent(
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GATES: tl.constexpr = H * K + HV * V
     RECORD: tl.constexpr = GATES + HV
-    # A multiple of UNIT and, for all the compiler knows, of no more: it loads q and k no wider than the state.
-    qkv_stride = qkv_units * UNIT
+    q, k, v = tokens
+    a, b, A_log, dt_bias = gates
+    # Multiples of UNIT and, for all the compiler knows, of no more: it loads q and k no wider than the state.
+    q_stride, k_stride, v_stride = q_units * UNIT, k_units * UNIT, v_units * UNIT
     NUM_BLOCKS: tl.constexpr = (V + PARTS * SUB - 1) // (PARTS * SUB)
     i_v = tl.program_id(0) % NUM_BLOCKS
     i_hv = tl.program_id(0) // NUM_BLOCKS % HV
@@ -123,10 +123,12 @@ def _recurrent(
         n = 0
     p_state = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K)
     raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
-    p_token = qkv + begin * qkv_stride
-    p_a = a + begin * a_stride
-    p_b = b + begin * b_stride
-    q, k, values, b_a, b_b = _load_token(p_token, p_a, p_b, i_h, i_hv, o_v, n > 0, H, K, V, PARTS, SUB, BLOCK_K)
+    p_q = q + begin * q_stride + i_h * K
+    p_k = k + begin * k_stride + i_h * K
+    p_v = v + begin * v_stride + i_hv * V
+    p_a = a + begin * a_stride + i_hv
+    p_b = b + begin * b_stride + i_hv
+    b_q, b_k, values, b_a, b_b = _load_token(p_q, p_k, p_v, p_a, p_b, o_v, n > 0, K, V, PARTS, SUB, BLOCK_K)
     b_rate, b_bias = 0.0, 0.0
     if not RAW:
         b_rate = tl.load(A_log + i_hv).to(tl.float32)
@@ -157,34 +159,36 @@ def _recurrent(
     records_gates = records & (i_v == 0)
     records_k = records_gates & (i_hv % (HV // H) == 0)
     p_draft = drafts + ((write - LINE_SHIFT) * 2 + 1 - half) * max_draft * RECORD
-    q, k, values = to_fp32(q, BLOCKS), to_fp32(k, BLOCKS), to_fp32(values, PARTS)
+    b_q, b_k, values = to_fp32(b_q, BLOCKS), to_fp32(b_k, BLOCKS), to_fp32(values, PARTS)
     b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
     rest = 1.0
     for t in range(0, n):
         if not ONE:
             # The last one comes twice, which costs no mask.
             more = t + 1 < n
-            p_token += tl.where(more, qkv_stride, 0)
+            p_q += tl.where(more, q_stride, 0)
+            p_k += tl.where(more, k_stride, 0)
+            p_v += tl.where(more, v_stride, 0)
             p_a += tl.where(more, a_stride, 0)
             p_b += tl.where(more, b_stride, 0)
-            following = _load_token(p_token, p_a, p_b, i_h, i_hv, o_v, True, H, K, V, PARTS, SUB, BLOCK_K)
+            following = _load_token(p_q, p_k, p_v, p_a, p_b, o_v, True, K, V, PARTS, SUB, BLOCK_K)
         g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
         rest *= tl.exp(g)
         # The products of the tile don't wait for the norms, which are factors of their sums.
         factor_q, factor_k = query_scale, 1.0
         if NORM:
-            factor_q = query_scale * tl.rsqrt(multiply(q, 0, q, BLOCKS) + eps)
-            factor_k = tl.rsqrt(multiply(k, 0, k, BLOCKS) + eps)
+            factor_q = query_scale * tl.rsqrt(multiply(b_q, 0, b_q, BLOCKS) + eps)
+            factor_k = tl.rsqrt(multiply(b_k, 0, b_k, BLOCKS) + eps)
         unit = ()
         for j in tl.static_range(BLOCKS):
-            unit = unit + (k[j] * factor_k,)
-        aligned = multiply(unit, 0, q, BLOCKS)
+            unit = unit + (b_k[j] * factor_k,)
+        aligned = multiply(unit, 0, b_q, BLOCKS)
         # h q after the token is the old tile's product and the token's own share: both products of the tile at once.
         outputs = ()
         updates = ()
         for r in tl.static_range(PARTS):
-            outputs = outputs + (rest * multiply(tile, r * BLOCKS, q, BLOCKS),)
-            seen = multiply(tile, r * BLOCKS, k, BLOCKS) * factor_k
+            outputs = outputs + (rest * multiply(tile, r * BLOCKS, b_q, BLOCKS),)
+            seen = multiply(tile, r * BLOCKS, b_k, BLOCKS) * factor_k
             updates = updates + (beta * (values[r] - rest * seen),)
         # Nobody reads what the last token of a VERIFY would leave.
         if (t + 1 < n) | (committed > 0):
@@ -206,7 +210,8 @@ def _recurrent(
             tl.store(p_draft + GATES + i_hv, g, mask=records_gates)
             p_draft += RECORD
         if not ONE:
-            q, k, values = to_fp32(following[0], BLOCKS), to_fp32(following[1], BLOCKS), to_fp32(following[2], PARTS)
+            b_q, b_k = to_fp32(following[0], BLOCKS), to_fp32(following[1], BLOCKS)
+            values = to_fp32(following[2], PARTS)
             b_a, b_b = following[3].to(tl.float32), following[4].to(tl.float32)
 
     if (write > 0) & (committed > 0):
@@ -218,7 +223,7 @@ def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tens
     """Run `rows` token by token; arguments as of `gated_delta_triton`. Mutates `lines` and `o`."""
     if rows.num_rows == 0:
         return
-    heads, qkv, state_bytes = inputs.heads, inputs.qkv, lines.state.element_size()
+    heads, state_bytes = inputs.heads, lines.state.element_size()
     # Fewer values than threads would leave two threads with one value of a state that is updated in place.
     block_k = max(16, min(ROW_BYTES // state_bytes, triton.next_power_of_2(heads.key_dim)))
     one = rows.max_length <= 1
@@ -227,12 +232,13 @@ def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tens
     if many and heads.key_dim > LARGEST_KEY:
         parts //= 2
     sub = ROWS_PER_WARP * num_warps
-    unit = math.gcd(16 // state_bytes, qkv.stride(0))
+    unit, strides = inputs.count_strides(16 // state_bytes)
     _recurrent[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * sub),)](
-        qkv,
-        *inputs.gates,
+        inputs.tokens,
+        inputs.gates,
         *lines.arguments(rows, o),
-        *inputs.numbers(unit),
+        *inputs.numbers,
+        *strides,
         **inputs.sizes,
         RAW=inputs.A_log is None,
         NORM=inputs.normalize,

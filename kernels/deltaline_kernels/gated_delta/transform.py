@@ -88,20 +88,17 @@ def _log_norm(square, eps, BLOCK: tl.constexpr):
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["control"])
 def _transform(
-    qkv,
-    a,
-    b,
-    A_log,
-    dt_bias,
+    tokens,
+    gates,
     control,
     transforms,
     factors,
     num_rows,
     scale,
     eps,
-    qkv_stride,
     a_stride,
     b_stride,
+    strides,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -119,9 +116,13 @@ def _transform(
     i_slot = tl.program_id(0) // H
     i_h = tl.program_id(0) % H
     first, end, is_here = find_chunk(control, num_rows, i_slot, CHUNK)
+    q, k, _ = tokens
+    a, b, A_log, dt_bias = gates
+    q_stride, k_stride, _ = strides
     if is_here:
         o_b = places(BLOCK)
-        p_q = qkv + first.to(tl.int64) * qkv_stride + i_h * K
+        p_q = q + first.to(tl.int64) * q_stride + i_h * K
+        p_k = k + first.to(tl.int64) * k_stride + i_h * K
         # The gates of all value heads of the key head: [HEADS, CHUNK].
         o_c = tl.arange(0, CHUNK)[None, :]
         o_g = tl.arange(0, HEADS)[:, None]
@@ -130,8 +131,8 @@ def _transform(
         in_t = in_g & (first + o_c < end)
         b_a = tl.load(a + (first.to(tl.int64) + o_c) * a_stride + i_hv, mask=in_t, other=0.0)
         b_b = tl.load(b + (first.to(tl.int64) + o_c) * b_stride + i_hv, mask=in_t, other=0.0)
-        squares = _multiply(p_q, qkv_stride, end - first, o_b, K, BLOCK_K, BLOCKS, STRIP, False)
-        products = _multiply(p_q + H * K, qkv_stride, end - first, o_b, K, BLOCK_K, BLOCKS, STRIP, True)
+        squares = _multiply(p_q, q_stride, end - first, o_b, K, BLOCK_K, BLOCKS, STRIP, False)
+        products = _multiply(p_k, k_stride, end - first, o_b, K, BLOCK_K, BLOCKS, STRIP, True)
         if RAW:
             b_g, b_beta = b_a.to(tl.float32), b_b.to(tl.float32)
         else:
@@ -188,22 +189,23 @@ def _transform(
 
 
 def launch_transform(inputs: DeltaInputs, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return T `[slots, HV, CHUNK, CHUNK]` in qkv.dtype and the factors `[slots, HV, FACTORS]` fp32 of all chunks.
+    """Return T `[slots, HV, CHUNK, CHUNK]` in k's dtype and the factors `[slots, HV, FACTORS]` fp32 of all chunks.
 
     The chunks of row i have the slots from query_start_loc[i] // CHUNK + i on; the others are left as they are.
     """
-    heads, qkv = inputs.heads, inputs.qkv
-    num_slots = qkv.shape[0] // CHUNK + rows.num_rows
-    transforms = torch.empty((num_slots, heads.num_value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
-    factors = torch.empty((num_slots, heads.num_value_heads, FACTORS), dtype=torch.float32, device=qkv.device)
+    heads, device = inputs.heads, inputs.device
+    num_slots = inputs.num_tokens // CHUNK + rows.num_rows
+    transforms = torch.empty((num_slots, heads.num_value_heads, CHUNK, CHUNK), dtype=inputs.dtype, device=device)
+    factors = torch.empty((num_slots, heads.num_value_heads, FACTORS), dtype=torch.float32, device=device)
     _transform[(num_slots * heads.num_key_heads,)](
-        qkv,
-        *inputs.gates,
+        inputs.tokens,
+        inputs.gates,
         rows.control,
         transforms,
         factors,
         rows.num_rows,
-        *inputs.numbers(),
+        *inputs.numbers,
+        inputs.strides,
         H=heads.num_key_heads,
         HV=heads.num_value_heads,
         K=heads.key_dim,

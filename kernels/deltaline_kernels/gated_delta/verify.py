@@ -11,8 +11,6 @@ while it is on its way. A program has some rows of one head's state in the regis
 drafts, stores the state if the row commits nothing itself, then computes the row's tokens.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -45,13 +43,12 @@ FEW, MANY = (1, 168, 3), (2, 255, 3)
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["control_stride", "qkv_units"], do_not_specialize_on_alignment=["control"])
+@triton.jit(
+    do_not_specialize=["control_stride", "q_units", "k_units", "v_units"], do_not_specialize_on_alignment=["control"]
+)
 def _verify(
-    qkv,
-    a,
-    b,
-    A_log,
-    dt_bias,
+    tokens,
+    gates,
     state,
     drafts,
     o,
@@ -60,9 +57,11 @@ def _verify(
     max_draft,
     query_scale,
     eps,
-    qkv_units,
     a_stride,
     b_stride,
+    q_units,
+    k_units,
+    v_units,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -80,8 +79,10 @@ def _verify(
     BLOCK_V: tl.constexpr = PARTS * SUB
     GATES: tl.constexpr = H * K + HV * V
     RECORD: tl.constexpr = GATES + HV
-    # A multiple of UNIT and, for all the compiler knows, of no more: as many values of q and k at once as of the state.
-    qkv_stride = qkv_units * UNIT
+    q, k, v = tokens
+    a, b, A_log, dt_bias = gates
+    # Multiples of UNIT and, for all the compiler knows, of no more: as many values of q and k at once as of the state.
+    q_stride, k_stride, v_stride = q_units * UNIT, k_units * UNIT, v_units * UNIT
     NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_v = tl.program_id(0) % NUM_BLOCKS
     i_hv = tl.program_id(0) // NUM_BLOCKS % HV
@@ -92,14 +93,15 @@ def _verify(
     n = tl.where((read == -1) & (write == -1), 0, length)
 
     o_v = i_v * BLOCK_V + tl.arange(0, SUB)[:, None]
-    p_token = qkv + begin * qkv_stride
-    tokens = load_tokens(p_token + i_h * K, n, qkv_stride, H, K, BLOCK_K)
+    p_q = q + begin * q_stride + i_h * K
+    p_k = k + begin * k_stride + i_h * K
+    keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
     o_t = tl.arange(0, TOKENS)
     o_row = o_t[:, None]
     o_column = o_t[None, :]
     values = ()
     for r in tl.static_range(PARTS):
-        p_value = p_token + 2 * H * K + i_hv * V + o_v + r * SUB + o_column * qkv_stride
+        p_value = v + begin * v_stride + i_hv * V + o_v + r * SUB + o_column * v_stride
         inside = (o_column < n) & below(o_v + r * SUB, V, BLOCK_V)
         values = values + (tl.load(p_value, mask=inside, other=0.0),)
     b_a = tl.load(a + (begin + o_t) * a_stride + i_hv, mask=o_t < n, other=0.0)
@@ -119,7 +121,7 @@ def _verify(
     to_outputs = to_updates
     if n > 0:
         # What the row's tokens are to each other: rows are earlier tokens, columns later ones.
-        kk, kq, qq = compare(tokens, BLOCK_K, BLOCKS)
+        kk, kq, qq = compare(keys, BLOCK_K, BLOCKS)
         g, beta = read_gates(b_a, b_b, b_rate, b_bias, RAW)
         g = tl.where(o_t < n, g, 0.0)
         factor_k += 1.0
@@ -148,11 +150,11 @@ def _verify(
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
     # Once more: to keep them takes registers that the state needs.
-    tokens = load_tokens(p_token + i_h * K, n, qkv_stride, H, K, BLOCK_K)
+    keys = load_tokens(p_k, p_q, n, k_stride, q_stride, K, BLOCK_K)
     # Column t is u_t as soon as what the tokens before it add is in it.
     updates, outputs = (), ()
     for r in tl.static_range(PARTS):
-        seen_k, seen_q = multiply_tokens(tile, r * BLOCKS, tokens, SUB, BLOCK_K, BLOCKS)
+        seen_k, seen_q = multiply_tokens(tile, r * BLOCKS, keys, SUB, BLOCK_K, BLOCKS)
         updates = updates + (beta[None, :] * (values[r].to(tl.float32) - total_k[None, :] * seen_k),)
         outputs = outputs + (total_q[None, :] * seen_q,)
     for t in range(0, n):
@@ -181,8 +183,9 @@ def _verify(
         if i_hv % (HV // H) == 0:
             for j in tl.static_range(BLOCKS):
                 o_k = j * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-                p_key = p_token + (H + i_h) * K + o_row * qkv_stride + o_k
-                key = tl.load(p_key, mask=o_row < n, other=0.0).to(tl.float32) * factor_k[:, None]
+                key = (
+                    tl.load(p_k + o_row * k_stride + o_k, mask=o_row < n, other=0.0).to(tl.float32) * factor_k[:, None]
+                )
                 tl.store(p_draft + i_h * K + o_row * RECORD + o_k, key, mask=o_row < n)
 
     if (write > 0) & (committed > 0):
@@ -193,7 +196,7 @@ def _verify(
             for r in tl.static_range(PARTS):
                 columns = columns + (tl.sum(tl.where(o_column == t, updates[r], 0.0), axis=1, keep_dims=True),)
             factor = tl.sum(tl.where(o_t == t, factor_k, 0.0))
-            key = to_fp32(load_keys(p_token + (H + i_h) * K + t * qkv_stride, True, K, BLOCK_K), BLOCKS)
+            key = to_fp32(load_keys(p_k + t * k_stride, True, K, BLOCK_K), BLOCKS)
             tile = fold_at_once(tile, left, t, n, (columns,), (scale(key, factor, BLOCKS),), PARTS, BLOCKS, 1)
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
@@ -201,7 +204,7 @@ def _verify(
 def can_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows) -> bool:
     """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, keys of a size that it has."""
     fits = 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
-    return fits and inputs.qkv.dtype != torch.float32 and inputs.heads.key_dim in KEYS
+    return fits and inputs.dtype != torch.float32 and inputs.heads.key_dim in KEYS
 
 
 def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
@@ -211,16 +214,17 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
     """
     if rows.num_rows == 0:
         return
-    heads, qkv = inputs.heads, inputs.qkv
+    heads = inputs.heads
     many = rows.num_rows * heads.num_value_heads >= MANY_HEADS
     parts, max_registers, at_once = MANY if many else FEW
     vector = LOAD_BYTES // lines.state.element_size()
-    unit = math.gcd(vector, qkv.stride(0))
+    unit, strides = inputs.count_strides(vector)
     _verify[(rows.num_rows * heads.num_value_heads * triton.cdiv(heads.value_dim, parts * SUB),)](
-        qkv,
-        *inputs.gates,
+        inputs.tokens,
+        inputs.gates,
         *lines.arguments(rows, o),
-        *inputs.numbers(unit),
+        *inputs.numbers,
+        *strides,
         **inputs.sizes,
         RAW=inputs.A_log is None,
         NORM=inputs.normalize,

@@ -1,5 +1,7 @@
 """LoRA of many adapters in one batch: each token's adapter is added to the outputs of a projection, in place."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from deltaline_kernels.lora.plan import count_tiles, tile_rows
 from deltaline_kernels.lora.reference import add_lora_reference, spread_slots_reference
 from deltaline_kernels.lora.tiles import AdapterTiles
 from deltaline_kernels.lora.weights import MAX_RANK, LoraWeights
+from deltaline_kernels.operators import operator
 
 __all__ = [
     "MAX_RANK",
@@ -22,6 +25,21 @@ __all__ = [
 ]
 
 
+def _fake_spread(row_slots: Tensor, num_tokens: int, **_: Any) -> Tensor:
+    return row_slots.new_empty(num_tokens)
+
+
+def _fake_tiles(token_slots: Tensor, num_slots: int, max_rank: int) -> tuple[Tensor, Tensor]:
+    rows = tile_rows(token_slots.shape[0], max_rank)
+    num_tiles = count_tiles(token_slots.shape[0], num_slots, rows)
+    return token_slots.new_empty(num_tiles), token_slots.new_empty(num_tiles, rows)
+
+
+def _fake_nothing(**_: Any) -> None:
+    pass
+
+
+@operator(_fake_spread)
 def spread_slots(row_slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
     """Return the slot of each token `[T]` int32: its row's, or -1 behind the last row.
 
@@ -66,6 +84,13 @@ def group_tokens(token_slots: Tensor, num_slots: int, max_rank: int = MAX_RANK) 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    slots, tokens = _group_tokens(token_slots, num_slots, max_rank)
+    return AdapterTiles(slots, tokens, token_slots.shape[0], num_slots)
+
+
+@operator(_fake_tiles, results=2, name="group_tokens")
+def _group_tokens(token_slots: Tensor, num_slots: int, max_rank: int) -> tuple[Tensor, Tensor]:
+    """Return the tensors of the tiles."""
     check_tensor("token_slots", token_slots, (None,), (torch.int32,), None)
     device = token_slots.device
     check_positive("num_slots", num_slots)
@@ -83,9 +108,10 @@ def group_tokens(token_slots: Tensor, num_slots: int, max_rank: int = MAX_RANK) 
             from deltaline_kernels.lora.group import group_tokens_triton
 
             group_tokens_triton(token_slots, num_slots, slots, tokens)
-    return AdapterTiles(slots, tokens, num_tokens, num_slots)
+    return slots, tokens
 
 
+@operator(_fake_nothing, mutates=["out"], results=0)
 def add_lora(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
     """Add to each token's outputs what its adapter adds, rounded once; tokens without an adapter stay as they are.
 

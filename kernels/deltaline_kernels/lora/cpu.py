@@ -37,20 +37,18 @@ def add_lora_cpu(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTil
 
     A tile is computed whole even where it has few tokens: so a row's bits don't depend on which others are in it.
     """
-    # Weights may be parameters: nothing is recorded for autograd.
-    with torch.no_grad():
-        last = -1
-        for slot, tokens in zip(tiles.slots.tolist(), tiles.tokens, strict=True):
-            if slot < 0:
-                break
-            if slot != last:
-                slices, last = _read_slot(weights, slot), slot
-            own = tokens[tokens >= 0].long()
-            rows = torch.zeros(tokens.shape[0], x.shape[1])
-            rows[: len(own)] = x[own]
-            for columns, a, b, scale, factor in slices:
-                y = (rows @ a.t() @ b)[: len(own)].mul_(scale).add_(out[own, columns])
-                out[own, columns] = (y if factor is None else y.mul_(factor)).to(out.dtype)
+    last = -1
+    for slot, tokens in zip(tiles.slots.tolist(), tiles.tokens, strict=True):
+        if slot < 0:
+            break
+        if slot != last:
+            slices, last = _read_slot(weights, slot), slot
+        own = tokens[tokens >= 0].long()
+        rows = torch.zeros(tokens.shape[0], x.shape[1])
+        rows[: len(own)] = x[own]
+        for columns, a, b, scale, factor in slices:
+            y = (rows @ a.t() @ b)[: len(own)].mul_(scale).add_(out[own, columns])
+            out[own, columns] = (y if factor is None else y.mul_(factor)).to(out.dtype)
 
 
 def _read_slot(weights: LoraWeights, slot: int) -> list[tuple[slice, Tensor, Tensor, float, Tensor | None]]:

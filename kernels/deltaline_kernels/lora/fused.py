@@ -116,6 +116,6 @@ def launch_fused(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTil
         SIZES=weights.sizes,
         BLOCKS=blocks,
         BLOCK_N=plan.block_n,
-        PIN=x.device.type == "cuda",
+        PIN=x.device.type != "cpu",
         **plan.options(tiles.rows),
     )

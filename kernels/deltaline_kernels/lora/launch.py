@@ -28,7 +28,7 @@ HOPPER = (9, 0)
 
 def find_dense(num_tokens: int, rows: int, rank: int, inputs: int, x: Tensor) -> DensePlan | None:
     """Return how tiles of `rows` tokens are computed whole on the device of `x`, or None where they aren't."""
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < HOPPER:
+    if x.device.type != "cpu" and torch.cuda.get_device_capability(x.device) < HOPPER:
         return None
     return plan_dense(num_tokens, rows, rank, inputs, x.dtype)
 
@@ -36,7 +36,7 @@ def find_dense(num_tokens: int, rows: int, rank: int, inputs: int, x: Tensor) ->
 def add_lora_triton(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
     """Add to out `[T, out]`; arguments are validated by `add_lora`."""
     num_tokens, rank, inputs = x.shape[0], weights.max_rank, weights.num_inputs
-    overlap = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= HOPPER
+    overlap = x.device.type != "cpu" and torch.cuda.get_device_capability(x.device) >= HOPPER
     dense = find_dense(num_tokens, tiles.rows, rank, inputs, x)
     if dense is not None:
         halves = empty_halves(tiles, len(weights.sizes), weights.b, dense)

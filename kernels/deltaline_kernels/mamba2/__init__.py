@@ -1,6 +1,7 @@
 """The Mamba2 recurrence (SSD) over packed rows: prefill, decode, verify and the replay of accepted drafts."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,12 +10,17 @@ from deltaline_kernels.checks import ACTIVATIONS, STATES, check_positive, check_
 from deltaline_kernels.mamba2.cpu import mamba2_cpu
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs, find_heads
 from deltaline_kernels.mamba2.reference import mamba2_reference
+from deltaline_kernels.operators import operator
 from deltaline_kernels.rows import Rows, StateLines, check_rows
 
 __all__ = ["mamba2", "mamba2_reference", "run_mamba2"]
 
 
-@torch.no_grad()
+def _fake(xBC: Tensor, state: Tensor, **_: Any) -> Tensor:
+    return xBC.new_empty(xBC.shape[0], *state.shape[1:3])
+
+
+@operator(_fake, mutates=["state", "drafts"])
 def mamba2(
     xBC: Tensor,
     dt: Tensor,
@@ -28,7 +34,7 @@ def mamba2(
     num_groups: int,
     dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """Run every row's replayed drafts and tokens through the state of its read line; record nothing for gradients.
+    """Run every row's replayed drafts and tokens through the state of its read line.
 
     Args:
         xBC: `[T, H*P + 2*G*S]` (x | B | C, as the convolution leaves them) fp32, bf16 or fp16; a row stride is fine.

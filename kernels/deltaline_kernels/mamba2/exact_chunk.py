@@ -20,8 +20,8 @@ from deltaline_kernels.rows import Rows, StateLines
 
 CHUNK = 16
 # No dot has more than 16 rows, so that a state of 256 columns stays in registers. Hopper's asynchronous matrix
-# instruction needs 64: below that Triton uses the synchronous one, which the assembler of Triton 3.6 gets right with
-# operands in registers.
+# instruction needs 64: below that Triton uses the synchronous one, which the assembler (ptxas 12.8 in Triton 3.6 and
+# 3.7) gets right with operands in registers.
 BLOCK_P = 16
 
 

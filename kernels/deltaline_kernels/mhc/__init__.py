@@ -1,17 +1,20 @@
 """Manifold-constrained hyper-connections: several residual streams, mixed around every sublayer."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, check_tensor
+from deltaline_kernels.checks import ACTIVATIONS, check_tensor, parse_eps
 from deltaline_kernels.mhc.cpu import mhc_head_cpu, mhc_post_cpu, mhc_pre_cpu
-from deltaline_kernels.mhc.gates import MAX_STREAMS, Gates, check_eps, prepare_gates
+from deltaline_kernels.mhc.gates import MAX_STREAMS, Gates, prepare_gates
 from deltaline_kernels.mhc.reference import (
     mhc_head_reference,
     mhc_post_pre_reference,
     mhc_post_reference,
     mhc_pre_reference,
 )
+from deltaline_kernels.operators import operator
 
 __all__ = [
     "MAX_STREAMS",
@@ -28,6 +31,26 @@ __all__ = [
 ]
 
 
+def _fake_pre(residual: Tensor, out: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, streams, hidden = residual.shape
+    post = residual.new_empty(num_tokens, streams, dtype=torch.float32)
+    comb = residual.new_empty(num_tokens, streams, streams, dtype=torch.float32)
+    return residual.new_empty(num_tokens, hidden) if out is None else out, post, comb
+
+
+def _fake_post(residual: Tensor, **_: Any) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
+def _fake_post_pre(residual: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    return _fake_post(residual), *_fake_pre(residual)
+
+
+def _fake_head(residual: Tensor, **_: Any) -> Tensor:
+    return residual.new_empty(residual.shape[0], residual.shape[2])
+
+
+@operator(_fake_pre, mutates=["out"], results=3)
 def mhc_pre(
     residual: Tensor,
     gates: Gates,
@@ -59,7 +82,7 @@ def mhc_pre(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     _check_gates(residual, gates)
-    _check_norm(residual, norm_weight, norm_eps)
+    norm_eps = _parse_norm(residual, norm_weight, norm_eps)
     num_tokens, streams, hidden = residual.shape
     if out is None:
         out = torch.empty(num_tokens, hidden, dtype=residual.dtype, device=residual.device)
@@ -69,8 +92,7 @@ def mhc_pre(
     comb = torch.empty(num_tokens, streams, streams, dtype=torch.float32, device=residual.device)
     if num_tokens > 0:
         if residual.device.type == "cpu":
-            with torch.no_grad():
-                mhc_pre_cpu(residual, gates, norm_weight, norm_eps, out, post, comb)
+            mhc_pre_cpu(residual, gates, norm_weight, norm_eps, out, post, comb)
         else:
             # Imported here: only this path needs triton, which is installed on Linux alone.
             from deltaline_kernels.mhc.launch import mhc_pre_triton
@@ -79,6 +101,7 @@ def mhc_pre(
     return out, post, comb
 
 
+@operator(_fake_post)
 def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Return the streams behind a sublayer: `out[i] = post[i] x + sum over j of comb[j, i] residual[j]`.
 
@@ -97,8 +120,7 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     y = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     if y.numel() > 0:
         if y.device.type == "cpu":
-            with torch.no_grad():
-                mhc_post_cpu(x, residual, post, comb, y)
+            mhc_post_cpu(x, residual, post, comb, y)
         else:
             # Imported here: only this path needs triton, which is installed on Linux alone.
             from deltaline_kernels.mhc.launch import mhc_post_triton
@@ -107,6 +129,7 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return y
 
 
+@operator(_fake_post_pre, results=4)
 def mhc_post_pre(
     x: Tensor,
     residual: Tensor,
@@ -129,7 +152,7 @@ def mhc_post_pre(
     if residual.device.type == "cpu" or residual.shape[0] == 0:
         mixed = mhc_post(x, residual, post, comb)
         return mixed, *mhc_pre(mixed, gates, norm_weight=norm_weight, norm_eps=norm_eps)
-    _check_norm(residual, norm_weight, norm_eps)
+    norm_eps = _parse_norm(residual, norm_weight, norm_eps)
     num_tokens, streams, hidden = residual.shape
     mixed = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     out = torch.empty(num_tokens, hidden, dtype=residual.dtype, device=residual.device)
@@ -142,6 +165,7 @@ def mhc_post_pre(
     return mixed, out, new_post, new_comb
 
 
+@operator(_fake_head)
 def mhc_head(
     residual: Tensor, weight: Tensor, scale: Tensor, base: Tensor, rms_eps: float = 1e-6, pre_eps: float = 1e-6
 ) -> Tensor:
@@ -163,13 +187,11 @@ def mhc_head(
     check_tensor("weight", weight, (streams, streams * hidden), fp32, residual.device)
     check_tensor("scale", scale, (1,), fp32, residual.device)
     check_tensor("base", base, (streams,), fp32, residual.device)
-    check_eps("rms_eps", rms_eps)
-    check_eps("pre_eps", pre_eps)
+    rms_eps, pre_eps = parse_eps("rms_eps", rms_eps), parse_eps("pre_eps", pre_eps)
     y = torch.empty(num_tokens, hidden, dtype=residual.dtype, device=residual.device)
     if num_tokens > 0:
         if residual.device.type == "cpu":
-            with torch.no_grad():
-                mhc_head_cpu(residual, weight, scale, base, rms_eps, pre_eps, y)
+            mhc_head_cpu(residual, weight, scale, base, rms_eps, pre_eps, y)
         else:
             # Imported here: only this path needs triton, which is installed on Linux alone.
             from deltaline_kernels.mhc.launch import mhc_head_triton
@@ -202,11 +224,12 @@ def _check_gates(residual: Tensor, gates: Gates) -> None:
         raise ValueError(f"gates: expected device {residual.device}, got {gates.weight.device}")
 
 
-def _check_norm(residual: Tensor, norm_weight: Tensor | None, norm_eps: float) -> None:
-    """Check the norm of a sublayer's input."""
-    if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, residual.shape[2:], (torch.float32,), residual.device)
-        check_eps("norm_eps", norm_eps)
+def _parse_norm(residual: Tensor, norm_weight: Tensor | None, norm_eps: float) -> float:
+    """Check the norm of a sublayer's input, and return what is added to its mean square: 0 where there is none."""
+    if norm_weight is None:
+        return 0.0
+    check_tensor("norm_weight", norm_weight, residual.shape[2:], (torch.float32,), residual.device)
+    return parse_eps("norm_eps", norm_eps)
 
 
 def _check_mixed(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> None:

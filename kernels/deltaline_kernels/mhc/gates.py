@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, check_positive, check_tensor
+from deltaline_kernels.checks import (
+    ACTIVATIONS,
+    check_no_gradient,
+    check_positive,
+    check_tensor,
+    parse_eps,
+    parse_number,
+)
 
 MAX_STREAMS = 8
 # Numbers of bf16 that have all bits of one of fp32.
 NUM_TERMS = 3
-LARGEST = sys.float_info.max
 # Columns of a product: the least that a matrix instruction takes.
 LEAST_COLUMNS = 16
 
@@ -62,8 +67,8 @@ class Gates:
         check_tensor("scale", self.scale, (3,), fp32, device)
         check_tensor("base", self.base, (rows,), fp32, device)
         for name in ("rms_eps", "pre_eps", "sinkhorn_eps"):
-            check_eps(name, getattr(self, name))
-        check_number("post_multiplier", self.post_multiplier)
+            object.__setattr__(self, name, parse_eps(name, getattr(self, name)))
+        object.__setattr__(self, "post_multiplier", parse_number("post_multiplier", self.post_multiplier))
         check_positive("sinkhorn_repeat", self.sinkhorn_repeat)
 
     @property
@@ -113,6 +118,7 @@ def prepare_gates(
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         if tensor.dtype not in ACTIVATIONS:
             raise TypeError(f"{name}: expected torch.float32 or torch.bfloat16 or torch.float16, got {tensor.dtype}")
+        check_no_gradient(name, tensor)
         parameters[name] = tensor.detach().float().contiguous()
     gates = Gates(
         **parameters,
@@ -154,18 +160,3 @@ def count_streams(rows: int) -> int:
     if not 1 <= streams <= MAX_STREAMS or streams * (streams + 2) != rows:
         raise ValueError(f"weight: expected S * (2 + S) rows for S = 1..{MAX_STREAMS} streams, got {rows}")
     return streams
-
-
-def check_number(name: str, value: float) -> None:
-    """Raise TypeError or ValueError unless `value` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not -LARGEST <= value <= LARGEST:
-        raise ValueError(f"{name}: expected a finite number, got {value}")
-
-
-def check_eps(name: str, value: float) -> None:
-    """Raise TypeError or ValueError unless `value` is a finite number of at least 0."""
-    check_number(name, value)
-    if value < 0:
-        raise ValueError(f"{name}: expected at least 0, got {value}")

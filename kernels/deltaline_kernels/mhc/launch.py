@@ -117,4 +117,4 @@ def _mixing(gates: Gates, norm_weight: Tensor | None, norm_eps: float) -> Mixing
 
 
 def _can_overlap(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and torch.cuda.get_device_capability(tensor.device) >= HOPPER
+    return tensor.device.type != "cpu" and torch.cuda.get_device_capability(tensor.device) >= HOPPER

@@ -108,7 +108,8 @@ def product_kernel(
             acc = tl.dot(x, w, acc)
             acc_two = tl.dot(x, w_two, acc_two)
             # Changes no bit, but is a reason to wait: products would still run when the next step begins, and Triton
-            # 3.6 does not see that they read x when it has x's memory overwritten, as x is also read for its squares.
+            # 3.6 and 3.7 don't see that they read x when they have x's memory overwritten, as x is also read for its
+            # squares.
             acc = acc.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True)
             acc_two = acc_two.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True)
         elif PREPARED:

@@ -1,9 +1,12 @@
 """Queries and keys made ready for attention, and keys and values kept in pages."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, check_tensor
+from deltaline_kernels.operators import operator
 from deltaline_kernels.rotary.cpu import rotate_and_store_cpu
 from deltaline_kernels.rotary.reference import rotate_and_store_reference
 from deltaline_kernels.rows import Rows, check_rows
@@ -11,6 +14,11 @@ from deltaline_kernels.rows import Rows, check_rows
 __all__ = ["rotate_and_store", "rotate_and_store_reference"]
 
 
+def _fake(q: Tensor, **_: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@operator(_fake, mutates=["k_pages", "v_pages"])
 def rotate_and_store(
     q: Tensor,
     k: Tensor,
@@ -55,7 +63,7 @@ def rotate_and_store(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     _check(q, k, v, rotary, rows)
-    _check_norms(q, q_norm, k_norm, eps)
+    eps = _parse_norms(q, q_norm, k_norm, eps)
     _check_pages(k, v, k_pages, v_pages, page_table)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.device.type == "cpu":
@@ -89,7 +97,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, rows: Rows) -> None:
     check_rows(rows, device)
 
 
-def _check_norms(q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> None:
+def _parse_norms(q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> float:
+    """Check the norms, and return what is added to their mean squares."""
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
             check_tensor(name, norm, (q.shape[2],), (torch.float32,), q.device)
@@ -97,6 +106,7 @@ def _check_norms(q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: f
         raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
     if not 0 < eps < float("inf"):
         raise ValueError(f"eps: expected a positive number, got {eps}")
+    return float(eps)
 
 
 def _check_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor) -> None:

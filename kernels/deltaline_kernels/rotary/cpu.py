@@ -27,20 +27,18 @@ def rotate_and_store_cpu(
     out: Tensor,
 ) -> None:
     """Write the queries to out `[T, HQ, D]`; mutates `k_pages` and `v_pages`."""
-    # Weights may be parameters: nothing is recorded for autograd.
-    with torch.no_grad():
-        all_tokens, all_lines, all_positions = _live_tokens(rows)
-        if all_tokens.shape[0] < out.shape[0]:
-            out.zero_()
-        block = max(1, BLOCK_VALUES // max(1, q.shape[1] * q.shape[2]))
-        parts = zip(all_tokens.split(block), all_lines.split(block), all_positions.split(block), strict=True)
-        for tokens, lines, positions in parts:
-            cos, sin = rotary[positions].unsqueeze(1).chunk(2, dim=-1)  # (B, 1, R/2) each
-            out[tokens] = _rotate(_normalise(q[tokens], q_norm, eps), cos, sin).to(out.dtype)
-            pages = page_table[lines, positions // k_pages.shape[1]].long()
-            slots = positions % k_pages.shape[1]
-            k_pages[pages, slots] = _rotate(_normalise(k[tokens], k_norm, eps), cos, sin).to(k_pages.dtype)
-            v_pages[pages, slots] = v[tokens]
+    all_tokens, all_lines, all_positions = _live_tokens(rows)
+    if all_tokens.shape[0] < out.shape[0]:
+        out.zero_()
+    block = max(1, BLOCK_VALUES // max(1, q.shape[1] * q.shape[2]))
+    parts = zip(all_tokens.split(block), all_lines.split(block), all_positions.split(block), strict=True)
+    for tokens, lines, positions in parts:
+        cos, sin = rotary[positions].unsqueeze(1).chunk(2, dim=-1)  # (B, 1, R/2) each
+        out[tokens] = _rotate(_normalise(q[tokens], q_norm, eps), cos, sin).to(out.dtype)
+        pages = page_table[lines, positions // k_pages.shape[1]].long()
+        slots = positions % k_pages.shape[1]
+        k_pages[pages, slots] = _rotate(_normalise(k[tokens], k_norm, eps), cos, sin).to(k_pages.dtype)
+        v_pages[pages, slots] = v[tokens]
 
 
 def _live_tokens(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:

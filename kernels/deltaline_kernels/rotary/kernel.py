@@ -213,7 +213,7 @@ def rotate_and_store_triton(
         rows.control.stride(0),
         rows.num_rows,
         page_table.shape[1],
-        float(eps),
+        eps,
         Q_STRIDE=q.stride(0),
         Q_HEAD_STRIDE=q.stride(1),
         K_STRIDE=k.stride(0),

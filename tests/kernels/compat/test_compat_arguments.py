@@ -52,7 +52,13 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
     (FN, ValueError, "weight: expected a width of 2..6, got 7", {"weight": normal(DIM, 7)}),
     (FN, ValueError, "bias: expected shape", {"bias": normal(DIM - 1)}),
     (FN, ValueError, "bias: expected a contiguous", {"bias": normal(DIM, 2)[:, 0]}),
-    (FN, ValueError, "conv_states: expected the channels", {"conv_states": normal(NUM_LINES, DIM, 3)}),
+    (FN, ValueError, "conv_states: expected the channels", {"conv_states": normal(NUM_LINES, DIM, 6)[:, :, ::2]}),
+    (
+        FN,
+        ValueError,
+        "conv_states: expected the channels",
+        {"conv_states": normal(1, DIM, 3).expand(NUM_LINES, -1, -1)},
+    ),
     (FN, ValueError, "conv_states: expected at least", {"conv_states": normal(NUM_LINES, 2, DIM).transpose(1, 2)}),
     (
         FN,
@@ -63,16 +69,24 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
     (FN, TypeError, "query_start_loc: expected torch.int32", {"query_start_loc": normal(3)}),
     (FN, ValueError, "query_start_loc: expected at least 1", {"query_start_loc": ints()}),
     (FN, ValueError, "query_start_loc: expected offsets", {"query_start_loc": ints(0, 3, 2)}),
-    (FN, ValueError, "cache_indices: expected shape", {"cache_indices": ints(1)}),
+    (FN, ValueError, "cache_indices: expected at least 2", {"cache_indices": ints(1)}),
     (FN, ValueError, "cache_indices: expected lines below 9, got 9", {"cache_indices": ints(9, 1)}),
     (FN, ValueError, "cache_indices: expected no line that two", {"cache_indices": ints(1, 1)}),
     (FN, TypeError, "has_initial_state: expected torch.bool", {"has_initial_state": ints(1, 0)}),
     (FN, ValueError, "has_initial_state: expected None", {"conv_states": None}),
+    (FN, ValueError, "has_initial_state: expected at least 2", {"has_initial_state": torch.tensor([True])}),
+    (FN, TypeError, "query_start_loc: expected a tensor, got None", {"query_start_loc": None}),
+    (FN, ValueError, "query_start_loc: expected None beside", {"x": normal(2, DIM, 3)}),
+    (FN, ValueError, "seq_idx: expected None or False, as packed", {"seq_idx": ints(0, 0, 0, 1, 1)}),
+    (FN, ValueError, "initial_states: expected None or False, as conv", {"initial_states": normal(2, DIM, 3)}),
+    (FN, ValueError, "return_final_states: expected None or False", {"return_final_states": True}),
+    (FN, ValueError, "final_states_out: expected None or False", {"final_states_out": normal(2, DIM, 3)}),
+    (UPDATE, ValueError, "cache_seqlens: expected None or False", {"cache_seqlens": ints(1, 1)}),
     (FN, ValueError, "activation: expected", {"activation": "relu"}),
     (UPDATE, ValueError, "x: expected shape .batch, dim.", {"x": normal(DIM)}),
     (UPDATE, ValueError, "x: expected shape .tokens, dim.", {"query_start_loc": ints(0, 3, 6)}),
     (UPDATE, ValueError, "conv_state: expected at least", {"conv_state": normal(NUM_LINES, 4, DIM).transpose(1, 2)}),
-    (UPDATE, ValueError, "conv_state_indices: expected 2 rows", {"conv_state_indices": ints(1, 2, 3)}),
+    (UPDATE, ValueError, "conv_state_indices: expected at least 2 rows", {"conv_state_indices": ints(1)}),
     (UPDATE, ValueError, "num_accepted_tokens: expected counts of 0..3", {"num_accepted_tokens": ints(1, 4)}),
     (UPDATE, ValueError, "num_accepted_tokens: expected at least 2", {"num_accepted_tokens": ints(1)}),
     (UPDATE, ValueError, "conv_state_indices: expected a table", {"initial_state_idx": ints(0, 0)}),
@@ -117,3 +131,18 @@ def test_the_wrong_argument_is_named(
 def test_what_is_said_of_skipped_rows_is_not_checked() -> None:
     told = good_update() | {"num_accepted_tokens": ints(99, 2), "conv_state_indices": ints(-1, 2)}
     assert (causal_conv1d_update(**told)[0] == 0).all()
+
+
+@pytest.mark.parametrize("lines", [[3], [5, 6], [2, 3]])
+def test_on_the_cpu_a_line_out_of_range_is_refused_without_validation(lines: list[int]) -> None:
+    """Lines that follow each other are a slice, of which what is too much would be left out without a word."""
+    states = torch.zeros(3, 3, DIM).transpose(1, 2)
+    x, weight = torch.randn(2 * len(lines), DIM).t(), torch.randn(DIM, 4)
+    starts = torch.arange(0, 2 * len(lines) + 1, 2, dtype=torch.int32)
+    indices = torch.tensor(lines, dtype=torch.int32)
+    with pytest.raises(IndexError, match=f"indices: expected lines below 3, got {max(lines)}"):
+        causal_conv1d_fn(x, weight, None, states, starts, cache_indices=indices, activation=None)
+    assert not states.any()
+    with pytest.raises(IndexError, match=f"indices: expected lines below 3, got {max(lines)}"):
+        causal_conv1d_update(torch.randn(len(lines), DIM), states, weight, conv_state_indices=indices)
+    assert not states.any()

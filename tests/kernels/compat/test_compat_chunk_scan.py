@@ -38,6 +38,8 @@ class Scan:
     gates: torch.dtype = torch.float32
     states: torch.dtype = torch.float32
     before: int = 0
+    # x is of 16 bits, B and C are of 32.
+    mixed: bool = False
 
     @property
     def starts(self) -> list[int]:
@@ -65,6 +67,7 @@ SCANS = {
     "states-of-16-bits": Scan((40, 9), states=torch.bfloat16),
     "16-bit-gates": Scan((40, 9), gates=torch.bfloat16),
     "tokens-before": Scan((40, 9), before=3),
+    "groups-of-fp32": Scan((40, 9), mixed=True),
     "wide": Scan((70, 20), H=2, G=1, P=64, S=64),
 }
 
@@ -95,6 +98,8 @@ def make_call(scan: Scan, path: Path) -> dict[str, Any]:
     )
     if not scan.packed:
         x, B, C = x.clone(), B.contiguous(), C.clone()
+    if scan.mixed:
+        x, B, C = x.to(path.narrow), B.float(), C.float()
     told = {
         "x": x,
         "dt": dt.to(path.device, scan.gates),
@@ -133,8 +138,9 @@ def check_scan(scan: Scan, path: Path) -> None:
     before = {name: told[name].clone() for name in names if told[name] is not None}
     states = mamba_chunk_scan_combined_varlen(**told)
     begin, end = scan.starts[0], scan.starts[-1]
-    assert_close("out", told["out"][begin:end], want_y[begin:end], path.dtype)
-    limit = torch.bfloat16 if scan.states == torch.bfloat16 else path.dtype
+    assert_close("out", told["out"][begin:end], want_y[begin:end], told["x"].dtype)
+    computed = torch.float32 if scan.mixed else path.dtype
+    limit = torch.bfloat16 if scan.states == torch.bfloat16 else computed
     if scan.pool:
         assert states is None
         slots = told["final_state_indices"].long()
@@ -174,7 +180,7 @@ def test_scan_names_the_wrong_argument() -> None:
         (ValueError, "x", good["x"][0]),
         (ValueError, "dt", good["dt"][:3]),
         (ValueError, "A", good["A"][:3]),
-        (TypeError, "B", good["B"].half()),
+        (TypeError, "B", good["B"].double()),
         (ValueError, "C", good["C"][:, :1]),
         (TypeError, "chunk_size", 1.5),
         (ValueError, "cu_seqlens", good["cu_seqlens"].flip(0)),

@@ -35,6 +35,8 @@ class Prefill:
     bias: bool = True
     activation: bool | str | None = "silu"
     stateless: bool = False
+    by_channel: bool = False
+    more: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Update:
     pad: int = -1
     bias: bool = True
     activation: bool | str | None = "silu"
+    by_channel: bool = False
+    more: int = 0
 
 
 PREFILLS = {
@@ -66,6 +70,9 @@ PREFILLS = {
     "no-sequences": Prefill([], [], []),
     "ends-of-pieces": Prefill([63, 1, 64, 65, 127], [1, 2, 3, 4, 5], [True, True, False, True, False]),
     "wide-lines-in-pages": Prefill([2, 17, 1], [6, 2, 4], [True, True, False], spare=3, gap=13),
+    "entries-behind": Prefill([3, 9], [4, 1], [True, False], more=3),
+    "channels-first": Prefill([3, 9, 1, 0, 130, 2], [4, 1, 7, 2, -1, 5], [True] * 6, by_channel=True),
+    "channels-first-in-pages": Prefill([2, 70], [6, 2], [True, False], spare=3, gap=13, by_channel=True),
     # SGLang #23353: -1 was taken for the last line.
     "padding": Prefill([2, 5, 1, 1], [-1, 3, -1, 8], [True, True, False, True]),
     "padding-of-7": Prefill([2, 5, 1], [7, 3, -2], [True, True, True], pad=7),
@@ -80,6 +87,10 @@ PREFILLS = {
 UPDATES = {
     "decode": Update([1] * 5, [4, 1, 7, 2, 5]),
     "wide-lines-in-pages": Update([1] * 3, [4, 1, 7], spare=3, gap=13),
+    "entries-behind": Update([1] * 3, [4, 1, 7], more=2),
+    "channels-first": Update([1] * 5, [4, 1, 7, -1, 5], by_channel=True),
+    "channels-first-in-pages": Update([4] * 3, [4, 1, 7], accepted=[2, 4, 1], spare=4, gap=13, by_channel=True),
+    "channels-first-many": Update([9] * 2, [4, 1], spare=2, by_channel=True),
     "padding": Update([1] * 4, [-1, 3, -1, 8]),
     "padding-of-0": Update([1] * 4, [0, 3, 0, 1], pad=0),
     "several-tokens": Update([5] * 3, [4, 1, 7]),
@@ -101,25 +112,26 @@ UPDATES = {
 }
 
 
-def as_lines(pages: Tensor, columns: int) -> Tensor:
-    """Return the lines `[lines, columns, dim]` that lie at the beginnings of pages `[lines, values]`."""
-    return pages.as_strided((len(pages), columns, DIM), (pages.stride(0), DIM, 1))
+def make_states(
+    width: int, spare: int, gap: int, history: dict[int, int], dtype: torch.dtype, *, by_channel: bool = False
+) -> Tensor:
+    """Return states `(lines, dim, columns)` in pages with a gap: NaN but in the first `history[line]` columns.
 
-
-def make_states(width: int, spare: int, gap: int, history: dict[int, int], dtype: torch.dtype) -> Tensor:
-    """Return states `(lines, dim, columns)` in pages with a gap: NaN but in the first `history[line]` columns."""
+    The channels of a column lie together, or `by_channel` the columns of a channel.
+    """
     columns = width - 1 + spare
     pages = torch.full((NUM_LINES, columns * DIM + gap), torch.nan, dtype=dtype)
-    lines = as_lines(pages, columns)
+    strides = (columns, 1) if by_channel else (1, DIM)
+    states = pages.as_strided((NUM_LINES, DIM, columns), (pages.stride(0), *strides))
     for line, filled in history.items():
-        lines[line, :filled] = normal(filled, DIM, seed=line).to(dtype)
-    return lines.transpose(1, 2)
+        states[line, :, :filled] = normal(filled, DIM, seed=line).t().to(dtype)
+    return states
 
 
 def on_device(states: Tensor, device: str) -> Tensor:
     """Return a copy of states on the device with the strides they have."""
     pages = torch.full((NUM_LINES, states.stride(0)), torch.nan, dtype=states.dtype, device=device)
-    return as_lines(pages, states.shape[2]).transpose(1, 2).copy_(states)
+    return pages.as_strided(states.shape, states.stride()).copy_(states)
 
 
 def integers(values: Sequence[int] | None, device: str, dtype: torch.dtype = torch.int32) -> Tensor | None:
@@ -154,7 +166,9 @@ def check_prefill(
             x[starts[i] : starts[i + 1]] = torch.nan
     filled = {line: case.width - 1 for line, has in zip(lines, history, strict=True) if has and line >= 0}
     filled.pop(pad, None)
-    states = None if case.stateless else make_states(case.width, case.spare, case.gap, filled, state_dtype)
+    states = None
+    if not case.stateless:
+        states = make_states(case.width, case.spare, case.gap, filled, state_dtype, by_channel=case.by_channel)
     got_states = None if states is None else on_device(states, device)
     got = causal_conv1d_fn(
         x.to(device)[:, :DIM].t(),
@@ -162,8 +176,8 @@ def check_prefill(
         None if bias is None else bias.to(device),
         got_states,
         torch.tensor(starts, dtype=torch.int32, device=device),
-        integers(case.lines, device, index),
-        None if case.history is None else torch.tensor(case.history, dtype=torch.bool, device=device),
+        None if case.lines is None else integers([*case.lines, *[0] * case.more], device, index),
+        integers(None if case.history is None else [*case.history, *[True] * case.more], device, torch.bool),
         case.activation,
         pad_slot_id=case.pad,
         validate_data=True,
@@ -204,9 +218,10 @@ def check_update(
             rows[i][:] = torch.nan
         else:
             filled[read] = case.width - 1 + (0 if case.accepted is None else max(case.accepted[i] - 1, 0))
-    states = make_states(case.width, case.spare, case.gap, filled, state_dtype)
+    states = make_states(case.width, case.spare, case.gap, filled, state_dtype, by_channel=case.by_channel)
     got_states = on_device(states, device)
-    indices: dict[str, Any] = {"conv_state_indices": integers(case.reads, device, index)}
+    behind = [0] * case.more if dense else []
+    indices: dict[str, Any] = {"conv_state_indices": integers([*case.reads, *behind], device, index)}
     if case.writes is not None:
         blocks = torch.full((len(writes), 5), 8, dtype=index)
         blocks[:, 3], blocks[:, 1] = torch.tensor(case.reads), torch.tensor(writes)
@@ -328,14 +343,6 @@ def test_any_strides_of_x_give_the_same_update(exact_path: Path) -> None:
     assert torch.equal(causal_conv1d_update(x[:, :, 0], before.clone(), weight), first)
 
 
-def test_gradients_are_neither_needed_nor_recorded(exact_path: Path) -> None:
-    where = exact_path.device
-    weight = torch.nn.Parameter(normal(DIM, 4).to(where))
-    states = normal(2, 3, DIM).transpose(1, 2).to(where)
-    y = causal_conv1d_update(normal(2, DIM).to(where), states, weight, None, True)
-    assert not y.requires_grad and not states.requires_grad
-
-
 @pytest.mark.gpu
 def test_functions_run_in_a_cuda_graph() -> None:
     """Both read their index tensors on the device: a replay follows what they hold by then."""
@@ -376,18 +383,3 @@ def test_a_plain_update_is_one_launch() -> None:
         torch.cuda.synchronize()
     kernels = [event.name for event in profile.events() if str(event.device_type).endswith("CUDA")]
     assert len(kernels) == 1, kernels
-
-
-@pytest.mark.parametrize("lines", [[3], [5, 6], [2, 3]])
-def test_on_the_cpu_a_line_out_of_range_is_refused_without_validation(lines: list[int]) -> None:
-    """Lines that follow each other are a slice, of which what is too much would be left out without a word."""
-    states = torch.zeros(3, 3, DIM).transpose(1, 2)
-    x, weight = torch.randn(2 * len(lines), DIM).t(), torch.randn(DIM, 4)
-    starts = torch.arange(0, 2 * len(lines) + 1, 2, dtype=torch.int32)
-    indices = torch.tensor(lines, dtype=torch.int32)
-    with pytest.raises(IndexError, match=f"indices: expected lines below 3, got {max(lines)}"):
-        causal_conv1d_fn(x, weight, None, states, starts, cache_indices=indices, activation=None)
-    assert not states.any()
-    with pytest.raises(IndexError, match=f"indices: expected lines below 3, got {max(lines)}"):
-        causal_conv1d_update(torch.randn(len(lines), DIM), states, weight, conv_state_indices=indices)
-    assert not states.any()

@@ -19,12 +19,21 @@ from deltaline_kernels.compat import (
 CHUNK, ROW, UPDATE = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, fused_sigmoid_gating_delta_rule_update
 TABLE: Any = "a call of fused_recurrent_gated_delta_rule with a table"
 
+TWO_KEYS = normal(1, 4, 2, 16)
 WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (CHUNK, TypeError, "q: expected a tensor, got list", {"q": [1.0]}),
     (CHUNK, ValueError, "q: expected shape .batch, tokens, H, K.", {"q": normal(4, 1, 16)}),
     (CHUNK, ValueError, "k: expected shape .batch=1, tokens=4, H=1, K=16.", {"k": normal(1, 3, 1, 16)}),
-    (CHUNK, TypeError, "v: expected torch.float32, got torch.float16", {"v": normal(1, 4, 2, 8).half()}),
-    (CHUNK, ValueError, "v: expected a multiple of the 1 heads of q, got 0", {"v": normal(1, 4, 0, 8)}),
+    (CHUNK, ValueError, "k: expected shape .batch=1, tokens=4, H=1, K=16.", {"k": normal(1, 4, 2, 16)}),
+    (CHUNK, TypeError, "v: expected torch.float32 or torch.*, got torch.int32", {"v": normal(1, 4, 2, 8).int()}),
+    (CHUNK, ValueError, "v: expected at least 1 head, got 0", {"v": normal(1, 4, 0, 8)}),
+    (CHUNK, ValueError, "v: expected a multiple or a divisor of the 3 heads of q, got 2", {"q": normal(1, 4, 3, 16)}),
+    (CHUNK, ValueError, "g: expected shape .batch=1, tokens=4, HV=4.", {"q": normal(1, 4, 4, 16), "k": TWO_KEYS}),
+    (CHUNK, TypeError, "outputfinal_state: expected no argument of this name", {"outputfinal_state": True}),
+    (CHUNK, ValueError, "head_first: expected False, the only meaning that is offered, got True", {"head_first": True}),
+    (ROW, ValueError, "gk: expected None, the only meaning that is offered, got Tensor", {"gk": normal(1, 4, 2, 16)}),
+    (ROW, ValueError, "ssm_state_indices: expected None, as output_final", {"output_final_state": False}),
+    (ROW, ValueError, "state_v_first: expected True, as output_final", {"state_v_first": False}),
     (CHUNK, ValueError, "v: expected V of 1..256, got 257", {"v": normal(1, 4, 2, 257)}),
     (CHUNK, ValueError, "g: expected shape .batch=1, tokens=4, HV=2.", {"g": normal(4, 2)}),
     (CHUNK, TypeError, "beta: expected a tensor, got NoneType", {"beta": None}),
@@ -86,6 +95,27 @@ def test_the_wrong_argument_is_named(
     with pytest.raises(error, match="^" + message):
         run(**(good | change))
     assert torch.equal(states, before)
+
+
+def test_arguments_that_change_nothing_are_accepted() -> None:
+    """Those of fla's, FlashQLA's and transformers' calls."""
+    told = good_chunk(Path("cpu", torch.float32), Case([3, 1]))
+    of_models: dict[str, Any] = {
+        "use_cache": True,
+        "output_attentions": False,
+        "output_hidden_states": None,
+        "max_length_q": 3,
+    }
+    of_fla: dict[str, Any] = {
+        "chunk_size": 32,
+        "cu_seqlens_cpu": told["cu_seqlens"],
+        "head_first": False,
+        "cp_context": None,
+    }
+    for function in (CHUNK, ROW):
+        want, _ = function(**told, output_final_state=True)
+        got, _ = function(**told, output_final_state=True, **of_models, **of_fla)
+        assert torch.equal(got, want)
 
 
 def test_a_batch_beside_offsets_is_refused() -> None:

@@ -251,3 +251,19 @@ def test_flex_names_the_wrong_argument() -> None:
             call(**changes)
     with pytest.raises(TypeError, match=re.escape("alibi, causal, document, logit_bias, prefix_lm")):
         call(mask_mod=is_causal)
+
+
+def test_large_biases_cost_no_more_than_they_cost_eager_attention(exact_path: Path) -> None:
+    """Scores of thousands are rounded once, with the bias that makes them so: neither the bias itself nor exponents."""
+    inputs = make(exact_path, B=1, HQ=80, HKV=40, M=2, N=2048, D=128, DV=128)
+    slopes = torch.exp2(-8.0 / 80 * torch.arange(1, 81)).to(exact_path.device)
+
+    def attend(dtype: torch.dtype) -> Tensor:
+        q, k, v = (x.to(dtype) for x in (inputs.q, inputs.k, inputs.v))
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + (j - i) * slopes[h], enable_gqa=True)
+
+    got = flex_decoding(inputs.q, inputs.k, inputs.v, score_mod=find_modifier("alibi")(slopes, per="head"))
+    assert isinstance(got, Tensor)
+    want = attend(torch.float64)
+    own = (attend(torch.float32) - want).abs().max()
+    assert (got - want).abs().max() <= 2 * own

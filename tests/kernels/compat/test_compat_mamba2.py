@@ -42,6 +42,8 @@ class Case:
     out: torch.dtype | None = None
     pad: int = -1
     more: int = 0
+    # x is of 16 bits, B and C are of 32.
+    mixed: bool = False
 
     @property
     def starts(self) -> list[int]:
@@ -67,6 +69,7 @@ CASES = {
     "plain": Case([3, 1], [4, 2], bias=False, skip=False, softplus=False),
     "gated": Case([3, 1], [4, 2], gate=True),
     "outputs-of-fp32": Case([3, 1], [4, 2], out=torch.float32),
+    "groups-of-fp32": Case([3, 1], [4, 2], mixed=True),
     "rates-of-16-bits": Case([2, 1], [4, 2], rates=torch.bfloat16),
     "first-column-of-a-table": Case([2, 1], [[4, 1], [2, 5]]),
 }
@@ -100,6 +103,8 @@ def make_call(case: Case, path: Path) -> tuple[Tokens, dict[str, Any]]:
     x, B, C = x.unflatten(1, (H, P)), B.unflatten(1, (G, S)), C.unflatten(1, (G, S))
     if not case.packed:
         x, B, C = x.contiguous(), B.clone(), C.contiguous()
+    if case.mixed:
+        x, B, C = x.to(path.narrow), B.float(), C.float()
     A, D, bias = -normal(H, seed=3).exp(), normal(H, seed=4), normal(H, seed=5)
     A, D, bias = (values.to(case.rates) for values in (A, D, bias))
     told: dict[str, Any] = {
@@ -202,7 +207,7 @@ def test_arguments_are_named_when_they_are_wrong() -> None:
         (ValueError, "dt", {"dt": good["dt"].contiguous()}),
         (ValueError, "A", {"A": good["A"].contiguous()}),
         (ValueError, "B", {"B": good["B"][:1]}),
-        (TypeError, "C", {"C": good["C"].half()}),
+        (TypeError, "C", {"C": good["C"].double()}),
         (ValueError, "D", {"D": torch.ones(H, P)}),
         (ValueError, "dt_bias", {"dt_bias": torch.ones(H)}),
         (ValueError, "z", {"z": torch.ones(T, H)}),

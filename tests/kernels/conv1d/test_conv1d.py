@@ -187,13 +187,6 @@ def test_conv_row_is_the_same_alone(path: Path, key_dim: int, length: int) -> No
         assert torch.equal(alone[1], lines[line])
 
 
-def test_conv_records_no_gradients(path: Path) -> None:
-    batch = make_batch([Row(1), Row(9)], path)
-    want, _ = run(path, batch.clone())
-    got, lines = run(path, replace(batch, weight=torch.nn.Parameter(batch.weight), bias=torch.nn.Parameter(batch.bias)))
-    assert torch.equal(got, want) and not got.requires_grad and not lines.requires_grad
-
-
 @pytest.mark.gpu
 def test_conv_updates_any_number_of_rows() -> None:
     """More programs of rows than the second axis of a grid takes."""

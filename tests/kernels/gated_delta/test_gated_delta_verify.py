@@ -102,7 +102,7 @@ def test_short_rows_that_fit_are_computed_at_once() -> None:
         rows = plan_rows([Row(length), Row(0)], 64, "cpu")
         heads = DeltaHeads(2, 4, K, 16, 1.0, 1e-6)
         qkv = torch.empty(length, heads.channels, dtype=dtype)
-        inputs = DeltaInputs(qkv, qkv, qkv, None, None, heads)
+        inputs = DeltaInputs(*heads.split(qkv), qkv, qkv, None, None, heads)
         lines = StateLines(torch.empty(1, 4, 16, K), torch.empty(1, 2, drafts, 1))
         answer: bool = verify.can_verify(inputs, lines, rows)
         return answer

@@ -8,7 +8,6 @@ import pytest
 import torch
 from kernels.conv1d.test_conv1d import (
     test_conv_has_every_width,
-    test_conv_records_no_gradients,
     test_conv_replays_any_accepted_count,
     test_conv_row_does_not_depend_on_its_neighbours,
     test_conv_splits_its_output,
@@ -27,7 +26,11 @@ from kernels.gated_delta.test_gated_delta import (
     test_delta_takes_gates_and_keys_as_they_come,
 )
 from kernels.gated_delta.test_gated_delta_chunks import LAYERS, in_parts
-from kernels.norm.test_norm import test_norm_matches_the_reference, test_norm_of_zeros_is_zero
+from kernels.norm.test_norm import (
+    test_a_norm_of_what_is_gated_is_that_of_each_group,
+    test_norm_matches_the_reference,
+    test_norm_of_zeros_is_zero,
+)
 from kernels.test_activation import check_far_silu, check_silu
 from rigs.kernels.batches import Layer, Row, make_batch
 from rigs.kernels.paths import InterpretedPath

@@ -6,6 +6,7 @@ Of the gated delta rule some: a token of one head takes the interpreter millisec
 from __future__ import annotations
 
 import kernels.compat.test_compat_conv1d as convolution
+import kernels.compat.test_compat_delta_tokens as tokens
 import kernels.compat.test_compat_gated_delta as checks
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kernels.compat.test_compat_conv1d import (
 from kernels.compat.test_compat_conv1d import (
     test_x_is_rounded_to_the_dtype_of_the_states as check_rounding,
 )
+from kernels.compat.test_compat_conv1d_package import test_a_batch_is_as_many_packed_sequences
 from rigs.kernels.delta_calls import Case, good_chunk, good_rows
 from rigs.kernels.paths import InterpretedPath
 
@@ -47,7 +49,9 @@ def test_x_is_rounded_to_the_dtype_of_the_states(wide_states: bool) -> None:
     check_rounding("cpu", *dtypes)
 
 
-@pytest.mark.parametrize("name", ["empty-and-fresh", "dense-apart", "no-norm-and-a-scale", "states-of-fp16"])
+@pytest.mark.parametrize(
+    "name", ["tiles-apart", "empty-and-fresh", "dense-apart", "no-norm-and-a-scale", "states-of-fp16"]
+)
 def test_chunk_matches_the_reference(path: InterpretedPath, name: str) -> None:
     checks.test_chunk_matches_the_reference(path, name)
 
@@ -57,7 +61,7 @@ def test_recurrent_matches_the_reference(path: InterpretedPath, name: str) -> No
     checks.test_recurrent_matches_the_reference(path, name)
 
 
-@pytest.mark.parametrize("name", ["decode", "padding", "grouped-heads"])
+@pytest.mark.parametrize("name", ["several-tokens-at-once", "decode", "several-tokens", "padding", "grouped-heads"])
 def test_recurrent_of_slots_matches_the_reference(path: InterpretedPath, name: str) -> None:
     checks.test_recurrent_of_slots_matches_the_reference(path, name)
 
@@ -70,6 +74,19 @@ def test_recurrent_of_a_table_matches_the_reference(path: InterpretedPath, name:
 @pytest.mark.parametrize("name", ["decode", "another-softplus"])
 def test_sigmoid_update_matches_the_reference(path: InterpretedPath, name: str) -> None:
     checks.test_sigmoid_update_matches_the_reference(path, name, flat=True)
+
+
+@pytest.mark.parametrize("wide", ["qk", "v"])
+def test_tokens_of_several_dtypes_are_computed_in_fp32(exact_path: InterpretedPath, wide: str) -> None:
+    tokens.test_tokens_of_several_dtypes_are_computed_in_fp32(exact_path, wide)
+
+
+def test_more_query_heads_share_keys_and_values(exact_path: InterpretedPath) -> None:
+    tokens.test_more_query_heads_share_keys_and_values(exact_path)
+
+
+def test_a_sequence_goes_on_as_fla_calls_it(exact_path: InterpretedPath) -> None:
+    tokens.test_a_sequence_goes_on_as_fla_calls_it(exact_path, v_first=False)
 
 
 def test_a_row_too_long_for_its_table_is_skipped(exact_path: InterpretedPath) -> None:

@@ -23,6 +23,7 @@ from deltaline_kernels.compat import mamba2, rows
         "groups",
         "plain",
         "outputs-of-fp32",
+        "groups-of-fp32",
         "first-column-of-a-table",
     ],
 )
@@ -46,6 +47,7 @@ def test_update_of_a_table_matches_the_reference(path: InterpretedPath, name: st
         "limits-of-steps-as-they-come",
         "pool-of-16-bits",
         "tokens-before",
+        "groups-of-fp32",
         "wide",
     ],
 )

@@ -8,7 +8,6 @@ import torch
 from kernels.lora.test_lora import (
     launches,
     make_dense,
-    test_lora_records_no_gradients,
     test_magnitudes_make_dora,
     test_outputs_have_a_dtype_of_their_own,
     test_programs_take_blocks_of_one_slice,

@@ -202,12 +202,6 @@ def test_magnitudes_make_dora(exact_path: Path) -> None:
     assert_close("out", out, want, torch.float32)
 
 
-def test_lora_records_no_gradients(exact_path: Path) -> None:
-    batch = make_batch(exact_path, [0, 1], [[4], [4]])
-    weights = replace(batch.weights, a=torch.nn.Parameter(batch.weights.a), b=torch.nn.Parameter(batch.weights.b))
-    assert not replace(batch, weights=weights).run(exact_path).requires_grad
-
-
 def check_tiles(path: Path, token_slots: Sequence[int], num_slots: int, max_rank: int) -> None:
     tiles = path.group(torch.tensor(token_slots, dtype=torch.int32, device=path.device), num_slots, max_rank)
     wanted = []

@@ -161,14 +161,6 @@ def test_a_verify_is_overwritten_by_what_was_accepted(path: Path) -> None:
     assert torch.equal(bits(drafts.v_pages), bits(whole.v_pages))
 
 
-def test_rotary_records_no_gradients(path: Path) -> None:
-    batch = make_rotary_batch([Row(3, 15)], path)
-    assert batch.q_norm is not None
-    own = replace(batch.clone(), q_norm=torch.nn.Parameter(batch.q_norm), k_norm=torch.nn.Parameter(batch.q_norm))
-    got = own.run(path)
-    assert torch.equal(got, batch.run(path)) and not got.requires_grad and not own.k_pages.requires_grad
-
-
 def test_rotary_takes_rows_that_are_built_without_positions(path: Path) -> None:
     batch = make_rotary_batch([Row(3), Row(1)], path)
     lines, zeros = batch.rows.write_line.tolist(), [0, 0]

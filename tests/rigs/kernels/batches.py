@@ -121,7 +121,9 @@ class Batch(Recurrent):
 
         layer = self.layer
         heads = DeltaHeads(layer.H, layer.HV, layer.K, layer.V, layer.K**-0.5, 1e-6)
-        gated_delta_triton(DeltaInputs(*self.inputs, heads, self.normalize), lines, rows, o)
+        q, k, v = heads.split(self.qkv)
+        inputs = DeltaInputs(q, k, v, self.a, self.b, self.A_log, self.dt_bias, heads, self.normalize)
+        gated_delta_triton(inputs, lines, rows, o)
 
     def run_public(self) -> Tensor:
         return self._run(gated_delta)

@@ -62,7 +62,9 @@ class Call:
             x.unflatten(1, size).unflatten(0, batch) for x, size in zip(parts, [(H, K)] * 2 + [(HV, V)], strict=True)
         )
         if not case.packed:
-            q, k, v = q.contiguous(), k.clone(), v.contiguous()
+            # Three distances between tokens.
+            room = torch.nn.functional.pad(k.flatten(2), (0, 8))
+            q, k, v = q.contiguous(), room[..., : H * K].unflatten(2, (H, K)), v.contiguous()
         told = {"q": q, "k": k, "v": v, "scale": case.scale, "use_qk_l2norm_in_kernel": case.l2norm}
         told |= {name: gate.to(self.device).unflatten(0, batch) for name, gate in gates.items()}
         if not case.dense:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def _language(program: Callable[[], int]) -> types.SimpleNamespace:
 
 
 def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
-    """Run `grid` programs of a `gluon.jit` kernel; tensors among the arguments are passed as pointers."""
+    """Run `grid` programs of a `gluon.jit` kernel; the arguments' tensors are passed as pointers."""
     programs = [0]
     barriers = types.SimpleNamespace(init=_nothing, expect=_nothing, wait=_nothing, MBarrierLayout=_layout)
     copies = types.SimpleNamespace(
@@ -190,11 +191,36 @@ def run_on_cpu(kernel: Any, grid: int, arguments: dict[str, Any]) -> None:
         return types.FunctionType(raw.__code__, {**raw.__globals__, **names, **helpers}, raw.__name__, raw.__defaults__)
 
     run = rebuild(kernel)
-    told = {name: Pointer(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    told = {name: _to_cpu(x) for name, x in arguments.items()}
     # From the last one on: what a program writes behind its row then replaces what the next row's has written.
     for program in reversed(range(grid)):
         programs[0] = program
         run(**told)
+
+
+class OnCpu:
+    """A `gluon.jit` kernel as a launcher launches it, but on CPU tensors."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return partial(self._run, grid[0])
+
+    def _run(self, num_programs: int, *arguments: Any, num_warps: int, **constants: Any) -> None:
+        told = dict(zip(self.kernel.arg_names, arguments, strict=False))
+        run_on_cpu(self.kernel, num_programs, told | constants)
+
+
+def _to_cpu(argument: Any) -> Any:
+    """Return tensors as pointers and descriptors as tiles, also those of a tuple."""
+    if isinstance(argument, tuple):
+        return tuple(map(_to_cpu, argument))
+    if isinstance(argument, Tensor):
+        return Pointer(argument)
+    if hasattr(argument, "block_shape"):
+        return Tiles(argument.base, argument.shape[1], argument.strides[0])
+    return argument
 
 
 def _is_kernel(function: Any, name: str) -> bool:

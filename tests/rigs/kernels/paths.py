@@ -26,6 +26,11 @@ class Path:
     dtype: torch.dtype
 
     @property
+    def narrow(self) -> torch.dtype:
+        """A dtype of 16 bits: that of the path, if it has so many."""
+        return torch.float16 if self.dtype == torch.float32 else self.dtype
+
+    @property
     def serial(self) -> bool:
         """Whether short rows are computed token by token, whatever becomes of the tokens."""
         return self.device != "cpu"

@@ -121,13 +121,10 @@ def check_a_draft_that_is_not_finite(make: Callable[[], AnyBatch], path: Path, w
 
 
 def check_inputs_are_left_alone(batch: Recurrent, weights: Sequence[Tensor], path: Path) -> None:
-    """Tokens and weights keep their values, and nothing is recorded for autograd of them."""
+    """Tokens and weights keep their values."""
     inputs = [*(getattr(batch, name) for name in batch.PACKED), *weights]
     before = [x.clone() for x in inputs]
-    for x in inputs:
-        x.requires_grad_()
-    o = batch.run(path)
-    assert not o.requires_grad and not batch.state.requires_grad and not batch.drafts.requires_grad
+    batch.run(path)
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltaline_kernels.checks import check_no_gradient
+
 KINDS = ("score", "mask")
 PER = ("all", "head", "sequence")
 
@@ -76,6 +78,7 @@ class Modifier:
             raise TypeError(f"{self.name}: expected {wanted}, got {type(value).__name__}")
         if value is None:
             return Part(self, None, "all")
+        check_no_gradient(self.name, value)
         dims = (per != "all") + self.is_table
         if not isinstance(value, Tensor):
             if dims or isinstance(value, bool) or not isinstance(value, (int, float)):

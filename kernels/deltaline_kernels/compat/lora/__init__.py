@@ -6,6 +6,7 @@ waits for the device, and nothing is kept of a call.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,17 @@ from deltaline_kernels.compat.arguments import check_integer, check_number
 from deltaline_kernels.compat.lora.cpu import expand_cpu, shrink_cpu
 from deltaline_kernels.compat.lora.tokens import AdapterTokens, check_on
 from deltaline_kernels.lora.weights import MAX_RANK
+from deltaline_kernels.operators import operator
 
 # Dimensions of the weights.
 LAYOUT = {"lora_a_weights": ("slots", "rank", "in"), "lora_b_weights": ("slots", "out", "rank")}
 
 
+def _fake(**_: Any) -> None:
+    pass
+
+
+@operator(_fake, mutates=["output_tensor"], results=0, only={"num_active_loras": Tensor})
 def lora_shrink(
     inputs: Tensor,
     lora_a_weights: Sequence[Tensor],
@@ -71,18 +78,18 @@ def lora_shrink(
     check_number("scaling", scaling)
     if skip or tokens.num_tokens == 0:
         return
-    with torch.no_grad():
-        output_tensor.zero_()
-        x = inputs.contiguous()
-        if x.device.type == "cpu":
-            shrink_cpu(x, weights, output_tensor, tokens, float(scaling))
-        else:
-            # Imported here: only this path needs triton, which is installed on Linux alone.
-            from deltaline_kernels.compat.lora.launch import shrink_triton
+    output_tensor.zero_()
+    x = inputs.contiguous()
+    if x.device.type == "cpu":
+        shrink_cpu(x, weights, output_tensor, tokens, float(scaling))
+    else:
+        # Imported here: only this path needs triton, which is installed on Linux alone.
+        from deltaline_kernels.compat.lora.launch import shrink_triton
 
-            shrink_triton(x, weights, output_tensor, tokens, float(scaling))
+        shrink_triton(x, weights, output_tensor, tokens, float(scaling))
 
 
+@operator(_fake, mutates=["output_tensor"], results=0, only={"num_active_loras": Tensor})
 def lora_expand(
     inputs: Tensor,
     lora_b_weights: Sequence[Tensor],
@@ -139,15 +146,14 @@ def lora_expand(
         raise ValueError(f"output_tensor: expected at least {end} columns, got {output_tensor.shape[1]}")
     if skip or tokens.num_tokens == 0:
         return
-    with torch.no_grad():
-        sums = inputs.contiguous()
-        if sums.device.type == "cpu":
-            expand_cpu(sums, weights, output_tensor, tokens, offset_start, add=add_inputs)
-        else:
-            # Imported here: only this path needs triton, which is installed on Linux alone.
-            from deltaline_kernels.compat.lora.launch import expand_triton
+    sums = inputs.contiguous()
+    if sums.device.type == "cpu":
+        expand_cpu(sums, weights, output_tensor, tokens, offset_start, add=add_inputs)
+    else:
+        # Imported here: only this path needs triton, which is installed on Linux alone.
+        from deltaline_kernels.compat.lora.launch import expand_triton
 
-            expand_triton(sums, weights, output_tensor, tokens, offset_start, add=add_inputs)
+        expand_triton(sums, weights, output_tensor, tokens, offset_start, add=add_inputs)
 
 
 def _parse_flag(no_lora_flag_cpu: Tensor) -> bool:

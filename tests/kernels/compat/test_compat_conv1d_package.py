@@ -1,0 +1,124 @@
+"""The convolution as the causal-conv1d package is called: a batch of sequences, caches whose newest column is last."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rigs.kernels.draws import normal
+from rigs.kernels.field_conv1d import field_prefill
+from rigs.kernels.paths import Path
+from rigs.kernels.tolerance import assert_close
+from torch import Tensor
+
+from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update
+
+DIM = 24
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2}),
+    "qwen3_next": ("Qwen3Next", {**HEADS, **DELTA, **EXPERTS, "head_dim": 16, "full_attention_interval": 2}),
+    # It names no activation, which is none there.
+    "lfm2": ("Lfm2", {**HEADS, "layer_types": ["conv", "full_attention"]}),
+}
+
+
+def update_package(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """Update lines whose history ends with the last column, however many there are."""
+    newest = conv_state[:, :, 1 - weight.shape[1] :]
+    indices = conv_state_indices
+    return causal_conv1d_update(x, newest, weight, bias, activation, indices, cache_seqlens=cache_seqlens)
+
+
+@pytest.mark.parametrize("x_is_transposed", [True, False], ids=["of-tokens", "of-channels"])
+@pytest.mark.parametrize("has_states", [True, False], ids=["states", "no-states"])
+def test_a_batch_is_as_many_packed_sequences(path: Path, x_is_transposed: bool, has_states: bool) -> None:
+    batch, length, device = 3, 70, path.device
+    x = normal(batch, length, DIM).transpose(1, 2) if x_is_transposed else normal(batch, DIM, length)
+    x, weight, bias = x.to(path.dtype), normal(DIM, 4, seed=1), normal(DIM, seed=2)
+    lines, history = [4, -1, 2], [True, True, False]
+    states = normal(6, DIM, 4, seed=3).to(path.dtype)[:, :, 1:] if has_states else None
+    kept = None if states is None else normal(6, DIM, 4, seed=3).to(device, path.dtype)
+    told: dict[str, Any] = {}
+    if kept is not None:
+        told = {"conv_states": kept[:, :, 1:], "has_initial_state": torch.tensor(history, device=device)}
+        told["cache_indices"] = torch.tensor(lines, dtype=torch.int32, device=device)
+    got = causal_conv1d_fn(x.to(device), weight.to(device), bias.to(device), validate_data=True, use_cache=True, **told)
+    starts = [0, length, 2 * length, 3 * length]
+    packed = x.transpose(1, 2).flatten(0, 1).t()
+    lines = lines if has_states else [0, 1, 2]
+    want = field_prefill(packed, weight, bias, states, starts, lines, history, silu=False)
+    assert got.shape == x.shape and got.dtype == path.dtype
+    assert_close("y", got, want.t().unflatten(0, (batch, length)).transpose(1, 2), path.dtype)
+    if states is not None and kept is not None:
+        # The column in front of the lines is as it was.
+        assert torch.equal(kept[:, :, 1:].cpu(), states)
+        assert torch.equal(kept[:, :, 0].cpu(), normal(6, DIM, 4, seed=3).to(path.dtype)[:, :, 0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_give_the_same_with_it(
+    exact_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the place of the package transformers filters what it passes by the names of our arguments."""
+    modeling = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    hub = importlib.import_module("transformers.integrations.hub_kernels")
+    prefix, sizes = MODELS[name]
+    config = getattr(importlib.import_module(f"transformers.models.{name}"), f"{prefix}Config")(**SIZES, **sizes)
+    torch.manual_seed(3)
+    model = getattr(modeling, f"{prefix}ForCausalLM")(config).to(exact_path.device).eval()
+    tokens = torch.randint(1, 60, (2, 12)).to(exact_path.device)
+    calls = set()
+
+    def run() -> list[Tensor]:
+        """Return the logits of some tokens at once, and of those behind them one by one."""
+        logits: list[Tensor] = []
+        cache: dict[str, Any] = {}
+        for part in tokens.split([7, 1, 1, 1, 1, 1], dim=1):
+            with torch.no_grad():
+                made = model(part, use_cache=True, **cache)
+            logits.append(made.logits)
+            cache = {key: made[key] for key in ("past_key_values", "cache_params") if key in made}
+        return logits
+
+    def counted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            calls.add(function)
+            return function(*args, **kwargs)
+
+        return call
+
+    want = run()
+    package = ModuleType("causal_conv1d")
+    functions: dict[str, Callable[..., Tensor]] = {
+        "causal_conv1d_fn": causal_conv1d_fn,
+        "causal_conv1d_update": update_package,
+    }
+    for function_name, function in functions.items():
+        setattr(package, function_name, counted(function))
+    monkeypatch.setitem(sys.modules, "causal_conv1d", package)
+    for function_name in functions:
+        decorate = hub.use_kernel_func_from_hub_with_fallback(function_name, "causal_conv1d")
+        monkeypatch.setattr(modeling, function_name, decorate(getattr(modeling, function_name)))
+    got = run()
+    assert calls == set(functions.values())
+    for one, other in zip(got, want, strict=True):
+        assert_close("logits", one, other, torch.float32)

@@ -1,0 +1,129 @@
+"""The engines' gated delta rule and its tokens: where they lie, their dtypes, their heads, and how fla calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from rigs.kernels.delta_calls import Case, good_chunk, good_rows, good_update, make_call, make_states
+from rigs.kernels.field_recurrence import field_rows
+from rigs.kernels.paths import Path
+from rigs.kernels.tolerance import assert_close
+from torch import Tensor
+
+from deltaline_kernels.compat import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_sigmoid_gating_delta_rule_update,
+    gated_delta,
+)
+from deltaline_kernels.gated_delta.inputs import DeltaInputs
+
+CHUNK: Any = chunk_gated_delta_rule
+ROW: Any = fused_recurrent_gated_delta_rule
+UPDATE: Any = fused_sigmoid_gating_delta_rule_update
+HALVES = (slice(0, 37), slice(37, 40))
+
+
+def tokens_given(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[DeltaInputs]:
+    """Return what the operation was given during a call."""
+    seen: list[DeltaInputs] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(gated_delta, "run_gated_delta", lambda inputs, *_: seen.append(inputs))
+        call()
+    return seen
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["columns", "apart"])
+def test_tokens_are_used_where_they_lie(path: Path, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of one tensor, and contiguous tensors; gates too."""
+    lengths = {"ragged": [3, 2], "dense": [3] * 2, "next": [1] * 2, "one": [1]}
+    for case in (Case(lengths[name], packed=packed, dense=name != "ragged") for name in lengths):
+        chunk, n = good_chunk(path, case), len(case.lengths)
+        row = good_rows(path, replace(case, slots=list(range(n))))
+        update = good_update(path, replace(case, slots=list(range(n))))
+        for function, told in ((CHUNK, chunk), (ROW, row), (UPDATE, update)):
+            (inputs,) = tokens_given(partial(function, **told), monkeypatch)
+            for name, x in zip(["q", "k", "v", "a", "b"], [*inputs.tokens, inputs.a, inputs.b], strict=True):
+                given = told[{"a": "g", "b": "beta"}.get(name, name) if function is not UPDATE else name]
+                assert x.data_ptr() == given.data_ptr() and torch.equal(x, given.flatten(2).flatten(0, 1))
+
+
+def test_tokens_that_lie_otherwise_are_copied_alone(exact_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = good_chunk(exact_path, Case([4] * 2, dense=True, packed=False, heads=(2, 4, 16, 8)))
+    k, v = told["k"], told["v"]
+    odd = {
+        "heads-apart": (1, torch.stack((k, k), dim=3)[:, :, :, 0]),
+        "values-apart": (1, k.transpose(2, 3).contiguous().transpose(2, 3)),
+        "sequences-apart": (2, torch.cat((v, v), dim=1)[:, :4]),
+        "one-token-again": (2, v[:, :1].expand(v.shape)),
+        "tokens-overlap": (1, k.flatten().as_strided(k.shape, (64, 16, 16, 1))),
+    }
+    for which, x in odd.values():
+        other = told | {"qkv"[which]: x}
+        (inputs,) = tokens_given(partial(CHUNK, **other), monkeypatch)
+        for i, (given, got) in enumerate(zip((other["q"], other["k"], other["v"]), inputs.tokens, strict=True)):
+            assert (got.data_ptr() == given.data_ptr()) == (i != which)
+            assert torch.equal(got, given.flatten(2).flatten(0, 1)) and got.stride(1) == 1
+
+
+@pytest.mark.parametrize("wide", ["qk", "q", "v"])
+def test_tokens_of_several_dtypes_are_computed_in_fp32(path: Path, wide: str) -> None:
+    case = Case([4, 37], [3, 1], heads=(1, 2, 16, 8))
+    dtypes = {name: torch.float32 if name in wide else path.narrow for name in "qkv"}
+    call = make_call(case, replace(path, dtype=torch.float32))
+    told = call.arguments(g=call.tokens.g, beta=call.tokens.beta)
+    told |= {name: told[name].to(dtype) for name, dtype in dtypes.items()}
+    rounded = {name: told[name][0].cpu().float() for name in "qkv"}
+    before = make_states(case, case.slots)
+    want, after = field_rows(replace(call.tokens, **rounded), case.starts, before[case.slots])
+    o, final = CHUNK(**told, initial_state=before[case.slots].to(path.device), output_final_state=True)
+    pool = before.to(path.device)
+    other, _ = ROW(**told, initial_state=pool, ssm_state_indices=call.indices())
+    assert final is not None
+    for states in (final, pool[case.slots]):
+        assert_close("states", states, after, torch.float32)
+    for got in (o, other):
+        assert got.dtype == dtypes["v"]
+        assert_close("o", got.flatten(0, 1), want, got.dtype)
+
+
+def test_more_query_heads_share_keys_and_values(path: Path) -> None:
+    """FlashInfer's meaning: gates, states and outputs have the heads of q."""
+    case = Case([4, 19], [3, 1], heads=(6, 6, 16, 8))
+    repeated = torch.tensor([0, 0, 0, 1, 1, 1], device=path.device)
+    chunk, row, update = good_chunk(path, case), good_rows(path, case), good_update(path, case)
+    for function, told in ((CHUNK, chunk | {"output_final_state": True}), (ROW, row), (UPDATE, update)):
+        few = told | {name: told[name][:, :, [2, 4]] for name in "kv"}
+        want = told | {name: few[name][:, :, repeated] for name in "kv"}
+        pools = [name for name in told if name.startswith("initial_state") and told[name].ndim == 4]
+        want |= {name: told[name].clone() for name in pools}
+        got, expected = function(**few), function(**want)
+        got, expected = ((x,) if isinstance(x, Tensor) else x for x in (got, expected))
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+        assert all(torch.equal(few[name], want[name]) for name in pools)
+
+
+@pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
+def test_a_sequence_goes_on_as_fla_calls_it(path: Path, v_first: bool) -> None:
+    """A prefill, then its next tokens: states are new ones, in either order of their dimensions."""
+    case = Case([40], dense=True, packed=False)
+    call, before = make_call(case, path), make_states(case, [0])[:1]
+    want, after = field_rows(call.tokens, case.starts, before)
+    told = call.arguments(g=call.tokens.g, beta=call.tokens.beta) | {"state_v_first": v_first}
+    first, rest = ({n: x[:, part] if isinstance(x, Tensor) else x for n, x in told.items()} for part in HALVES)
+    initial = (before if v_first else before.transpose(2, 3).contiguous()).to(path.device)
+    kept = initial.clone()
+    o, middle = CHUNK(**first, initial_state=initial, output_final_state=True)
+    assert middle is not None and middle.shape == initial.shape and torch.equal(initial, kept)
+    kept = middle.clone()
+    other, final = ROW(**rest, initial_state=middle, output_final_state=True)
+    assert final is not None and final.dtype == torch.float32 and torch.equal(middle, kept)
+    assert_close("o", torch.cat((o, other), dim=1)[0], want, path.dtype)
+    assert_close("final", final if v_first else final.transpose(2, 3), after, path.dtype)
+    again, none = ROW(**rest, initial_state=middle, output_final_state=False)
+    assert none is None and torch.equal(again, other)

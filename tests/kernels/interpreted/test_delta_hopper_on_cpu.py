@@ -1,0 +1,35 @@
+"""The walk of the gated delta rule for Hopper, run on the CPU: what it computes, not how it waits."""
+
+from __future__ import annotations
+
+import kernels.compat.test_compat_gated_delta as checks
+import pytest
+import torch
+from rigs.kernels.batches import Layer, Row, make_batch
+from rigs.kernels.gluon_on_cpu import OnCpu
+from rigs.kernels.paths import InterpretedPath
+from rigs.kernels.recurrence_checks import check_against_reference
+from rigs.kernels.walks import ALIGNED, cut_rows
+
+chunk = pytest.importorskip("deltaline_kernels.gated_delta.chunk", reason="triton is not installed")
+hopper_chunk = pytest.importorskip("deltaline_kernels.gated_delta.hopper_chunk", reason="triton is not installed")
+
+HALF = InterpretedPath("cpu", torch.float16)
+ROWS = [Row(5, to="other"), Row(150, replayed=2, half=1), Row(0), Row(65, skipped=True), Row(64, fresh=True)]
+
+
+@pytest.fixture(autouse=True)
+def hopper_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk, "can_walk", lambda *_: True)
+    monkeypatch.setattr(hopper_chunk, "walk_kernel", OnCpu(hopper_chunk.walk_kernel))
+
+
+@pytest.mark.parametrize("length", [0, 64], ids=["whole", "parts"])
+def test_walk_matches_the_reference(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_rows(monkeypatch, chunk, length)
+    batch = make_batch(ROWS, HALF, Layer(H=1, HV=2, K=128, V=64), max_short=1, padding=ALIGNED)
+    check_against_reference(batch, HALF, torch.float16)
+
+
+def test_walk_reads_tokens_where_they_lie() -> None:
+    checks.test_chunk_matches_the_reference(HALF, "tiles-apart")

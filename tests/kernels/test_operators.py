@@ -1,0 +1,131 @@
+"""The public functions as operators of torch: what torch checks of each, compiled calls, and gradients refused."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from rigs.kernels.operator_samples import SAMPLES, Given, attention, conv1d
+from rigs.kernels.paths import Path
+from torch import Tensor
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import CompileCounter
+
+import deltaline_kernels
+from deltaline_kernels import Modifiers, causal_conv1d, compat, find_modifier, flex_decode, prepare_gates
+from deltaline_kernels.operators import OPERATORS
+
+# Those that compute nothing of tokens.
+OTHERS = {"and_masks", "find_modifier", "or_masks", "prepare_gates", "run_selftest"}
+CASES = [(name, i) for name in OPERATORS for i in range(len(SAMPLES[name]))]
+
+
+@pytest.fixture
+def path(device: str) -> Path:
+    """Of 16 bits: where an operator promises another dtype than its function returns, it shows."""
+    return Path(device, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def nan_memory() -> None:
+    """Leave torch.empty as it is: what would fill it here is traced, too."""
+
+
+def public(name: str) -> Callable[..., Any]:
+    """Return the function of an operator: the adapters whose names are those of native operations have a prefix."""
+    module = deltaline_kernels if name in deltaline_kernels.__all__ else compat
+    function: Callable[..., Any] = getattr(module, name.removeprefix("compat_"))
+    return function
+
+
+def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Name the tensors among arguments or results, in lists and in objects that have fields."""
+    if isinstance(value, Tensor):
+        yield where, value
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from leaves(item, f"{where}[{i}]")
+    elif isinstance(value, dict) or is_dataclass(value):
+        for name, item in (value if isinstance(value, dict) else vars(value)).items():
+            yield from leaves(item, f"{where}.{name}".lstrip("."))
+
+
+def test_every_public_function_is_an_operator_that_is_tried() -> None:
+    functions = {name for name in deltaline_kernels.__all__ if inspect.isfunction(getattr(deltaline_kernels, name))}
+    native = {name for name in functions - OTHERS if not name.endswith("_reference")}
+    assert OPERATORS.keys() == native | {f"compat_{name}" if name in native else name for name in compat.__all__}
+    assert SAMPLES.keys() == OPERATORS.keys()
+
+
+@pytest.mark.parametrize(("name", "sample"), CASES)
+def test_torch_finds_no_fault_in_an_operator(name: str, sample: int, path: Path) -> None:
+    given = OPERATORS[name].bind((), SAMPLES[name][sample](path))
+    torch.library.opcheck(getattr(torch.ops.deltaline, name).default, tuple(OPERATORS[name].flatten(given)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor's own imports
+@pytest.mark.parametrize(("name", "sample"), CASES)
+def test_compiled_call_does_what_the_function_does(name: str, sample: int, path: Path) -> None:
+    """The same bits returned and written; what the function returns of its arguments is the argument itself."""
+    eager, compiled = (SAMPLES[name][sample](path) for _ in range(2))
+    torch.compiler.reset()
+    want = public(name)(**eager)
+    got = torch.compile(public(name), fullgraph=True)(**compiled)
+    for (where, one), (_, other) in zip(leaves([got, compiled]), leaves([want, eager]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=where)
+    for (_, one), (_, other) in zip(leaves(got), leaves(want), strict=True):
+        assert [one is given for given in compiled.values()] == [other is given for given in eager.values()]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_tensors_that_need_gradients_are_refused(name: str, path: Path) -> None:
+    given: Given = SAMPLES[name][0](path)
+    floating = [(where, tensor) for where, tensor in leaves(given) if tensor.is_floating_point()]
+    for where, tensor in floating:
+        tensor.requires_grad_()
+        words = re.escape(
+            f"{where}: expected a tensor that needs no gradient, as nothing is recorded for autograd; call"
+        )
+        with pytest.raises(ValueError, match=f"^{words}"):
+            public(name)(**given)
+        with pytest.raises(ValueError, match=f"^{words}"):
+            getattr(torch.ops.deltaline, name)(*OPERATORS[name].flatten(OPERATORS[name].bind((), given)))
+        tensor.requires_grad_(False)
+    for _, tensor in floating:
+        tensor.requires_grad_()
+    with torch.no_grad():
+        made = public(name)(**given)
+    assert not any(tensor.requires_grad for _, tensor in leaves(made) if not any(tensor is one for _, one in floating))
+
+
+def test_parameters_that_need_gradients_are_refused_where_they_are_packed(device: str) -> None:
+    needed = torch.ones(3, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="scale: expected a tensor that needs no gradient"):
+        prepare_gates(torch.ones(3, 4, device=device), needed, torch.ones(3, device=device))
+    with pytest.raises(ValueError, match="alibi: expected a tensor that needs no gradient"):
+        find_modifier("alibi")(needed, per="head")
+
+
+def test_objects_that_no_operator_takes_break_the_graph(path: Path) -> None:
+    given = attention(path) | {"modifiers": Modifiers(mask=find_modifier("causal")(), device=path.device)}
+    torch.testing.assert_close(
+        torch.compile(flex_decode, backend="eager")(**given), flex_decode(**given), rtol=0, atol=0
+    )
+    torch.compiler.reset()
+    with pytest.raises(Unsupported):
+        torch.compile(flex_decode, fullgraph=True, backend="eager")(**given)
+
+
+def test_sizes_of_a_batch_may_vary_in_one_graph(path: Path) -> None:
+    """Rows, their bounds and their tokens are symbols of the graph, as no kernel is compiled for one batch."""
+    graphs = CompileCounter()
+    compiled = torch.compile(causal_conv1d, fullgraph=True, backend=graphs, dynamic=True)
+    for lengths in ([1, 9], [3, 5, 20], [2, 4, 30, 7]):
+        one, other = (conv1d(path, lengths) for _ in range(2))
+        assert torch.equal(compiled(**one), causal_conv1d(**other))
+    assert graphs.frame_count == 1

@@ -1,0 +1,47 @@
+"""Compiles what calls would launch on a Hopper GPU, as Triton specialises their arguments; launches nothing.
+
+Tensors are those of the device "meta": they have no values, and go where those of a GPU go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+class HopperDriver:
+    """A device that is not there: what Triton asks for before it compiles."""
+
+    def get_current_device(self) -> HopperDriver:
+        # Not a number: of a device Triton keeps what it compiled, and takes a kernel of a constant 1 for one of 1.0.
+        return self
+
+    def get_current_stream(self, device: HopperDriver) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> list[Any]:
+    """Return the kernels that `call` would launch, compiled."""
+    from triton.runtime import jit
+
+    launch, compiled = jit.JITFunction.run, list[Any]()
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "driver", SimpleNamespace(active=HopperDriver()))
+        patch.setattr(jit.JITFunction, "run", only_compile)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+        call()
+    return compiled

@@ -1,0 +1,191 @@
+"""Arguments of the operators, by their names: what each function is given by keyword, in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from kernels.compat import test_compat_chunk_scan as scans
+from kernels.compat import test_compat_mamba2 as updates
+from rigs.kernels import attention_batches, batches, lora_batches
+from rigs.kernels.batches import Row
+from rigs.kernels.delta_calls import Case, good_chunk, good_rows, good_update
+from rigs.kernels.draws import normal
+from rigs.kernels.field_lora import metadata
+from rigs.kernels.mamba_batches import make_mamba_batch
+from rigs.kernels.mhc_batches import make_streams
+from rigs.kernels.paths import Path
+from rigs.kernels.rotary_batches import Row as RotaryRow
+from rigs.kernels.rotary_batches import make_rotary_batch
+from torch import Tensor
+
+from deltaline_kernels import group_tokens
+
+Given = dict[str, Any]
+DIM = 8
+
+
+def draw(path: Path, *shape: int) -> Tensor:
+    return normal(*shape).to(path.device, path.dtype)
+
+
+def ints(path: Path, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=path.device)
+
+
+def pick(batch: object, names: str, **more: Any) -> Given:
+    return {name: getattr(batch, name) for name in names.split()} | more
+
+
+def conv1d(path: Path, lengths: Sequence[int] = (1, 9), **more: Any) -> Given:
+    batch = batches.make_batch([Row(length) for length in lengths], path)
+    return pick(batch, "weight bias lines rows", x=batch.qkv) | more
+
+
+def gated_delta(path: Path) -> Given:
+    batch = batches.make_batch([Row(1), Row(3, verify=True), Row(9)], path)
+    return pick(batch, "qkv a b A_log dt_bias state drafts rows", num_key_heads=batch.layer.H)
+
+
+def mamba2(path: Path) -> Given:
+    batch = make_mamba_batch([Row(1), Row(3, verify=True), Row(9)], path)
+    return pick(batch, "xBC dt A_log D dt_bias state drafts rows", num_groups=batch.layer.G, dt_limit=(0.0, 2.0))
+
+
+def norm(path: Path) -> Given:
+    return {"o": draw(path, 3, 2, 8), "z": draw(path, 3, 2, 8), "weight": draw(path, 8), "eps": 1e-6}
+
+
+def rotary(path: Path) -> Given:
+    batch = make_rotary_batch([RotaryRow(3, 15), RotaryRow(1)], path, tokens_of_no_row=0)
+    return pick(batch, "q k v q_norm k_norm eps rotary k_pages v_pages page_table rows")
+
+
+def attention(path: Path, **more: Any) -> Given:
+    batch = attention_batches.make_batch([attention_batches.Row(1, 20), attention_batches.Row(3)], path)
+    return pick(batch, "q k_pages v_pages page_table rows sinks gate") | more
+
+
+def streams(path: Path, names: str, **more: Any) -> Given:
+    return pick(make_streams(3, 4, 16, path), names) | more
+
+
+def streams_head(path: Path) -> Given:
+    gates = make_streams(3, 4, 16, path).gates
+    parameters = {"weight": gates.weight[:4], "scale": gates.scale[:1], "base": gates.base[:4]}
+    return streams(path, "residual") | {name: value.contiguous() for name, value in parameters.items()}
+
+
+def streams_compat(path: Path) -> Given:
+    given = make_streams(3, 4, 16, path)
+    parameters = {"fn": given.gates.weight, "hc_scale": given.gates.scale, "hc_base": given.gates.base}
+    numbers = {"rms_eps": 1e-6, "hc_pre_eps": 1e-6, "hc_sinkhorn_eps": 1e-6, "hc_post_mult_value": 2.0}
+    return {"residual": given.residual} | parameters | numbers | {"sinkhorn_repeat": 3}
+
+
+def lora(path: Path) -> Given:
+    batch = lora_batches.make_batch(path, [1, -1, 0], [[4], [2]], factors=True)
+    tiles = group_tokens(batch.token_slots, 2)
+    x = batch.x.nan_to_num()
+    return {"x": x, "out": batch.out, "weights": batch.weights, "tiles": tiles}
+
+
+def lora_rows(path: Path, *, shrink: bool) -> Given:
+    seven = metadata([1, -1, 0], 2, path.device)
+    if shrink:
+        weights, out = [draw(path, 2, 4, 16) for _ in range(2)], torch.zeros(2, 3, 4, device=path.device)
+        return {"inputs": draw(path, 3, 16), "lora_a_weights": weights, "output_tensor": out, "scaling": 0.5} | seven
+    weights, inputs = [draw(path, 2, 16, 4) for _ in range(2)], normal(2, 3, 4).to(path.device)
+    return {"inputs": inputs, "lora_b_weights": weights, "output_tensor": draw(path, 3, 32)} | seven
+
+
+def conv_sequences(path: Path) -> Given:
+    states = draw(path, 4, 3, DIM).transpose(1, 2)
+    index = {"cache_indices": ints(path, 2, 0), "has_initial_state": ints(path, 1, 0).bool()}
+    tokens = {"x": draw(path, 5, DIM).t(), "query_start_loc": ints(path, 0, 2, 5)}
+    return tokens | index | {"weight": draw(path, DIM, 4), "bias": draw(path, DIM), "conv_states": states}
+
+
+def conv_rows(path: Path, *shape: int, **more: Any) -> Given:
+    states = draw(path, 4, 3, DIM).transpose(1, 2)
+    told = {"x": draw(path, *shape), "conv_state": states, "weight": draw(path, DIM, 4), "activation": "silu"}
+    return told | {"conv_state_indices": ints(path, 2, 0)} | more
+
+
+def without(given: Given, *names: str, **more: Any) -> Given:
+    return {name: value for name, value in given.items() if name not in names} | more
+
+
+def selective_update(path: Path, **changes: Any) -> Given:
+    # A value per head is one expanded over the rest, which a copy is not unless there is no more of it.
+    case = updates.Case([2, 1], [4, 1], heads=(1, 2, 1, 1), **changes)
+    return updates.make_call(case, path)[1] | {"state": updates.make_states(case, range(9)).to(path.device)}
+
+
+def dense(path: Path, **more: Any) -> Given:
+    return {"query": draw(path, 2, 4, 3, 16), "key": draw(path, 2, 2, 9, 16), "value": draw(path, 2, 2, 9, 8)} | more
+
+
+ROWS = Case([2, 1], [4, 1])
+SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
+    "add_lora": [lora],
+    "causal_conv1d": [conv1d, lambda path: conv1d(path, split=(16, 16, 16), activation=None)],
+    "causal_conv1d_fn": [
+        conv_sequences,
+        lambda path: {"x": draw(path, 2, DIM, 3), "weight": draw(path, DIM, 4), "use_cache": True},
+        lambda path: without(
+            conv_sequences(path), "conv_states", "cache_indices", "has_initial_state", conv_states=None
+        ),
+    ],
+    "causal_conv1d_update": [
+        lambda path: conv_rows(path, 2, DIM),
+        lambda path: conv_rows(path, 2, DIM, 2),
+        lambda path: conv_rows(path, 2, DIM, out=draw(path, 2, DIM)),
+    ],
+    "chunk_gated_delta_rule": [
+        lambda path: good_chunk(path, ROWS) | {"output_final_state": True},
+        lambda path: without(good_chunk(path, ROWS), "initial_state", use_cache=True),
+        lambda path: without(
+            good_chunk(path, ROWS), "initial_state", output_final_state=True, state_v_first=False, chunk_size=64
+        ),
+    ],
+    "compat_mhc_post": [
+        lambda path: streams(path, "x residual", post_layer_mix=normal(3, 4), comb_res_mix=normal(3, 4, 4))
+    ],
+    "compat_mhc_pre": [streams_compat],
+    "flex_decode": [attention, lambda path: attention(path, return_lse=True, scale=0.1)],
+    "flex_decoding": [dense, lambda path: dense(path, mask_mod="causal", return_lse=True)],
+    "fused_recurrent_gated_delta_rule": [
+        lambda path: good_rows(path, ROWS),
+        lambda path: without(good_chunk(path, ROWS), inplace_final_state=False),
+        lambda path: good_chunk(path, ROWS) | {"output_final_state": True},
+        lambda path: without(good_chunk(path, ROWS), "initial_state"),
+    ],
+    "fused_sigmoid_gating_delta_rule_update": [lambda path: good_update(path, ROWS)],
+    "gated_delta": [gated_delta],
+    "gated_rms_norm": [norm],
+    "group_tokens": [lambda path: {"token_slots": ints(path, 1, -1, 0), "num_slots": 2, "max_rank": 8}],
+    "lora_expand": [lambda path: lora_rows(path, shrink=False)],
+    "lora_shrink": [lambda path: lora_rows(path, shrink=True)],
+    "mamba2": [mamba2],
+    "mamba_chunk_scan_combined_varlen": [
+        lambda path: scans.make_call(scans.Scan((5, 3)), path),
+        lambda path: scans.make_call(scans.Scan((5, 3), pool=True), path),
+    ],
+    "mhc_head": [streams_head],
+    "mhc_post": [lambda path: streams(path, "x residual post comb")],
+    "mhc_post_pre": [lambda path: streams(path, "x residual post comb gates")],
+    "mhc_pre": [
+        lambda path: streams(path, "residual gates"),
+        lambda path: streams(path, "residual gates", out=draw(path, 3, 16)),
+    ],
+    "rotate_and_store": [rotary],
+    "selective_state_update": [
+        selective_update,
+        lambda path: selective_update(path, out=torch.float32),
+    ],
+    "spread_slots": [
+        lambda path: {"row_slots": ints(path, 1, 0), "query_start_loc": ints(path, 0, 2, 3), "num_tokens": 4}
+    ],
+}
