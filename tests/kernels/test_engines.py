@@ -108,6 +108,7 @@ def test_models_generate_the_same_tokens(
     }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor's own imports
 def test_layer_is_compiled_whole(modeling: Any, use_kernels: Callable[[Any], None], device: str) -> None:
     """A prompt and a token behind it, through a cache that the graph writes to."""
     model = make_model(modeling, device)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from rigs.kernels.compiled import compile_launches, on_meta
 from rigs.kernels.operator_samples import SAMPLES, Given, attention, conv1d
 from rigs.kernels.paths import Path
 from torch import Tensor
@@ -22,6 +25,8 @@ from deltaline_kernels.operators import OPERATORS
 
 # Those that compute nothing of tokens.
 OTHERS = {"and_masks", "find_modifier", "or_masks", "prepare_gates", "run_selftest"}
+# Arguments that lie on the host beside tensors of a GPU.
+ON_HOST = {"no_lora_flag_cpu", "num_active_loras"}
 CASES = [(name, i) for name in OPERATORS for i in range(len(SAMPLES[name]))]
 
 
@@ -80,6 +85,15 @@ def test_compiled_call_does_what_the_function_does(name: str, sample: int, path:
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=where)
     for (_, one), (_, other) in zip(leaves(got), leaves(want), strict=True):
         assert [one is given for given in compiled.values()] == [other is given for given in eager.values()]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
+@pytest.mark.parametrize(("name", "sample"), CASES)
+def test_kernels_of_a_call_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, name: str, sample: int) -> None:
+    pytest.importorskip("triton")
+    given = SAMPLES[name][sample](Path("cpu", torch.bfloat16))
+    moved = {key: value if key in ON_HOST else on_meta(value) for key, value in given.items()}
+    assert compile_launches(monkeypatch, partial(public(name), **moved))
 
 
 @pytest.mark.parametrize("name", OPERATORS)

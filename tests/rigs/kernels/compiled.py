@@ -5,7 +5,9 @@ Tensors are those of the device "meta": they have no values, and go where those 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,3 +47,19 @@ def compile_launches(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
         patch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
         call()
     return compiled
+
+
+def on_meta(value: Any) -> Any:
+    """Return an argument with its tensors on "meta", strides and places in their storage as they are."""
+    if isinstance(value, torch.Tensor):
+        size = value.untyped_storage().nbytes() // value.element_size()
+        storage = torch.empty(size, dtype=value.dtype, device="meta")
+        return storage.as_strided(value.shape, value.stride(), value.storage_offset())
+    if isinstance(value, list | tuple):
+        return type(value)(map(on_meta, value))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    moved = copy.copy(value)
+    for field in fields(value):
+        object.__setattr__(moved, field.name, on_meta(getattr(value, field.name)))
+    return moved

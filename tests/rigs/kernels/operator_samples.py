@@ -87,6 +87,7 @@ def streams_compat(path: Path) -> Given:
 def lora(path: Path) -> Given:
     batch = lora_batches.make_batch(path, [1, -1, 0], [[4], [2]], factors=True)
     tiles = group_tokens(batch.token_slots, 2)
+    tiles.tokens[tiles.slots < 0] = -1  # unspecified there
     x = batch.x.nan_to_num()
     return {"x": x, "out": batch.out, "weights": batch.weights, "tiles": tiles}
 
@@ -151,7 +152,12 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         ),
     ],
     "compat_mhc_post": [
-        lambda path: streams(path, "x residual", post_layer_mix=normal(3, 4), comb_res_mix=normal(3, 4, 4))
+        lambda path: streams(
+            path,
+            "x residual",
+            post_layer_mix=normal(3, 4).to(path.device),
+            comb_res_mix=normal(3, 4, 4).to(path.device),
+        )
     ],
     "compat_mhc_pre": [streams_compat],
     "flex_decode": [attention, lambda path: attention(path, return_lse=True, scale=0.1)],
