@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,9 @@ from torch._dynamo.testing import CompileCounter
 import deltaline_kernels
 from deltaline_kernels import Modifiers, causal_conv1d, compat, find_modifier, flex_decode, prepare_gates
 from deltaline_kernels.operators import OPERATORS
+
+# What torch's compiler imports of torch is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 # Those that compute nothing of tokens.
 OTHERS = {"and_masks", "find_modifier", "or_masks", "prepare_gates", "run_selftest"}
@@ -55,9 +58,11 @@ def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from leaves(item, f"{where}[{i}]")
-    elif isinstance(value, dict) or is_dataclass(value):
-        for name, item in (value if isinstance(value, dict) else vars(value)).items():
+    elif isinstance(value, dict):
+        for name, item in value.items():
             yield from leaves(item, f"{where}.{name}".lstrip("."))
+    elif is_dataclass(value):  # its fields alone: what it derives of them and keeps depends on the path
+        yield from leaves({field.name: getattr(value, field.name) for field in fields(value)}, where)
 
 
 def test_every_public_function_is_an_operator_that_is_tried() -> None:
@@ -73,7 +78,6 @@ def test_torch_finds_no_fault_in_an_operator(name: str, sample: int, path: Path)
     torch.library.opcheck(getattr(torch.ops.deltaline, name).default, tuple(OPERATORS[name].flatten(given)))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor's own imports
 @pytest.mark.parametrize(("name", "sample"), CASES)
 def test_compiled_call_does_what_the_function_does(name: str, sample: int, path: Path) -> None:
     """The same bits returned and written; what the function returns of its arguments is the argument itself."""
@@ -81,7 +85,8 @@ def test_compiled_call_does_what_the_function_does(name: str, sample: int, path:
     torch.compiler.reset()
     want = public(name)(**eager)
     got = torch.compile(public(name), fullgraph=True)(**compiled)
-    for (where, one), (_, other) in zip(leaves([got, compiled]), leaves([want, eager]), strict=True):
+    for (where, one), (there, other) in zip(leaves([got, compiled]), leaves([want, eager]), strict=True):
+        assert where == there
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=where)
     for (_, one), (_, other) in zip(leaves(got), leaves(want), strict=True):
         assert [one is given for given in compiled.values()] == [other is given for given in eager.values()]
