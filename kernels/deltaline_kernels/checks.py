@@ -120,7 +120,7 @@ def _check_packed_heads(name: str, tensor: Tensor) -> None:
 
 
 def _any_of(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(str(dtype) for dtype in dtypes)
+    return " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
 
 
 def _shape(sizes: Sequence[int | None]) -> str:
