@@ -19,7 +19,8 @@ def find_written(lines, line, i_head, HEAD: tl.constexpr, APART: tl.constexpr):
     """Return a pointer to the state that is written of a line, of a head of HEAD values; `line` is int64."""
     if APART:
         return lines[1] + line * lines[4] + i_head.to(tl.int64) * HEAD
-    return find_state(lines, line, i_head, HEAD)
+    else:  # Triton reads on behind a return: what stands there may be of another dtype
+        return find_state(lines, line, i_head, HEAD)
 
 
 @triton.jit
