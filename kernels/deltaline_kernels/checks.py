@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
-STATES = (torch.float32, torch.bfloat16)
+STATES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 6
 LARGEST = sys.float_info.max

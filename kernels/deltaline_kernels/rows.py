@@ -16,19 +16,30 @@ class StateLines:
     """The recurrent lines of a layer, which rows read and write.
 
     Args:
-        state: `[L, HV, V, K]` (Mamba2: `[L, H, P, S]`) fp32 or bf16, contiguous.
-        drafts: `[L, 2, M, record]` fp32, contiguous.
+        state: `[L, HV, V, K]` (Mamba2: `[L, H, P, S]`) fp32, bf16 or fp16; a line stride is fine.
+        drafts: `[L, 2, M, record]` fp32; a line stride is fine.
         shift: line i of the rows is line i - shift here: with 1, since line 0 of the rows is the zero state, every line
             of the tensors is in use.
+        written: `[lines, HV, V, K]` likewise, of the same dtype or another, that shares no memory with `state`: where
+            rows write, while `state` is only read. None: they write to `state`.
     """
 
     state: Tensor
     drafts: Tensor
     shift: int = 0
+    written: Tensor | None = None
 
-    def arguments(self, rows: "Rows", o: Tensor) -> tuple[Tensor | int, ...]:
-        """Return what every kernel takes in this order: state, drafts, outputs, control, its stride and M."""
-        return self.state, self.drafts, o, rows.control, rows.control.stride(0), self.drafts.shape[2]
+    def arguments(self, rows: "Rows", o: Tensor) -> tuple[tuple[Tensor | int, ...], Tensor, Tensor, int]:
+        """Return what every kernel takes in this order: `lines` (device/lines.py), outputs, control and its stride."""
+        state, drafts = self.state, self.drafts
+        written = state if self.written is None else self.written
+        strides = (_line_stride(state), _line_stride(written), _line_stride(drafts), drafts.stride(1))
+        return (state, written, drafts, *strides), o, rows.control, rows.control.stride(0)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Constants of every kernel."""
+        return {"LINE_SHIFT": self.shift, "APART": self.written is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +47,7 @@ class Rows:
     """Rows of a batch: one int32 control tensor and the host's bounds on it.
 
     Args:
-        control: `[7, N+1]` int32, last dimension contiguous, on the device of the tensors. Its fields, in order:
+        control: `[7 + t, N+1]` int32, last dimension contiguous, on the device of the tensors. Its fields, in order:
             0 query_start_loc `[N+1]`: first packed token of each row; the last entry is the end of the last row.
             1 read_line `[N]`: 0 is the zero state; -1 together with write_line -1 skips the row (outputs are zero).
             2 write_line `[N]`: -1 computes and writes nothing.
@@ -44,10 +55,13 @@ class Rows:
             4 num_replayed `[N]`: accepted tokens of the previous VERIFY, folded in before this row's tokens.
             5 draft_half `[N]`: the half of read_line's drafts that holds them; a VERIFY row writes to the other half.
             6 position `[N]`: tokens of the row's sequence before this row's, the replayed ones among them.
-            The last column of fields 1..6 is padding.
+            7.. token_lines `[t, N]`: the recurrences also write the state after a row's token j, rounded, to the line
+                that field 7 + j has, if it is above 0. Such rows are short, and no VERIFY.
+            The last column of fields 1.. is padding.
         num_short: the first rows, that have at most `max_short` tokens each; VERIFY rows are among them.
         max_short: upper bound of the length of a short row.
         max_length: upper bound of the length of any row.
+        num_token_lines: t, at least max_length or 0.
 
     The contents of `control` are the caller's promise: no launch reads them back from a device.
     """
@@ -56,13 +70,15 @@ class Rows:
     num_short: int
     max_short: int
     max_length: int
+    num_token_lines: int = 0
 
     def __post_init__(self) -> None:
         control = self.control
         if control.dtype != torch.int32:
             raise TypeError(f"control: expected torch.int32, got {control.dtype}")
-        if control.ndim != 2 or control.shape[0] != NUM_FIELDS or control.shape[1] < 1:
-            raise ValueError(f"control: expected shape [{NUM_FIELDS}, N+1], got {list(control.shape)}")
+        num_fields = NUM_FIELDS + self.num_token_lines
+        if control.ndim != 2 or control.shape[0] != num_fields or control.shape[1] < 1:
+            raise ValueError(f"control: expected shape [{num_fields}, N+1], got {list(control.shape)}")
         if control.stride(1) != 1:
             raise ValueError(f"control: expected a contiguous last dimension, got strides {control.stride()}")
         num_rows = control.shape[1] - 1
@@ -71,6 +87,11 @@ class Rows:
         check_positive("max_short", self.max_short)
         if self.max_length < 0:
             raise ValueError(f"max_length: expected at least 0, got {self.max_length}")
+        if self.num_token_lines > 0:
+            if self.num_short < num_rows:
+                raise ValueError(f"num_short: expected {num_rows}, all rows of token lines, got {self.num_short}")
+            if self.max_length > self.num_token_lines:
+                raise ValueError(f"num_token_lines: expected at least {self.max_length}, got {self.num_token_lines}")
 
     @property
     def num_rows(self) -> int:
@@ -104,14 +125,19 @@ class Rows:
     def position(self) -> Tensor:
         return self.control[6, :-1]
 
+    @property
+    def token_lines(self) -> Tensor:
+        return self.control[NUM_FIELDS:, :-1]
+
     def short(self) -> "Rows":
         """Return the short rows as a view."""
         control = self.control[:, : self.num_short + 1]
-        return Rows(control, self.num_short, self.max_short, min(self.max_short, self.max_length))
+        longest = min(self.max_short, self.max_length)
+        return Rows(control, self.num_short, self.max_short, longest, self.num_token_lines)
 
     def long(self) -> "Rows":
         """Return the rows that are not short as a view."""
-        return Rows(self.control[:, self.num_short :], 0, self.max_short, self.max_length)
+        return Rows(self.control[:NUM_FIELDS, self.num_short :], 0, self.max_short, self.max_length)
 
     @classmethod
     def build(
@@ -126,11 +152,13 @@ class Rows:
         max_short: int,
         device: torch.device | str,
         position: Sequence[int] | None = None,
+        token_lines: Sequence[Sequence[int]] | None = None,
     ) -> "Rows":
         """Build the control tensor from host values; rows are packed from token 0.
 
         The short rows are the longest run of leading rows with at most `max_short` tokens. Without `position` each
         row's is the least that there can be, which is all the same to what keeps its past in a state of one size.
+        `token_lines` has a line for each token of each row, -1 for none.
 
         Raises:
             ValueError: a field has another number of rows, or values that contradict each other.
@@ -153,12 +181,18 @@ class Rows:
             _check_row(i, length, num_committed[i], num_replayed[i], draft_half[i], i < num_short)
             if fields["position"][i] < num_replayed[i]:
                 raise ValueError(f"position[{i}]: expected at least {num_replayed[i]}, got {fields['position'][i]}")
-        _check_lines(read_line, write_line)
+        width = 0 if token_lines is None else max(lengths, default=0)
+        kept = [[]] * num_rows if token_lines is None else token_lines
+        if token_lines is not None:
+            _check_token_lines(token_lines, lengths, num_committed, max_short)
+        _check_lines(read_line, [[write, *lines] for write, lines in zip(write_line, kept, strict=True)])
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        control = torch.tensor([starts, *([*values, 0] for values in fields.values())], dtype=torch.int32)
-        return cls(control.to(device), num_short, max_short, max(lengths, default=0))
+        columns = [[*lines, *[-1] * (width - len(lines))] for lines in kept]
+        last = [list(field) for field in zip(*columns, strict=True)] if num_rows else []
+        control = torch.tensor([starts, *([*values, 0] for values in (*fields.values(), *last))], dtype=torch.int32)
+        return cls(control.to(device), num_short, max_short, max(lengths, default=0), width)
 
 
 def check_rows(rows: Rows, device: torch.device) -> None:
@@ -183,13 +217,34 @@ def _check_row(i: int, length: int, committed: int, replayed: int, half: int, sh
         raise ValueError(f"draft_half[{i}]: expected 0 or 1, got {half}")
 
 
-def _check_lines(read_line: Sequence[int], write_line: Sequence[int]) -> None:
-    """Raise ValueError if a line is impossible or two rows write the same one."""
-    for i, (read, write) in enumerate(zip(read_line, write_line, strict=True)):
-        if read < -1 or (read == -1 and write != -1):
+def _check_token_lines(
+    token_lines: Sequence[Sequence[int]], lengths: Sequence[int], committed: Sequence[int], max_short: int
+) -> None:
+    """Raise ValueError unless each row has a line for each of its tokens, is short, and is no VERIFY."""
+    if len(token_lines) != len(lengths):
+        raise ValueError(f"token_lines: expected {len(lengths)} rows, got {len(token_lines)}")
+    for i, (lines, length) in enumerate(zip(token_lines, lengths, strict=True)):
+        if len(lines) != length:
+            raise ValueError(f"token_lines[{i}]: expected {length} lines, got {len(lines)}")
+        if length > max_short:
+            raise ValueError(f"lengths[{i}]: expected at most {max_short} beside token_lines, got {length}")
+        if committed[i] != length:
+            raise ValueError(f"num_committed[{i}]: expected {length} beside token_lines, got {committed[i]}")
+
+
+def _check_lines(read_line: Sequence[int], written: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError if a line is impossible or two rows write the same one; `written` has write_line first."""
+    for i, (read, lines) in enumerate(zip(read_line, written, strict=True)):
+        if read < -1 or (read == -1 and lines != [-1] * len(lines)):
             raise ValueError(f"read_line[{i}]: expected a line, or -1 together with write_line -1, got {read}")
-        if write < -1:
-            raise ValueError(f"write_line[{i}]: expected a line or -1, got {write}")
-    written = [line for line in write_line if line > 0]
-    if len(set(written)) != len(written):
-        raise ValueError(f"write_line: expected distinct lines, got {list(write_line)}")
+        for line in lines:
+            if line < -1:
+                raise ValueError(f"write_line[{i}]: expected a line or -1, got {line}")
+    used = [line for lines in written for line in {*lines} if line > 0]
+    if len(set(used)) != len(used):
+        raise ValueError(f"write_line: expected distinct lines, got {[lines[0] for lines in written]}")
+
+
+def _line_stride(lines: Tensor) -> int:
+    """Return how far two lines are apart; that of a single one, which means nothing, as if they were packed."""
+    return lines.stride(0) if lines.shape[0] > 1 else lines[:1].numel()

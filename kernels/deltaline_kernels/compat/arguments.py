@@ -89,10 +89,15 @@ class EngineRows:
         length: tokens of every row, or 0 where `starts` tells.
         starts: `[num_rows + 1]` integers or None.
         read_line, write_line: `[num_rows]` integers of any stride, or None: row i has line i.
-        pad: this entry of either, or one below 0, skips the row: its outputs are zero and no line is touched.
+        pad: this entry of either, or one below 0, skips the row: its outputs are zero and no line is touched. With
+            `moves` such a write_line means that nothing is written.
         history: whether rows begin behind what their line holds: `[num_rows]` bool, or one answer for all of them.
         num_accepted: `[num_rows]` integers, accepted tokens of the previous step, its first included; None where
             nothing is speculative.
+        token_lines: `[num_rows, columns]` integers, the lines of the states after each token, or None. Then there is no
+            write_line, and read_line is `[num_rows, columns]`: a row begins with its column num_accepted - 1, bounded
+            to those that there are, or with its first. Such an entry skips the row as one of read_line does.
+        moves: rows without tokens, too, write the states that they read.
     """
 
     num_rows: int
@@ -104,6 +109,13 @@ class EngineRows:
     pad: int
     history: Tensor | bool
     num_accepted: Tensor | None
+    token_lines: Tensor | None = None
+    moves: bool = False
+
+    def most_states(self, num_tokens: int) -> int:
+        """Return how many states a row of `num_tokens` tokens in all may leave: no row has more tokens."""
+        assert self.token_lines is not None
+        return self.length if self.starts is None else min(self.token_lines.shape[1], num_tokens)
 
     def most_tokens(self, columns: int, width: int) -> int | None:
         """Return how many tokens of a row fit a line, None for any number: drafts are all kept until the next step."""

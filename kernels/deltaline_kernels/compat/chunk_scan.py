@@ -7,6 +7,7 @@ is checked on the CPU alone.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from deltaline_kernels.compat.arguments import EngineRows, check_integer, check_
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, join_columns, widen
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.rows import check_offsets
+from deltaline_kernels.compat.slots import check_pool
 from deltaline_kernels.mamba2 import run_mamba2
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 from deltaline_kernels.operators import operator
@@ -33,8 +35,7 @@ def _fake(
 ) -> Tensor | None:
     if final_states_out is not None:
         return None
-    dtype = state_dtype or (x.dtype if x.dtype in STATES else torch.float32)
-    return x.new_empty(cu_seqlens.shape[0] - 1, *x.shape[1:], B.shape[2], dtype=dtype)
+    return x.new_empty(cu_seqlens.shape[0] - 1, *x.shape[1:], B.shape[2], dtype=state_dtype or x.dtype)
 
 
 @operator(_fake, mutates=["out", "final_states_out"])
@@ -71,12 +72,14 @@ def mamba_chunk_scan_combined_varlen(
             and begin where sequences begin.
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each sequence and the end of the last.
         out: `(tokens, H, P)` in x's dtype, contiguous. Mutated: the tokens of sequences.
-        initial_states: `(N, H, P, S)`, any of the three dtypes; None is zero.
+        initial_states: `(N, H, P, S)`, any of the three dtypes, which are copied if they are not packed or share memory
+            with final_states_out; None is zero.
         dt_softplus: False: the time step is dt + dt_bias. It is clamped to dt_limit, at least 0, either way.
         return_intermediate_states: True is refused: there are none.
-        state_dtype: of the returned states: fp32 or bf16; None is x's dtype, or fp32 for fp16.
-        final_states_out: `(slots, H, P, S)` fp32 or bf16. Mutated: the slots final_state_indices `(N,)`, no two alike,
-            all of them lines of it. The slot of an empty sequence gets its initial state.
+        state_dtype: of the returned states, any of the three; None is x's.
+        final_states_out: `(slots, H, P, S)`, any of the three dtypes, packed states at any distance. Mutated: the slots
+            final_state_indices `(N,)`, no two alike, all of them lines of it. The slot of an empty sequence gets its
+            initial state.
 
     Returns:
         `(N, H, P, S)`, the final states (of an empty sequence the initial one), or None with final_states_out.
@@ -98,39 +101,42 @@ def mamba_chunk_scan_combined_varlen(
     if initial_states is not None:
         check_beside("initial_states", initial_states, {"N": num_rows, **sizes}, ACTIVATIONS, x.device)
     if final_states_out is not None:
-        check_beside("final_states_out", final_states_out, {"slots": None, **sizes}, STATES, x.device)
+        check_pool("final_states_out", final_states_out, {"slots": None, **sizes}, x.device)
         if final_state_indices is None:
             raise TypeError("final_state_indices: expected a tensor, as final_states_out is given, got None")
         check_counts("final_state_indices", final_state_indices, num_rows, x.device)
-        state_dtype = torch.float32
-    if state_dtype is None:
-        state_dtype = x.dtype if x.dtype in STATES else torch.float32
-    if state_dtype not in STATES:
-        raise TypeError(f"state_dtype: expected torch.float32 or torch.bfloat16, got {state_dtype}")
+    if state_dtype is not None and state_dtype not in STATES:
+        raise TypeError(f"state_dtype: expected {' or '.join(map(str, STATES))}, got {state_dtype}")
     if x.device.type == "cpu":
         _check_contents(rows, num_tokens, final_states_out, final_state_indices)
-    if initial_states is None:
-        states = torch.zeros((num_rows, *sizes.values()), dtype=state_dtype, device=x.device)
+    final = final_states_out
+    if final is None:
+        final = torch.empty((num_rows, *sizes.values()), dtype=state_dtype or x.dtype, device=x.device)
+        rows = replace(rows, moves=True)
     else:
-        # Rounded behind the recurrence, not before it.
-        kept = state_dtype if initial_states.dtype == state_dtype else torch.float32
-        states = initial_states.to(kept, copy=True, memory_format=torch.contiguous_format)
+        rows = replace(rows, moves=True, write_line=final_state_indices)
+    if initial_states is not None and not (initial_states[:1].is_contiguous() and _are_apart(initial_states, final)):
+        initial_states = initial_states.clone(memory_format=torch.contiguous_format)
     # What follows the recurrence here is rounded once, with it.
     is_plain = z is None and (D is None or D.ndim == 1)
     y = out if is_plain else torch.empty(x.shape, dtype=torch.float32, device=x.device)
     inputs = _pack_inputs(x, dt, A, B, C, D, dt_bias, heads, softplus=bool(dt_softplus))
-    advance(run_mamba2, inputs, states, rows, chunked=True, o=y)
+    if initial_states is None:
+        advance(run_mamba2, inputs, final, rows, chunked=True, o=y)
+    else:
+        advance(run_mamba2, inputs, initial_states, rows, written=final, chunked=True, o=y)
     if D is not None and D.ndim == 2:
         y += D.float() * x.float()
     if z is not None:
         y *= F.silu(z.float())
     if not is_plain:
         _copy_rows(y, out, cu_seqlens)
-    if final_states_out is None:
-        return states.to(state_dtype)
-    assert final_state_indices is not None
-    final_states_out.index_copy_(0, final_state_indices[:num_rows].long(), states.to(final_states_out.dtype))
-    return None
+    return final if final_states_out is None else None
+
+
+def _are_apart(states: Tensor, others: Tensor) -> bool:
+    """Return whether the two are of different memory."""
+    return states.untyped_storage().data_ptr() != others.untyped_storage().data_ptr()
 
 
 def _pack_inputs(

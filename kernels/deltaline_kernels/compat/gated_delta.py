@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.checks import ACTIVATIONS, STATES
+from deltaline_kernels.checks import ACTIVATIONS
 from deltaline_kernels.compat.arguments import EngineRows, Unused, check_number, check_unused
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, pack_delta, pack_rates
 from deltaline_kernels.compat.recurrence import advance
-from deltaline_kernels.compat.slots import advance_table, check_contents
+from deltaline_kernels.compat.slots import Slots, advance_slots, check_contents, check_pool
 from deltaline_kernels.gated_delta import run_gated_delta
 from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.operators import operator
@@ -60,10 +60,13 @@ def _fake_steps(
     cu_seqlens: Tensor | None,
     output_final_state: bool | None,
     state_v_first: bool,
+    final_state: Tensor | None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if output_final_state is not None:
         return _fake_chunks(k, v, g, output_final_state, cu_seqlens, state_v_first)
+    if final_state is not None:
+        return _fake_outputs(v, g), final_state
     if initial_state is None:
         return _fake_outputs(v, g), _fake_states(k, v, g, cu_seqlens, True)
     return _fake_outputs(v, g), initial_state if inplace_final_state else initial_state.new_empty(initial_state.shape)
@@ -119,7 +122,7 @@ def chunk_gated_delta_rule(
     return _run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=True)
 
 
-@operator(_fake_steps, mutates=["initial_state"], results=2, unused=check_unused)
+@operator(_fake_steps, mutates=["initial_state", "final_state"], results=2, unused=check_unused)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -136,6 +139,8 @@ def fused_recurrent_gated_delta_rule(
     *,
     output_final_state: bool | None = None,
     state_v_first: bool = True,
+    output_state_indices: Tensor | None = None,
+    final_state: Tensor | None = None,
     **unused: Unpack[Unused],
 ) -> tuple[Tensor, Tensor | None]:
     """Run the next tokens of each row, one by one.
@@ -143,26 +148,31 @@ def fused_recurrent_gated_delta_rule(
     Args:
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel: as for `chunk_gated_delta_rule`; a beta of None is
             1. Rows of one token are fastest without cu_seqlens, as `[batch, 1, ...]`.
-        initial_state: fp32 or bf16, contiguous; `[N, HV, V, K]`, the state of row i at i, None for zero; or with
-            ssm_state_indices a pool `[slots, HV, V, K]`. Mutated if `inplace_final_state`: the states of rows with
-            tokens, rounded once per row, or with a table once per token.
+        initial_state: any of the three dtypes, packed states at any distance; `[N, HV, V, K]`, the state of row i at i,
+            None for zero; or with ssm_state_indices a pool `[slots, HV, V, K]`. Mutated if `inplace_final_state` and
+            there is no other final_state: the states of rows with tokens, each rounded when it is stored.
         inplace_final_state: False: return new states. Only without ssm_state_indices.
         ssm_state_indices: `(N,)`, the slot of each row, or a table `(N, columns)`: the state after token t of row i
             goes to slot table[i, t]. A row with a negative slot, to begin with or for a token, is skipped: its outputs
             are zero, no slot is touched. So is, on CUDA, a row longer than the table; the CPU refuses it. Slot 0 is an
-            ordinary one. A table costs two launches and a pass over the states for each token of a row; with
-            cu_seqlens for each column, and a copy of the tokens.
+            ordinary one.
         num_accepted_tokens: `(N,)`, with a table only: row i begins with slot table[i, accepted - 1], counts outside
             1..columns being the nearest of these; None: with table[i, 0]. It and ssm_state_indices may have more rows,
             which are not read.
         output_final_state: True or False, as fla and transformers call it: initial_state and what is returned are those
             of `chunk_gated_delta_rule`, and nothing is mutated. Not beside ssm_state_indices.
         state_v_first: False: states are `[N, HV, K, V]`. Only with output_final_state.
+        output_state_indices: as ssm_state_indices, beside it, and of as many dimensions: the slots that states go to,
+            in place of those that they come from. A negative one keeps no state.
+        final_state: as initial_state, of its dtype or another, and in other memory, unless it is initial_state. Mutated
+            in its place, which is only read then. Not beside output_final_state.
         unused: what other engines pass, and changes nothing (`Unused`).
 
+    A row without tokens changes nothing, but that its state, too, goes where states go, if that is elsewhere.
+
     Returns:
-        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row; and initial_state, or new states in
-        its dtype (fp32 if it is None).
+        o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row; and final_state, or initial_state, or
+        new states in its dtype (fp32 if it is None).
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
@@ -172,7 +182,13 @@ def fused_recurrent_gated_delta_rule(
     inputs = pack_delta(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, optional="beta")
     rows = _lay_out(v, cu_seqlens)
     if output_final_state is not None:
-        for name, given in (("ssm_state_indices", ssm_state_indices), ("num_accepted_tokens", num_accepted_tokens)):
+        beside = {
+            "ssm_state_indices": ssm_state_indices,
+            "num_accepted_tokens": num_accepted_tokens,
+            "output_state_indices": output_state_indices,
+            "final_state": final_state,
+        }
+        for name, given in beside.items():
             if given is not None:
                 raise ValueError(f"{name}: expected None, as output_final_state is given, got a tensor")
         return _run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=False)
@@ -182,24 +198,27 @@ def fused_recurrent_gated_delta_rule(
         if not inplace_final_state:
             raise ValueError("inplace_final_state: expected True, as ssm_state_indices is given, got False")
         pool = _check_pool("initial_state", initial_state, inputs)
-        name, slots = "ssm_state_indices", ssm_state_indices
-        return _advance_pool(inputs, v, pool, rows, name, slots, num_accepted_tokens, may_be_table=True), pool
-    if num_accepted_tokens is not None:
-        raise ValueError("num_accepted_tokens: expected None, as ssm_state_indices is not given, got a tensor")
-    if initial_state is not None:
-        _check_pool("initial_state", initial_state, inputs, rows.num_rows)
+        final = None if final_state is None else _check_pool("final_state", final_state, inputs)
+        names = ("ssm_state_indices", "output_state_indices")
+        slots = Slots(names[0], pool, ssm_state_indices, final, output_state_indices, names[1], num_accepted_tokens)
+        o = advance_slots(run_gated_delta, inputs, rows, slots, inputs.empty_output(v.dtype))
+        return _shape(o, v), pool if final is None else final
+    for name, given in (("num_accepted_tokens", num_accepted_tokens), ("output_state_indices", output_state_indices)):
+        if given is not None:
+            raise ValueError(f"{name}: expected None, as ssm_state_indices is not given, got a tensor")
+    for name, given in (("initial_state", initial_state), ("final_state", final_state)):
+        if given is not None:
+            _check_pool(name, given, inputs, rows.num_rows)
     if q.device.type == "cpu":
         check_contents(rows, inputs.num_tokens)
-    if initial_state is None:
-        state = _zero_states(rows.num_rows, inputs)
-    else:
-        state = initial_state if inplace_final_state else initial_state.clone()
-    rows = replace(rows, history=initial_state is not None)
-    o = advance(run_gated_delta, inputs, state, rows, o=inputs.empty_output(v.dtype))
-    return _shape(o, v), state
+    if final_state is None:
+        is_kept = inplace_final_state and initial_state is not None
+        final_state = initial_state if is_kept else _new_states(rows, inputs, initial_state)
+    o = inputs.empty_output(v.dtype)
+    return _shape(_advance_rows(inputs, rows, initial_state, final_state, o), v), final_state
 
 
-@operator(_fake_update, mutates=["initial_state_source"])
+@operator(_fake_update, mutates=["initial_state_source", "final_state"])
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -215,6 +234,9 @@ def fused_sigmoid_gating_delta_rule_update(
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    output_state_indices: Tensor | None = None,
+    final_state: Tensor | None = None,
 ) -> Tensor:
     """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
 
@@ -224,9 +246,11 @@ def fused_sigmoid_gating_delta_rule_update(
         softplus_beta, softplus_threshold: softplus(x) = log(1 + exp(beta x)) / beta, or x where beta x is above the
             threshold. Other ones than 1 and 20 cost a few launches more.
         q, k, v, scale, use_qk_l2norm_in_kernel, cu_seqlens: as for `fused_recurrent_gated_delta_rule`.
-        initial_state_source: `[slots, HV, V, K]` fp32 or bf16, contiguous. Mutated: the slots of rows with tokens.
+        initial_state_source: `[slots, HV, V, K]`, any of the three dtypes, packed states at any distance. Mutated,
+            unless there is another final_state: the slots of rows with tokens.
         initial_state_indices: `(N,)`, the slot of each row, perhaps more than N. A row with a negative slot is skipped:
             its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
+        output_state_indices, final_state: as for `fused_recurrent_gated_delta_rule`.
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row.
@@ -240,13 +264,17 @@ def fused_sigmoid_gating_delta_rule_update(
     inputs = pack_delta(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, flat_gates=True)
     rates, biases = pack_rates("A_log", A_log, inputs), pack_rates("dt_bias", dt_bias, inputs)
     rows = _lay_out(v, cu_seqlens)
-    _check_pool("initial_state_source", initial_state_source, inputs)
+    pool = _check_pool("initial_state_source", initial_state_source, inputs)
+    final = None if final_state is None else _check_pool("final_state", final_state, inputs)
+    names = ("initial_state_indices", "output_state_indices")
+    check_counts(names[0], initial_state_indices, rows.num_rows, inputs.device)
+    slots = Slots(names[0], pool, initial_state_indices, final, output_state_indices, names[1])
     if (softplus_beta, softplus_threshold) == (SOFTPLUS_BETA, SOFTPLUS_THRESHOLD):
         inputs = replace(inputs, A_log=rates, dt_bias=biases)
     else:
         rise = F.softplus(inputs.a.float() + biases.float(), softplus_beta, softplus_threshold)
         inputs = replace(inputs, a=-rates.float().exp() * rise, b=inputs.b.float().sigmoid())
-    return _advance_pool(inputs, v, initial_state_source, rows, "initial_state_indices", initial_state_indices)
+    return _shape(advance_slots(run_gated_delta, inputs, rows, slots, inputs.empty_output(v.dtype)), v)
 
 
 def _run_sequences(
@@ -266,21 +294,34 @@ def _run_sequences(
         shape = {"N": rows.num_rows, **{name: sizes[name] for name in names}}
         check_beside("initial_state", initial_state, shape, ACTIVATIONS, inputs.device)
         initial_state = initial_state if state_v_first else initial_state.transpose(2, 3)
+        if not initial_state[:1].is_contiguous():
+            initial_state = initial_state.contiguous()
     if inputs.device.type == "cpu":
         check_contents(rows, inputs.num_tokens)
-    if initial_state is None:
-        # One that is not kept is not read either.
-        state = _zero_states(rows.num_rows if output_final_state else 0, inputs)
-    elif output_final_state:
-        state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    else:
-        state = (initial_state if initial_state.dtype in STATES else initial_state.float()).contiguous()
-    rows = replace(rows, history=initial_state is not None)
-    o = inputs.empty_output(v.dtype)
-    advance(run_gated_delta, inputs, state, rows, keep=output_final_state, chunked=chunked, o=o)
-    if not output_final_state:
-        return _shape(o, v), None
-    return _shape(o, v), state if state_v_first else state.transpose(2, 3)
+    final = _new_states(rows, inputs) if output_final_state else None
+    o = _advance_rows(inputs, rows, initial_state, final, inputs.empty_output(v.dtype), chunked=chunked)
+    return _shape(o, v), final if final is None or state_v_first else final.transpose(2, 3)
+
+
+def _advance_rows(
+    inputs: DeltaInputs,
+    rows: EngineRows,
+    initial: Tensor | None,
+    final: Tensor | None,
+    o: Tensor,
+    *,
+    chunked: bool = False,
+) -> Tensor:
+    """Run row i from state i of `initial`, None for zero, write its last state to `final` if there is one; return o."""
+    moves = final is not None and final is not initial
+    rows = replace(rows, history=initial is not None, moves=moves)
+    written = final if moves and initial is not None else None
+    state = initial if initial is not None else final
+    if state is None:
+        # Neither read nor written.
+        state = torch.empty((0, *_state_sizes(inputs).values()), dtype=torch.float32, device=inputs.device)
+    keep = final is not None
+    return advance(run_gated_delta, inputs, state, rows, written=written, keep=keep, chunked=chunked, o=o)
 
 
 def _shape(o: Tensor, v: Tensor) -> Tensor:
@@ -304,46 +345,12 @@ def _state_sizes(inputs: DeltaInputs) -> dict[str, int]:
     return {"HV": inputs.heads.num_value_heads, "V": inputs.heads.value_dim, "K": inputs.heads.key_dim}
 
 
-def _zero_states(num_lines: int, inputs: DeltaInputs) -> Tensor:
-    """Return zeros `[lines, HV, V, K]` fp32."""
-    shape = (num_lines, *_state_sizes(inputs).values())
-    return torch.zeros(shape, dtype=torch.float32, device=inputs.device)
+def _new_states(rows: EngineRows, inputs: DeltaInputs, like: Tensor | None = None) -> Tensor:
+    """Return room for a state per row, `[N, HV, V, K]`, of the dtype of `like` or fp32."""
+    dtype = torch.float32 if like is None else like.dtype
+    return torch.empty((rows.num_rows, *_state_sizes(inputs).values()), dtype=dtype, device=inputs.device)
 
 
 def _check_pool(name: str, pool: Tensor | None, inputs: DeltaInputs, num_lines: int | None = None) -> Tensor:
-    """Check states that are changed in place, and return them."""
-    if pool is None:
-        raise TypeError(f"{name}: expected a tensor, got None")
-    check_beside(name, pool, {"lines": num_lines, **_state_sizes(inputs)}, STATES, inputs.device, contiguous=True)
-    return pool
-
-
-def _advance_pool(
-    inputs: DeltaInputs,
-    v: Tensor,
-    pool: Tensor,
-    rows: EngineRows,
-    name: str,
-    slots: Tensor,
-    accepted: Tensor | None = None,
-    *,
-    may_be_table: bool = False,
-) -> Tensor:
-    """Check `slots`, of that `name`, and run the rows through them; return o, of v's dtype. Mutates `pool`."""
-    n = rows.num_rows
-    is_table = may_be_table and isinstance(slots, Tensor) and slots.ndim == 2
-    check_counts(name, slots, n, inputs.device, "columns" if is_table else None)
-    slots = slots[:n]
-    if accepted is not None:
-        if not is_table:
-            raise ValueError(f"num_accepted_tokens: expected None, as {name} is no table, got a tensor")
-        check_counts("num_accepted_tokens", accepted, n, inputs.device)
-        accepted = accepted[:n]
-    if is_table and slots.shape[1] < max(rows.length, 1):
-        raise ValueError(f"{name}: expected at least {max(rows.length, 1)} columns, got {slots.shape[1]}")
-    if inputs.device.type == "cpu":
-        check_contents(rows, inputs.num_tokens, name, slots, pool.shape[0], accepted)
-    if is_table:
-        return _shape(advance_table(run_gated_delta, inputs, pool, rows, slots, accepted, dtype=v.dtype), v)
-    rows = replace(rows, read_line=slots, write_line=slots)
-    return _shape(advance(run_gated_delta, inputs, pool, rows, o=inputs.empty_output(v.dtype)), v)
+    """Check states that are read or changed where they lie, and return them."""
+    return check_pool(name, pool, {"lines": num_lines, **_state_sizes(inputs)}, inputs.device)

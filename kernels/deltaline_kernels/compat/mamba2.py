@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.checks import STATES
-from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_indices, check_integer, check_operand
+from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_integer, check_operand
 from deltaline_kernels.compat.mamba2_inputs import pack_head_values, pack_mamba
 from deltaline_kernels.compat.recurrence import advance
-from deltaline_kernels.compat.slots import advance_table, check_contents
+from deltaline_kernels.compat.slots import Slots, advance_slots, check_contents, check_pool
 from deltaline_kernels.mamba2 import run_mamba2
 from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.operators import operator
@@ -28,7 +27,7 @@ def _fake(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
     return x.new_empty(x.shape) if out is None else out
 
 
-@operator(_fake, mutates=["state", "out"])
+@operator(_fake, mutates=["state", "out", "final_state"])
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -45,12 +44,16 @@ def selective_state_update(
     num_accepted_tokens: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     out: Tensor | None = None,
+    *,
+    dst_state_batch_indices: Tensor | None = None,
+    final_state: Tensor | None = None,
 ) -> Tensor:
     """Run the next token of each row, or with cu_seqlens its next tokens, one by one.
 
     Args:
-        state: `[slots, nheads, dim, dstate]` fp32 or bf16, contiguous. Mutated: the slots of rows with tokens, rounded
-            once per row, or with num_accepted_tokens once per token. dim and dstate are at most 256.
+        state: `[slots, nheads, dim, dstate]`, any of the three dtypes, packed states at any distance. Mutated, unless
+            there is another final_state: the slots of rows with tokens, each rounded when it is stored. dim and dstate
+            are at most 256.
         x: `[batch, nheads, dim]` fp32, bf16 or fp16; a batch of tokens where cu_seqlens is given.
         dt: as x, expanded from one value per head (stride 0), any of the three dtypes.
         A: `[nheads, dim, dstate]`, at most 0, expanded from one value per head, any of the three dtypes.
@@ -65,11 +68,16 @@ def selective_state_update(
         num_accepted_tokens: `(N,)`, with `(N, columns)` indices only: row i begins with slot
             indices[i, accepted - 1], counts outside 1..columns being the nearest of these, and the state after its
             token t goes to slot indices[i, t]. A row with such a slot for a token, or with more tokens than columns, is
-            skipped (the CPU refuses the latter). It costs two launches and a pass over the states for each token of a
-            row; with cu_seqlens for each column, and a copy of the tokens.
+            skipped (the CPU refuses the latter).
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each row and the end of the last. It may have more
             entries of indices and counts beside it than rows, which are not read.
         out: as x of any of the three dtypes, contiguous; None: a new tensor.
+        dst_state_batch_indices: as state_batch_indices, beside it, and of as many dimensions: the slots that states go
+            to, in place of those that they come from. A negative one, or pad_slot_id, keeps no state.
+        final_state: as state, of its dtype or another, and in other memory, unless it is `state`. Mutated in its place,
+            which is only read then.
+
+    A row without tokens changes nothing, but that its state, too, goes where states go, if that is elsewhere.
 
     Returns:
         y as x, or `out`; unspecified for tokens of no row.
@@ -80,7 +88,9 @@ def selective_state_update(
     inputs = pack_mamba(x, dt, A, B, C, dt_bias, softplus=dt_softplus)
     heads, device = inputs.heads, x.device
     sizes = {"nheads": heads.num_heads, "dim": heads.head_dim, "dstate": heads.state_dim}
-    check_operand("state", state, {"slots": None, **sizes}, STATES, device, contiguous=True)
+    check_pool("state", state, {"slots": None, **sizes}, device)
+    if final_state is not None:
+        check_pool("final_state", final_state, {"slots": None, **sizes}, device)
     check_integer("pad_slot_id", pad_slot_id)
     per_token = {"batch": x.shape[0], "nheads": heads.num_heads, "dim": heads.head_dim}
     if out is None:
@@ -90,53 +100,61 @@ def selective_state_update(
     if D is not None:
         inputs = replace(inputs, D=pack_head_values("D", D, x))
     rows = _lay_out(x.shape[0], cu_seqlens, device)
+    indices = (state_batch_indices, dst_state_batch_indices)
+    slots = _find_slots(state, final_state, *indices, num_accepted_tokens, pad_slot_id)
     if z is None:
-        return _run(inputs, state, rows, state_batch_indices, num_accepted_tokens, pad_slot_id, out)
+        return _run(inputs, rows, state, final_state, slots, out)
     check_operand("z", z, per_token, device=device)
     wide = torch.empty(x.shape, dtype=torch.float32, device=device)
-    y = _run(inputs, state, rows, state_batch_indices, num_accepted_tokens, pad_slot_id, wide)
+    y = _run(inputs, rows, state, final_state, slots, wide)
     # Of a skipped row z may be anything, too.
     return out.copy_(torch.where(y == 0, y, y * F.silu(z.float())))
 
 
 def _run(
-    inputs: MambaInputs,
+    inputs: MambaInputs, rows: EngineRows, state: Tensor, final_state: Tensor | None, slots: Slots | None, y: Tensor
+) -> Tensor:
+    """Run the rows; write to y `[T, H, P]` and return it. Mutates the states."""
+    if slots is not None:
+        return advance_slots(run_mamba2, inputs, rows, slots, y)
+    for name, pool in (("state", state), ("final_state", final_state)):
+        if pool is not None and pool.shape[0] < rows.num_rows:
+            wanted = f"at least {rows.num_rows} slots, one for each row"
+            raise ValueError(f"{name}: expected {wanted}, got {pool.shape[0]}")
+    if inputs.device.type == "cpu":
+        check_contents(rows, inputs.num_tokens)
+    written = None if final_state is state else final_state
+    return advance(run_mamba2, inputs, state, replace(rows, moves=written is not None), written=written, o=y)
+
+
+def _find_slots(
     state: Tensor,
-    rows: EngineRows,
+    final_state: Tensor | None,
     slots: Tensor | None,
+    targets: Tensor | None,
     accepted: Tensor | None,
     pad: int,
-    y: Tensor,
-) -> Tensor:
-    """Check the rest of the arguments and run the rows; write to y `[T, H, P]` and return it. Mutates `state`."""
-    n, device, num_tokens = rows.num_rows, inputs.device, inputs.num_tokens
-    is_table = isinstance(slots, Tensor) and slots.ndim == 2
-    if accepted is not None:
-        if not is_table:
-            raise ValueError("num_accepted_tokens: expected None, as state_batch_indices is no table, got a tensor")
-        check_indices("num_accepted_tokens", accepted, device, n, more=True)
-        accepted = accepted[:n]
+) -> Slots | None:
+    """Return what the indices say, or None if there are none."""
+    names = ("state_batch_indices", "dst_state_batch_indices")
     if slots is None:
-        if state.shape[0] < n:
-            raise ValueError(f"state: expected at least {n} slots, one for each row, got {state.shape[0]}")
-        if device.type == "cpu":
-            check_contents(rows, num_tokens)
-        return advance(run_mamba2, inputs, state, rows, o=y)
-    name = "state_batch_indices"
-    if is_table:
-        check_operand(name, slots, {"rows": None, "columns": None}, INTEGERS, device)
-        if slots.shape[0] < n or slots.shape[1] < 1:
-            raise ValueError(f"{name}: expected at least {n} rows and 1 column, got {tuple(slots.shape)}")
-    else:
-        check_indices(name, slots, device, n, more=True)
-    slots = slots[:n] if accepted is not None or not is_table else slots[:n, 0]
-    # Below 0 is the one way of the rest to say that a row is skipped.
-    slots = slots if pad < 0 else slots.masked_fill(slots == pad, -1)
-    if device.type == "cpu":
-        check_contents(rows, num_tokens, name, slots, state.shape[0], accepted)
+        for name, given in ((names[1], targets), ("num_accepted_tokens", accepted)):
+            if given is not None:
+                raise ValueError(f"{name}: expected None, as {names[0]} is not given, got a tensor")
+        return None
     if accepted is None:
-        return advance(run_mamba2, inputs, state, replace(rows, read_line=slots, write_line=slots), o=y)
-    return y.copy_(advance_table(run_mamba2, inputs, state, rows, slots, accepted, dtype=y.dtype))
+        slots = _first_column(names[0], slots)
+        targets = None if targets is None else _first_column(names[1], targets)
+    return Slots(names[0], state, slots, final_state, targets, names[1], accepted, pad)
+
+
+def _first_column(name: str, slots: Tensor) -> Tensor:
+    """Return `(N,)` slots as they are, and of a table the first column."""
+    if not isinstance(slots, Tensor) or slots.ndim != 2:
+        return slots
+    if slots.shape[1] < 1:
+        raise ValueError(f"{name}: expected at least 1 column, got 0")
+    return slots[:, 0]
 
 
 def _lay_out(num_tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> EngineRows:

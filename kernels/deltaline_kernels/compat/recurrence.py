@@ -1,7 +1,7 @@
 """A recurrence over the rows of an engine, whose states are the lines of one tensor. Never waits for a GPU."""
 
 from collections.abc import Callable
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ class Inputs(Protocol):
     def empty_output(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return room for the outputs, `[T, HV, V]`, of the tokens' dtype or another."""
 
-    def with_tokens(self, pick: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same with `pick` of each tensor of tokens."""
-
 
 AnyInputs = TypeVar("AnyInputs", bound=Inputs)
 # The operation itself: writes the rows' outputs to its last argument and mutates the lines.
@@ -49,6 +46,7 @@ def advance(
     state: Tensor,
     rows: EngineRows,
     *,
+    written: Tensor | None = None,
     keep: bool = True,
     chunked: bool = False,
     o: Tensor | None = None,
@@ -56,17 +54,20 @@ def advance(
     """Run the rows' tokens; return o `[T, HV, V]`, zero for skipped rows, unspecified for tokens of no row.
 
     Args:
-        state: `[lines, HV, V, K]` fp32 or bf16, contiguous. Mutated if `keep`: the lines of rows with tokens.
+        state: `[lines, HV, V, K]`, a line stride is fine. Mutated if `keep`: the lines of rows with tokens, and with
+            `rows.moves` of those without.
+        written: None, or likewise what is mutated in place of `state`.
         chunked: compute in chunks, not token by token (on a GPU; the CPU path decides by itself).
         o: contiguous, of a dtype that `run` writes; None: a new one.
     """
     if o is None:
         o = inputs.empty_output()
-    if o.numel() == 0 or rows.num_rows == 0:
+    if rows.num_rows == 0 or (o.numel() == 0 and not rows.moves):
         return o
     placed = place_rows(rows, inputs.num_tokens, inputs.device, keep=keep)
-    placed = Rows(placed.control, 0 if chunked else placed.num_rows, rows.longest, rows.longest)
+    if rows.token_lines is None:
+        placed = Rows(placed.control, 0 if chunked else placed.num_rows, max(rows.longest, 1), rows.longest)
     # No row verifies: drafts are neither read nor written.
     drafts = torch.empty((1, 2, 1, inputs.heads.record), dtype=torch.float32, device=inputs.device)
-    run(inputs, StateLines(state, drafts, LINE_SHIFT), placed, o)
+    run(inputs, StateLines(state, drafts, LINE_SHIFT, written), placed, o)
     return o

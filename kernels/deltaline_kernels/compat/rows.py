@@ -5,6 +5,7 @@ Line j of an engine is line j + 1 of `Rows`, whose line 0 is the zero state.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -44,18 +45,20 @@ def read_back(rows: EngineRows, columns: int, width: int) -> list[HostRow]:
     writes = reads if rows.write_line is rows.read_line or rows.write_line is None else rows.write_line.tolist()
     history = [rows.history] * n if isinstance(rows.history, bool) else rows.history.tolist()
     accepted = [1] * n if rows.num_accepted is None else rows.num_accepted[:n].tolist()
+    if rows.moves:
+        writes = [-1 if line == rows.pad else max(line, -1) for line in writes]
     return [
         HostRow(
             starts[i],
             starts[i + 1],
             reads[i],
             writes[i],
-            min(reads[i], writes[i]) < 0 or rows.pad in (reads[i], writes[i]),
+            any(line < 0 or line == rows.pad for line in ((reads[i],) if rows.moves else (reads[i], writes[i]))),
             accepted[i],
             min(max(accepted[i] - 1, 0), columns - width + 1) if history[i] else None,
         )
         for i in range(n)
-        if starts[i] != starts[i + 1]
+        if rows.moves or starts[i] != starts[i + 1]
     ]
 
 
@@ -77,7 +80,9 @@ def place_rows(
 def place_on_host(
     rows: EngineRows, num_tokens: int, device: torch.device, columns: int, width: int, *, keep: bool
 ) -> Rows:
-    """Do what `place_rows` does, on the host, for the rows that are not empty."""
+    """Do what `place_rows` does, on the host, for the rows that do something."""
+    if rows.token_lines is not None:
+        return _place_tokens(rows, rows.token_lines, num_tokens, device)
     found = read_back(rows, columns, width)
     fields: list[list[int]] = [[found[0].begin if found else 0], *([] for _ in range(NUM_FIELDS - 1))]
     for row in found:
@@ -89,6 +94,27 @@ def place_on_host(
             values.append(value)
     control = torch.tensor([fields[0], *([*values, 0] for values in fields[1:])], dtype=torch.int32, device=device)
     return Rows(control, 0, 1, num_tokens)
+
+
+def _place_tokens(rows: EngineRows, token_lines: torch.Tensor, num_tokens: int, device: torch.device) -> Rows:
+    """Do what `place_rows` does, on the host, for rows with a line for each token, no longer than their table."""
+    assert rows.read_line is not None
+    n, width = rows.num_rows, rows.most_states(num_tokens)
+    starts = [i * rows.length for i in range(n + 1)] if rows.starts is None else rows.starts[: n + 1].tolist()
+    reads, tables = rows.read_line.tolist(), token_lines.tolist()
+    accepted = [1] * n if rows.num_accepted is None else rows.num_accepted.tolist()
+    lengths = [end - begin for begin, end in pairwise(starts)]
+    read_line, columns = [], []
+    for row, table, count, length in zip(reads, tables, accepted, lengths, strict=True):
+        begin = row[min(max(count - 1, 0), len(row) - 1)]
+        lines = [-1 if line < 0 or line == rows.pad else line + LINE_SHIFT for line in table[:length]]
+        live = length > 0 and begin >= 0 and begin != rows.pad and (rows.moves or -1 not in lines)
+        read_line.append(begin + LINE_SHIFT if live else -1)
+        columns.append([*(lines if live else ()), *[-1] * width][:width])
+    nothing = [0] * n
+    fields = [read_line, [-1] * n, lengths, nothing, nothing, nothing, *map(list, zip(*columns, strict=True))]
+    control = torch.tensor([starts, *([*values, 0] for values in fields)], dtype=torch.int32, device=device)
+    return Rows(control, n, max(width, 1), width, width)
 
 
 def check_contents(
@@ -142,7 +168,7 @@ def check_lines(name: str, word: str, used: Sequence[tuple[int | None, Sequence[
     """
     writers: dict[int, int] = {}
     for i, (begin, written) in enumerate(used):
-        largest = max(written if begin is None else (begin, *written))
+        largest = max(written if begin is None else (begin, *written), default=-1)
         if largest >= num_lines:
             raise ValueError(f"{name}: expected {word}s below {num_lines}, got {largest}")
         for line in written:

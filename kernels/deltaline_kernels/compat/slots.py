@@ -1,105 +1,160 @@
-"""States in the slots of a pool: which one a row begins with, and where the state after each of its tokens goes."""
+"""States in the slots of pools: which one a row begins with, and where its last, or that after each token, goes."""
 
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import EngineRows
+from deltaline_kernels.checks import STATES
+from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_operand
 from deltaline_kernels.compat.recurrence import AnyInputs, Operation, advance
 from deltaline_kernels.compat.rows import check_lines, check_offsets
 
 
-def advance_table(
-    run: Operation[AnyInputs],
-    inputs: AnyInputs,
-    pool: Tensor,
-    rows: EngineRows,
-    table: Tensor,
-    accepted: Tensor | None,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Run rows whose state after token t goes to slot `table[i, t]`; return o `[T, HV, V]`, zero for skipped rows.
-
-    A launch per token, each of which reads and writes a state of every row. Does not wait for the device.
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Where the rows of a call find their states and leave them, and what the arguments are called that say so.
 
     Args:
-        pool: `[slots, HV, V, K]`. Mutated: the slots of the rows' tokens.
-        rows: how many, and their offsets or their length.
-        table: `[N, columns]`. A row of more than `columns` tokens is skipped, and so is one that begins with a negative
-            slot or has one for a token.
-        accepted: `[N]` or None: row i begins with slot `table[i, accepted[i] - 1]`, bounded to the table, or the first.
-        dtype: of o; None: that of the tokens.
+        pool: `[slots, HV, V, K]`, a line stride is fine. Mutated, unless `final_pool` is there.
+        slots: `[N]`, or a table `[N, columns]`; perhaps more rows, which are not read.
+        final_pool: where states go, which shares no memory with `pool` or is it; None: `pool`.
+        final_slots: `[N]`, or where `slots` is a table one as well: where the state after each token goes. None:
+            `slots`.
+        accepted: `[N]` or None, with tables only: row i begins with `slots[i, accepted[i] - 1]`, bounded to the table,
+            or with the first.
+        pad: a slot of this number, or a negative one, is none. A row that begins with none is skipped; of final slots
+            it says that a state is not kept, where they are those of `slots` that the row is skipped.
     """
-    num_rows, columns = table.shape
-    num_tokens, device = inputs.num_tokens, inputs.device
-    most = rows.length if rows.starts is None else min(columns, num_tokens)
-    if num_rows == 0 or most == 0:
-        return inputs.empty_output(dtype)
-    t = torch.arange(most, device=device)
-    first, targets = table[:, :1], table[:, :most]
+
+    name: str
+    pool: Tensor
+    slots: Tensor
+    final_pool: Tensor | None = None
+    final_slots: Tensor | None = None
+    final_name: str = ""
+    accepted: Tensor | None = None
+    pad: int = -1
+
+    @property
+    def is_table(self) -> bool:
+        return self.slots.ndim == 2
+
+    @property
+    def written(self) -> Tensor | None:
+        """The pool that states go to, if it is another one."""
+        return None if self.final_pool is self.pool else self.final_pool
+
+    @property
+    def moves(self) -> bool:
+        """Whether a row may leave its state elsewhere than where it began."""
+        return self.written is not None or self.final_slots is not None
+
+
+def check_pool(name: str, pool: Tensor | None, sizes: dict[str, int | None], device: torch.device) -> Tensor:
+    """Check and return states `sizes` that lie where they are read or changed.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    pool = check_operand(name, pool, sizes, STATES, device, beside=None)
+    size = pool[:1].numel()
+    if not pool[:1].is_contiguous() or (pool.shape[0] > 1 and pool.stride(0) < size):
+        raise ValueError(f"{name}: expected states that are packed and apart, got strides {pool.stride()}")
+    return pool
+
+
+def check_slots(rows: EngineRows, given: Slots, num_tokens: int) -> Slots:
+    """Check what `given` says of the rows, and return it without what is of no row; waits for the CPU alone.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    n, device, accepted, targets = rows.num_rows, given.pool.device, given.accepted, given.final_slots
+    is_table = isinstance(given.slots, Tensor) and given.is_table
+    _check_rows(given.name, given.slots, n, device, 2 if is_table else 1)
+    if targets is not None:
+        _check_rows(given.final_name, targets, n, device, 2 if is_table else 1)
+        targets = targets[:n]
     if accepted is not None:
-        first = table.gather(1, (accepted.to(torch.int64) - 1).clamp(0, columns - 1)[:, None])
-    if rows.starts is None:
-        idle = (first < 0) | (targets < 0).any(1, keepdim=True)
-    else:
-        starts = rows.starts[: num_rows + 1].to(torch.int64)
-        lengths = starts.diff()[:, None]
-        missing = ((targets < 0) & (t < lengths)).any(1, keepdim=True)
-        idle = (first < 0) | (lengths > columns) | missing | (t >= lengths)
-        index = (starts[:-1, None] + t).clamp(0, num_tokens - 1).flatten()
-        inputs = inputs.with_tokens(lambda x: x.index_select(0, index))
-    reads = torch.cat((first, targets[:, :-1]), dim=1).masked_fill(idle, -1)
-    outputs = []
-    for i in range(most):
-        one = EngineRows(num_rows, 1, 1, None, reads[:, i], targets[:, i], -1, True, None)
-        column = inputs.with_tokens(partial(_column, i, most))
-        outputs.append(advance(run, column, pool, one, o=column.empty_output(dtype)))
-    o = torch.stack(outputs, dim=1)
-    if rows.starts is None:
-        return o.flatten(0, 1)
-    token = torch.arange(num_tokens, device=device)
-    row = torch.searchsorted(starts[1:], token, right=True).clamp(max=num_rows - 1)
-    return o[row, (token - starts[row]).clamp(0, most - 1)]
+        if not is_table:
+            raise ValueError(f"num_accepted_tokens: expected None, as {given.name} is no table, got a tensor")
+        _check_rows("num_accepted_tokens", accepted, n, device, 1)
+        accepted = accepted[:n]
+    if is_table:
+        name, last = (given.name, given.slots) if targets is None else (given.final_name, targets)
+        if min(last.shape[1], given.slots.shape[1]) < 1 or last.shape[1] < rows.length:
+            raise ValueError(f"{name}: expected at least {max(rows.length, 1)} columns, got {last.shape[1]}")
+    found = replace(given, slots=given.slots[:n], final_slots=targets, accepted=accepted)
+    if device.type == "cpu":
+        check_contents(rows, num_tokens, found)
+    return found
 
 
-def _column(t: int, length: int, x: Tensor) -> Tensor:
-    """Return token t of each of the rows of `length` tokens."""
-    token: Tensor = x.unflatten(0, (-1, length))[:, t]
-    return token
+def advance_slots(
+    run: Operation[AnyInputs], inputs: AnyInputs, rows: EngineRows, given: Slots, o: Tensor | None = None
+) -> Tensor:
+    """Check `given` and run the rows; return o `[T, HV, V]`, zero for skipped rows, unspecified for tokens of no row.
+
+    Does not wait for a GPU. Of tables the state is kept in fp32 from token to token. A row of more tokens than there
+    are columns is skipped. One without tokens leaves its state where it goes, if that is elsewhere.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    found = check_slots(rows, given, inputs.num_tokens)
+    targets = found.slots if found.final_slots is None else found.final_slots
+    rows = replace(rows, read_line=found.slots, num_accepted=found.accepted, pad=found.pad, moves=found.moves)
+    rows = replace(rows, token_lines=targets) if found.is_table else replace(rows, write_line=targets)
+    return advance(run, inputs, found.pool, rows, written=found.written, o=o)
 
 
-def check_contents(
-    rows: EngineRows,
-    num_tokens: int,
-    name: str = "",
-    slots: Tensor | None = None,
-    num_slots: int = 0,
-    accepted: Tensor | None = None,
-) -> None:
-    """Check what the tensors say; waits for the device. `name` is that of `slots`, `[N]` or a table `[N, columns]`.
+def _check_rows(name: str, tensor: Tensor, num_rows: int, device: torch.device, ndim: int) -> None:
+    """Check integers `(rows,)` or, of two dimensions, `(rows, columns)`."""
+    shape: dict[str, int | None] = {"rows": None, "columns": None} if ndim == 2 else {"rows": None}
+    check_operand(name, tensor, shape, INTEGERS, device, beside=None)
+    if tensor.shape[0] < num_rows:
+        raise ValueError(f"{name}: expected at least {num_rows} rows, got {tensor.shape[0]}")
+
+
+def check_contents(rows: EngineRows, num_tokens: int, given: Slots | None = None) -> None:
+    """Check what the tensors say; waits for the device.
 
     Raises:
         ValueError: offsets that fall or leave the tokens, a row longer than its table, a slot out of range, or one that
             a row writes and another one uses. What is said of rows that are empty or skipped is not checked.
     """
     check_offsets(rows, num_tokens, "cu_seqlens")
-    if slots is None:
+    if given is None:
         return
-    n = rows.num_rows
+    n, pad = rows.num_rows, given.pad
     starts = [i * rows.length for i in range(n + 1)] if rows.starts is None else rows.starts.tolist()
-    table = slots.tolist() if slots.ndim == 2 else [[slot] for slot in slots.tolist()]
-    counts = [1] * n if accepted is None else accepted.tolist()
-    used = []
+    table = _list_rows(given.slots)
+    targets = table if given.final_slots is None else _list_rows(given.final_slots)
+    counts = [1] * n if given.accepted is None else given.accepted.tolist()
+    used: list[tuple[int, list[int]]] = []
     for i in range(n):
         length = starts[i + 1] - starts[i]
-        if length == 0:
+        if length == 0 and (given.is_table or not given.moves):
             continue
-        if slots.ndim == 2 and length > len(table[i]):
-            raise ValueError(f"cu_seqlens: expected rows of at most {len(table[i])} tokens, got {length} in row {i}")
+        if given.is_table and length > len(targets[i]):
+            raise ValueError(f"cu_seqlens: expected rows of at most {len(targets[i])} tokens, got {length} in row {i}")
         begin = table[i][min(max(counts[i] - 1, 0), len(table[i]) - 1)]
-        targets = table[i][:length]
-        if min(begin, *targets) >= 0:
-            used.append((begin, targets))
-    check_lines(name, "slot", used, num_slots)
+        kept = [slot for slot in targets[i][: length if given.is_table else 1] if slot >= 0 and slot != pad]
+        is_whole = given.final_slots is not None or len(kept) == (length if given.is_table else 1)
+        if begin >= 0 and begin != pad and is_whole:
+            used.append((begin, kept))
+    name = given.name if given.final_slots is None else given.final_name
+    if given.written is None and given.final_slots is None:
+        check_lines(name, "slot", used, given.pool.shape[0])
+        return
+    check_lines(given.name, "slot", [(begin, []) for begin, _ in used], given.pool.shape[0])
+    pool = given.pool if given.written is None else given.written
+    apart = [(None if given.written is not None else begin, kept) for begin, kept in used]
+    check_lines(name, "slot", apart, pool.shape[0])
+
+
+def _list_rows(slots: Tensor) -> list[list[int]]:
+    """Return the slots of each row."""
+    found: list[list[int]] = slots.tolist() if slots.ndim == 2 else slots[:, None].tolist()
+    return found

@@ -76,7 +76,7 @@ def causal_conv1d(
     Args:
         x: `[T, D]` fp32, bf16 or fp16; a row stride is fine.
         weight: `[W, D]`, W 2..6, contiguous, fp32 or x.dtype. bias: `[D]` likewise, or None.
-        lines: `[L, columns, D]` in x.dtype, contiguous, columns >= W-1 + max draft. Mutated: the first
+        lines: `[L, columns, D]` in x.dtype, a line stride is fine, columns >= W-1 + max draft. Mutated: the first
             W-1 + n - num_committed columns of each write line.
         activation: "silu" or None.
         split: sizes of one to three parts of the channels, for example those of q, k and v.
@@ -130,7 +130,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: 
         raise ValueError(f"weight: expected a width of {MIN_CONV_WIDTH}..{MAX_CONV_WIDTH}, got {width}")
     if bias is not None:
         check_tensor("bias", bias, (channels,), weights, device)
-    check_tensor("lines", lines, (None, None, channels), (x.dtype,), device)
+    check_tensor("lines", lines, (None, None, channels), (x.dtype,), device, row_stride=True)
     if lines.shape[1] < width - 1:
         raise ValueError(f"lines: expected at least {width - 1} columns, got {lines.shape[1]}")
     check_rows(rows, device)

@@ -22,38 +22,54 @@ RunTokens = Callable[[RowGroup, Tensor, Tensor], Tensor | None]
 def run_rows(rows: Rows, lines: StateLines, o: Tensor, num_key_heads: int, run_tokens: RunTokens) -> None:
     """Run all rows; mutates `lines` and o `[T, HV, V]`."""
     state, drafts = lines.state, lines.drafts
+    apart = lines.written is not None
+    written = state if lines.written is None else lines.written
     groups, skipped = group_rows(rows, lines.shift)
     for begin, end in skipped:
         o[begin:end] = 0
     for group in groups:
         mutates = group.replayed > 0 or group.committed > 0
-        shared = state.dtype == torch.float32 and (group.in_place or not mutates)
+        shared = state.dtype == torch.float32 and state.is_contiguous()
+        shared = shared and ((group.in_place and not apart) or not mutates)
         h = _load_state(state, group, shared)  # (B, HV, V, K) fp32
-        moved = group.moves
+        moved = apart or group.moves
         if group.replayed > 0:
-            _fold_records(h, drafts.flatten(0, 1)[group.replayed_halves, : group.replayed], num_key_heads)
+            _fold_records(h, drafts[*group.replayed_halves, : group.replayed], num_key_heads)
             moved = not shared
         if group.committed == 0 and group.writes and moved:
-            put(state, group.write_index, h)
+            put(written, group.write_index, h)
         if group.length > 0:
-            out, in_place = group.empty_output(o)
-            records = run_tokens(group, h, out)
-            if records is not None:
-                drafts.flatten(0, 1)[group.written_halves, : group.length] = records
-            if not in_place:
+            out, is_part = group.empty_output(o)
+            if group.token_lines:
+                _run_kept_tokens(group, h, out, written, run_tokens)
+            else:
+                records = run_tokens(group, h, out)
+                if records is not None:
+                    drafts[*group.written_halves, : group.length] = records
+            if not is_part:
                 put(o, group.token_index, out.flatten(0, 1))
         if group.committed > 0 and group.writes and not shared:
-            put(state, group.write_index, h)
+            put(written, group.write_index, h)
+
+
+def _run_kept_tokens(group: RowGroup, h: Tensor, out: Tensor, written: Tensor, run_tokens: RunTokens) -> None:
+    """Run the rows' tokens one by one, in fp32, and put the state after each into its line; advances h in place."""
+    for t in range(group.length):
+        one = torch.empty_like(out[:, :1], memory_format=torch.contiguous_format)
+        run_tokens(group.token(t), h, one)
+        out[:, t : t + 1] = one
+        kept, lines = group.lines_of(t)
+        put(written, lines, take(h, kept))
 
 
 def _load_state(state: Tensor, group: RowGroup, shared: bool) -> Tensor:
-    """Return the rows' states in fp32; a view of `state` only where that is `shared` and they follow each other."""
+    """Return the rows' states in fp32, contiguous; a view of `state` if it is `shared` and they are a slice of it."""
     if not group.reads:
         return torch.zeros((group.num_rows, *state.shape[1:]), dtype=torch.float32)
     taken = take(state, group.read_index)
-    if shared or taken.dtype != torch.float32:
+    if shared or not isinstance(group.read_index, slice):
         return taken.float()
-    return taken.clone() if isinstance(group.read_index, slice) else taken
+    return taken.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _fold_records(h: Tensor, records: Tensor, num_key_heads: int) -> None:

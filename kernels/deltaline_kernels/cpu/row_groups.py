@@ -32,6 +32,8 @@ class RowGroup:
     read_lines: list[int] = field(default_factory=list)
     write_lines: list[int] = field(default_factory=list)
     halves: list[int] = field(default_factory=list)
+    # Of each row the lines that the states after its tokens go to, if there are such.
+    token_lines: list[list[int]] = field(default_factory=list)
     line_shift: int = 0
 
     @cached_property
@@ -62,16 +64,26 @@ class RowGroup:
         return _index(self.starts, self.length)
 
     @cached_property
-    def replayed_halves(self) -> Tensor:
-        """Where in drafts `[2*L, M, record]` the halves are that the rows replay."""
-        pairs = zip(self.read_lines, self.halves, strict=True)
-        return torch.tensor([2 * (line - self.line_shift) + half for line, half in pairs])
+    def replayed_halves(self) -> tuple[Tensor, Tensor]:
+        """Where in drafts `[L, 2, M, record]` the halves are that the rows replay: lines and halves."""
+        return torch.tensor(self.read_lines) - self.line_shift, torch.tensor(self.halves)
 
     @cached_property
-    def written_halves(self) -> Tensor:
-        """Where in drafts `[2*L, M, record]` the halves are that the rows write."""
-        pairs = zip(self.write_lines, self.halves, strict=True)
-        return torch.tensor([2 * (line - self.line_shift) + 1 - half for line, half in pairs])
+    def written_halves(self) -> tuple[Tensor, Tensor]:
+        """Where in drafts `[L, 2, M, record]` the halves are that the rows write: lines and halves."""
+        return torch.tensor(self.write_lines) - self.line_shift, 1 - torch.tensor(self.halves)
+
+    def token(self, t: int) -> "RowGroup":
+        """Return token t of each row, committed, as a group of rows of one token each."""
+        return RowGroup(1, 1, 0, self.reads, self.writes, starts=[start + t for start in self.starts])
+
+    def lines_of(self, t: int) -> tuple[Index, Index]:
+        """Return where the rows are whose state after token t is kept, and the lines that these states go to."""
+        kept = [(i, lines[t]) for i, lines in enumerate(self.token_lines) if lines[t] > 0]
+        if not kept:
+            return slice(0, 0), slice(0, 0)
+        rows, lines = zip(*kept, strict=True)
+        return _index(list(rows)), _index(list(lines), shift=self.line_shift)
 
     def tokens(self, packed: Tensor) -> Tensor:
         """Return the rows' tokens as `[B, n, ...]`: a view where the rows follow each other, else a copy."""
@@ -105,7 +117,7 @@ def _group(control: tuple[tuple[int, ...], ...], line_shift: int) -> tuple[list[
     """See `group_rows`; the last batch's groups are kept by what its control says, since every layer asks for them."""
     groups: dict[tuple[int, ...], RowGroup] = {}
     skipped = []
-    starts, reads, writes, committed, replayed, halves, _ = control
+    starts, reads, writes, committed, replayed, halves, _, *table = control
     # By line: lines that follow each other then do so in their group too, whatever the order of the rows.
     for i in sorted(range(len(starts) - 1), key=list(zip(reads, writes, strict=True)).__getitem__):
         length, read, write = starts[i + 1] - starts[i], reads[i], writes[i]
@@ -123,6 +135,8 @@ def _group(control: tuple[tuple[int, ...], ...], line_shift: int) -> tuple[list[
         group.read_lines.append(read)
         group.write_lines.append(write)
         group.halves.append(halves[i])
+        if table:
+            group.token_lines.append([lines[i] for lines in table[:length]])
     return list(groups.values()), skipped
 
 

@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+# Behind the fields of every row: the lines that the states after a row's tokens go to, a field for each token.
+TOKEN_LINES = tl.constexpr(7)
+
 
 @triton.jit
 def load_row(control, control_stride, i_row):

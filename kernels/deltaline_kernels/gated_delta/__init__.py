@@ -44,9 +44,10 @@ def gated_delta(
         A_log, dt_bias: `[HV]` in qkv.dtype or fp32, contiguous. Both None: a is the log decay, at most 0, and b is the
             strength: any real number, but of moderate size (0 to 2, say) for long rows of 16-bit values, where
             fp16 holds what becomes of it.
-        state: `[L, HV, V, K]` fp32 or bf16. Mutated: the write lines.
-        drafts: `[L, 2, M, H*K + HV*V + HV]` fp32: per token k as it enters the state, its update u and its log decay.
-            Mutated: a half of the VERIFY rows' write lines. M is at least the length of a VERIFY row.
+        state: `[L, HV, V, K]` fp32, bf16 or fp16; a line stride is fine. Mutated: the write lines, and the token lines.
+        drafts: `[L, 2, M, H*K + HV*V + HV]` fp32, a line stride is fine: per token k as it enters the state, its update
+            u and its log decay. Mutated: a half of the VERIFY rows' write lines. M is at least the length of a VERIFY
+            row.
         scale: of q, positive; None is K**-0.5. eps: under the root of the L2 norm of q and k.
         normalize: divide q and k by their L2 norms. False: they are used as they come, q still times scale.
 
@@ -82,7 +83,7 @@ def _check_state(
     """Check what tells the sizes, and return them."""
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv: expected Tensor, got {type(qkv).__name__}")
-    check_tensor("state", state, (None, None, None, None), STATES, qkv.device)
+    check_tensor("state", state, (None, None, None, None), STATES, qkv.device, row_stride=True)
     check_rows(rows, qkv.device)
     _, num_value_heads, value_dim, key_dim = state.shape
     check_positive("num_key_heads", num_key_heads)
@@ -104,4 +105,4 @@ def _check_inputs(inputs: DeltaInputs, state: Tensor, drafts: Tensor) -> None:
     if A_log is not None and dt_bias is not None:
         check_tensor("A_log", A_log, (num_heads,), gates, device)
         check_tensor("dt_bias", dt_bias, (num_heads,), gates, device)
-    check_tensor("drafts", drafts, (state.shape[0], 2, None, heads.record), (torch.float32,), device)
+    check_tensor("drafts", drafts, (state.shape[0], 2, None, heads.record), (torch.float32,), device, row_stride=True)

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.gated_delta.hopper_chunk import can_walk, launch_walk
@@ -72,12 +73,10 @@ def _advance(
     o_tiles,
     factors,
     ends,
-    state,
-    drafts,
+    lines,
     o,
     control,
     control_stride,
-    max_draft,
     num_parts,
     part_length,
     H: tl.constexpr,
@@ -89,13 +88,13 @@ def _advance(
     CHUNK: tl.constexpr,
     FACTORS: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     # Rows are in parts; this is their first walk, which finds their ends and no outputs; tiles are copied whole.
     PARTS: tl.constexpr,
     ENDS: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    RECORD: tl.constexpr = H * K + HV * V + HV
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     BLOCKS: tl.constexpr = BLOCKS_V + ((K + BLOCK_V - 1) // BLOCK_V if ENDS else 0)
     END: tl.constexpr = (V + (K if K > V else V)) * K
@@ -131,9 +130,9 @@ def _advance(
         is_read = (read > 0) & starts_row
         if PARTS and not ENDS:
             is_read = is_read & is_last
-        p_start = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K) + o_h
+        p_start = find_state(lines, read - LINE_SHIFT, i_hv, V * K) + o_h
         b_h = tl.load(p_start, mask=in_h & is_read, other=0.0).to(tl.float32)
-        p_drafts = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+        p_drafts = find_drafts(lines, read - LINE_SHIFT, half)
         b_h = fold_drafts(b_h, p_drafts, tl.where(is_read, replayed, 0), i_h, i_hv, o_k, o_v, H, HV, K, V)
         if ENDS:
             tl.store(p_end + V * K + o_h, b_h, mask=in_h & starts_row)
@@ -198,10 +197,10 @@ def _advance(
             o_out = tl.where(is_transition, o_k[None, :] * K + o_v[:, None], o_h)
             tl.store(p_first + o_out, b_h, mask=(o_v < tl.where(is_transition, K, V))[:, None] & in_k[None, :])
         # An empty row changes its line only by a replay or by a move.
-        elif is_last & (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
-            p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K) + o_h
+        elif is_last & (write > 0) & ((n > 0) | (replayed > 0) | is_elsewhere(read, write, APART)):
+            p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART) + o_h
             tl.debug_barrier()
-            tl.store(p_new, b_h.to(state.dtype.element_ty), mask=in_h)
+            tl.store(p_new, b_h.to(p_new.dtype.element_ty), mask=in_h)
 
 
 @triton.jit(do_not_specialize=["part_length"], do_not_specialize_on_alignment=["control"])
@@ -286,7 +285,7 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
             BLOCK_V=BLOCK_V,
             CHUNK=CHUNK,
             FACTORS=FACTORS,
-            LINE_SHIFT=lines.shift,
+            **lines.constants,
             PARTS=in_parts,
             ENDS=ends_only,
             TILES=tiles,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.gated_delta.gates import read_gates
@@ -30,12 +31,10 @@ BLOCK_V = 32
 def _chunk(
     tokens,
     gates,
-    state,
-    drafts,
+    lines,
     o,
     control,
     control_stride,
-    max_draft,
     scale,
     eps,
     a_stride,
@@ -50,9 +49,9 @@ def _chunk(
     RAW: tl.constexpr,
     NORM: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    RECORD: tl.constexpr = H * K + HV * V + HV
     q, k, v = tokens
     a, b, A_log, dt_bias = gates
     q_stride, k_stride, v_stride = strides
@@ -69,10 +68,10 @@ def _chunk(
     in_k = o_k < K
     in_v = o_v < V
     in_h = in_v[:, None] & in_k[None, :]
-    o_h = i_hv * (V * K) + o_v[:, None] * K + o_k[None, :]
-    p_state = state + (read - LINE_SHIFT) * (HV * V * K)
+    o_h = o_v[:, None] * K + o_k[None, :]
+    p_state = find_state(lines, read - LINE_SHIFT, i_hv, V * K)
     b_h = tl.load(p_state + o_h, mask=in_h & (read > 0), other=0.0).to(tl.float32)
-    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+    p_old = find_drafts(lines, read - LINE_SHIFT, half)
     b_h = fold_drafts(b_h, p_old, replayed, i_h, i_hv, o_k, o_v, H, HV, K, V)
 
     b_rate, b_bias = 0.0, 0.0
@@ -129,9 +128,9 @@ def _chunk(
         b_h = b_h * tl.exp(tl.sum(b_g, axis=0)) + b_update
 
     # An empty row changes its line only by a replay or by a move.
-    if (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
-        p_state = state + (write - LINE_SHIFT) * (HV * V * K)
-        tl.store(p_state + o_h, b_h.to(state.dtype.element_ty), mask=in_h)
+    if (write > 0) & ((n > 0) | (replayed > 0) | is_elsewhere(read, write, APART)):
+        p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART)
+        tl.store(p_new + o_h, b_h.to(p_new.dtype.element_ty), mask=in_h)
 
 
 def launch_exact_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) -> None:
@@ -152,7 +151,7 @@ def launch_exact_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Te
         BLOCK_V=BLOCK_V,
         RAW=inputs.A_log is None,
         NORM=inputs.normalize,
-        LINE_SHIFT=lines.shift,
+        **lines.constants,
         CHUNK=CHUNK,
         num_warps=8,
         num_stages=1,

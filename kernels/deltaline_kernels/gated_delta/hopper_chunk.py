@@ -76,12 +76,10 @@ def walk_kernel(
     o_tiles,
     factors,
     ends,
-    state,
-    drafts,
+    lines,
     o,
     control,
     control_stride,
-    max_draft,
     num_parts,
     part_length,
     H: gl.constexpr,
@@ -92,6 +90,7 @@ def walk_kernel(
     CHUNK: gl.constexpr,
     FACTORS: gl.constexpr,
     LINE_SHIFT: gl.constexpr,
+    APART: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
@@ -109,6 +108,7 @@ def walk_kernel(
     across: gl.constexpr = gl.SliceLayout(0, mma_c)
     down: gl.constexpr = gl.SliceLayout(1, mma_c)
 
+    state, written, drafts, line_stride, written_stride, draft_stride, half_stride = lines
     q, k, v = strided[0]
     q_stride, k_stride, v_stride = strided[1]
     i_v = gl.program_id(0) % BLOCKS
@@ -132,12 +132,12 @@ def walk_kernel(
         o_h = o_v[:, None] * K + o_k[None, :]
         # The line, unless the row is in parts: then what stands before each of them.
         is_read = (read > 0) & (i_part == 0) & (part_end == n)
-        p_start = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K) + o_h
+        p_start = state + (read - LINE_SHIFT) * line_stride + i_hv.to(gl.int64) * (V * K) + o_h
         h = gl.load(p_start, mask=(o_h >= 0) & is_read, other=0.0).to(gl.float32)
         p_end = ends + ((begin + part_begin) // part_length * HV + i_hv).to(gl.int64) * END + o_h
         p_end += gl.where(i_part == 0, V * K, -HV * END)
         h += gl.load(p_end, mask=(o_h >= 0) & ((i_part > 0) | (part_end < n)), other=0.0)
-        p_draft = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+        p_draft = drafts + (read - LINE_SHIFT) * draft_stride + half * half_stride
         for _ in range(0, gl.where(is_read, replayed, 0)):
             draft_k = gl.load(p_draft + i_h * K + o_k)
             draft_u = gl.load(p_draft + H * K + i_hv * V + o_v)
@@ -296,10 +296,10 @@ def walk_kernel(
                 p_o = o + (begin + done).to(gl.int64) * (HV * V) + columns[1] + o_out
                 gl.store(p_o, zero.to(dtype), mask=(done + o_j < part_end)[None, :] & (o_out >= 0))
         # An empty row changes its line only by a replay or by a move.
-        if (part_end == n) & (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
+        if (part_end == n) & (write > 0) & ((n > 0) | (replayed > 0) | (write != read) | APART):
             barrier()
-            p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K) + o_h
-            gl.store(p_new, h.to(state.dtype.element_ty))
+            p_new = written + (write - LINE_SHIFT) * written_stride + i_hv.to(gl.int64) * (V * K) + o_h
+            gl.store(p_new, h.to(p_new.dtype.element_ty))
 
 
 def can_walk(inputs: DeltaInputs) -> bool:
@@ -342,7 +342,7 @@ def launch_walk(
         BLOCK_V=BLOCK_V,
         CHUNK=CHUNK,
         FACTORS=FACTORS,
-        LINE_SHIFT=lines.shift,
+        **lines.constants,
         STAGES=STAGES,
         WARPS=WARPS,
         num_warps=WARPS,

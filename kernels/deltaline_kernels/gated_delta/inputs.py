@@ -1,8 +1,7 @@
 """What the gated delta kernels are given of a layer: the sizes of its heads, its tokens and their gates."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -114,11 +113,6 @@ class DeltaInputs:
         """Return room for the outputs, `[T, HV, V]` in v's dtype or another."""
         size = (self.v.shape[0], self.heads.num_value_heads, self.heads.value_dim)
         return torch.empty(size, dtype=dtype or self.v.dtype, device=self.v.device)
-
-    def with_tokens(self, pick: Callable[[Tensor], Tensor]) -> "DeltaInputs":
-        """Return the same with `pick` of each tensor of tokens."""
-        q, k, v, a, b = map(pick, (self.q, self.k, self.v, self.a, self.b))
-        return replace(self, q=q, k=k, v=v, a=a, b=b)
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.device.row import load_row
+from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
+from deltaline_kernels.device.row import TOKEN_LINES, load_row
 from deltaline_kernels.device.state_tile import (
     below,
     fold,
@@ -72,12 +73,10 @@ def _load_token(
 def _recurrent(
     tokens,
     gates,
-    state,
-    drafts,
+    lines,
     o,
     control,
     control_stride,
-    max_draft,
     query_scale,
     eps,
     a_stride,
@@ -92,6 +91,8 @@ def _recurrent(
     RAW: tl.constexpr,
     NORM: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
+    APART: tl.constexpr,
+    TABLE: tl.constexpr,
     ONE: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -121,7 +122,7 @@ def _recurrent(
                 tl.store(p_o + o_row, tl.zeros((SUB, 1), o.dtype.element_ty), mask=below(o_row, V, PARTS * SUB))
             p_o += HV * V
         n = 0
-    p_state = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K)
+    p_state = find_state(lines, read - LINE_SHIFT, i_hv, V * K)
     raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
     p_q = q + begin * q_stride + i_h * K
     p_k = k + begin * k_stride + i_h * K
@@ -136,7 +137,7 @@ def _recurrent(
 
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
-        p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+        p_old = find_drafts(lines, read - LINE_SHIFT, half)
         rest = 1.0
         for i in range(0, replayed, AT_ONCE):
             # Several are on their way at once. The last one comes again, which costs no mask.
@@ -150,15 +151,15 @@ def _recurrent(
                     tile, rest = fold(tile, rest, waiting[j][1], waiting[j][0], PARTS, BLOCKS)
         tile = scale(tile, rest, PARTS * BLOCKS)
 
-    p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K)
-    if (write > 0) & (committed == 0) & ((replayed > 0) | (write != read)):
+    p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART)
+    if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
     # k is shared by the programs of a key head: one of them records it. The gates are shared by the blocks of V.
     records = (write > 0) & (committed == 0)
     records_gates = records & (i_v == 0)
     records_k = records_gates & (i_hv % (HV // H) == 0)
-    p_draft = drafts + ((write - LINE_SHIFT) * 2 + 1 - half) * max_draft * RECORD
+    p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
     b_q, b_k, values = to_fp32(b_q, BLOCKS), to_fp32(b_k, BLOCKS), to_fp32(values, PARTS)
     b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
     rest = 1.0
@@ -193,6 +194,13 @@ def _recurrent(
         # Nobody reads what the last token of a VERIFY would leave.
         if (t + 1 < n) | (committed > 0):
             tile, rest = fold(tile, rest, updates, unit, PARTS, BLOCKS)
+        if TABLE:
+            # What is stored is rounded, the tile that goes on is not.
+            line = tl.load(control + (TOKEN_LINES + t) * control_stride + i_row).to(tl.int64)
+            if line > 0:
+                tile, rest = scale(tile, rest, PARTS * BLOCKS), 1.0
+                p_token_line = find_written(lines, line - LINE_SHIFT, i_hv, V * K, APART)
+                store_tile(p_token_line, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
         for r in tl.static_range(PARTS):
             o_row = o_v + r * SUB
             b_o = tl.fma(updates[r], aligned, outputs[r]) * factor_q
@@ -242,7 +250,8 @@ def launch_recurrent(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tens
         **inputs.sizes,
         RAW=inputs.A_log is None,
         NORM=inputs.normalize,
-        LINE_SHIFT=lines.shift,
+        **lines.constants,
+        TABLE=rows.num_token_lines > 0,
         ONE=one,
         UNIT=unit,
         PARTS=parts,

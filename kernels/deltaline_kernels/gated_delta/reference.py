@@ -47,7 +47,7 @@ def gated_delta_reference(
     u = torch.empty_like(v)
 
     o = torch.zeros(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
-    starts, reads, writes, committed, replayed, halves, _ = rows.control.tolist()
+    starts, reads, writes, committed, replayed, halves, _, *token_lines = rows.control.tolist()
     for i in range(rows.num_rows):
         begin, end = starts[i], starts[i + 1]
         read, write, c, r = reads[i], writes[i], committed[i], replayed[i]
@@ -66,6 +66,8 @@ def gated_delta_reference(
             u[t] = beta[t][:, None] * (v[t] - (h @ kt[..., None])[..., 0])
             h = h + _outer(u[t], kt)
             o[t] = (h @ q[t].repeat_interleave(group, dim=0)[..., None])[..., 0]
+            if token_lines and token_lines[t - begin][i] > 0:
+                state[token_lines[t - begin][i]] = h.to(state.dtype)
         if write <= 0:
             continue
         if c > 0:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.device.token_tile import (
@@ -49,12 +50,10 @@ FEW, MANY = (1, 168, 3), (2, 255, 3)
 def _verify(
     tokens,
     gates,
-    state,
-    drafts,
+    lines,
     o,
     control,
     control_stride,
-    max_draft,
     query_scale,
     eps,
     a_stride,
@@ -69,6 +68,7 @@ def _verify(
     RAW: tl.constexpr,
     NORM: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
     SUB: tl.constexpr,
@@ -111,9 +111,9 @@ def _verify(
         b_rate = tl.load(A_log + i_hv).to(tl.float32)
         b_bias = tl.load(dt_bias + i_hv).to(tl.float32)
 
-    p_state = state + ((read - LINE_SHIFT) * HV + i_hv) * (V * K)
+    p_state = find_state(lines, read - LINE_SHIFT, i_hv, V * K)
     raw = load_tile(p_state, read > 0, o_v, V, K, PARTS, SUB, BLOCK_K)
-    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+    p_old = find_drafts(lines, read - LINE_SHIFT, half)
     # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
     g = tl.zeros((TOKENS,), tl.float32)
     beta, factor_k, total_k, total_q = g, g, g, g
@@ -145,8 +145,8 @@ def _verify(
         for first in range(0, replayed, AT_ONCE):
             more = load_records(p_old, first, replayed, i_h, i_hv, o_v, H, HV, K, V, PARTS, SUB, BLOCK_K, AT_ONCE)
             tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
-    p_new = state + ((write - LINE_SHIFT) * HV + i_hv) * (V * K)
-    if (write > 0) & (committed == 0) & ((replayed > 0) | (write != read)):
+    p_new = find_written(lines, write - LINE_SHIFT, i_hv, V * K, APART)
+    if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_v, V, K, PARTS, SUB, BLOCK_K)
 
     # Once more: to keep them takes registers that the state needs.
@@ -169,7 +169,7 @@ def _verify(
         updates, outputs = new_updates, new_outputs
 
     records = (write > 0) & (committed == 0)
-    p_draft = drafts + ((write - LINE_SHIFT) * 2 + 1 - half) * max_draft * RECORD
+    p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
     for r in tl.static_range(PARTS):
         o_r = o_v + r * SUB
         inside = below(o_r, V, BLOCK_V)
@@ -203,7 +203,7 @@ def _verify(
 
 def can_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows) -> bool:
     """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, keys of a size that it has."""
-    fits = 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
+    fits = rows.num_token_lines == 0 and 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
     return fits and inputs.dtype != torch.float32 and inputs.heads.key_dim in KEYS
 
 
@@ -228,7 +228,7 @@ def launch_verify(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor)
         **inputs.sizes,
         RAW=inputs.A_log is None,
         NORM=inputs.normalize,
-        LINE_SHIFT=lines.shift,
+        **lines.constants,
         UNIT=unit,
         PARTS=parts,
         SUB=SUB,

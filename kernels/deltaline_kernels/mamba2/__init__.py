@@ -42,9 +42,10 @@ def mamba2(
         dt: `[T, H]` in xBC.dtype or fp32; a row stride is fine. The time step is softplus(dt + dt_bias), clamped to
             dt_limit.
         A_log, D, dt_bias: `[H]` in xBC.dtype or fp32, contiguous. The log decay is the time step times -exp(A_log).
-        state: `[L, H, P, S]` fp32 or bf16. Mutated: the write lines.
-        drafts: `[L, 2, M, G*S + H*P + H]` fp32: per token B, its update u (the time step times x) and its log decay.
-            Mutated: a half of the VERIFY rows' write lines. M is at least the length of a VERIFY row.
+        state: `[L, H, P, S]` fp32, bf16 or fp16; a line stride is fine. Mutated: the write lines, and the token lines.
+        drafts: `[L, 2, M, G*S + H*P + H]` fp32, a line stride is fine: per token B, its update u (the time step times
+            x) and its log decay. Mutated: a half of the VERIFY rows' write lines. M is at least the length of a VERIFY
+            row.
         dt_limit: least and greatest time step, 0 <= least <= greatest.
 
     Returns:
@@ -76,7 +77,7 @@ def _check_state(xBC: Tensor, state: Tensor, rows: Rows, num_groups: int, dt_lim
     """Check what tells the sizes, and return them."""
     if not isinstance(xBC, Tensor):
         raise TypeError(f"xBC: expected Tensor, got {type(xBC).__name__}")
-    check_tensor("state", state, (None, None, None, None), STATES, xBC.device)
+    check_tensor("state", state, (None, None, None, None), STATES, xBC.device, row_stride=True)
     check_rows(rows, xBC.device)
     _, num_heads, head_dim, state_dim = state.shape
     least, greatest = dt_limit
@@ -92,4 +93,4 @@ def _check_inputs(inputs: MambaInputs, state: Tensor, drafts: Tensor) -> None:
     check_tensor("dt", inputs.dt, (xBC.shape[0], heads.num_heads), kinds, device, row_stride=True)
     for name, weight in (("A_log", inputs.rate), ("D", inputs.D), ("dt_bias", inputs.dt_bias)):
         check_tensor(name, weight, (heads.num_heads,), kinds, device)
-    check_tensor("drafts", drafts, (state.shape[0], 2, None, heads.record), (torch.float32,), device)
+    check_tensor("drafts", drafts, (state.shape[0], 2, None, heads.record), (torch.float32,), device, row_stride=True)

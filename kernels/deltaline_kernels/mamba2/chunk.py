@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.mamba2.hopper_chunk import can_walk, launch_walk
@@ -71,12 +72,10 @@ def _walk(
     steps,
     D,
     ends,
-    state,
-    drafts,
+    lines,
     y,
     control,
     control_stride,
-    max_draft,
     num_parts,
     part_length,
     xBC_stride,
@@ -90,13 +89,13 @@ def _walk(
     PADDING: tl.constexpr,
     HAS_D: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     # Rows are in parts; this is their first walk, which finds their ends and no outputs; tiles are copied whole.
     PARTS: tl.constexpr,
     ENDS: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    RECORD: tl.constexpr = G * S + H * P + H
     BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     END: tl.constexpr = 2 * P * S + PADDING
     STEPS: tl.constexpr = 2 * CHUNK
@@ -125,9 +124,9 @@ def _walk(
         is_read = (read > 0) & (i_part == 0)
         if PARTS and not ENDS:
             is_read = is_read & (part_end == n)
-        p_start = state + ((read - LINE_SHIFT) * H + i_h) * (P * S) + o_h
+        p_start = find_state(lines, read - LINE_SHIFT, i_h, P * S) + o_h
         h = tl.load(p_start, mask=in_h & is_read, other=0.0).to(tl.float32)
-        p_drafts = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+        p_drafts = find_drafts(lines, read - LINE_SHIFT, half)
         h = fold_drafts(h, p_drafts, tl.where(is_read, replayed, 0), i_g, i_h, o_s, o_p, G, H, S, P)
         # Parts that are not the last of their rows are equally long: no two begin in the same stretch of that length.
         p_end = ends + ((begin + part_begin) // part_length * H + i_h) * END
@@ -190,10 +189,10 @@ def _walk(
                 in_y = (done + o_c < num_tokens)[:, None] & in_p[None, :]
                 tl.store(p_y, tl.zeros((CHUNK, BLOCK_P), y.dtype.element_ty), mask=in_y)
             # An empty row changes its line only by a replay or by a move.
-            if (part_end == n) & (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
-                p_new = state + ((write - LINE_SHIFT) * H + i_h) * (P * S) + o_h
+            if (part_end == n) & (write > 0) & ((n > 0) | (replayed > 0) | is_elsewhere(read, write, APART)):
+                p_new = find_written(lines, write - LINE_SHIFT, i_h, P * S, APART) + o_h
                 tl.debug_barrier()
-                tl.store(p_new, h.to(state.dtype.element_ty), mask=in_h)
+                tl.store(p_new, h.to(p_new.dtype.element_ty), mask=in_h)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
@@ -244,7 +243,7 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
             CHUNK=CHUNK,
             PADDING=PADDING,
             HAS_D=inputs.D is not None,
-            LINE_SHIFT=lines.shift,
+            **lines.constants,
             PARTS=in_parts,
             ENDS=ends_only,
             TILES=tiles,

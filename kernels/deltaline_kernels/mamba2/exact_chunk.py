@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.mamba2.gates import read_rate, time_step
@@ -33,12 +34,10 @@ def _chunk(
     rate,
     D,
     dt_bias,
-    state,
-    drafts,
+    lines,
     y,
     control,
     control_stride,
-    max_draft,
     least,
     greatest,
     xBC_stride,
@@ -54,9 +53,9 @@ def _chunk(
     HAS_D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    RECORD: tl.constexpr = G * S + H * P + H
     i_row = tl.program_id(0).to(tl.int64) // H
     i_h = tl.program_id(0).to(tl.int64) % H
     i_p = tl.program_id(1).to(tl.int64)
@@ -70,10 +69,10 @@ def _chunk(
     in_s = o_s < S
     in_p = o_p < P
     in_h = in_p[:, None] & in_s[None, :]
-    o_h = i_h * (P * S) + o_p[:, None] * S + o_s[None, :]
-    p_state = state + (read - LINE_SHIFT) * (H * P * S)
+    o_h = o_p[:, None] * S + o_s[None, :]
+    p_state = find_state(lines, read - LINE_SHIFT, i_h, P * S)
     b_h = tl.load(p_state + o_h, mask=in_h & (read > 0), other=0.0).to(tl.float32)
-    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+    p_old = find_drafts(lines, read - LINE_SHIFT, half)
     b_h = fold_drafts(b_h, p_old, replayed, i_g, i_h, o_s, o_p, G, H, S, P)
 
     b_rate = read_rate(tl.load(rate + i_h), LOG_RATE)
@@ -114,10 +113,10 @@ def _chunk(
         b_h = b_h * tl.exp(tl.sum(b_g, axis=0)) + b_update
 
     # An empty row changes its line only by a replay or by a move.
-    if (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
-        p_state = state + (write - LINE_SHIFT) * (H * P * S)
+    if (write > 0) & ((n > 0) | (replayed > 0) | is_elsewhere(read, write, APART)):
+        p_new = find_written(lines, write - LINE_SHIFT, i_h, P * S, APART)
         tl.debug_barrier()
-        tl.store(p_state + o_h, b_h.to(state.dtype.element_ty), mask=in_h)
+        tl.store(p_new + o_h, b_h.to(p_new.dtype.element_ty), mask=in_h)
 
 
 def launch_exact_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) -> None:
@@ -140,7 +139,7 @@ def launch_exact_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Te
         BLOCK_P=BLOCK_P,
         BLOCK_S=max(16, triton.next_power_of_2(heads.state_dim)),
         HAS_D=inputs.D is not None,
-        LINE_SHIFT=lines.shift,
+        **lines.constants,
         CHUNK=CHUNK,
         num_warps=8,
         num_stages=1,

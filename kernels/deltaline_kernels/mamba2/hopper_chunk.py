@@ -60,12 +60,10 @@ def walk_kernel(
     steps,
     D,
     ends,
-    state,
-    drafts,
+    lines,
     y,
     control,
     control_stride,
-    max_draft,
     num_parts,
     part_length,
     xBC_stride,
@@ -78,6 +76,7 @@ def walk_kernel(
     PADDING: gl.constexpr,
     HAS_D: gl.constexpr,
     LINE_SHIFT: gl.constexpr,
+    APART: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
@@ -95,6 +94,7 @@ def walk_kernel(
     down: gl.constexpr = gl.SliceLayout(1, mma_c)
     across: gl.constexpr = gl.SliceLayout(0, mma_c)
 
+    state, written, drafts, line_stride, written_stride, draft_stride, half_stride = lines
     i_p = gl.program_id(0) % BLOCKS
     i_h = gl.program_id(0) // BLOCKS % H
     i_part = gl.program_id(0) // (BLOCKS * H) % num_parts
@@ -139,7 +139,7 @@ def walk_kernel(
         o_h = o_p[:, None] * S + o_s[None, :]
         # The line, unless the row is in parts: then what the first walk kept of it, and the ends of the parts before.
         is_read = (read > 0) & (i_part == 0) & (part_end == n)
-        p_start = state + ((read - LINE_SHIFT) * H + i_h) * (P * S) + o_h
+        p_start = state + (read - LINE_SHIFT) * line_stride + i_h.to(gl.int64) * (P * S) + o_h
         h = gl.load(p_start, mask=(o_h >= 0) & is_read, other=0.0).to(gl.float32)
         p_end = ends + (begin // part_length * H + i_h).to(gl.int64) * END
         is_kept = (i_part == 0) & (part_end < n)
@@ -147,7 +147,7 @@ def walk_kernel(
         for i in range(0, i_part):
             h = h * gl.exp2(gl.load(p_end + 2 * P * S)) + gl.load(p_end + o_h)
             p_end = ends + ((begin + (i + 1) * part_length) // part_length * H + i_h).to(gl.int64) * END
-        p_draft = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+        p_draft = drafts + (read - LINE_SHIFT) * draft_stride + half * half_stride
         for _ in range(0, gl.where(is_read, replayed, 0)):
             draft_b = gl.load(p_draft + i_g * S + o_s)
             draft_u = gl.load(p_draft + G * S + i_h * P + o_p)
@@ -245,10 +245,10 @@ def walk_kernel(
                 p_y = y + (begin + done).to(gl.int64) * (H * P) + column_x + o_out
                 gl.store(p_y, nothing.to(dtype), mask=(done + o_y < part_end)[:, None] & (o_out >= 0))
         # An empty row changes its line only by a replay or by a move.
-        if (part_end == n) & (write > 0) & ((n > 0) | (replayed > 0) | (write != read)):
+        if (part_end == n) & (write > 0) & ((n > 0) | (replayed > 0) | (write != read) | APART):
             barrier()
-            p_new = state + ((write - LINE_SHIFT) * H + i_h) * (P * S) + o_h
-            gl.store(p_new, h.to(state.dtype.element_ty))
+            p_new = written + (write - LINE_SHIFT) * written_stride + i_h.to(gl.int64) * (P * S) + o_h
+            gl.store(p_new, h.to(p_new.dtype.element_ty))
 
 
 def can_walk(inputs: MambaInputs, y: Tensor) -> bool:
@@ -295,7 +295,7 @@ def launch_walk(
         CHUNK=CHUNK,
         PADDING=padding,
         HAS_D=inputs.D is not None,
-        LINE_SHIFT=lines.shift,
+        **lines.constants,
         STAGES=STAGES,
         WARPS=WARPS,
         num_warps=WARPS,

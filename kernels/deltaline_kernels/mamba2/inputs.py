@@ -1,8 +1,7 @@
 """What the Mamba2 kernels are given of a layer: the sizes of its heads, its tokens and the weights of its heads."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -92,10 +91,6 @@ class MambaInputs:
         """Return room for the outputs, `[T, H, P]` in xBC's dtype or another."""
         size = (self.xBC.shape[0], self.heads.num_heads, self.heads.head_dim)
         return torch.empty(size, dtype=dtype or self.xBC.dtype, device=self.xBC.device)
-
-    def with_tokens(self, pick: Callable[[Tensor], Tensor]) -> "MambaInputs":
-        """Return the same with `pick` of each tensor of tokens."""
-        return replace(self, xBC=pick(self.xBC), dt=pick(self.dt))
 
     @cached_property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:

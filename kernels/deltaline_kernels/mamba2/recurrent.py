@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaline_kernels.device.row import load_row
+from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
+from deltaline_kernels.device.row import TOKEN_LINES, load_row
 from deltaline_kernels.device.state_tile import (
     below,
     fold,
@@ -67,12 +68,10 @@ def _recurrent(
     rate,
     D,
     dt_bias,
-    state,
-    drafts,
+    lines,
     y,
     control,
     control_stride,
-    max_draft,
     dt_least,
     dt_greatest,
     token_units,
@@ -86,6 +85,8 @@ def _recurrent(
     HAS_D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
+    APART: tl.constexpr,
+    TABLE: tl.constexpr,
     ONE: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -114,7 +115,7 @@ def _recurrent(
                 tl.store(p_y + o_row, tl.zeros((SUB, 1), y.dtype.element_ty), mask=below(o_row, P, BLOCK_P))
             p_y += H * P
         n = 0
-    p_state = state + ((read - LINE_SHIFT) * H + i_head) * (P * S)
+    p_state = find_state(lines, read - LINE_SHIFT, i_head, P * S)
     raw = load_tile(p_state, read > 0, o_p, P, S, PARTS, SUB, BLOCK_S)
     p_token = xBC + begin * token_stride
     p_dt = dt + begin * dt_stride
@@ -128,7 +129,7 @@ def _recurrent(
 
     tile = to_fp32(raw, PARTS * BLOCKS)
     if replayed > 0:
-        p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+        p_old = find_drafts(lines, read - LINE_SHIFT, half)
         rest = 1.0
         for i in range(0, replayed, AT_ONCE):
             # Several are on their way at once. The last one comes again, which costs no mask.
@@ -142,15 +143,15 @@ def _recurrent(
                     tile, rest = fold(tile, rest, waiting[j][1], waiting[j][0], PARTS, BLOCKS)
         tile = scale(tile, rest, PARTS * BLOCKS)
 
-    p_new = state + ((write - LINE_SHIFT) * H + i_head) * (P * S)
-    if (write > 0) & (committed == 0) & ((replayed > 0) | (write != read)):
+    p_new = find_written(lines, write - LINE_SHIFT, i_head, P * S, APART)
+    if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_p, P, S, PARTS, SUB, BLOCK_S)
 
     # B is shared by the programs of a group: one of them records it. The gates are shared by the blocks of P.
     records = (write > 0) & (committed == 0)
     records_gates = records & (i_block == 0)
     records_b = records_gates & (i_head % (H // G) == 0)
-    p_draft = drafts + ((write - LINE_SHIFT) * 2 + 1 - half) * max_draft * RECORD
+    p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
     b, c, values = to_fp32(b, BLOCKS), to_fp32(c, BLOCKS), to_fp32(values, PARTS)
     rest = 1.0
     for t in range(0, n):
@@ -173,6 +174,13 @@ def _recurrent(
         # Nobody reads what the last token of a VERIFY would leave.
         if (t + 1 < n) | (committed > 0):
             tile, rest = fold(tile, rest, updates, b, PARTS, BLOCKS)
+        if TABLE:
+            # What is stored is rounded, the tile that goes on is not.
+            line = tl.load(control + (TOKEN_LINES + t) * control_stride + i_row).to(tl.int64)
+            if line > 0:
+                tile, rest = scale(tile, rest, PARTS * BLOCKS), 1.0
+                p_token_line = find_written(lines, line - LINE_SHIFT, i_head, P * S, APART)
+                store_tile(p_token_line, tile, o_p, P, S, PARTS, SUB, BLOCK_S)
         for r in tl.static_range(PARTS):
             o_row = o_p + r * SUB
             b_y = tl.fma(updates[r], aligned, outputs[r]) + b_skip * values[r]
@@ -217,7 +225,8 @@ def launch_recurrent(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tens
         **inputs.sizes,
         **inputs.steps,
         HAS_D=inputs.D is not None,
-        LINE_SHIFT=lines.shift,
+        **lines.constants,
+        TABLE=rows.num_token_lines > 0,
         ONE=rows.max_length <= 1,
         UNIT=unit,
         PARTS=tile.parts,

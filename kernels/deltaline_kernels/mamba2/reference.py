@@ -41,7 +41,7 @@ def mamba2_reference(
     u = step[..., None] * x
 
     y = torch.zeros(xBC.shape[0], num_heads, head_dim, dtype=xBC.dtype, device=xBC.device)
-    starts, reads, writes, committed, replayed, halves, _ = rows.control.tolist()
+    starts, reads, writes, committed, replayed, halves, _, *token_lines = rows.control.tolist()
     for i in range(rows.num_rows):
         begin, end = starts[i], starts[i + 1]
         read, write, c, r = reads[i], writes[i], committed[i], replayed[i]
@@ -57,6 +57,8 @@ def mamba2_reference(
             h = _advance(h, g[t], u[t], B[t])
             seen = (h @ C[t].repeat_interleave(group, dim=0)[..., None])[..., 0]
             y[t] = seen + D.to(compute)[:, None] * x[t]
+            if token_lines and token_lines[t - begin][i] > 0:
+                state[token_lines[t - begin][i]] = h.to(state.dtype)
         if write <= 0:
             continue
         if c > 0:

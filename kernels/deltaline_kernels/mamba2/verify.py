@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.row import load_row
 from deltaline_kernels.device.state_tile import below, load_tile, scale, store_tile, to_fp32
 from deltaline_kernels.device.token_tile import (
@@ -45,12 +46,10 @@ def _verify(
     rate,
     D,
     dt_bias,
-    state,
-    drafts,
+    lines,
     y,
     control,
     control_stride,
-    max_draft,
     dt_least,
     dt_greatest,
     token_units,
@@ -64,6 +63,7 @@ def _verify(
     HAS_D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     LINE_SHIFT: tl.constexpr,
+    APART: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
     SUB: tl.constexpr,
@@ -106,9 +106,9 @@ def _verify(
     if HAS_D:
         b_skip = tl.load(D + i_head).to(tl.float32)
 
-    p_state = state + ((read - LINE_SHIFT) * H + i_head) * (P * S)
+    p_state = find_state(lines, read - LINE_SHIFT, i_head, P * S)
     raw = load_tile(p_state, read > 0, o_p, P, S, PARTS, SUB, BLOCK_S)
-    p_old = drafts + ((read - LINE_SHIFT) * 2 + half) * max_draft * RECORD
+    p_old = find_drafts(lines, read - LINE_SHIFT, half)
     # A branch, so that all of that is on its way: the assembler would begin to load the state once tokens have come.
     g = tl.zeros((TOKENS,), tl.float32)
     step, total = g, g
@@ -130,8 +130,8 @@ def _verify(
         for first in range(0, replayed, AT_ONCE):
             more = load_records(p_old, first, replayed, i_group, i_head, o_p, G, H, S, P, PARTS, SUB, BLOCK_S, AT_ONCE)
             tile = fold_at_once(tile, left, first, replayed, more[0], more[1], PARTS, BLOCKS, AT_ONCE)
-    p_new = state + ((write - LINE_SHIFT) * H + i_head) * (P * S)
-    if (write > 0) & (committed == 0) & ((replayed > 0) | (write != read)):
+    p_new = find_written(lines, write - LINE_SHIFT, i_head, P * S, APART)
+    if (write > 0) & (committed == 0) & ((replayed > 0) | is_elsewhere(read, write, APART)):
         store_tile(p_new, tile, o_p, P, S, PARTS, SUB, BLOCK_S)
 
     # Once more: to keep them takes registers that the state needs.
@@ -152,7 +152,7 @@ def _verify(
         outputs = new_outputs
 
     records = (write > 0) & (committed == 0)
-    p_draft = drafts + ((write - LINE_SHIFT) * 2 + 1 - half) * max_draft * RECORD
+    p_draft = find_drafts(lines, write - LINE_SHIFT, 1 - half)
     for r in tl.static_range(PARTS):
         o_r = o_p + r * SUB
         inside = below(o_r, P, BLOCK_P)
@@ -183,7 +183,7 @@ def _verify(
 
 def can_verify(inputs: MambaInputs, lines: StateLines, rows: Rows) -> bool:
     """Say whether `launch_verify` takes these short rows: a few tokens of 16 bits, states of a size that it has."""
-    fits = 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
+    fits = rows.num_token_lines == 0 and 1 < rows.max_length <= TOKENS.value and lines.drafts.shape[2] <= TOKENS.value
     return fits and inputs.xBC.dtype != torch.float32 and inputs.heads.state_dim in STATES
 
 
@@ -208,7 +208,7 @@ def launch_verify(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor)
         **inputs.sizes,
         **inputs.steps,
         HAS_D=inputs.D is not None,
-        LINE_SHIFT=lines.shift,
+        **lines.constants,
         UNIT=unit,
         PARTS=tile.parts,
         SUB=SHORT_ROWS,

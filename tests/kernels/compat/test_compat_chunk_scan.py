@@ -191,7 +191,7 @@ def test_scan_names_the_wrong_argument() -> None:
         (ValueError, "initial_states", good["initial_states"][1:]),
         (ValueError, "dt_limit", (0.5, 0.4)),
         (ValueError, "return_intermediate_states", True),
-        (TypeError, "final_states_out", good["final_states_out"].half()),
+        (TypeError, "final_states_out", good["final_states_out"].double()),
         (TypeError, "final_state_indices", None),
         (ValueError, "final_state_indices", good["final_state_indices"][:1]),
         (ValueError, "final_state_indices", torch.tensor([1, 1])),
@@ -202,5 +202,5 @@ def test_scan_names_the_wrong_argument() -> None:
             mamba_chunk_scan_combined_varlen(**(good | {name: value}))
     with pytest.raises(TypeError, match=r"^state_dtype: expected"):
         mamba_chunk_scan_combined_varlen(
-            **(good | {"state_dtype": torch.float16, "final_states_out": None, "final_state_indices": None})
+            **(good | {"state_dtype": torch.float64, "final_states_out": None, "final_state_indices": None})
         )

@@ -50,7 +50,12 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (ROW, ValueError, "cu_seqlens: expected offsets that rise within 0..4", {"cu_seqlens": ints(0, 3, 5)}),
     (ROW, TypeError, "initial_state: expected a tensor, got None", {"initial_state": None}),
     (ROW, ValueError, "initial_state: expected shape .lines, HV=2", {"initial_state": normal(9, 1, 8, 16)}),
-    (ROW, ValueError, "initial_state: expected a contiguous", {"initial_state": normal(9, 2, 16, 8).transpose(2, 3)}),
+    (
+        ROW,
+        ValueError,
+        "initial_state: expected states that are packed",
+        {"initial_state": normal(9, 2, 16, 8).transpose(2, 3)},
+    ),
     (ROW, ValueError, "initial_state: expected shape .lines=2", {"ssm_state_indices": None}),
     (ROW, ValueError, "inplace_final_state: expected True", {"inplace_final_state": False}),
     (ROW, ValueError, "ssm_state_indices: expected shape .rows.", {"ssm_state_indices": ints(1, 2)[None, None]}),

@@ -62,6 +62,7 @@ POOLS = {
     "no-rows": Case([], []),
     "grouped-heads": Case([2, 1], [3, 8], heads=(2, 4, 24, 12), gates=torch.bfloat16),
     "states-of-bf16": Case([3, 1], [4, 2], states=torch.bfloat16),
+    "states-of-fp16": Case([3, 1], [4, 2], states=torch.float16),
     "plain-with-a-scale": Case([3, 1], [4, 2], l2norm=False, scale=2.0),
 }
 
@@ -81,6 +82,7 @@ TABLES = {
     "eight-drafts": Case([8], [list(range(8))], [6], dense=True),
     "no-rows": Case([], torch.zeros(0, 2).tolist()),
     "states-of-bf16": Case([3, 2], [[4, 1, 7], [2, 5, 0]], [1, 3], states=torch.bfloat16),
+    "states-of-fp16": Case([3, 2], [[4, 1, 7], [2, 5, 0]], [1, 3], states=torch.float16),
 }
 
 GATED = {
@@ -97,15 +99,15 @@ def same_bits(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.cpu().nan_to_num(7.0), want.cpu().nan_to_num(7.0))
 
 
-def assert_output(got: Tensor, want: Tensor, call: Call, limit: torch.dtype | None = None) -> None:
-    """Compare an output `[batch, tokens, HV, V]` with the reference's `[T, HV, V]`, as its dtype allows or `limit`."""
+def assert_output(got: Tensor, want: Tensor, call: Call) -> None:
+    """Compare an output `[batch, tokens, HV, V]` with the reference's `[T, HV, V]`."""
     assert got.dtype == call.wide.dtype
-    assert_close("o", got.flatten(0, 1), want, limit or call.wide.dtype)
+    assert_close("o", got.flatten(0, 1), want, call.wide.dtype)
 
 
 def assert_states(got: Tensor, want: Tensor) -> None:
     """Compare states: those that are computed in fp32 as such, whatever the dtype of the tokens."""
-    assert_close("states", got, want, torch.float32 if got.dtype == torch.float32 else torch.bfloat16)
+    assert_close("states", got, want, got.dtype)
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -172,8 +174,7 @@ def test_recurrent_of_a_table_matches_the_reference(path: Path, name: str) -> No
     arguments |= {"ssm_state_indices": call.indices(), "num_accepted_tokens": call.counts()}
     got, final = fused_recurrent_gated_delta_rule(**arguments, initial_state=pool)
     assert final is pool
-    # The token behind a state of 16 bits sees how it was rounded.
-    assert_output(got, o, call, torch.bfloat16 if case.states == torch.bfloat16 else None)
+    assert_output(got, o, call)
     assert_states(pool, want)
 
 

@@ -66,6 +66,7 @@ CASES = {
     "no-rows": Case([], []),
     "groups": Case([2, 1], [3, 8], heads=(2, 4, 12, 24)),
     "states-of-bf16": Case([3, 1], [4, 2], states=torch.bfloat16),
+    "states-of-fp16": Case([3, 1], [4, 2], states=torch.float16),
     "plain": Case([3, 1], [4, 2], bias=False, skip=False, softplus=False),
     "gated": Case([3, 1], [4, 2], gate=True),
     "outputs-of-fp32": Case([3, 1], [4, 2], out=torch.float32),
@@ -81,6 +82,7 @@ TABLES = {
     "padding": Case([2, 2, 2], [[-1, -1], [4, 1], [-1, 3]], [1, 2, 1]),
     "padding-of-vllm": Case([2, 2], [[0, 0], [4, 1]], [1, 2], pad=0),
     "states-of-bf16": Case([3, 2], [[4, 1, 7], [2, 5, 0]], [1, 3], states=torch.bfloat16),
+    "states-of-fp16": Case([3, 2], [[4, 1, 7], [2, 5, 0]], [1, 3], states=torch.float16),
     "gated": Case([2, 1], [[4, 1], [2, 5]], [2, 1], gate=True),
 }
 
@@ -161,7 +163,7 @@ def check(got: Tensor, want: Tensor, told: dict[str, Any], pool: Tensor, want_po
     assert got.shape == told["x"].shape
     assert got is told["out"] if "out" in told else got.dtype == told["x"].dtype
     assert_close("y", got, want, told["x"].dtype)
-    assert_close("state", pool, want_pool, torch.float32 if pool.dtype == torch.float32 else torch.bfloat16)
+    assert_close("state", pool, want_pool, pool.dtype)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -163,7 +163,7 @@ def test_delta_names_the_wrong_argument() -> None:
         (ValueError, "A_log", {"A_log": torch.zeros(3)}),
         (ValueError, "A_log", {"A_log": None}),
         (ValueError, "dt_bias", {"dt_bias": None}),
-        (TypeError, "state", {"state": good.state.half()}),
+        (TypeError, "state", {"state": good.state.double()}),
         (ValueError, "drafts", {"drafts": good.drafts[..., 1:].contiguous()}),
         (ValueError, "state", {"layer": Layer(H=3)}),
     ]

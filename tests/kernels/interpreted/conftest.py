@@ -13,7 +13,7 @@ import pytest
 import torch
 from rigs.kernels.paths import InterpretedPath
 
-from deltaline_kernels.compat import chunk_scan, conv1d, flex, gated_delta, lora, mamba2, rows
+from deltaline_kernels.compat import chunk_scan, conv1d, flex, gated_delta, lora, mamba2, rows, slots
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,7 +100,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "expand_cpu", expand_triton)
     for module in (mamba2, chunk_scan):
         monkeypatch.setattr(module, "run_mamba2", mamba2_triton)
-    for module in (gated_delta, mamba2):
+    for module in (gated_delta, mamba2, slots):
         monkeypatch.setattr(module, "check_contents", lambda *_: None)
 
 

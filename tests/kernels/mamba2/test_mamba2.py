@@ -153,7 +153,7 @@ def test_mamba2_names_the_wrong_argument() -> None:
         (ValueError, "A_log", {"A_log": torch.zeros(3)}),
         (TypeError, "D", {"D": None}),
         (ValueError, "dt_bias", {"dt_bias": torch.zeros(2, 1)}),
-        (TypeError, "state", {"state": good.state.half()}),
+        (TypeError, "state", {"state": good.state.double()}),
         (ValueError, "state", {"state": torch.zeros(3, 2, 257, 16)}),
         (ValueError, "drafts", {"drafts": good.drafts[..., 1:].contiguous()}),
         (ValueError, "state", {"layer": MambaLayer(G=3)}),

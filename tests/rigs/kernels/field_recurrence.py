@@ -57,7 +57,7 @@ def field_table(
     accepted: Sequence[int] | None,
     pad: int = -1,
 ) -> Tensor:
-    """Return o fp64, NaN where no row is; mutates the states `pool`, rounded once per token."""
+    """Return o fp64, NaN where no row is; mutates the states `pool`. What is rounded is stored, and does not go on."""
     o = torch.full(tokens.values.shape, torch.nan, dtype=torch.float64)
     for i, slots in enumerate(table):
         begin, end = starts[i], starts[i + 1]
@@ -67,9 +67,39 @@ def field_table(
         if end > begin and (min(used) < 0 or pad in used):
             o[begin:end] = 0
             continue
-        state = pool[first].clone()
+        h = pool[first].double()
         for t in range(begin, end):
-            o[t], after = tokens.advance(t, state)
-            state = after.to(pool.dtype)
-            pool[slots[t - begin]] = state
+            o[t], h = tokens.advance(t, h)
+            pool[slots[t - begin]] = h.to(pool.dtype)
+    return o
+
+
+def field_moves(
+    tokens: Tokens,
+    starts: Sequence[int],
+    pool: Tensor,
+    begins: Sequence[int],
+    final: Tensor,
+    targets: Sequence[Sequence[int]],
+    *,
+    each: bool,
+) -> Tensor:
+    """Return o fp64, NaN where no row is, of rows that begin with slots of `pool` and leave states in those of `final`.
+
+    Mutates `final`: of row i the last state goes to slot `targets[i][0]`, or `each` one to a slot of its own. Below 0 a
+    beginning skips the row, and a target keeps nothing.
+    """
+    o = torch.full(tokens.values.shape, torch.nan, dtype=torch.float64)
+    before = pool.clone()
+    for i, begin in enumerate(begins):
+        if begin < 0:
+            o[starts[i] : starts[i + 1]] = 0
+            continue
+        h = before[begin].double()
+        for j, t in enumerate(range(starts[i], starts[i + 1])):
+            o[t], h = tokens.advance(t, h)
+            if each and targets[i][j] >= 0:
+                final[targets[i][j]] = h.to(final.dtype)
+        if not each and targets[i][0] >= 0:
+            final[targets[i][0]] = h.to(final.dtype)
     return o

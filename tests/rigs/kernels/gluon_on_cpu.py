@@ -139,7 +139,7 @@ def _language(program: Callable[[], int]) -> types.SimpleNamespace:
         constexpr=object,
         int64=torch.int64,
         float32=torch.float32,
-        program_id=lambda _axis: program(),
+        program_id=lambda _axis: torch.tensor(program()),
         NVMMADistributedLayout=_layout,
         DotOperandLayout=_layout,
         SliceLayout=_layout,

@@ -118,6 +118,11 @@ def without(given: Given, *names: str, **more: Any) -> Given:
     return {name: value for name, value in given.items() if name not in names} | more
 
 
+def elsewhere(given: Given, states: str, **slots: Tensor) -> Given:
+    """Return the call with other slots to write, of states of their own."""
+    return given | {"final_state": torch.zeros_like(given[states])} | slots
+
+
 def selective_update(path: Path, **changes: Any) -> Given:
     # A value per head is one expanded over the rest, which a copy is not unless there is no more of it.
     case = updates.Case([2, 1], [4, 1], heads=(1, 2, 1, 1), **changes)
@@ -167,8 +172,12 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: without(good_chunk(path, ROWS), inplace_final_state=False),
         lambda path: good_chunk(path, ROWS) | {"output_final_state": True},
         lambda path: without(good_chunk(path, ROWS), "initial_state"),
+        lambda path: elsewhere(good_rows(path, ROWS), "initial_state", output_state_indices=ints(path, 2, 0)),
     ],
-    "fused_sigmoid_gating_delta_rule_update": [lambda path: good_update(path, ROWS)],
+    "fused_sigmoid_gating_delta_rule_update": [
+        lambda path: good_update(path, ROWS),
+        lambda path: elsewhere(good_update(path, ROWS), "initial_state_source", output_state_indices=ints(path, 2, 0)),
+    ],
     "gated_delta": [gated_delta],
     "gated_rms_norm": [norm],
     "group_tokens": [lambda path: {"token_slots": ints(path, 1, -1, 0), "num_slots": 2, "max_rank": 8}],
@@ -190,6 +199,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "selective_state_update": [
         selective_update,
         lambda path: selective_update(path, out=torch.float32),
+        lambda path: elsewhere(selective_update(path), "state", dst_state_batch_indices=ints(path, 2, 0)),
     ],
     "spread_slots": [
         lambda path: {"row_slots": ints(path, 1, 0), "query_start_loc": ints(path, 0, 2, 3), "num_tokens": 4}

@@ -138,6 +138,27 @@ def check_shifted_lines(whole: Recurrent, path: Path) -> None:
     assert same_bits(shifted.state, whole.state) and same_bits(shifted.drafts, whole.drafts)
 
 
+def place_lines(batch: AnyBatch, gap: int) -> tuple[AnyBatch, list[Tensor]]:
+    """Return the batch with states and drafts in one room of bytes, line by line beside each other, `gap` bytes behind.
+
+    And the bytes behind the states and the drafts of each line, which are 255.
+    """
+    tensors, parts, between = (batch.state, batch.drafts), [], []
+    sizes = [x[0].numel() * x.element_size() for x in tensors]
+    # Drafts begin at whole values, and so do the lines of all.
+    padding = [-size % 4 + gap + -gap % 4 for size in sizes]
+    width = sum(sizes) + sum(padding)
+    room = torch.full((len(batch.state), width), 255, dtype=torch.uint8, device=batch.state.device)
+    begin = 0
+    for x, size, behind in zip(tensors, sizes, padding, strict=True):
+        part = room[:, begin : begin + size].view(x.dtype).unflatten(1, x.shape[1:])
+        part.copy_(x)
+        parts.append(part)
+        between.append(room[:, begin + size : begin + size + behind])
+        begin += size + behind
+    return batch.replaced(state=parts[0], drafts=parts[1]), between
+
+
 def check_far_lines(batch: Recurrent, path: Path, before_each: Callable[[int], None]) -> None:
     """Compare lines beyond 2^31 values of the state, counted from 0 as engines do, with the same ones near it.
 

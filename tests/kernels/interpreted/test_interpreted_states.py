@@ -1,0 +1,32 @@
+"""The tests of states again, with the paths of this folder: the Triton kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import kernels.test_states as checks
+import pytest
+import torch
+from kernels.test_states import KINDS, test_a_state_for_each_token_leaves_outputs_as_they_are
+from rigs.kernels.paths import InterpretedPath
+
+__all__ = ["test_a_state_for_each_token_leaves_outputs_as_they_are"]
+
+
+@KINDS
+@pytest.mark.parametrize(("gap", "size"), [(64, 64), (4, 0)], ids=["of-whole-vectors", "of-a-few-bytes"])
+def test_lines_may_lie_apart(path: InterpretedPath, kind: str, gap: int, size: int) -> None:
+    checks.test_lines_may_lie_apart(path, kind, gap, size)
+
+
+def test_lines_of_a_convolution_may_lie_apart(exact_path: InterpretedPath) -> None:
+    checks.test_lines_of_a_convolution_may_lie_apart(exact_path)
+
+
+@KINDS
+def test_a_state_of_fp16_is_rounded_once(path: InterpretedPath, kind: str) -> None:
+    checks.test_a_state_of_any_dtype_is_rounded_once(path, kind, torch.float16)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_every_token_may_leave_its_state(exact_path: InterpretedPath, kind: str, dtype: torch.dtype) -> None:
+    checks.test_every_token_may_leave_its_state(exact_path, kind, dtype)
