@@ -30,7 +30,8 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import __main__, app
 from deltaline_server.app import Server, StartError
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config, ConfigError
+from deltaline_server.config import Config
+from deltaline_server.option import ConfigError
 from deltaline_server.runtime import Runtime
 
 READINESS = "deltaline.v1.LayerService"

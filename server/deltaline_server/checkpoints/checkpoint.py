@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deltaline_server.checkpoints.config_reader import ModelError, file_bytes, read_json_object, shown
+from deltaline_server.checkpoints.config_reader import ModelError, file_bytes, read_json_object
+from deltaline_server.errors import shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

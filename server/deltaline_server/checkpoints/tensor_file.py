@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from deltaline_server.checkpoints.checkpoint import LENGTH_BYTES, TensorInfo
-from deltaline_server.checkpoints.config_reader import ModelError, shown
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.errors import shown
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 4096

@@ -12,9 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config, ConfigError, flag
+from deltaline_server.config import Config
+from deltaline_server.errors import shown
+from deltaline_server.option import ConfigError, flag
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
 
+_CONTEXT_DIGITS = 12
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _ABOUT = """\
 Tells what a server takes on its device, and how many sequences a budget of memory holds, from the checkpoint's config
@@ -93,8 +96,8 @@ def _parse(arguments: Sequence[str]) -> tuple[Config, int | None]:
     text = "tokens of a sequence that is counted with; default the most that one may have"
     parser.add_argument("--context", metavar="N", help=text)
     own, rest = parser.parse_known_args(arguments)
-    if own.context is not None and not own.context.isdecimal():
-        raise ConfigError(f"{flag('context')}: expected a whole number, got {own.context!r}")
+    if own.context is not None and not (own.context.isdecimal() and len(own.context) <= _CONTEXT_DIGITS):
+        raise ConfigError(f"{flag('context')}: expected a whole number, got {shown(own.context)}")
     return Config.parse(rest, os.environ), None if own.context is None else int(own.context)
 
 
