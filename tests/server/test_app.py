@@ -12,6 +12,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -298,6 +299,29 @@ async def test_two_servers_do_not_share_a_port(server: Server, make_server: Call
 async def test_host_of_another_machine_is_told(make_server: Callable[..., Server]) -> None:
     with pytest.raises(StartError, match=r"--host.*Cannot assign requested address"):
         await make_server(host="203.0.113.1").start()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "0.0.0.0", "::"])
+async def test_http_listens_where_grpc_does(make_server: Callable[..., Server], host: str) -> None:
+    def reached(port: int) -> set[str]:
+        found = set()
+        for address in ("127.0.0.1", "::1"):
+            with suppress(OSError), socket.create_connection((address, port), timeout=60):
+                found.add(address)
+        return found
+
+    try:
+        server = make_server(host=host, metrics_port=0)
+        await server.start()
+    except StartError:
+        if ":" not in host:
+            raise
+        pytest.skip("this machine has no IPv6")
+    try:
+        grpc_at, http_at = [await asyncio.to_thread(reached, port) for port in (server.port, server.metrics_port)]
+        assert grpc_at == http_at != set()
+    finally:
+        await server.stop()
 
 
 async def test_slow_protobuf_is_refused(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
