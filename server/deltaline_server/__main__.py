@@ -39,6 +39,7 @@ def main() -> int:
     try:  # here: torch takes seconds, in which a signal ends the process quietly
         from deltaline_server.app import StartError
         from deltaline_server.runtime import check
+        from deltaline_server.sizing.host import check_host
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
@@ -56,6 +57,7 @@ def main() -> int:
             log.event(_log, "ignored unknown variables", level=logging.WARNING, names=",".join(unknown))
         if config.check:
             check(config)
+            check_host(config)
             print("deltaline-server: the options and the model's files are sound")
             return 0
         return asyncio.run(serve(config))
@@ -71,9 +73,14 @@ def _end(number: int, frame: object) -> None:
 
 
 async def serve(config: Config) -> int:
-    """Serve until the end of a drain; return the exit code. While it loads, signals end the process at once."""
-    from deltaline_server.app import Server
+    """Serve until the end of a drain; return the exit code. While it loads, signals end the process at once.
 
+    Raises StartError, ConfigError, ModelError.
+    """
+    from deltaline_server.app import Server
+    from deltaline_server.sizing.host import check_host
+
+    check_host(config)
     server, loop = Server(config), asyncio.get_running_loop()
 
     def take(number: int, frame: object) -> None:

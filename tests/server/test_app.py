@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.option import ConfigError
 from deltaline_server.runtime import Runtime
+from deltaline_server.sizing import host
 
 READINESS = "deltaline.v1.LayerService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -384,6 +386,27 @@ def test_check_refuses_in_one_line(
     captured = capsys.readouterr()
     assert (captured.out, len(captured.err.splitlines())) == ("", 1)
     assert captured.err.startswith(f"deltaline-server: error: {argv[0]}: ")
+
+
+@pytest.mark.parametrize("check", [["--check"], []])
+@pytest.mark.parametrize(
+    ("host_bytes", "named"), [(1_000_000, "--max-sequences, --state-bytes"), (1000, "--layers, --adapter-slots")]
+)
+def test_more_than_the_host_has_is_refused_before_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+    model_file: str,
+    capsys: pytest.CaptureFixture[str],
+    check: list[str],
+    host_bytes: int,
+    named: str,
+) -> None:
+    monkeypatch.setattr(host, "host_bytes", lambda: host_bytes)
+    monkeypatch.setattr(app.Server, "start", None)
+    argv = ["--random-init", model_file, "--device", "cpu", "--max-sequences", "100"]
+    assert run_main(monkeypatch, *argv, *check) == 1
+    captured = capsys.readouterr()
+    told = rf"{named}: expected at most {host_bytes} bytes, the memory of this host, got \d+: \d+ of state, "
+    assert re.fullmatch(rf"deltaline-server: error: {told}\d+ of weights and 0 of adapter slots\n", captured.err)
 
 
 @pytest.mark.parametrize(
