@@ -96,6 +96,17 @@ def test_what_is_no_address_is_refused_at_once(text: str, capsys: pytest.Capture
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("path", ["/run/a%41.sock", "/run/a?b", "/run/a#b"])
+def test_a_socket_that_grpc_would_look_for_elsewhere_is_refused_at_both_ends(path: str) -> None:
+    for make in (with_port, Client, AsyncClient):
+        with pytest.raises(
+            ValueError, match=rf"^address: expected unix:/PATH without % \? #, got 'unix:{re.escape(path)}'"
+        ):
+            make(f"unix:{path}")
+    with pytest.raises(ValueError, match=r"^--uds: expected a path without % \? #, got"):
+        Config.parse(["--random-init", "x", "--uds", path], {})
+
+
 def test_another_servers_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def answer() -> None:
         with suppress(OSError):
