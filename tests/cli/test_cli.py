@@ -177,12 +177,32 @@ def test_bench_steps_every_kind_and_closes_what_it_opened(server: Any, capsys: p
     assert "steps, ramp-up included: 40, " in err
 
 
+WRONG = {
+    ("clients", "rows", "steps", "drafts", "processes"): ("-1", "0", "9" * 30),
+    ("shared-memory-bytes",): ("-1", "9" * 30),
+    ("duration", "rate", "timeout"): ("-1", "0", "1e-300", "nan", "inf", "1e300"),
+    ("ramp-up",): ("-1", "nan", "inf", "1e300"),
+    ("mix",): ("decode=inf", "decode=nan", "decode=-1", "decode=1e308,verify=1e308", ""),
+    ("prefill-tokens",): ("0", "9" * 30, "1:1048577", "lognormal:1,9999999", "lognormal:nan,inf"),
+    ("output",): (f"{'x' * 300}.json", f"/{'x' * 300}/a.json", "/nowhere/a.json", "/dev/null/a.json"),
+}
+
+
 @pytest.mark.parametrize(
-    "option", ["clients", "rows", "steps", "drafts", "duration", "rate", "ramp-up", "processes", "timeout"]
+    ("option", "value"), [(o, value) for options, values in WRONG.items() for o in options for value in values]
 )
-def test_bench_refuses_sizes_that_make_no_sense(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "127.0.0.1:1", f"--{option}", "-1"]) == 1
-    assert f"--{option}: expected " in capsys.readouterr().err
+def test_bench_refuses_what_makes_no_sense_in_one_line(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "127.0.0.1:1", f"--{option}={value}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"deltaline: error: --{option}: expected ")
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://127.0.0.1:99999/", "http://127.0.0.1:x/", "http://h\u00e9/\u00e9"])
+def test_a_url_of_metrics_that_is_none_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "127.0.0.1:1", "--metrics-url", url]) == 1
+    assert capsys.readouterr().err.splitlines()[0].startswith(f"deltaline: error: --metrics-url: {url}: ")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +216,7 @@ def test_bytes_may_have_the_servers_units(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["2GiBs", "MiB", "infGiB", "1.5", "-1MiB"])
 def test_other_bytes_are_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "127.0.0.1:1", f"--shared-memory-bytes={text}"]) == 1
+    assert main(["bench", "127.0.0.1:1", f"--shared-memory-bytes={text}"]) == 2
     assert capsys.readouterr().err.startswith("deltaline: error: --shared-memory-bytes: expected ")
 
 
@@ -234,12 +254,19 @@ def test_an_interrupted_bench_closes_what_it_opened(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_bench_gives_a_lost_server_up(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(100):
-        server.lose("Step")
-    assert main(["bench", server.address, "--clients", "1", "--rows", "2", "--timeout", "1"]) == 1
+@pytest.mark.parametrize(("fault", "processes"), [("lose", "1"), ("hang", "1"), ("hang", "2")])
+def test_bench_gives_a_lost_server_up_and_closes_what_it_opened(
+    server: Any, fault: str, processes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(200):
+        getattr(server, fault)("Step")
+    assert (
+        main(["bench", server.address, "--clients", "2", "--rows", "2", "--timeout", "1", "--processes", processes])
+        == 1
+    )
     error = capsys.readouterr().err
     assert "deltaline: error: " in error and "No server answers" not in error
+    assert len(server.opened) > 0 and server.streams == {}
 
 
 def test_errors_are_one_line(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
