@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.small_models import GATED_DELTA_NET
 
 from deltaline import address
 from deltaline.address import PORT, with_port
@@ -132,6 +134,21 @@ def test_a_reader_that_is_gone_is_no_traceback(server: Any, arguments: list[str]
     done = subprocess.run(command, env=environ, stdout=output, stderr=subprocess.PIPE, text=True)
     os.close(output)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["info", "{}"], ["health", "{}"], ["size", "--random-init", "{}"]])
+def test_output_that_can_not_be_written_is_one_line(
+    server: Any, tmp_path: Path, arguments: list[str], unbuffered: str
+) -> None:
+    given = tmp_path / "config.json"
+    given.write_text(json.dumps(GATED_DELTA_NET))
+    filled = [word.format(given if arguments[0] == "size" else server.address) for word in arguments]
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered, "GRPC_VERBOSITY": "NONE"}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "deltaline_cli", *filled]
+        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "deltaline: error: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize(

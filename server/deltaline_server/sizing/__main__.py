@@ -39,8 +39,12 @@ def main() -> int:
     try:
         config, context = _parse(sys.argv[1:])
         sizes = size(config, context)
-        print(report(sizes, config, on_host(config)))
+        print(report(sizes, config, on_host(config)), flush=True)
         return int(not sizes.fits)
+    except OSError as error:  # of the output: a full disk, for example, which is not tried once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"deltaline: error: {error}", file=sys.stderr)
+        return 1
     except (ConfigError, ModelError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
         return 1
