@@ -45,8 +45,9 @@ def cached_model(name: str, environ: Mapping[str, str]) -> Path:
         folder = cache / f"models--{name.replace('/', '--')}"
         with open(folder / "refs" / "main", "rb") as file:
             revision = file.read(_REVISION_BYTES).strip()
-    except RuntimeError as error:  # there is no such user
-        raise ValueError(f"expected a directory, or a model in {cache}, got {name!r}: {error}: {remedy}") from error
+    except RuntimeError as error:
+        why = "and no user has such a home"
+        raise ValueError(f"expected a directory, or a model in {cache}, got {name!r}, {why}: {remedy}") from error
     except (OSError, ValueError) as error:
         raise ValueError(
             f"expected a directory, or a model in {cache}, got {name!r}, which is neither: {remedy}"
