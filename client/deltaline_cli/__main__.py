@@ -10,15 +10,24 @@ _NO_READER = 141
 
 
 def main() -> int:
-    """Run the command; return its exit code."""
+    """Run the command; return its exit code, 1 where its output can't be written."""
     try:
         try:
             return _run()
         finally:
             sys.stdout.flush()  # or the interpreter does it, and prints a traceback where nobody reads any more
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return _NO_READER
+    except OSError as error:  # a full disk, for example
+        _drop_output()
+        print(f"deltaline: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """What could not be written is not tried once more when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run() -> int:

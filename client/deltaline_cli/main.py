@@ -61,7 +61,7 @@ installed. Takes about 20 seconds. Needs deltaline[server].
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 after an error, which is printed, or 130 after SIGINT or SIGTERM."""
+    """Run the command; return 0; 1 after an error, 2 for wrong options, both printed; 130 after a signal."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command != "size":  # the options of size are the server's: it knows them
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _terminable():
             return size(rest) if options.command == "size" else int(options.run(options))
-    except (BenchError, DeltalineError, DemoError, ValueError) as error:
+    except (BenchError, DeltalineError, DemoError, MemoryError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
         if isinstance(error, Unavailable) and hasattr(options, "server"):  # the demo has a server of its own
             advise(options.server, error)
@@ -96,6 +96,16 @@ def bench_options(options: argparse.Namespace) -> BenchOptions:
     values["shared_memory_bytes"] = parse_bytes(options.shared_memory_bytes, "--shared-memory-bytes")
     values["prefill_tokens"] = Lengths.parse(options.prefill_tokens)
     return BenchOptions(**values)
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Load a server; 2 for options that make no sense, as for those that the parser refuses."""
+    try:
+        asked = bench_options(options)
+    except ValueError as error:
+        print(f"deltaline: error: {error}", file=sys.stderr)
+        return 2
+    return bench(options.server, asked)
 
 
 def show_info(options: argparse.Namespace) -> int:
@@ -204,7 +214,7 @@ def _add_bench(commands: Any, served: argparse.ArgumentParser) -> None:
     about, default = "load a server, and tell what its steps took", BenchOptions()
     raw = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser("bench", parents=[served], help=about, description=_BENCH, formatter_class=raw)
-    parser.set_defaults(run=lambda options: bench(options.server, bench_options(options)))
+    parser.set_defaults(run=run_bench)
     mix = ",".join(f"{kind}={weight:g}" for kind, weight in default.mix.items())
 
     def add(group: Any, flag: str, value: object, metavar: str, text: str, **more: Any) -> None:

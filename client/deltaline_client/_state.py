@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from deltaline.v1 import admin_service_pb2 as admin
@@ -15,13 +16,16 @@ from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.retry import Attempts, Retry, is_retryable
 from deltaline_client._types import ServerInfo
 
+# gRPC counts time in nanoseconds of 64 bits: a deadline that does not fit is over at once, and a retry never ends.
+MAX_TIMEOUT_S = 1e9
+
 
 class ClientState:
     """A client's settings, and what it has learned of the server."""
 
     def __init__(self, timeout_s: float, retry: Retry, shared_memory_bytes: int) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout: expected a positive number of seconds, got {timeout_s}")
+        _check_timeout("timeout", timeout_s)
+        _check_timeout("retry.attempt_timeout_s", retry.attempt_timeout_s)
         self._timeout_s = timeout_s
         self._retry = retry
         self._info: ServerInfo | None = None
@@ -32,8 +36,19 @@ class ClientState:
         """Drive a flow to its end: gives its result, or a coroutine that does."""
         raise NotImplementedError
 
-    def _attempts(self, timeout_s: float | None = None) -> Attempts:
-        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+    def _attempts(self, timeout_s: float | None = None, retry: Retry | None = None) -> Attempts:
+        """The attempts at a call. timeout_s, retry: None for the client's own. Raises ValueError."""
+        if timeout_s is not None:
+            _check_timeout("timeout_s", timeout_s)
+        return Attempts(retry or self._retry, self._timeout_s if timeout_s is None else timeout_s)
+
+
+def _check_timeout(name: str, seconds: Any) -> None:
+    """Raise ValueError unless a call may take so long."""
+    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+    if not (is_number and 0 < seconds <= MAX_TIMEOUT_S):
+        expected = f"a positive number of seconds, finite and at most {MAX_TIMEOUT_S:.0f}"
+        raise ValueError(f"{name}: expected {expected}, got {seconds!r}")
 
 
 def retried(client: ClientState, method: Method[Request, Response], request: Request) -> Flow[Response]:

@@ -9,6 +9,7 @@ PORT = 50051
 """Where a server listens unless it is told otherwise."""
 
 _HOST = re.compile(r"(?:[\w.-]+|\[[^\]\s]+\])(?::(?P<port>[0-9]{1,5}))?")  # a name, 10.0.0.1 or [::1]
+_URI_CHARACTERS = "%?#"  # %41 is decoded, and the others end a path: the server makes its socket at the path as it is
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")  # gRPC's own, which it is left to read
 
 
@@ -20,6 +21,8 @@ def with_port(address: str) -> str:
         host = address
     scheme, _, target = host.partition(":")
     if f"{scheme}:" in _SCHEMES and target and host.isprintable():
+        if scheme == "unix" and any(character in target for character in _URI_CHARACTERS):
+            raise ValueError(f"address: expected unix:/PATH without {' '.join(_URI_CHARACTERS)}, got {address!r}")
         return host
     match = _HOST.fullmatch(host)
     if match is None or not 0 < int(match["port"] or PORT) < 2**16:

@@ -10,14 +10,15 @@ import sys
 
 from deltaline_server import log
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config, ConfigError, asked_log_format, unknown_variables
+from deltaline_server.config import Config, asked_log_format, unknown_variables
+from deltaline_server.option import ConfigError
 
 _log = logging.getLogger(__name__)
 
 
-def _refuse(why: object) -> int:
+def _refuse(why: object, log_format: str) -> int:
     """Say in one line why nothing is served, as the log's other lines are asked for; return the exit code."""
-    if asked_log_format(sys.argv[1:], os.environ) == "json":
+    if log_format == "json":
         log.configure("error", "json")
         _log.error("%s", why)
     else:
@@ -38,24 +39,30 @@ def main() -> int:
     try:  # here: torch takes seconds, in which a signal ends the process quietly
         from deltaline_server.app import StartError
         from deltaline_server.runtime import check
+        from deltaline_server.sizing.host import check_host
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
             raise
-        return _refuse(f"{package} is missing: pip install 'deltaline[server]'")
+        log_format = asked_log_format(sys.argv[1:], os.environ)
+        return _refuse(f"{package} is missing: pip install 'deltaline[server]'", log_format)
     try:
         config = Config.parse(sys.argv[1:], os.environ)
+    except ConfigError as error:
+        return _refuse(error, error.log_format)
+    try:
         log.configure(config.log_level, config.log_format)
         unknown = unknown_variables(os.environ)
         if unknown:
             log.event(_log, "ignored unknown variables", level=logging.WARNING, names=",".join(unknown))
         if config.check:
             check(config)
+            check_host(config)
             print("deltaline-server: the options and the model's files are sound")
             return 0
         return asyncio.run(serve(config))
     except (ConfigError, ModelError, StartError) as error:
-        return _refuse(error)
+        return _refuse(error, config.log_format)
     except Exception:
         _log.exception("the server ended by a fault of its own")
         return 1
@@ -66,9 +73,14 @@ def _end(number: int, frame: object) -> None:
 
 
 async def serve(config: Config) -> int:
-    """Serve until the end of a drain; return the exit code. While it loads, signals end the process at once."""
-    from deltaline_server.app import Server
+    """Serve until the end of a drain; return the exit code. While it loads, signals end the process at once.
 
+    Raises StartError, ConfigError, ModelError.
+    """
+    from deltaline_server.app import Server
+    from deltaline_server.sizing.host import check_host
+
+    check_host(config)
     server, loop = Server(config), asyncio.get_running_loop()
 
     def take(number: int, frame: object) -> None:

@@ -12,23 +12,35 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from deltaline_server import __version__
+from deltaline_server import __version__, errors
 from deltaline_server.log import FORMATS, LEVELS
+from deltaline_server.option import (
+    ConfigError,
+    check_limits,
+    check_path,
+    flag,
+    from_text,
+    from_toml,
+    kind_of,
+    setting,
+    shown,
+)
+from deltaline_server.paths import HUB_NAME, cached_model, reason_of
 
 PREFIX = "DELTALINE_"
 MAX_CONFIG_BYTES = 1 << 20
 # Linux's sun_path, without the zero at its end.
 MAX_UDS_BYTES = 107
-_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-_BYTES = "a number of bytes such as 4MiB, its unit KiB, MiB, GiB, TiB, KB, MB, GB, TB or none"
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-# What names a model on the Hugging Face hub: org/name.
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# gRPC reads unix:PATH as a URI: it decodes %41, and a client ends the path at the others.
+URI_CHARACTERS = "%?#"
+# More than any host or device has, and within 64 bits however it is multiplied by an element's size.
+MAX_BYTES = 2**50
+MAX_MS = 2**53
+_LAYER_DIGITS = 10
 # What Kubernetes tells a pod of a Service.
 _SERVICE_LINK = re.compile(rf"{PREFIX}(\w+_)?(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP)|PORT=(tcp|udp|sctp)://)")
 _DESCRIPTION = """\
@@ -38,25 +50,6 @@ Or random weights, to try it or to measure it:        deltaline-server --random-
 _EPILOG = """\
 Each option may come from the command line (--max-sequences 64), the environment (DELTALINE_MAX_SEQUENCES=64) or a
 TOML file (max_sequences = 64; --config or DELTALINE_CONFIG names it), in this order. Bytes may be written as 4MiB."""
-
-
-class ConfigError(ValueError):
-    """An option can't be used as given. The message is one line: the option, what was expected and what was got."""
-
-
-def setting(
-    default: Any,
-    group: str,
-    text: str,
-    *,
-    choices: Sequence[str] = (),
-    low: float | None = None,
-    high: float | None = None,
-    metavar: str = "TEXT",
-) -> Any:
-    """A field of Config with its group in the help, its meaning, and the values that it takes."""
-    limits = {"choices": choices, "low": low, "high": high}
-    return field(default=default, metadata={"group": group, "text": text, "metavar": metavar, **limits})
 
 
 @dataclass(frozen=True)
@@ -103,26 +96,39 @@ class Config:
     max_draft_tokens: int = setting(8, "state", "tokens of a VERIFY row, at most", low=1, high=32)
     state_dtype: str = setting("float32", "state", "recurrent state", choices=("float32", "bfloat16"))
     state_bytes: int = setting(
-        0, "state", "cap of the state in bytes; what lines leave is for pages; more is refused; 0 for none", low=0
+        0,
+        "state",
+        "cap of the state in bytes; what lines leave is for pages; more is refused; 0 for none",
+        low=0,
+        high=MAX_BYTES,
     )
     page_size: int = setting(64, "state", "tokens of a page of attention layers, a power of two", low=16, high=4096)
     max_context: int = setting(
-        0, "state", "tokens of a sequence with attention layers, at most; 0 for as many as the model takes", low=0
+        0,
+        "state",
+        "tokens of a sequence with attention layers, at most; 0 for as many as the model takes",
+        low=0,
+        high=2**31 - 1,
     )
-    reply_bytes: int = setting(2**28, "state", "bytes of replies kept for retries, at most", low=1)
-    default_lease_ms: int = setting(600_000, "state", "lease of a sequence that asks for none, milliseconds", low=1)
-    max_lease_ms: int = setting(86_400_000, "state", "longest lease, milliseconds", low=1, high=2**53)
+    reply_bytes: int = setting(2**28, "state", "bytes of replies kept for retries, at most", low=1, high=MAX_BYTES)
+    default_lease_ms: int = setting(
+        600_000, "state", "lease of a sequence that asks for none, milliseconds", low=1, high=MAX_MS
+    )
+    max_lease_ms: int = setting(86_400_000, "state", "longest lease, milliseconds", low=1, high=MAX_MS)
 
-    chunk_tokens: int = setting(2048, "batches", "tokens of long rows per batch, at most (prefill chunk)", low=64)
+    chunk_tokens: int = setting(
+        2048, "batches", "tokens of long rows per batch, at most (prefill chunk)", low=64, high=2**24
+    )
     batch_rows: int = setting(256, "batches", "short rows (decode, verify) per batch, at most", low=1, high=4096)
-    queue_rows: int = setting(4096, "batches", "rows that may wait or run", low=1)
-    queue_bytes: int = setting(2**28, "batches", "bytes of hidden states that may wait or run", low=1)
+    queue_rows: int = setting(4096, "batches", "rows that may wait or run", low=1, high=2**31)
+    queue_bytes: int = setting(2**28, "batches", "bytes of hidden states that may wait or run", low=1, high=MAX_BYTES)
 
     adapter_bytes: int = setting(
         0,
         "adapters",
         "bytes of host memory for adapters (LoRA, DoRA), at most, such as 1GiB; 0 for a server without them",
         low=0,
+        high=MAX_BYTES,
     )
     adapter_root: str | None = setting(
         None, "adapters", "folder of adapters that clients may load by name; default none: they upload", metavar="DIR"
@@ -138,11 +144,15 @@ class Config:
     )
     inline_limit_bytes: int = setting(2**22, "network", "bytes of a tensor in a message, at most", low=1024, high=2**30)
     shared_memory_bytes: int = setting(
-        0, "network", "bytes of memory shared with clients of this user on this host, at most; 0 for none", low=0
+        0,
+        "network",
+        "bytes of memory shared with clients of this user on this host, at most; 0 for none",
+        low=0,
+        high=MAX_BYTES,
     )
 
     drain_timeout_s: float = setting(
-        30.0, "process", "how long open sequences are served after SIGTERM, seconds", low=0
+        30.0, "process", "how long open sequences are served after SIGTERM, seconds", low=0, high=10**9
     )
     threads: int = setting(0, "process", "CPU threads of the computation; 0 leaves it to PyTorch", low=0, high=4096)
     otlp_endpoint: str | None = setting(
@@ -172,6 +182,7 @@ class Config:
             raise ConfigError("--adapter-root: expected --adapter-bytes above 0 beside it, got 0")
         if self.adapter_root is not None and not Path(self.adapter_root).is_dir():
             raise ConfigError(f"--adapter-root: expected a folder that exists, got {self.adapter_root!r}")
+        _check_host(self.host)
         if self.uds is not None:
             _check_uds(self.uds)
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
@@ -187,18 +198,16 @@ class Config:
 
         Raises ConfigError; SystemExit(0) after --help and --version.
         """
-        flags = vars(_parser().parse_args(argv))
-        path = flags.pop("config", environ.get(PREFIX + "CONFIG"))
-        values: dict[str, Any] = _options_of(Path(path)) if path else {}
-        for option in fields(cls):
-            variable = PREFIX + option.name.upper()
-            if variable in environ:
-                values[option.name] = from_text(option, environ[variable], variable)
-            if option.name in flags:
-                values[option.name] = from_text(option, flags[option.name], flag(option.name))
-        if values.get("model"):
-            values["model"] = _model_directory(values["model"], environ)
-        return cls(**values)
+        file: dict[str, Any] | None = None
+        try:
+            flags = vars(_parser().parse_args(argv))
+            path, file = flags.pop("config", environ.get(PREFIX + "CONFIG")), {}
+            if path:
+                file = _read_toml(path)
+            return cls(**_values(flags, environ, _options_of(file, path)))
+        except ConfigError as error:
+            error.log_format = asked_log_format(argv, environ, file)
+            raise
 
     @property
     def layer_range(self) -> range | None:
@@ -222,8 +231,11 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return sorted(name for name in ours if not _SERVICE_LINK.match(f"{name}={environ[name]}"))
 
 
-def asked_log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """The format of the log that is asked for, as far as it can be told where another option is wrong."""
+def asked_log_format(argv: Sequence[str], environ: Mapping[str, str], file: Mapping[str, Any] | None = None) -> str:
+    """The format of the log that is asked for, as far as it can be told where another option is wrong.
+
+    file: what the options' file has, where it was read; it is not read again, as it may be a pipe.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=environ.get(PREFIX + "CONFIG"))
     parser.add_argument("--log-format", default=environ.get(PREFIX + "LOG_FORMAT"))
@@ -232,8 +244,22 @@ def asked_log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str:
         known, _ = parser.parse_known_args(argv)
         asked = known.log_format
         if asked is None and known.config:
-            asked = _read_toml(Path(known.config)).get("log_format")
+            asked = (_read_toml(known.config) if file is None else file).get("log_format")
     return asked if isinstance(asked, str) and asked in FORMATS else FORMATS[0]
+
+
+def _values(flags: Mapping[str, str], environ: Mapping[str, str], file: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are given: a flag's before the environment's, and that before the file's. Raises ConfigError."""
+    values = dict(file)
+    for option in fields(Config):
+        variable = PREFIX + option.name.upper()
+        if variable in environ:
+            values[option.name] = from_text(option, environ[variable], variable)
+        if option.name in flags:
+            values[option.name] = from_text(option, flags[option.name], flag(option.name))
+    if values.get("model"):
+        values["model"] = _model_directory(values["model"], environ)
+    return values
 
 
 class _Parser(argparse.ArgumentParser):
@@ -269,115 +295,64 @@ def _parser() -> argparse.ArgumentParser:
 
 def _model_directory(model: str, environ: Mapping[str, str]) -> str:
     """The directory of a model: its own, or of a name on the Hugging Face hub what the cache on this host holds."""
-    if Path(model).is_dir() or not _HUB_NAME.fullmatch(model):
+    check_path("--model", model)
+    if Path(model).is_dir() or not HUB_NAME.fullmatch(model):
         return model
-    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = Path(environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
-    folder = cache / f"models--{model.replace('/', '--')}"
-    remedy = f"get it with `hf download {model}` (pip install huggingface_hub), or give its directory"
     try:
-        directory = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(
-            f"--model: expected a directory, or a model in {cache}, got {model!r}, which is neither: {remedy}"
-        ) from error
-    names = [path.name for path in directory.glob("*") if path.is_file()]  # no link to what is not there yet
-    lacks = [] if "config.json" in names else ["config.json"]
-    lacks += [] if any(name.endswith((".safetensors", ".bin")) for name in names) else ["weights"]
-    if lacks:
-        raise ConfigError(
-            f"--model: expected all of {model!r} in {directory}, found no {' and no '.join(lacks)}: {remedy}"
-        )
-    return str(directory)
+        return str(cached_model(model, environ))
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}") from error
 
 
-def _options_of(path: Path) -> dict[str, Any]:
+def _options_of(values: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The options of a TOML file; unknown keys and values of a wrong type are refused by name."""
-    values = _read_toml(path)
     options = {option.name: option for option in fields(Config)}
-    unknown = sorted(values.keys() - options.keys())
+    unknown = [key if key.isidentifier() else errors.shown(key) for key in sorted(values.keys() - options.keys())]
     if unknown:
         raise ConfigError(f"{path}: unknown option {', '.join(unknown)}")
     return {name: from_toml(options[name], value, f"{path}: {name}") for name, value in values.items()}
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file has. Raises ConfigError."""
+def _read_toml(path: str) -> dict[str, Any]:
+    """What a TOML file has. Reads it once, since it may be a pipe. Raises ConfigError."""
+    check_path("--config", path)
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"--config: expected at most {MAX_CONFIG_BYTES} bytes in {path}")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        with open(path, "rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise ConfigError(f"--config: expected at most {MAX_CONFIG_BYTES} bytes in {path}, got more")
+        return tomllib.loads(content.decode())
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # ValueError also of integers that Python does not read
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else reason_of(error)
         raise ConfigError(f"--config: {path} can't be read: {why}") from error
 
 
 def _check_uds(path: str) -> None:
-    """A socket may be made at the path, as far as its length and its folder tell."""
+    """A socket may be made at the path, as far as its length, its characters and its folder tell."""
     if not 0 < len(os.fsencode(path)) <= MAX_UDS_BYTES:
-        raise ConfigError(f"--uds: expected a path of 1 .. {MAX_UDS_BYTES} bytes, got {path!r}")
+        raise ConfigError(f"--uds: expected a path of 1 .. {MAX_UDS_BYTES} bytes, got {errors.shown(path)}")
+    if any(character in path for character in URI_CHARACTERS):
+        raise ConfigError(f"--uds: expected a path without {' '.join(URI_CHARACTERS)}, got {path!r}")
     if not Path(path).parent.is_dir():
         raise ConfigError(f"--uds: expected a socket in a folder that exists, got {path!r}")
+
+
+def _check_host(host: str) -> None:
+    """A name or an address, as far as its form tells."""
+    try:
+        is_host = host.isprintable() and not any(map(str.isspace, host)) and len(host.encode("idna")) > 0
+    except UnicodeError:
+        is_host = False
+    if not is_host:
+        raise ConfigError(f"--host: expected the name of a host, or its address, got {errors.shown(host)}")
 
 
 def _range(text: str, flag: str) -> range:
     """FIRST:END as a range."""
     first, _, end = text.partition(":")
-    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end) <= 2**31):
-        raise ConfigError(f"{flag}: expected FIRST:END with FIRST < END, got {text!r}")
+    are_numbers = all(part.isdecimal() and len(part) <= _LAYER_DIGITS for part in (first, end))
+    if not (are_numbers and int(first) < int(end) <= 2**31):
+        raise ConfigError(f"{flag}: expected FIRST:END with FIRST < END, got {errors.shown(text)}")
     return range(int(first), int(end))
-
-
-def from_toml(option: Field[Any], value: object, source: str) -> Any:
-    """A TOML value; integers do for floats, and text for bytes with a unit."""
-    kind = kind_of(option)
-    if isinstance(value, str) and (kind is str or option.name.endswith("_bytes")):
-        return from_text(option, value, source)
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{source}: expected {_WORDS[kind]}, got {value!r}")
-    return value
-
-
-def from_text(option: Field[Any], text: str, source: str) -> Any:
-    """A value as the command line and the environment spell it."""
-    kind = kind_of(option)
-    try:
-        if kind is bool:
-            return _BOOLS[text.lower()]
-        if option.name.endswith("_bytes"):
-            unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), "")
-            return int(float(text[: -len(unit)]) * _UNITS[unit]) if unit else int(text)
-        return kind(text)
-    except (KeyError, ValueError, OverflowError) as error:
-        expected = _BYTES if option.name.endswith("_bytes") else _WORDS[kind]
-        raise ConfigError(f"{source}: expected {expected}, got {text!r}") from error
-
-
-def check_limits(option: Field[Any], value: Any) -> None:
-    """A value is among the choices and within the limits."""
-    choices, low, high = (option.metadata[key] for key in ("choices", "low", "high"))
-    if choices and value not in choices:
-        raise ConfigError(f"{flag(option.name)}: expected {', '.join(choices)}, got {value!r}")
-    if low is not None and not low <= value <= (float("inf") if high is None else high):
-        expected = f"at least {low}" if high is None else f"{low} .. {high}"
-        raise ConfigError(f"{flag(option.name)}: expected {expected}, got {value}")
-
-
-def shown(option: Field[Any]) -> str:
-    """The default as the help shows it; of None the option's text says what it means."""
-    default: Any = option.default
-    if default is None:
-        return ""
-    return f" [{default >> 20}MiB]" if default and option.name.endswith("_bytes") else f" [{default}]"
-
-
-def kind_of(option: Field[Any]) -> type:
-    """The type of an option's value; options without a default are text."""
-    return str if option.default is None else type(option.default)
-
-
-def flag(name: str) -> str:
-    """The flag of an option."""
-    return "--" + name.replace("_", "-")

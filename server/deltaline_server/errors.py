@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 DOMAIN = "deltaline"
+# Python writes larger integers in powers of two alone.
+_DECIMAL_BITS = 4096
 _UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
@@ -124,3 +126,12 @@ def spelled_bytes(num_bytes: int) -> str:
         if num_bytes >> shift:
             return f"{num_bytes / (1 << shift):.4g} {unit}"
     return f"{num_bytes} bytes"
+
+
+def shown(value: object) -> str:
+    """A value for a message, in one line and cut short. It may be nested as deeply as JSON can be read."""
+    try:
+        text = hex(value) if isinstance(value, int) and value.bit_length() > _DECIMAL_BITS else repr(value)
+    except RecursionError:  # there is less room here than there was when it was read
+        text = "something nested too deeply"
+    return text if len(text) <= 80 else text[:77] + "..."

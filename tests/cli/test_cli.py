@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.small_models import GATED_DELTA_NET
 
 from deltaline import address
 from deltaline.address import PORT, with_port
@@ -96,6 +98,17 @@ def test_what_is_no_address_is_refused_at_once(text: str, capsys: pytest.Capture
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("path", ["/run/a%41.sock", "/run/a?b", "/run/a#b"])
+def test_a_socket_that_grpc_would_look_for_elsewhere_is_refused_at_both_ends(path: str) -> None:
+    for make in (with_port, Client, AsyncClient):
+        with pytest.raises(
+            ValueError, match=rf"^address: expected unix:/PATH without % \? #, got 'unix:{re.escape(path)}'"
+        ):
+            make(f"unix:{path}")
+    with pytest.raises(ValueError, match=r"^--uds: expected a path without % \? #, got"):
+        Config.parse(["--random-init", "x", "--uds", path], {})
+
+
 def test_another_servers_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def answer() -> None:
         with suppress(OSError):
@@ -121,6 +134,21 @@ def test_a_reader_that_is_gone_is_no_traceback(server: Any, arguments: list[str]
     done = subprocess.run(command, env=environ, stdout=output, stderr=subprocess.PIPE, text=True)
     os.close(output)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["info", "{}"], ["health", "{}"], ["size", "--random-init", "{}"]])
+def test_output_that_can_not_be_written_is_one_line(
+    server: Any, tmp_path: Path, arguments: list[str], unbuffered: str
+) -> None:
+    given = tmp_path / "config.json"
+    given.write_text(json.dumps(GATED_DELTA_NET))
+    filled = [word.format(given if arguments[0] == "size" else server.address) for word in arguments]
+    environ = os.environ | {"PYTHONUNBUFFERED": unbuffered, "GRPC_VERBOSITY": "NONE"}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "deltaline_cli", *filled]
+        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "deltaline: error: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize(
@@ -166,12 +194,32 @@ def test_bench_steps_every_kind_and_closes_what_it_opened(server: Any, capsys: p
     assert "steps, ramp-up included: 40, " in err
 
 
+WRONG = {
+    ("clients", "rows", "steps", "drafts", "processes"): ("-1", "0", "9" * 30),
+    ("shared-memory-bytes",): ("-1", "9" * 30),
+    ("duration", "rate", "timeout"): ("-1", "0", "1e-300", "nan", "inf", "1e300"),
+    ("ramp-up",): ("-1", "nan", "inf", "1e300"),
+    ("mix",): ("decode=inf", "decode=nan", "decode=-1", "decode=1e308,verify=1e308", ""),
+    ("prefill-tokens",): ("0", "9" * 30, "1:1048577", "lognormal:1,9999999", "lognormal:nan,inf"),
+    ("output",): (f"{'x' * 300}.json", f"/{'x' * 300}/a.json", "/nowhere/a.json", "/dev/null/a.json"),
+}
+
+
 @pytest.mark.parametrize(
-    "option", ["clients", "rows", "steps", "drafts", "duration", "rate", "ramp-up", "processes", "timeout"]
+    ("option", "value"), [(o, value) for options, values in WRONG.items() for o in options for value in values]
 )
-def test_bench_refuses_sizes_that_make_no_sense(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "127.0.0.1:1", f"--{option}", "-1"]) == 1
-    assert f"--{option}: expected " in capsys.readouterr().err
+def test_bench_refuses_what_makes_no_sense_in_one_line(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "127.0.0.1:1", f"--{option}={value}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"deltaline: error: --{option}: expected ")
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://127.0.0.1:99999/", "http://127.0.0.1:x/", "http://h\u00e9/\u00e9"])
+def test_a_url_of_metrics_that_is_none_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "127.0.0.1:1", "--metrics-url", url]) == 1
+    assert capsys.readouterr().err.splitlines()[0].startswith(f"deltaline: error: --metrics-url: {url}: ")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +233,7 @@ def test_bytes_may_have_the_servers_units(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["2GiBs", "MiB", "infGiB", "1.5", "-1MiB"])
 def test_other_bytes_are_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "127.0.0.1:1", f"--shared-memory-bytes={text}"]) == 1
+    assert main(["bench", "127.0.0.1:1", f"--shared-memory-bytes={text}"]) == 2
     assert capsys.readouterr().err.startswith("deltaline: error: --shared-memory-bytes: expected ")
 
 
@@ -223,12 +271,19 @@ def test_an_interrupted_bench_closes_what_it_opened(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_bench_gives_a_lost_server_up(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(100):
-        server.lose("Step")
-    assert main(["bench", server.address, "--clients", "1", "--rows", "2", "--timeout", "1"]) == 1
+@pytest.mark.parametrize(("fault", "processes"), [("lose", "1"), ("hang", "1"), ("hang", "2")])
+def test_bench_gives_a_lost_server_up_and_closes_what_it_opened(
+    server: Any, fault: str, processes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(200):
+        getattr(server, fault)("Step")
+    assert (
+        main(["bench", server.address, "--clients", "2", "--rows", "2", "--timeout", "1", "--processes", processes])
+        == 1
+    )
     error = capsys.readouterr().err
     assert "deltaline: error: " in error and "No server answers" not in error
+    assert len(server.opened) > 0 and server.streams == {}
 
 
 def test_errors_are_one_line(server: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from rigs.image import ROOT, stages
 
-from deltaline_server.config import Config, flag
+from deltaline_server.config import Config
+from deltaline_server.option import flag
 
 PAGE = (ROOT / "deploy" / "README.md").read_text(encoding="utf-8")
 

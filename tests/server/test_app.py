@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -30,8 +32,10 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import __main__, app
 from deltaline_server.app import Server, StartError
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config, ConfigError
+from deltaline_server.config import Config
+from deltaline_server.option import ConfigError
 from deltaline_server.runtime import Runtime
+from deltaline_server.sizing import host
 
 READINESS = "deltaline.v1.LayerService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -299,6 +303,29 @@ async def test_host_of_another_machine_is_told(make_server: Callable[..., Server
         await make_server(host="203.0.113.1").start()
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "0.0.0.0", "::"])
+async def test_http_listens_where_grpc_does(make_server: Callable[..., Server], host: str) -> None:
+    def reached(port: int) -> set[str]:
+        found = set()
+        for address in ("127.0.0.1", "::1"):
+            with suppress(OSError), socket.create_connection((address, port), timeout=60):
+                found.add(address)
+        return found
+
+    try:
+        server = make_server(host=host, metrics_port=0)
+        await server.start()
+    except StartError:
+        if ":" not in host:
+            raise
+        pytest.skip("this machine has no IPv6")
+    try:
+        grpc_at, http_at = [await asyncio.to_thread(reached, port) for port in (server.port, server.metrics_port)]
+        assert grpc_at == http_at != set()
+    finally:
+        await server.stop()
+
+
 async def test_slow_protobuf_is_refused(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_implementation, "Type", lambda: "python")
     with pytest.raises(StartError, match="upb"):
@@ -359,6 +386,27 @@ def test_check_refuses_in_one_line(
     captured = capsys.readouterr()
     assert (captured.out, len(captured.err.splitlines())) == ("", 1)
     assert captured.err.startswith(f"deltaline-server: error: {argv[0]}: ")
+
+
+@pytest.mark.parametrize("check", [["--check"], []])
+@pytest.mark.parametrize(
+    ("host_bytes", "named"), [(1_000_000, "--max-sequences, --state-bytes"), (1000, "--layers, --adapter-slots")]
+)
+def test_more_than_the_host_has_is_refused_before_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+    model_file: str,
+    capsys: pytest.CaptureFixture[str],
+    check: list[str],
+    host_bytes: int,
+    named: str,
+) -> None:
+    monkeypatch.setattr(host, "host_bytes", lambda: host_bytes)
+    monkeypatch.setattr(app.Server, "start", None)
+    argv = ["--random-init", model_file, "--device", "cpu", "--max-sequences", "100"]
+    assert run_main(monkeypatch, *argv, *check) == 1
+    captured = capsys.readouterr()
+    told = rf"{named}: expected at most {host_bytes} bytes, the memory of this host, got \d+: \d+ of state, "
+    assert re.fullmatch(rf"deltaline-server: error: {told}\d+ of weights and 0 of adapter slots\n", captured.err)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from deltaline_server.config import MAX_CONFIG_BYTES, Config, ConfigError, asked_log_format, unknown_variables
+from deltaline_server.config import MAX_CONFIG_BYTES, Config, asked_log_format, unknown_variables
+from deltaline_server.option import ConfigError
 
 BASE = ["--model", "somewhere"]
 
@@ -31,6 +33,8 @@ def test_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
     assert parse(CONFIG=write(tmp_path / "deltaline.toml", "seed = 5\n")).seed == 5
 
 
+PATH_FLAGS = ("--model", "--random-init", "--config")
+URI = [("--uds", character) for character in "%?#"]
 FREE_TEXT = {"model", "random_init", "adapter_root", "host", "uds"}
 OPTIONS = [field.name for field in fields(Config)]
 
@@ -73,12 +77,39 @@ def test_file_takes_bytes_with_a_unit_and_whole_seconds(tmp_path: Path) -> None:
         ("max_sequences = 0", "--max-sequences"),
         ("[server]\nport = 1", "server"),
         ("not toml", "can't be read"),
+        ("a=" + "[" * 10_000, "^--config: .* can't be read: it is nested too deeply"),
+        ("seed = " + "9" * 5000, "^--config: .* can't be read: "),
+        ("seed = 0x" + "f" * 5000, r"^--seed: expected 0 .. \d+, got 0xf+[.]{3}$"),
+        ("drain_timeout_s = 0x" + "f" * 5000, "drain_timeout_s: expected a number, got 0xf"),
+        ('host = "a\\u0000b"', "--host"),
+        ('"a\\nb" = 3', "unknown option 'a.nb'$"),
         ("#" * (MAX_CONFIG_BYTES + 1), "--config: expected at most"),
     ],
 )
 def test_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as caught:
         parse("--config", write(tmp_path / "deltaline.toml", text))
+    assert "\n" not in str(caught.value)
+
+
+NUMBERS = {field.name: field.metadata for field in fields(Config) if field.metadata["low"] is not None}
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_a_number_has_an_upper_bound_that_is_told(option: str) -> None:
+    low, high = NUMBERS[option]["low"], NUMBERS[option]["high"]
+    with pytest.raises(ConfigError, match=rf"^--{option.replace('_', '-')}: expected {low} \.\. {high}, got 1"):
+        parse(**{option.upper(): str(10**30)})
+
+
+def test_a_file_that_is_a_pipe_is_read_once() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b'log_format = "json"\nport = -1\n')
+    os.close(writer)
+    with pytest.raises(ConfigError, match="--port") as caught:
+        parse("--config", f"/dev/fd/{reader}")
+    os.close(reader)
+    assert caught.value.log_format == "json"
 
 
 @pytest.mark.parametrize(
@@ -106,9 +137,16 @@ def test_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: str) ->
         (["--max-adapter-rank", "257"], "--max-adapter-rank"),
         (["--uds", "/nowhere/deltaline.sock"], "--uds: expected a socket in a folder"),
         (["--uds", f"/tmp/{'é' * 52}"], "--uds: expected a path of 1 .. 107 bytes"),
+        *(([flag, "x" * 300], f"^{flag}: expected a path .*File name too long") for flag in PATH_FLAGS),
+        *(([flag, f"/tmp/a{character}b"], f"^{flag}: expected a path without % [?] #") for flag, character in URI),
+        (["--model", "a\0b"], "--model: expected a path that the system takes, got 'a.x00b'"),
+        (["--layers", f"0:{'9' * 5000}"], "--layers: expected FIRST:END"),
+        (["--queue-rows", "9" * 5000], "--queue-rows: expected a whole number, got '9+[.]{3}$"),
+        (["--config", "/dev/zero"], "--config: expected at most"),
+        *((["--host", host], "--host: expected the name of a host") for host in ("a..b", "x" * 64, "a b", "", "a\0b")),
         (["--otlp-endpoint", "127.0.0.1:4317"], "--otlp-endpoint: expected http://HOST:PORT"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_wrong_option_is_refused_in_one_line_that_names_it(argv: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
@@ -156,6 +194,17 @@ def test_a_model_of_the_hugging_face_cache_is_served_by_its_name(
         snapshot.mkdir(parents=True, exist_ok=True)
         (snapshot / file).touch()
     assert Config.parse(["--model", "org/m-1.5B"], places).model == str(snapshot)
+
+
+@pytest.mark.parametrize("revision", [b"\xff", b"a\0b", b"a" * 300, b"../x"])
+def test_a_cache_that_is_none_is_told(tmp_path: Path, revision: bytes) -> None:
+    refs = tmp_path / "models--org--m" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_bytes(revision)
+    with pytest.raises(ConfigError, match=r"^--model: expected the name of a snapshot of 'org/m'.* `hf download"):
+        Config.parse(["--model", "org/m"], {"HF_HUB_CACHE": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"^--model: expected a directory, or a model in ~nobody-here.* no user has"):
+        Config.parse(["--model", "org/m"], {"HF_HUB_CACHE": "~nobody-here/cache"})
 
 
 def test_a_directory_goes_before_a_name_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ def read_metrics(url: str) -> dict[str, float]:
         raise OSError(f"{error}{said and f': {said}'}") from error
     except HTTPException as error:
         raise OSError(f"no answer in HTTP: {error!r}") from error
+    except OverflowError as error:  # of a port above 65,535
+        raise OSError(str(error)) from error
     text = str(page, encoding="utf-8")
     pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, value in pairs}

@@ -12,30 +12,18 @@ import numpy as np
 
 from deltaline_cli.bench.options import BenchOptions, Kind
 from deltaline_cli.bench.samples import Sample, sample
-from deltaline_client import AsyncClient, AsyncSequence, DeltalineError, Output, Row, ServerInfo
+from deltaline_client import AsyncClient, AsyncSequence, Output, Row, ServerInfo
 
 # Hidden states are cut from a block that is drawn once: drawing takes longer than a step.
 _BLOCK_TOKENS = 1024
 
 
 @asynccontextmanager
-async def prepared(address: str, options: BenchOptions, seed: int) -> AsyncIterator[BenchClient]:
-    """A client that is ready to step. Its sequences are closed afterwards, unless the server failed.
-
-    Raises ValueError when the server can't take such a run; DeltalineError.
-    """
+async def connected(address: str, options: BenchOptions, seed: int) -> AsyncIterator[BenchClient]:
+    """A client that has no sequences yet, and whose connection lasts for the block. Raises ValueError."""
     connection = AsyncClient(address, timeout=options.timeout_s, shared_memory_bytes=options.shared_memory_bytes)
     async with connection:
-        client = BenchClient(connection, options, seed)
-        try:
-            await client.prepare()
-            yield client
-        except DeltalineError:
-            raise
-        except BaseException:
-            await client.close()
-            raise
-        await client.close()
+        yield BenchClient(connection, options, seed)
 
 
 class BenchClient:

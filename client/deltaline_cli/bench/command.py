@@ -43,8 +43,9 @@ def measured(
     if options.metrics_url is not None:
         try:
             read_metrics(options.metrics_url)
-        except OSError as error:
-            raise ValueError(f"--metrics-url: {options.metrics_url}: {error}") from error
+        except (OSError, ValueError) as error:
+            why = str(error).removeprefix("--metrics-url: ")
+            raise ValueError(f"--metrics-url: {options.metrics_url}: {why}") from error
     with Client(address, timeout=options.timeout_s) as client:
         info = client.info()
     options.check(info)

@@ -13,10 +13,14 @@ from typing import Self
 import numpy as np
 
 from deltaline_cli.bench.arrivals import ArrivalThread, arrivals
-from deltaline_cli.bench.client import BenchClient, prepared
+from deltaline_cli.bench.client import BenchClient, connected
 from deltaline_cli.bench.loop import closed_loop
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.samples import COLUMNS, Sample, Samples
+from deltaline_client import DeltalineError
+
+# For closing what is open on a server that has failed a call: it may be slow, or gone.
+CLOSE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,31 @@ async def opened(
 ) -> AsyncIterator[Load]:
     """The load of a share of the clients: their sequences are open, and a first step of each kind is made.
 
-    on_step is called with the number of steps done since the last call.
+    Sequences are closed afterwards; after an error, within CLOSE_S, as far as the server lets them be. on_step is
+    called with the number of steps done since the last call. Raises ValueError when the server can't take such a run;
+    DeltalineError.
     """
     async with AsyncExitStack() as stack:
         notes = stack.enter_context(InlineNotes())
-        clients = [
-            await stack.enter_async_context(prepared(address, options, seed=number))
-            for number in share.clients(options)
-        ]
-        yield Load(clients, notes, options, share, on_step)
+        clients: list[BenchClient] = []
+        try:
+            for number in share.clients(options):
+                clients.append(await stack.enter_async_context(connected(address, options, seed=number)))
+                await clients[-1].prepare()
+            yield Load(clients, notes, options, share, on_step)
+        except BaseException:
+            with suppress(DeltalineError, TimeoutError):  # the first error is the one to tell
+                async with asyncio.timeout(CLOSE_S):
+                    await _close(clients)
+            raise
+        await _close(clients)
+
+
+async def _close(clients: list[BenchClient]) -> None:
+    """Close the sequences of all clients at once. Raises the first DeltalineError."""
+    for result in await asyncio.gather(*(client.close() for client in clients), return_exceptions=True):
+        if result is not None:
+            raise result
 
 
 class Load:

@@ -16,7 +16,24 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Mix = dict[Kind, float]
 # Those of the server's own options.
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_LENGTHS = "--prefill-tokens: expected N, LOW:HIGH or lognormal:MEDIAN,P99, each at least 1 and growing"
+# A row of so many tokens is gigabytes of hidden states, all of them in memory at once.
+MAX_TOKENS = 2**20
+_LENGTHS = f"--prefill-tokens: expected N, LOW:HIGH or lognormal:MEDIAN,P99, each in 1 .. {MAX_TOKENS} and growing"
+_MAX_WEIGHT = 1e9
+_DAY_S = 86_400.0
+# What an option may be. Timers take no much longer times.
+_LIMITS: dict[str, tuple[float, float]] = {
+    "clients": (1, 4096),
+    "rows": (1, 2**20),
+    "duration_s": (1e-3, _DAY_S),
+    "steps": (1, 10**9),
+    "rate": (1e-6, 1e6),
+    "drafts": (1, MAX_TOKENS),
+    "ramp_up_s": (0, _DAY_S),
+    "processes": (1, 1024),
+    "shared_memory_bytes": (0, 2**50),
+    "timeout_s": (1e-3, _DAY_S),
+}
 # The 99th percentile of the standard normal distribution.
 _Z99 = 2.3263478740408408
 
@@ -40,7 +57,7 @@ def parse_mix(text: str) -> Mix:
             value = float(weight)
         except ValueError:
             value = math.nan
-        if kind is None or kind in mix or not 0 <= value < math.inf:
+        if kind is None or kind in mix or not 0 <= value <= _MAX_WEIGHT:
             raise ValueError(f"--mix: expected KIND=WEIGHT,... of {', '.join(KINDS)}, each once, got {text!r}")
         if value:
             mix[kind] = value
@@ -67,16 +84,16 @@ class Lengths:
             made = cls(int(low), int(high) if mark else int(low), is_lognormal)
         except ValueError:
             raise ValueError(f"{_LENGTHS}, got {text!r}") from None
-        if made.low < 1 or made.high < made.low or (is_lognormal and made.high == made.low):
+        if not 1 <= made.low <= made.high <= MAX_TOKENS or (is_lognormal and made.high == made.low):
             raise ValueError(f"{_LENGTHS}, got {text!r}")
         return made
 
     def draw(self, rng: np.random.Generator) -> int:
-        """Return one length, at least 1."""
+        """Return one length, 1 .. MAX_TOKENS."""
         if not self.is_lognormal:
             return int(rng.integers(self.low, self.high + 1))
         sigma = math.log(self.high / self.low) / _Z99
-        return max(1, round(self.low * math.exp(sigma * rng.standard_normal())))
+        return min(max(1, round(self.low * math.exp(sigma * rng.standard_normal()))), MAX_TOKENS)
 
     def __str__(self) -> str:
         if self.is_lognormal:
@@ -110,25 +127,14 @@ class BenchOptions:
     timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        least = {"clients": self.clients, "rows": self.rows, "processes": self.processes, "drafts": self.drafts}
-        if self.steps is not None:
-            least["steps"] = self.steps
-        for name, value in least.items():
-            if value < 1:
-                raise ValueError(f"--{name}: expected 1 or more, got {value}")
-        positive = {"duration": self.duration_s, "timeout": self.timeout_s}
-        if self.rate is not None:
-            positive["rate"] = self.rate
-        for name, seconds in positive.items():
-            if not 0 < seconds < math.inf:
-                raise ValueError(f"--{name}: expected a positive number, got {seconds:g}")
-        if not 0 <= self.ramp_up_s < math.inf:
-            raise ValueError(f"--ramp-up: expected 0 or more seconds, got {self.ramp_up_s:g}")
-        if self.shared_memory_bytes < 0:
-            raise ValueError(f"--shared-memory-bytes: expected 0 or more, got {self.shared_memory_bytes}")
+        for name, (low, high) in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                flag = name.removesuffix("_s").replace("_", "-")
+                raise ValueError(f"--{flag}: expected {low:.15g} .. {high:.15g}, got {value}")
         if self.processes > self.clients:
             raise ValueError(f"--processes: expected at most one per client, {self.clients}, got {self.processes}")
-        if self.output is not None and (self.output.suffix != ".json" or not self.output.parent.is_dir()):
+        if self.output is not None and (self.output.suffix != ".json" or not _can_be_made(self.output)):
             raise ValueError(f"--output: expected FILE.json in a folder that exists, got {str(self.output)!r}")
 
     @property
@@ -167,3 +173,14 @@ class BenchOptions:
                 f"--shared-memory-bytes: the server shares at most {info.shared_memory_bytes} bytes (its option of the "
                 f"same name), got {asked} for {self.clients} clients"
             )
+
+
+def _can_be_made(path: Path) -> bool:
+    """Whether there may be a file at a path, as far as its folder and the length of its name tell."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return path.parent.is_dir()
+    except OSError:
+        return False
+    return path.is_file()

@@ -34,8 +34,8 @@ def run(address: str, options: BenchOptions, on_step: OnStep, on_start: OnStart)
     """Drive a server and return what was measured.
 
     on_step is called with numbers of steps that are done, on_start with the time at which the load begins. However it
-    ends, the sequences that were opened are closed, unless the server failed. Raises ValueError for options that the
-    server can't take, DeltalineError, BenchError, KeyboardInterrupt.
+    ends, the sequences that were opened are closed, as far as the server lets them be. Raises ValueError for options
+    that the server can't take, DeltalineError, BenchError, KeyboardInterrupt.
     """
     if options.processes > 1:
         return _run_processes(address, options, on_step, on_start)
@@ -129,7 +129,7 @@ def _process(address: str, options: BenchOptions, share: Share, pipe: Connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says when to stop, also after Ctrl-C
     try:
         pipe.send(asyncio.run(_drive(address, options, share, pipe, counter)))
-    except (DeltalineError, ValueError) as error:
+    except (DeltalineError, MemoryError, ValueError) as error:
         with suppress(ConnectionError):
             pipe.send(str(error))
     except (asyncio.CancelledError, ConnectionError):

@@ -18,7 +18,7 @@ from deltaline_client._exceptions import AdapterInUse, AdapterUnknown, Deltaline
 from deltaline_client._state import ClientState, info, retried
 from deltaline_client._transport.flow import Flow, Sleep, call
 from deltaline_client._transport.methods import LIST_ADAPTERS, LOAD_ADAPTER, UNLOAD_ADAPTER
-from deltaline_client._transport.retry import Attempts, is_retryable
+from deltaline_client._transport.retry import is_retryable
 
 # Over the loopback on two cores 620 MiB/s; with 64 and 256 KiB 255 and 480, with 2 MiB no more.
 CHUNK_BYTES = 1 << 20
@@ -65,9 +65,7 @@ def load(
     if source is not None:
         chunk_bytes = min(CHUNK_BYTES, (yield from info(client)).inline_limit_bytes)
     # No attempt is cut short to make another: that would send all of it again.
-    attempts = Attempts(
-        replace(client._retry, attempt_timeout_s=math.inf), client._timeout_s if timeout_s is None else timeout_s
-    )
+    attempts = client._attempts(timeout_s, replace(client._retry, attempt_timeout_s=math.inf))
     while True:
         upload = Upload(source, chunk_bytes, progress)
         messages = upload.messages(name, pinned)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from deltaline_server.adapters.peft_config import AdapterConfig, ModuleConfig
-from deltaline_server.checkpoints.config_reader import ModelError, shown
+from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Module, Packed
 from deltaline_server.checkpoints.tensor_file import TensorFile
+from deltaline_server.errors import shown
 from deltaline_server.models.lora_layout import AdapterLayout, LoraPart, TensorName, parse_name
 from deltaline_server.models.lora_weights import Adapter, AdapterShape, AdapterWeights
 

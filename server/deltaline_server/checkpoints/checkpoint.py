@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deltaline_server.checkpoints.config_reader import ModelError, file_bytes, read_json_object, shown
+from deltaline_server.checkpoints.config_reader import ModelError, file_bytes, read_json_object
+from deltaline_server.errors import shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,6 +25,7 @@ MAX_TENSORS = 1_000_000
 DTYPES = ("F32", "BF16", "F16")
 MAX_FILE_NAME_CHARS = 255
 LENGTH_BYTES = 8
+MAX_REASON_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,10 @@ class Checkpoint:
             _check_header(path)
             try:
                 handle = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{file}: expected safetensors, got something else") from error
+            except SafetensorError as error:
+                raise ModelError(f"{file}: expected safetensors, got something else ({parse_reason(error)})") from error
+            except OSError as error:  # its text has the path
+                raise ModelError(f"{file}: expected safetensors, which can't be opened") from error
             if len(handle.keys()) > MAX_TENSORS:
                 raise ModelError(f"{file}: expected at most {MAX_TENSORS} tensors, got {len(handle.keys())}")
             self._handles[file] = handle
@@ -170,6 +174,19 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
+def check_length(name: str, size: int) -> None:
+    """Raise ModelError unless a file of `size` bytes may begin as safetensors do."""
+    if size < LENGTH_BYTES:
+        expected = f"safetensors, at least {LENGTH_BYTES} bytes (the length of their header)"
+        raise ModelError(f"{name}: expected {expected}, got {size}")
+
+
+def parse_reason(error: Exception) -> str:
+    """What a reader says is wrong, in one line and cut short: it may repeat what is in the file."""
+    text = "".join(character if character.isprintable() else " " for character in str(error))
+    return text if len(text) <= MAX_REASON_CHARS else text[: MAX_REASON_CHARS - 3] + "..."
+
+
 def _check_header(path: Path) -> None:
     """Raise ModelError unless the file's header is within its file and the cap, before anything parses it."""
     size = file_bytes(path)
@@ -178,5 +195,6 @@ def _check_header(path: Path) -> None:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     except OSError as error:
         raise ModelError(f"{path.name}: can't be read ({error.strerror})") from error
-    if size < LENGTH_BYTES or length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+    check_length(path.name, size)
+    if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
         raise ModelError(f"{path.name}: expected a header within the file and {MAX_HEADER_BYTES} bytes, got {length}")

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from deltaline_server.errors import shown
+
 # The largest fp32 number, (2 - 2^-23) * 2^127: an integer of JSON may be larger than any float. The smallest positive
 # one that is not a subnormal, which devices may take for zero.
 MAX_FLOAT = (2.0 - 2.0**-23) * 2.0**127
@@ -106,12 +108,3 @@ class ConfigReader:
     def require(self, key: str, expected: str, default: str) -> None:
         if self._values.get(key, default) != expected:
             raise self.fail(key, f"'{expected}'")
-
-
-def shown(value: object) -> str:
-    """A value for a message, cut short. It may be nested as deeply as JSON can be read."""
-    try:
-        text = repr(value)
-    except RecursionError:  # there is less room here than there was when it was read
-        text = "something nested too deeply"
-    return text if len(text) <= 80 else text[:77] + "..."

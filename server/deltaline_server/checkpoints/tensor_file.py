@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deltaline_server.checkpoints.checkpoint import LENGTH_BYTES, TensorInfo
-from deltaline_server.checkpoints.config_reader import ModelError, shown
+from deltaline_server.checkpoints.checkpoint import LENGTH_BYTES, TensorInfo, check_length, parse_reason
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.errors import shown
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 4096
@@ -119,7 +120,8 @@ class TensorFile:
     def _read_header(self) -> dict[str, Any]:
         """Read and parse the header; sets where the data begins."""
         content = self._content
-        if not LENGTH_BYTES <= content.size <= MAX_FILE_BYTES:
+        check_length(content.name, content.size)
+        if content.size > MAX_FILE_BYTES:
             raise ModelError(
                 f"{content.name}: expected safetensors of at most {MAX_FILE_BYTES} bytes, got {content.size}"
             )
@@ -135,9 +137,8 @@ class TensorFile:
         except (ValueError, RecursionError) as error:
             if isinstance(error, ModelError):
                 raise
-            raise ModelError(
-                f"{content.name}: expected safetensors with a header in JSON, got something else"
-            ) from error
+            why = f"got something else ({parse_reason(error)})"
+            raise ModelError(f"{content.name}: expected safetensors with a header in JSON, {why}") from error
         if not isinstance(header, dict):
             raise ModelError(f"{content.name}: expected safetensors with an object as header, got {shown(header)}")
         return header

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
-from deltaline_server.checkpoints.config_reader import MAX_FLOAT, ConfigReader, ModelError, read_json_object, shown
+from deltaline_server.checkpoints.config_reader import MAX_FLOAT, ConfigReader, ModelError, read_json_object
+from deltaline_server.errors import shown
 from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, MixerShape
 from deltaline_server.layers.streams import StreamConfig, stream_config
 

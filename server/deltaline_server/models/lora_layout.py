@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from deltaline_server.checkpoints.config_reader import ModelError, shown
+from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import MLP, Module, Packed, Placement
+from deltaline_server.errors import shown
 from deltaline_server.models.config import MixerKind, MlpKind, ModelConfig, Scope
 from deltaline_server.models.weights import PREFIXES, block_family, served_modules
 

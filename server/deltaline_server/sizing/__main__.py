@@ -12,9 +12,13 @@ import sys
 from collections.abc import Sequence
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config, ConfigError, flag
+from deltaline_server.config import Config
+from deltaline_server.errors import shown
+from deltaline_server.option import ConfigError, flag
+from deltaline_server.sizing.host import on_host
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
 
+_CONTEXT_DIGITS = 12
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _ABOUT = """\
 Tells what a server takes on its device, and how many sequences a budget of memory holds, from the checkpoint's config
@@ -35,15 +39,19 @@ def main() -> int:
     try:
         config, context = _parse(sys.argv[1:])
         sizes = size(config, context)
-        print(report(sizes, config))
+        print(report(sizes, config, on_host(config)), flush=True)
         return int(not sizes.fits)
+    except OSError as error:  # of the output: a full disk, for example, which is not tried once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"deltaline: error: {error}", file=sys.stderr)
+        return 1
     except (ConfigError, ModelError, ValueError) as error:
         print(f"deltaline: error: {error}", file=sys.stderr)
         return 1
 
 
-def report(sizes: Sizes, config: Config) -> str:
-    """Return the sizes as a page of text."""
+def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
+    """Return the sizes as a page of text. host_bytes: of the host's memory where the server computes in it."""
     plan, state = sizes.plan, sizes.state
     spans = ", ".join(f"{span.start}:{span.stop}" for span in plan.spans)
     dtype = str(plan.layout.placement.dtype).removeprefix("torch.")
@@ -54,7 +62,7 @@ def report(sizes: Sizes, config: Config) -> str:
     parts = list(dict.fromkeys(part for layer in sizes.layers for part in layer.line))
     heads = ("of each layer", "layers", "weights", *(_PART_NAMES[part] for part in parts), "a token in pages")
     lines += _table([heads, *(_row(layer, parts) for layer in sizes.layers)])
-    weights, total = sizes.weight_bytes, state.total_bytes
+    weights = sizes.weight_bytes
     rows = [
         ("on the device", "bytes", ""),
         ("weights", _number(weights), _readable(weights)),
@@ -65,8 +73,12 @@ def report(sizes: Sizes, config: Config) -> str:
         rows.append((f"{kv.num_pages} pages of {kv.page_size} tokens, and the null page", *_both(kv.total_bytes)))
     if sizes.adapter_bytes:
         rows.append((f"{config.adapter_slots} adapter slots", *_both(sizes.adapter_bytes)))
-    rows.append(("together, beside what batches need", *_both(weights + total + sizes.adapter_bytes)))
-    lines += ["", *_table(rows), "", f"a line of all layers: {_exact(state.line_bytes)}"]
+    rows.append(("together, beside what batches need", *_both(sizes.total_bytes)))
+    lines += ["", *_table(rows)]
+    if host_bytes is not None:
+        room = "too little" if sizes.total_bytes > host_bytes else "room"
+        lines.append(f"this host has {_exact(host_bytes)} of memory: {room} for this server on its CPU")
+    lines += ["", f"a line of all layers: {_exact(state.line_bytes)}"]
     if state.kv is not None:
         pages = _plural(sizes.pages_per_sequence, "page")
         lines.append(f"a sequence of {_plural(sizes.context, 'token')}: {_exact(sizes.sequence_bytes)}, {pages}")
@@ -93,8 +105,8 @@ def _parse(arguments: Sequence[str]) -> tuple[Config, int | None]:
     text = "tokens of a sequence that is counted with; default the most that one may have"
     parser.add_argument("--context", metavar="N", help=text)
     own, rest = parser.parse_known_args(arguments)
-    if own.context is not None and not own.context.isdecimal():
-        raise ConfigError(f"{flag('context')}: expected a whole number, got {own.context!r}")
+    if own.context is not None and not (own.context.isdecimal() and len(own.context) <= _CONTEXT_DIGITS):
+        raise ConfigError(f"{flag('context')}: expected a whole number, got {shown(own.context)}")
     return Config.parse(rest, os.environ), None if own.context is None else int(own.context)
 
 

@@ -63,6 +63,11 @@ class Sizes:
         return layers + next(rotations, 0) + _head_bytes(self.plan)
 
     @property
+    def total_bytes(self) -> int:
+        """Bytes of weights, state and places of adapters: all that is allocated at start, but for what batches need."""
+        return self.weight_bytes + self.state.total_bytes + self.adapter_bytes
+
+    @property
     def pages_per_sequence(self) -> int:
         """Pages of a sequence of `context` tokens."""
         return 0 if self.state.kv is None else -(-self.context // self.state.kv.page_size)

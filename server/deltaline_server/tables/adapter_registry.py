@@ -14,8 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
 
-from deltaline_server.checkpoints.config_reader import shown
-from deltaline_server.errors import Reason, RequestError, spelled_bytes
+from deltaline_server.errors import Reason, RequestError, shown, spelled_bytes
 from deltaline_server.log import event
 from deltaline_server.tables.adapter_places import AdapterPlaces, Content
 

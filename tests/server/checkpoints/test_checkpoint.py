@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rigs.adapter_bad import content_of, entry
 from safetensors.torch import save_file
 
 from deltaline_server.checkpoints.checkpoint import (
@@ -109,8 +110,8 @@ def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\x08", (MAX_HEADER_BYTES + 1).to_bytes(8, "little"), (9).to_bytes(8, "little") + b"{}      "],
-    ids=["empty", "cut", "above-the-cap", "beyond-the-file"],
+    [(MAX_HEADER_BYTES + 1).to_bytes(8, "little"), (9).to_bytes(8, "little") + b"{}      "],
+    ids=["above-the-cap", "beyond-the-file"],
 )
 def test_header_lengths_are_checked_before_anything_is_parsed(tmp_path: Path, content: bytes) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(content)
@@ -126,10 +127,21 @@ def test_a_header_above_the_cap_is_refused_in_a_file_that_would_hold_it(tmp_path
         Checkpoint(tmp_path)
 
 
-def test_a_header_that_is_no_header_is_refused(tmp_path: Path) -> None:
-    (tmp_path / SINGLE_FILE).write_bytes((8).to_bytes(8, "little") + b"garbage!")
-    with pytest.raises(ModelError, match=rf"^{SINGLE_FILE}: expected safetensors"):
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", r"at least 8 bytes \(the length of their header\), got 0$"),
+        (b"\x08", r"at least 8 bytes \(the length of their header\), got 1$"),
+        (content_of(b"garbage!"), r"got something else \(.*invalid JSON in header.*\)$"),
+        (content_of({"a": entry([2], 0, 8)}, b"\0" * 7), r"got something else \(.*file not fully covered\)$"),
+        (content_of({"a": entry([1], 0, 4, "x\n" * 300)}, b"\0" * 4), r"got something else \(.{197}\.\.\.\)$"),
+    ],
+)
+def test_a_file_that_is_no_safetensors_is_refused_with_the_reason(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / SINGLE_FILE).write_bytes(content)
+    with pytest.raises(ModelError, match=rf"^{SINGLE_FILE}: expected safetensors, {told}") as caught:
         Checkpoint(tmp_path)
+    assert str(tmp_path) not in str(caught.value)
 
 
 def test_random_tensors_depend_on_seed_and_name_only() -> None:

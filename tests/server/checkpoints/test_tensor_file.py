@@ -45,6 +45,19 @@ def test_a_bad_file_is_refused(case: str) -> None:
         file_of(BAD_FILES[case])
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\x01", r"at least 8 bytes \(the length of their header\), got 1$"),
+        (content_of(b"garbage!"), r"got something else \(Expecting value: line 1 column 1 \(char 0\)\)$"),
+        (content_of(b'{"\xff":1}'), r"got something else \('utf-8' codec can't decode byte 0xff in position 2: .*\)$"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told(content: bytes, told: str) -> None:
+    with pytest.raises(ModelError, match=rf"^adapter_model\.safetensors: expected safetensors\b.*, {told}"):
+        file_of(content)
+
+
 def test_a_file_that_was_cut_meanwhile_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(save({"a": torch.randn(1000)}))

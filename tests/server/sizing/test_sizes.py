@@ -28,6 +28,7 @@ from deltaline_server.models.model import Model, load_model, open_plan
 from deltaline_server.models.weights import random_init
 from deltaline_server.runtime import Runtime, model_options
 from deltaline_server.sizing import __main__ as sizing
+from deltaline_server.sizing import host
 from deltaline_server.sizing.sizes import size
 from deltaline_server.telemetry.metrics import Metrics
 
@@ -181,6 +182,18 @@ def test_the_command_prints_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit, match="0"):
         run("--help")
     assert "usage: deltaline size [--context N] [options of deltaline-server]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("host_bytes", "told"), [(1000, "too little"), (1 << 40, "room"), (None, "")])
+def test_the_command_tells_what_the_host_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, host_bytes: int | None, told: str
+) -> None:
+    monkeypatch.setattr(host, "host_bytes", lambda: host_bytes)
+    path = config_of(tmp_path, HYBRID).random_init
+    monkeypatch.setattr(sys, "argv", ["deltaline size", "--device", "cpu", "--random-init", str(path)])
+    assert sizing.main() == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("this host has ")]
+    assert [line.partition(": ")[2] for line in lines] == ([f"{told} for this server on its CPU"] if told else [])
 
 
 def test_the_command_is_run_with_what_the_server_is_run_with(capfd: Capture) -> None:

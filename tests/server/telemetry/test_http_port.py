@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import gzip
 import socket
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from http.client import HTTPConnection
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
+from rigs.until import until
 
 from deltaline_server.telemetry import http_port
 from deltaline_server.telemetry.http_port import HttpPort
@@ -127,14 +128,65 @@ async def test_a_client_that_stands_still_is_cut_off(port: Port, monkeypatch: py
         assert await asyncio.to_thread(client.recv, 1) == b""
 
 
-async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_port, "MAX_CONNECTIONS", 1)
+async def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_port, "LIFE_S", 0.1)
+    with socket.create_connection(("127.0.0.1", port.http.port)) as client:
+        async with asyncio.timeout(60):
+            with pytest.raises(ConnectionError):
+                while True:
+                    client.sendall(b"x")
+                    await asyncio.sleep(0.02)
+
+
+async def test_connections_are_bounded_and_a_scrape_gets_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_port, "MAX_CONNECTIONS", 2)
     port = Port()
     address = ("127.0.0.1", port.http.port)
-    with socket.create_connection(address), socket.create_connection(address, timeout=60) as one_more:
-        assert await asyncio.to_thread(one_more.recv, 1) == b""
-    status = 0
-    while status != 200:  # once the thread has seen that its client is gone
-        with suppress(ConnectionError):
-            status = (await port.ask("/healthz")).status
+    with socket.create_connection(address, timeout=60) as first, socket.create_connection(address) as second:
+        second.sendall(b"GET /met")
+        assert (await port.ask("/metrics")).status == 200
+        assert await asyncio.to_thread(first.recv, 1) == b""  # the oldest made way
     await asyncio.to_thread(port.http.close)
+
+
+async def test_those_that_have_asked_make_way_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_port, "MAX_CONNECTIONS", 1)
+    port, may_answer = Port(), threading.Event()
+    port.gauge.set_function(lambda: float(may_answer.wait(60)))
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(port.request, "/metrics")
+        await until(lambda: port.http.connections.num_asked)
+        with socket.create_connection(("127.0.0.1", port.http.port), timeout=60) as one_more:
+            assert await asyncio.to_thread(one_more.recv, 1) == b""
+        may_answer.set()
+        assert (await asyncio.to_thread(asking.result)).status == 200
+    await until(lambda: not port.http.connections.num_asked)
+    assert (await port.ask("/healthz")).status == 200
+    await asyncio.to_thread(port.http.close)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers", "expected"),
+    [
+        ("GET /metrics HTTP/1.1", "Accept: application/openmetrics-text; version=MARK", 200),
+        ("GET /metrics HTTP/1.1", "Accept: application/openmetrics-text; version=98765.0", 200),
+        ("GET /metrics HTTP/1.1", "Accept: text/plain; version=1.MARK; escaping=MARK", 200),
+        ("GET /metrics HTTP/1.1", "Accept: \xff,;;=,MARK\r\nAccept-Encoding: ;MARK,\xff", 200),
+        ("GET /metrics HTTP/1.1", "\r\n".join(f"X-{i}: MARK" for i in range(200)), 431),
+        ("GET /metrics HTTP/2.0", "Accept: MARK", 400),
+        ("GET /metrics MARK", "Accept: MARK", 400),
+        ("MARK /metrics HTTP/1.1", "Accept: MARK", 405),
+    ],
+)
+async def test_whatever_is_asked_is_answered_and_not_repeated(
+    port: Port, request_line: str, headers: str, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer() -> bytes:
+        with socket.create_connection(("127.0.0.1", port.http.port), timeout=60) as client:
+            client.sendall(f"{request_line}\r\n{headers}\r\n\r\n".encode("latin-1"))
+            return client.makefile("rb").read()
+
+    told = await asyncio.to_thread(answer)
+    assert told.startswith(b"HTTP/1.0 %d " % expected)
+    assert (b"deltaline_lines_used" in told) == (expected == 200)
+    assert b"MARK" not in told and b"98765" not in told and caplog.text == ""

@@ -1,0 +1,49 @@
+"""A time that a call may take is a positive, finite number, wherever the client takes one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltaline_client import AsyncClient, Client, Retry, Row
+
+# The last is beyond what gRPC counts in: it took the call to be over, and the client tried again for ever.
+WRONG = [0, -1.0, math.nan, math.inf, "5", True, 1e10]
+EXPECTED = "expected a positive number of seconds, finite and at most 1000000000, got "
+
+
+@pytest.mark.parametrize("seconds", WRONG)
+@pytest.mark.parametrize("make", [Client, AsyncClient])
+def test_a_client_refuses_other_times(make: Any, seconds: Any) -> None:
+    with pytest.raises(ValueError, match=f"^timeout: {EXPECTED}{seconds!r}$"):
+        make("127.0.0.1:1", timeout=seconds)
+
+
+@pytest.mark.parametrize("make", [Client, AsyncClient])
+@pytest.mark.parametrize("seconds", [math.nan, math.inf])
+def test_a_client_refuses_a_retry_with_other_times(make: Any, seconds: float) -> None:
+    with pytest.raises(ValueError, match=rf"^retry\.attempt_timeout_s: {EXPECTED}"):
+        make("127.0.0.1:1", retry=Retry(attempt_timeout_s=seconds))
+
+
+@pytest.mark.parametrize("seconds", WRONG)
+def test_calls_refuse_other_times_and_send_nothing(server: Any, driven: Any, seconds: Any) -> None:
+    sequence = driven.do(driven.client.open())
+    hidden = np.zeros((1, driven.do(driven.client.info()).hidden_size))
+    calls: dict[Any, Any] = {
+        driven.client.adapters.load: "french",
+        driven.client.step: [Row.decode(sequence, hidden)],
+        sequence.decode: hidden,
+    }
+    for call, argument in calls.items():
+        with pytest.raises(ValueError, match=f"^timeout_s: {EXPECTED}{seconds!r}$"):
+            driven.do(call(argument, timeout_s=seconds))
+    assert server.requests["Step"] == []
+
+
+def test_any_kind_of_number_is_a_time() -> None:
+    for seconds in (1, np.float32(1.5), np.int64(3), 1e9):
+        Client("127.0.0.1:1", timeout=seconds).disconnect()  # type: ignore[arg-type]
