@@ -92,8 +92,7 @@ class Operator:
         hints = get_type_hints(function)
         only = {key: NoneType for key in self._names if hints[key] is NoneType} | dict(only)
         self._only = tuple(only.items())
-        why = f"{name} is no operator with objects for {' or '.join(only)}: docs/engines.md"
-        self._call_as_it_is = torch.compiler.disable(function, reason=why)
+        self._why_none = f"{name} is no operator with objects for {' or '.join(only)}: docs/engines.md"
         types: dict[str, Any] = {}
         self._classes: dict[str, Any] = {}
         self.parameters: dict[str, tuple[str, ...]] = {}
@@ -153,7 +152,8 @@ class Operator:
             return self.function(*args, **kwargs)  # which says what is wrong
         for key, kind in self._only:
             if given[key] is not None and not isinstance(given[key], kind):
-                return self._call_as_it_is(**given)
+                torch._dynamo.graph_break(msg=self._why_none)
+                return torch.compiler.disable(self.function)(**given)
         made = self._call(*self.flatten(given))
         made = made if isinstance(made, tuple) else (made,)
         # Arguments and None, which an operator can't return, are put where it has placeholders.
