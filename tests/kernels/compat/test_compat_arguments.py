@@ -9,7 +9,6 @@ import pytest
 import torch
 from kernels.compat.test_compat_conv1d import DIM, NUM_LINES
 from rigs.kernels.draws import ints, normal
-from torch import Tensor
 
 from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update
 
@@ -38,13 +37,19 @@ def good_update() -> dict[str, Any]:
     }
 
 
+def good_batch() -> dict[str, Any]:
+    numbers = torch.tensor([[0, 0, 1], [1, 2, -1]])
+    return {"x": normal(2, DIM, 3), "weight": normal(DIM, 4), "initial_states": normal(2, DIM, 3), "seq_idx": numbers}
+
+
 def blocks(table: list[list[int]], read: list[int]) -> dict[str, Any]:
     written = {"initial_state_idx": ints(*read), "block_idx_last_scheduled_token": ints(1, 1)}
     return {"conv_state_indices": torch.tensor(table), **written}
 
 
 FN, UPDATE = causal_conv1d_fn, causal_conv1d_update
-WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] = [
+BATCH: Any = "a call of causal_conv1d_fn with a batch"
+WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (FN, TypeError, "x: expected a tensor, got list", {"x": [1.0]}),
     (FN, ValueError, "x: expected shape", {"x": normal(DIM)}),
     (FN, ValueError, "x: expected contiguous channels", {"x": normal(DIM, 5)}),
@@ -78,6 +83,14 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
     (FN, TypeError, "query_start_loc: expected a tensor, got None", {"query_start_loc": None}),
     (FN, ValueError, "query_start_loc: expected None beside", {"x": normal(2, DIM, 3)}),
     (FN, ValueError, "seq_idx: expected None or False, as packed", {"seq_idx": ints(0, 0, 0, 1, 1)}),
+    (BATCH, ValueError, "seq_idx: expected None or False, as packed", {"conv_states": normal(2, DIM, 3)}),
+    (BATCH, TypeError, "seq_idx: expected torch.int32 or torch.int64", {"seq_idx": normal(2, 3)}),
+    (BATCH, ValueError, "seq_idx: expected shape .batch=2, tokens=3.", {"seq_idx": ints(0, 0, 0)}),
+    (BATCH, ValueError, "return_final_states: expected False beside seq_idx", {"return_final_states": True}),
+    (BATCH, ValueError, "final_states_out: expected None, as return_final", {"final_states_out": normal(2, DIM, 3)}),
+    (BATCH, ValueError, "initial_states: expected shape .batch=2, dim=24,", {"initial_states": normal(2, DIM, 4)}),
+    (BATCH, ValueError, "cache_indices: expected None, as conv_states", {"cache_indices": ints(1, 2)}),
+    (BATCH, ValueError, "has_initial_state: expected None", {"has_initial_state": torch.tensor([True, False])}),
     (FN, ValueError, "initial_states: expected None or False, as conv", {"initial_states": normal(2, DIM, 3)}),
     (FN, ValueError, "return_final_states: expected None or False", {"return_final_states": True}),
     (FN, ValueError, "final_states_out: expected None or False", {"final_states_out": normal(2, DIM, 3)}),
@@ -120,12 +133,13 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
 
 @pytest.mark.parametrize(("function", "error", "message", "change"), WRONG, ids=[message for _, _, message, _ in WRONG])
 def test_the_wrong_argument_is_named(
-    function: Callable[..., Tensor], error: type[Exception], message: str, change: dict[str, Any]
+    function: Any, error: type[Exception], message: str, change: dict[str, Any]
 ) -> None:
-    good = good_prefill() if function is causal_conv1d_fn else good_update()
-    function(**good)
+    good = {FN: good_prefill, UPDATE: good_update, BATCH: good_batch}[function]()
+    run: Callable[..., Any] = FN if function is BATCH else function
+    run(**good)
     with pytest.raises(error, match="^" + message):
-        function(**(good | change))
+        run(**(good | change))
 
 
 def test_what_is_said_of_skipped_rows_is_not_checked() -> None:
