@@ -10,6 +10,7 @@ of chunks (docs/numerics.md). Nothing waits for a GPU: what index tensors say is
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -17,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, STATES
-from deltaline_kernels.compat.arguments import EngineRows, Unused, check_number, check_unused
+from deltaline_kernels.compat.arguments import (
+    EngineRows,
+    Unused,
+    UnusedSteps,
+    check_flag,
+    check_number,
+    check_unused,
+)
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, pack_delta, pack_rates
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.slots import advance_table, check_contents
@@ -114,6 +122,8 @@ def chunk_gated_delta_rule(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     check_unused(unused)
+    check_flag("output_final_state", output_final_state)
+    check_flag("state_v_first", state_v_first)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
     rows = _lay_out(v, cu_seqlens)
     return _run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=True)
@@ -168,6 +178,10 @@ def fused_recurrent_gated_delta_rule(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     check_unused(unused)
+    check_flag("inplace_final_state", inplace_final_state)
+    check_flag("state_v_first", state_v_first)
+    if output_final_state is not None:
+        check_flag("output_final_state", output_final_state)
     gates = {"g": g, "beta": beta}
     inputs = pack_delta(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, optional="beta")
     rows = _lay_out(v, cu_seqlens)
@@ -199,7 +213,7 @@ def fused_recurrent_gated_delta_rule(
     return _shape(o, v), state
 
 
-@operator(_fake_update, mutates=["initial_state_source"])
+@operator(_fake_update, mutates=["initial_state_source"], unused=partial(check_unused, kind=UnusedSteps))
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -215,6 +229,7 @@ def fused_sigmoid_gating_delta_rule_update(
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    **unused: Unpack[UnusedSteps],
 ) -> Tensor:
     """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
 
@@ -227,6 +242,7 @@ def fused_sigmoid_gating_delta_rule_update(
         initial_state_source: `[slots, HV, V, K]` fp32 or bf16, contiguous. Mutated: the slots of rows with tokens.
         initial_state_indices: `(N,)`, the slot of each row, perhaps more than N. A row with a negative slot is skipped:
             its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
+        unused: what engines pass, and changes nothing (`UnusedSteps`).
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row.
@@ -234,6 +250,7 @@ def fused_sigmoid_gating_delta_rule_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused, UnusedSteps)
     check_number("softplus_beta", softplus_beta, positive=True)
     check_number("softplus_threshold", softplus_threshold)
     gates = {"a": a, "b": b}

@@ -8,14 +8,23 @@ GPU: what index tensors say is checked on the CPU alone.
 """
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import STATES
-from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_indices, check_integer, check_operand
+from deltaline_kernels.compat.arguments import (
+    INTEGERS,
+    EngineRows,
+    UnusedSteps,
+    check_indices,
+    check_operand,
+    check_unused,
+    parse_pad,
+)
 from deltaline_kernels.compat.mamba2_inputs import pack_head_values, pack_mamba
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.slots import advance_table, check_contents
@@ -28,7 +37,7 @@ def _fake(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
     return x.new_empty(x.shape) if out is None else out
 
 
-@operator(_fake, mutates=["state", "out"])
+@operator(_fake, mutates=["state", "out"], unused=partial(check_unused, kind=UnusedSteps))
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -45,6 +54,9 @@ def selective_state_update(
     num_accepted_tokens: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     out: Tensor | None = None,
+    *,
+    null_block_id: int | None = None,
+    **unused: Unpack[UnusedSteps],
 ) -> Tensor:
     """Run the next token of each row, or with cu_seqlens its next tokens, one by one.
 
@@ -70,6 +82,8 @@ def selective_state_update(
         cu_seqlens: `(N+1,)` int32 or int64, the first token of each row and the end of the last. It may have more
             entries of indices and counts beside it than rows, which are not read.
         out: as x of any of the three dtypes, contiguous; None: a new tensor.
+        null_block_id: takes the place of `pad_slot_id` where it is given.
+        unused: what engines pass, and changes nothing (`UnusedSteps`).
 
     Returns:
         y as x, or `out`; unspecified for tokens of no row.
@@ -77,11 +91,12 @@ def selective_state_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused, UnusedSteps)
+    pad_slot_id = parse_pad(pad_slot_id, null_block_id)
     inputs = pack_mamba(x, dt, A, B, C, dt_bias, softplus=dt_softplus)
     heads, device = inputs.heads, x.device
     sizes = {"nheads": heads.num_heads, "dim": heads.head_dim, "dstate": heads.state_dim}
     check_operand("state", state, {"slots": None, **sizes}, STATES, device, contiguous=True)
-    check_integer("pad_slot_id", pad_slot_id)
     per_token = {"batch": x.shape[0], "nheads": heads.num_heads, "dim": heads.head_dim}
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=device)

@@ -95,7 +95,13 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (FN, ValueError, "return_final_states: expected None or False", {"return_final_states": True}),
     (FN, ValueError, "final_states_out: expected None or False", {"final_states_out": normal(2, DIM, 3)}),
     (UPDATE, ValueError, "cache_seqlens: expected None or False", {"cache_seqlens": ints(1, 1)}),
+    (FN, TypeError, "return_final_states: expected True or False, got Tensor", {"return_final_states": ints(1)}),
+    (FN, TypeError, "seq_lens: expected no argument of this name", {"seq_lens": [3, 2]}),
+    (FN, ValueError, "num_computed_tokens: expected None, the only", {"num_computed_tokens": ints(3, 2)}),
+    (UPDATE, ValueError, "num_accept_tokens: expected None, the only", {"num_accept_tokens": ints(1, 1)}),
+    (UPDATE, ValueError, "retrieve_next_token: expected None, the only", {"retrieve_next_token": ints(1, 1)}),
     (FN, ValueError, "activation: expected", {"activation": "relu"}),
+    (FN, ValueError, "activation: expected .* got Tensor", {"activation": torch.tensor([True, False])}),
     (UPDATE, ValueError, "x: expected shape .batch, dim.", {"x": normal(DIM)}),
     (UPDATE, ValueError, "x: expected shape .tokens, dim.", {"query_start_loc": ints(0, 3, 6)}),
     (UPDATE, ValueError, "conv_state: expected at least", {"conv_state": normal(NUM_LINES, 4, DIM).transpose(1, 2)}),
@@ -140,6 +146,18 @@ def test_the_wrong_argument_is_named(
     run(**good)
     with pytest.raises(error, match="^" + message):
         run(**(good | change))
+
+
+def test_arguments_that_change_nothing_are_accepted() -> None:
+    """Those of SGLang's calls, and of the calls of vLLM's older releases; compiled, too."""
+    of_prefill: dict[str, Any] = {"seq_lens_cpu": [3, 2], "block_table": None, "block_size_to_align": 0}
+    of_prefill |= dict.fromkeys(("block_idx_first_scheduled_token", "num_computed_tokens", "initial_state_idx"))
+    of_update = dict.fromkeys(("num_accept_tokens", "intermediate_conv_window", "retrieve_parent_token"))
+    for function, good, unused in ((FN, good_prefill, of_prefill), (UPDATE, good_update, of_update)):
+        told = good() | {"validate_data": False}
+        want = function(**{name: told[name].clone() if name.startswith("conv_state") else told[name] for name in told})
+        got = torch.compile(function, fullgraph=True, backend="eager")(**told, **unused)
+        assert torch.equal(got, want)
 
 
 def test_what_is_said_of_skipped_rows_is_not_checked() -> None:

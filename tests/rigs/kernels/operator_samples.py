@@ -176,7 +176,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: good_chunk(path, ROWS) | {"output_final_state": True},
         lambda path: without(good_chunk(path, ROWS), "initial_state"),
     ],
-    "fused_sigmoid_gating_delta_rule_update": [lambda path: good_update(path, ROWS)],
+    "fused_sigmoid_gating_delta_rule_update": [lambda path: good_update(path, ROWS) | {"is_kda": False}],
     "gated_delta": [gated_delta],
     "gated_rms_norm": [norm],
     "group_tokens": [lambda path: {"token_slots": ints(path, 1, -1, 0), "num_slots": 2, "max_rank": 8}],

@@ -5,20 +5,26 @@ tensors, a history that begins at column 0. Products and sums are fp32. Nothing 
 contents.
 """
 
+from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.compat.arguments import (
     EngineRows,
+    UnusedConv,
+    UnusedConvSteps,
     check_filter,
+    check_flag,
     check_indices,
     check_integer,
     check_operand,
     check_states,
+    check_unused,
     parse_activation,
+    parse_pad,
 )
 from deltaline_kernels.compat.conv1d.batch import convolve_batch
 from deltaline_kernels.compat.conv1d.by_device import convolve
@@ -59,7 +65,11 @@ def _fake_update(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
 
 # Two results, one of them nothing: inductor (torch 2.13) fails on a single one where no tensor is given to write to.
 @operator(
-    _fake_fn, mutates=["conv_states", "final_states_out"], results=2, only={"activation": str, "metadata": NoneType}
+    _fake_fn,
+    mutates=["conv_states", "final_states_out"],
+    results=2,
+    only={"activation": str, "metadata": NoneType},
+    unused=partial(check_unused, kind=UnusedConv),
 )
 def causal_conv1d_fn(
     x: Tensor,
@@ -79,11 +89,12 @@ def causal_conv1d_fn(
     return_final_states: bool = False,
     final_states_out: Tensor | None = None,
     use_cache: bool | None = None,
+    **unused: Unpack[UnusedConv],
 ) -> Any:
     """Convolve sequences of any length, packed or a batch; keep the last width-1 tokens of each in its line.
 
-    The last five arguments are causal-conv1d's and transformers', by name. Those that ask for something are for a batch
-    without conv_states, whose tensors they take the place of.
+    The five arguments before `unused` are causal-conv1d's and transformers', by name. Those that ask for something are
+    for a batch without conv_states, whose place they take.
 
     Args:
         x: `(dim, tokens)`, x.stride(0) == 1, packed; or `(batch, dim, tokens)`, a sequence each, of which other strides
@@ -106,6 +117,7 @@ def causal_conv1d_fn(
         initial_states: `(batch, dim, width-1)` of any of the three dtypes, what precedes the first sequence of each of
             the batch, rounded to x's dtype. return_final_states: return those behind the last tokens, too; not beside
             seq_idx. final_states_out: likewise, mutated and returned; None: a new tensor of x's dtype.
+        unused: what engines pass, and changes nothing (`UnusedConv`).
 
     Returns:
         As x, in its dtype: packed with its order of memory, unspecified for tokens of no sequence; of a batch the
@@ -114,9 +126,11 @@ def causal_conv1d_fn(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused, UnusedConv)
+    check_flag("return_final_states", return_final_states)
     is_batch = isinstance(x, Tensor) and x.ndim == 3
     silu = not is_batch if activation == "auto" else parse_activation(activation)
-    skip = _parse_pad(pad_slot_id, null_block_id)
+    skip = parse_pad(pad_slot_id, null_block_id)
     if is_batch and query_start_loc is not None:
         raise ValueError("query_start_loc: expected None beside x (batch, dim, tokens), got a tensor")
     if not is_batch or conv_states is not None:
@@ -163,7 +177,12 @@ def causal_conv1d_fn(
     return unpack_tokens(y, x) if is_batch else y.t()
 
 
-@operator(_fake_update, mutates=["conv_state", "out"], only={"activation": str})
+@operator(
+    _fake_update,
+    mutates=["conv_state", "out"],
+    only={"activation": str},
+    unused=partial(check_unused, kind=UnusedConvSteps),
+)
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -181,6 +200,7 @@ def causal_conv1d_update(
     out: Tensor | None = None,
     null_block_id: int | None = None,
     cache_seqlens: None = None,
+    **unused: Unpack[UnusedConvSteps],
 ) -> Tensor:
     """Convolve the next tokens of each sequence and slide its line; nothing but `conv_state` and `out` is written.
 
@@ -208,6 +228,7 @@ def causal_conv1d_update(
         out: of x's shape and dtype, or None; may be x, but must not overlap it otherwise.
         null_block_id: takes the place of `pad_slot_id` where it is given; line 0 is an ordinary one unless it is 0.
         cache_seqlens: causal-conv1d's circular lines, refused.
+        unused: what engines pass, and changes nothing (`UnusedConvSteps`).
 
     Returns:
         `out`, or a new tensor of x's shape and dtype; unspecified for tokens of no row.
@@ -215,8 +236,9 @@ def causal_conv1d_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused, UnusedConvSteps)
     silu = parse_activation(activation)
-    skip = _parse_pad(pad_slot_id, null_block_id)
+    skip = parse_pad(pad_slot_id, null_block_id)
     check_integer("max_query_len", max_query_len)
     _refuse(cache_seqlens=cache_seqlens)
     tokens, num_rows, length = pack_tokens(x, query_start_loc)
@@ -268,15 +290,6 @@ def causal_conv1d_update(
         convolve(tokens, weight.t(), bias, lines, rows, y, silu)
         out.copy_(unpack_tokens(y, x))
     return out
-
-
-def _parse_pad(pad_slot_id: int, null_block_id: int | None) -> int:
-    """Return the index of padding rows besides those below 0."""
-    check_integer("pad_slot_id", pad_slot_id)
-    if null_block_id is None:
-        return pad_slot_id
-    check_integer("null_block_id", null_block_id)
-    return null_block_id
 
 
 def _refuse(**asked: object) -> None:
