@@ -1,13 +1,14 @@
 """Public functions as operators of torch, `torch.ops.deltaline.<name>`: what torch.compile and torch.export see.
 
-Called eagerly, a function is what it was, but that it refuses tensors that need a gradient. An operator takes flat
-arguments: of `Rows` and the like their fields, named `rows_control` and so on.
+Called eagerly, a function is what it was, but that it refuses tensors that need a gradient, and that autocast changes
+nothing of it. An operator takes flat arguments: of `Rows` and the like their fields, named `rows_control` and so on.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from types import NoneType, SimpleNamespace
@@ -59,6 +60,9 @@ def operator(
                 own.check_gradients(*args, **kwargs)
             if torch.compiler.is_compiling():
                 return cast(R, own.trace(*args, **kwargs))
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with _without_autocast():
+                    return function(*args, **kwargs)
             return function(*args, **kwargs)
 
         return call
@@ -117,7 +121,8 @@ class Operator:
             given = self._restore(flat, _build)
             if torch.is_grad_enabled():
                 self.check_gradients(**given)
-            return self._flatten_results(self.function(**given), flat)
+            with _without_autocast():
+                return self._flatten_results(self.function(**given), flat)
 
         def run_fake(*flat: Any) -> Any:
             return self._flatten_results(self.fake(**self._restore(flat, _view)), flat)
@@ -196,6 +201,16 @@ class Operator:
         found = [nothing.new_empty(0) if part is None or _is_among(part, flat) else part for part in parts]
         found += [nothing.new_empty(0) for _ in range(self.results - len(found))]
         return tuple(found) if self.results > 1 else found[0]
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Compute products in the dtypes of their operands: what is fp32 here is so for a reason."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _is_among(tensor: Tensor, values: Any) -> bool:

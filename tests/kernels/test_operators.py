@@ -92,6 +92,26 @@ def test_compiled_call_does_what_the_function_does(name: str, sample: int, path:
         assert [one is given for given in compiled.values()] == [other is given for given in eager.values()]
 
 
+@pytest.mark.parametrize("around", ["a-default-dtype", "autocast"])
+@pytest.mark.parametrize(("name", "sample"), CASES)
+def test_what_is_set_around_a_call_changes_nothing(name: str, sample: int, around: str, path: Path) -> None:
+    """Engines load and run models with a default dtype of 16 bits; models run under autocast."""
+    given, other, flat = (SAMPLES[name][sample](path) for _ in range(3))
+    want, default = public(name)(**given), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if around == "a-default-dtype" else default)
+    try:
+        with torch.autocast(path.device, torch.bfloat16, enabled=around == "autocast"):
+            got = public(name)(**other)
+            getattr(torch.ops.deltaline, name)(*OPERATORS[name].flatten(OPERATORS[name].bind((), flat)))
+            assert torch.is_autocast_enabled(path.device) == (around == "autocast")
+    finally:
+        torch.set_default_dtype(default)
+    for (where, one), (_, expected) in zip(leaves([got, other]), leaves([want, given]), strict=True):
+        torch.testing.assert_close(one, expected, rtol=0, atol=0, equal_nan=True, msg=where)
+    for (where, one), (_, expected) in zip(leaves(flat), leaves(given), strict=True):
+        torch.testing.assert_close(one, expected, rtol=0, atol=0, equal_nan=True, msg=where)
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
 @pytest.mark.parametrize(("name", "sample"), CASES)
 def test_kernels_of_a_call_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, name: str, sample: int) -> None:

@@ -8,6 +8,7 @@ dimensions in the engines' order.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, TypedDict
 
 import torch
@@ -53,6 +54,52 @@ class Unused(TypedDict, total=False):
     gk: None
     gv: None
     cp_context: None
+    core_attn_out: None
+
+
+class UnusedSteps(TypedDict, total=False):
+    """Arguments by name that vLLM and SGLang pass to the update of a recurrence; as `Unused`."""
+
+    # How it is computed.
+    is_blackwell: bool
+    cache_philox_rounds: int
+    cache_steps: int | None
+    # Other meanings of the arguments.
+    is_kda: bool
+    enable_stochastic_rounding: bool
+    disable_state_update: bool
+    lower_bound: None
+    intermediate_states_buffer: None
+    intermediate_state_indices: None
+    retrieve_parent_token: None
+
+
+class UnusedConv(TypedDict, total=False):
+    """Arguments by name that SGLang and older releases of vLLM pass to the convolution of sequences; as `Unused`."""
+
+    # How it is computed.
+    seq_lens_cpu: Any
+    block_table: Tensor | None
+    block_size_to_align: int
+    # Other meanings of the arguments.
+    num_computed_tokens: None
+    block_idx_first_scheduled_token: None
+    block_idx_last_scheduled_token: None
+    initial_state_idx: None
+
+
+class UnusedConvSteps(TypedDict, total=False):
+    """Arguments by name that SGLang passes to the convolution of next tokens; as `Unused`."""
+
+    # How it is computed.
+    metadata: Any
+    # Other meanings of the arguments.
+    num_accept_tokens: None
+    intermediate_conv_window: None
+    intermediate_state_indices: None
+    retrieve_next_token: None
+    retrieve_next_sibling: None
+    retrieve_parent_token: None
 
 
 NEUTRAL: Mapping[str, Any] = {
@@ -60,23 +107,36 @@ NEUTRAL: Mapping[str, Any] = {
     "use_gate_in_kernel": False,
     "use_beta_sigmoid_in_kernel": False,
     "allow_neg_eigval": False,
-    **dict.fromkeys(("A_log", "dt_bias", "gk", "gv", "cp_context")),
+    "is_kda": False,
+    "enable_stochastic_rounding": False,
+    "disable_state_update": False,
+    **{
+        name: None
+        for kind in (Unused, UnusedSteps, UnusedConv, UnusedConvSteps)
+        for name, hint in kind.__annotations__.items()
+        if hint is NoneType
+    },
 }
 
 
-def check_unused(unused: Unused) -> None:
+def check_unused(unused: Mapping[str, Any], kind: type = Unused) -> None:
     """Check arguments that are accepted by name alone.
 
     Raises:
-        TypeError: a name that is not one of `Unused`.
+        TypeError: a name that is not one of `kind`.
         ValueError: a value with a meaning that is not offered.
     """
     for name, value in unused.items():
-        if name not in Unused.__annotations__:
+        if name not in kind.__annotations__:
             raise TypeError(f"{name}: expected no argument of this name")
         if name in NEUTRAL and value is not None and value is not NEUTRAL[name]:
-            got = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
-            raise ValueError(f"{name}: expected {NEUTRAL[name]}, the only meaning that is offered, got {got}")
+            wanted = f"{NEUTRAL[name]}, the only meaning that is offered"
+            raise ValueError(f"{name}: expected {wanted}, got {describe(value)}")
+
+
+def describe(value: object) -> str:
+    """Return how an error names an argument: its value, but of a tensor and the like the type."""
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,13 +244,28 @@ def check_integer(name: str, value: int) -> None:
         TypeError: not an integer.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
+        raise TypeError(f"{name}: expected an integer, got {describe(value)}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {describe(value)}")
+
+
+def parse_pad(pad_slot_id: int, null_block_id: int | None) -> int:
+    """Return the index of padding rows besides those below 0: `null_block_id` where it is given."""
+    check_integer("pad_slot_id", pad_slot_id)
+    if null_block_id is None:
+        return pad_slot_id
+    check_integer("null_block_id", null_block_id)
+    return null_block_id
 
 
 def check_number(name: str, value: float, *, positive: bool = False) -> None:
     """Raise TypeError unless `value` is a number of the host, ValueError if it should be `positive` and is not."""
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
+        raise TypeError(f"{name}: expected a number, got {describe(value)}")
     if positive and not 0 < value < math.inf:
         raise ValueError(f"{name}: expected a finite number above 0, got {value}")
 
@@ -235,4 +310,4 @@ def parse_activation(activation: bool | str | None) -> bool:
         return True
     if activation is False or activation is None:
         return False
-    raise ValueError(f"activation: expected True, 'silu', 'swish', False or None, got {activation!r}")
+    raise ValueError(f"activation: expected True, 'silu', 'swish', False or None, got {describe(activation)}")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM, STATES
-from deltaline_kernels.compat.arguments import EngineRows, check_integer, check_operand
+from deltaline_kernels.compat.arguments import EngineRows, check_flag, check_integer, check_number, check_operand
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, join_columns, widen
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.rows import check_offsets
@@ -89,6 +89,7 @@ def mamba_chunk_scan_combined_varlen(
     """
     del cu_chunk_seqlens, last_chunk_indices, seq_idx
     check_integer("chunk_size", chunk_size)
+    check_flag("dt_softplus", dt_softplus)
     heads = _check_tokens(x, dt, A, B, C, out, D, z, dt_bias, dt_limit)
     if return_intermediate_states:
         raise ValueError("return_intermediate_states: expected False, got True")
@@ -120,7 +121,7 @@ def mamba_chunk_scan_combined_varlen(
     # What follows the recurrence here is rounded once, with it.
     is_plain = z is None and (D is None or D.ndim == 1)
     y = out if is_plain else torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    inputs = _pack_inputs(x, dt, A, B, C, D, dt_bias, heads, softplus=bool(dt_softplus))
+    inputs = _pack_inputs(x, dt, A, B, C, D, dt_bias, heads, softplus=dt_softplus)
     if initial_states is None:
         advance(run_mamba2, inputs, final, rows, chunked=True, o=y)
     else:
@@ -219,7 +220,11 @@ def _check_tokens(
         check_beside("z", z, per_token, ACTIVATIONS, device)
     if dt_bias is not None:
         check_beside("dt_bias", dt_bias, {"H": num_heads}, ACTIVATIONS, device)
+    if not isinstance(dt_limit, tuple | list) or len(dt_limit) != 2:
+        raise TypeError(f"dt_limit: expected two numbers, got {type(dt_limit).__name__}")
     least, greatest = dt_limit
+    for limit in dt_limit:
+        check_number("dt_limit", limit)
     if not (0.0 <= least < math.inf and least <= greatest):
         raise ValueError(f"dt_limit: expected 0 <= least <= greatest, got {dt_limit}")
     return MambaHeads(num_groups, num_heads, head_dim, state_dim, (float(least), float(greatest)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
-from deltaline_kernels.compat.arguments import INTEGERS, check_number, check_operand
+from deltaline_kernels.compat.arguments import INTEGERS, check_flag, check_number, check_operand
 from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs
 
 # Under the root of the norms of q and k, in every engine.
@@ -46,6 +46,7 @@ def pack_delta(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_flag("use_qk_l2norm_in_kernel", normalize)
     check_operand("q", q, {"batch": None, "tokens": None, "H": None, "K": None})
     device, (batch, length, num_query_heads, key_dim) = q.device, q.shape
     tokens = {"batch": batch, "tokens": length}

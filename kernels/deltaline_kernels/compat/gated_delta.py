@@ -10,6 +10,7 @@ of chunks (docs/numerics.md). Nothing waits for a GPU: what index tensors say is
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -17,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS
-from deltaline_kernels.compat.arguments import EngineRows, Unused, check_number, check_unused
+from deltaline_kernels.compat.arguments import (
+    EngineRows,
+    Unused,
+    UnusedSteps,
+    check_flag,
+    check_number,
+    check_unused,
+)
 from deltaline_kernels.compat.delta_inputs import check_beside, check_counts, pack_delta, pack_rates
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.slots import Slots, advance_slots, check_contents, check_pool
@@ -117,6 +125,8 @@ def chunk_gated_delta_rule(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     check_unused(unused)
+    check_flag("output_final_state", output_final_state)
+    check_flag("state_v_first", state_v_first)
     inputs = pack_delta(q, k, v, {"g": g, "beta": beta}, scale, normalize=use_qk_l2norm_in_kernel)
     rows = _lay_out(v, cu_seqlens)
     return _run_sequences(inputs, v, rows, initial_state, output_final_state, state_v_first, chunked=True)
@@ -178,6 +188,10 @@ def fused_recurrent_gated_delta_rule(
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     check_unused(unused)
+    check_flag("inplace_final_state", inplace_final_state)
+    check_flag("state_v_first", state_v_first)
+    if output_final_state is not None:
+        check_flag("output_final_state", output_final_state)
     gates = {"g": g, "beta": beta}
     inputs = pack_delta(q, k, v, gates, scale, normalize=use_qk_l2norm_in_kernel, optional="beta")
     rows = _lay_out(v, cu_seqlens)
@@ -218,7 +232,7 @@ def fused_recurrent_gated_delta_rule(
     return _shape(_advance_rows(inputs, rows, initial_state, final_state, o), v), final_state
 
 
-@operator(_fake_update, mutates=["initial_state_source", "final_state"])
+@operator(_fake_update, mutates=["initial_state_source", "final_state"], unused=partial(check_unused, kind=UnusedSteps))
 def fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -237,6 +251,7 @@ def fused_sigmoid_gating_delta_rule_update(
     *,
     output_state_indices: Tensor | None = None,
     final_state: Tensor | None = None,
+    **unused: Unpack[UnusedSteps],
 ) -> Tensor:
     """Run the next tokens of each row, one by one, with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
 
@@ -251,6 +266,7 @@ def fused_sigmoid_gating_delta_rule_update(
         initial_state_indices: `(N,)`, the slot of each row, perhaps more than N. A row with a negative slot is skipped:
             its outputs are zero, no slot is touched. Slot 0 is an ordinary one.
         output_state_indices, final_state: as for `fused_recurrent_gated_delta_rule`.
+        unused: what engines pass, and changes nothing (`UnusedSteps`).
 
     Returns:
         o `[batch, tokens, HV, V]` in v's dtype, unspecified for tokens of no row.
@@ -258,6 +274,7 @@ def fused_sigmoid_gating_delta_rule_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused, UnusedSteps)
     check_number("softplus_beta", softplus_beta, positive=True)
     check_number("softplus_threshold", softplus_threshold)
     gates = {"a": a, "b": b}

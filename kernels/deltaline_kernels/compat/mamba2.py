@@ -8,13 +8,21 @@ GPU: what index tensors say is checked on the CPU alone.
 """
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels.compat.arguments import INTEGERS, EngineRows, check_integer, check_operand
+from deltaline_kernels.compat.arguments import (
+    INTEGERS,
+    EngineRows,
+    UnusedSteps,
+    check_operand,
+    check_unused,
+    parse_pad,
+)
 from deltaline_kernels.compat.mamba2_inputs import pack_head_values, pack_mamba
 from deltaline_kernels.compat.recurrence import advance
 from deltaline_kernels.compat.slots import Slots, advance_slots, check_contents, check_pool
@@ -27,7 +35,7 @@ def _fake(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
     return x.new_empty(x.shape) if out is None else out
 
 
-@operator(_fake, mutates=["state", "out", "final_state"])
+@operator(_fake, mutates=["state", "out", "final_state"], unused=partial(check_unused, kind=UnusedSteps))
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -47,6 +55,8 @@ def selective_state_update(
     *,
     dst_state_batch_indices: Tensor | None = None,
     final_state: Tensor | None = None,
+    null_block_id: int | None = None,
+    **unused: Unpack[UnusedSteps],
 ) -> Tensor:
     """Run the next token of each row, or with cu_seqlens its next tokens, one by one.
 
@@ -76,6 +86,8 @@ def selective_state_update(
             to, in place of those that they come from. A negative one, or pad_slot_id, keeps no state.
         final_state: as state, of its dtype or another, and in other memory, unless it is `state`. Mutated in its place,
             which is only read then.
+        null_block_id: takes the place of `pad_slot_id` where it is given.
+        unused: what engines pass, and changes nothing (`UnusedSteps`).
 
     A row without tokens changes nothing, but that its state, too, goes where states go, if that is elsewhere.
 
@@ -85,13 +97,14 @@ def selective_state_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused, UnusedSteps)
+    pad_slot_id = parse_pad(pad_slot_id, null_block_id)
     inputs = pack_mamba(x, dt, A, B, C, dt_bias, softplus=dt_softplus)
     heads, device = inputs.heads, x.device
     sizes = {"nheads": heads.num_heads, "dim": heads.head_dim, "dstate": heads.state_dim}
     check_pool("state", state, {"slots": None, **sizes}, device)
     if final_state is not None:
         check_pool("final_state", final_state, {"slots": None, **sizes}, device)
-    check_integer("pad_slot_id", pad_slot_id)
     per_token = {"batch": x.shape[0], "nheads": heads.num_heads, "dim": heads.head_dim}
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=device)

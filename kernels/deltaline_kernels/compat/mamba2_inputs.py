@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, MAX_HEAD_DIM
-from deltaline_kernels.compat.arguments import check_operand
+from deltaline_kernels.compat.arguments import check_flag, check_operand
 from deltaline_kernels.compat.delta_inputs import join_columns, pack_gate, widen
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs
 
@@ -19,6 +19,7 @@ def pack_mamba(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_flag("dt_softplus", softplus)
     check_operand("x", x, {"batch": None, "nheads": None, "dim": None})
     device, (batch, num_heads, head_dim) = x.device, x.shape
     check_operand("A", A, {"nheads": num_heads, "dim": head_dim, "dstate": None}, device=device)

@@ -82,7 +82,7 @@ def _step(
 ) -> None:
     """Advance h `[B*HV, V, K]` by one token per row, `[B, 1, ...]`, in place; write out `[B, 1, HV, V]` fp32."""
     num_rows = v.shape[0]
-    kq = torch.empty(num_rows, heads.num_key_heads, 2, heads.key_dim)
+    kq = torch.empty(num_rows, heads.num_key_heads, 2, heads.key_dim, dtype=torch.float32)
     kq[:, :, 0] = q.view(num_rows, heads.num_key_heads, heads.key_dim)
     kq[:, :, 1] = k.view(num_rows, heads.num_key_heads, heads.key_dim)
     if normalize:
@@ -128,13 +128,14 @@ def _run_chunks(
         split = (-1, min(CHUNK, end - begin))
         q, k, v, chunk_g, chunk_beta = (x[:, begin:end].unflatten(1, split) for x in (*tokens, g, beta))
         # (B, chunks, C, ...) becomes (chunks, B, heads, C, ...)
-        qk = torch.empty(q.shape[1], num_rows, heads.num_key_heads, 2, split[1], heads.key_dim)
+        shape = (q.shape[1], num_rows, heads.num_key_heads, 2, split[1], heads.key_dim)
+        qk = torch.empty(shape, dtype=torch.float32)
         for i, x in enumerate((q, k)):
             qk[:, :, :, i] = x.unflatten(-1, (heads.num_key_heads, heads.key_dim)).permute(1, 0, 3, 2, 4)
         if normalize:
             norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(heads.eps).rsqrt_()
         else:
-            norms = torch.ones(*qk.shape[:-1], 1)
+            norms = torch.ones(*qk.shape[:-1], 1, dtype=torch.float32)
         norms[:, :, :, 0] *= heads.scale
         qk = qk.mul_(norms) if heads.group == 1 else (qk * norms).repeat_interleave(heads.group, dim=2)
         v = v.unflatten(-1, (heads.num_value_heads, heads.value_dim))
@@ -162,7 +163,7 @@ def _run_block(h: Tensor, qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, com
     products = torch.bmm(qk.flatten(2, 3).flatten(0, 1), flat_k.transpose(1, 2)).unflatten(1, (2, size))
     products.mul_(decay[:, None])
     scores, system = products[:, 0].tril_(), products[:, 1].mul_(beta[..., None])
-    identity = torch.eye(size).expand_as(system)
+    identity = torch.eye(size, dtype=torch.float32).expand_as(system)
     solved = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True).mul_(beta[:, None])
     u = torch.bmm(solved, v.flatten(0, 1)).unflatten(0, (chunks, heads))
     seen = torch.bmm(solved.mul_(total[:, None]), flat_k).unflatten(0, (chunks, heads))

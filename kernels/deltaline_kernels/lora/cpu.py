@@ -44,7 +44,7 @@ def add_lora_cpu(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTil
         if slot != last:
             slices, last = _read_slot(weights, slot), slot
         own = tokens[tokens >= 0].long()
-        rows = torch.zeros(tokens.shape[0], x.shape[1])
+        rows = torch.zeros(tokens.shape[0], x.shape[1], dtype=torch.float32)
         rows[: len(own)] = x[own]
         for columns, a, b, scale, factor in slices:
             y = (rows @ a.t() @ b)[: len(own)].mul_(scale).add_(out[own, columns])

@@ -62,7 +62,7 @@ def mhc_head_cpu(
 
 def _padded(residual: Tensor) -> Tensor:
     """Return the streams of a whole block in fp32, zeros behind its last token."""
-    block = torch.zeros(BLOCK_TOKENS, *residual.shape[1:])
+    block = torch.zeros(BLOCK_TOKENS, *residual.shape[1:], dtype=torch.float32)
     block[: residual.shape[0]] = residual
     return block
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from kernels.compat.test_compat_conv1d import DIM, NUM_LINES
 from rigs.kernels.draws import ints, normal
-from torch import Tensor
 
 from deltaline_kernels.compat import causal_conv1d_fn, causal_conv1d_update
 
@@ -38,13 +37,19 @@ def good_update() -> dict[str, Any]:
     }
 
 
+def good_batch() -> dict[str, Any]:
+    numbers = torch.tensor([[0, 0, 1], [1, 2, -1]])
+    return {"x": normal(2, DIM, 3), "weight": normal(DIM, 4), "initial_states": normal(2, DIM, 3), "seq_idx": numbers}
+
+
 def blocks(table: list[list[int]], read: list[int]) -> dict[str, Any]:
     written = {"initial_state_idx": ints(*read), "block_idx_last_scheduled_token": ints(1, 1)}
     return {"conv_state_indices": torch.tensor(table), **written}
 
 
 FN, UPDATE = causal_conv1d_fn, causal_conv1d_update
-WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] = [
+BATCH: Any = "a call of causal_conv1d_fn with a batch"
+WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (FN, TypeError, "x: expected a tensor, got list", {"x": [1.0]}),
     (FN, ValueError, "x: expected shape", {"x": normal(DIM)}),
     (FN, ValueError, "x: expected contiguous channels", {"x": normal(DIM, 5)}),
@@ -78,11 +83,25 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
     (FN, TypeError, "query_start_loc: expected a tensor, got None", {"query_start_loc": None}),
     (FN, ValueError, "query_start_loc: expected None beside", {"x": normal(2, DIM, 3)}),
     (FN, ValueError, "seq_idx: expected None or False, as packed", {"seq_idx": ints(0, 0, 0, 1, 1)}),
+    (BATCH, ValueError, "seq_idx: expected None or False, as packed", {"conv_states": normal(2, DIM, 3)}),
+    (BATCH, TypeError, "seq_idx: expected torch.int32 or torch.int64", {"seq_idx": normal(2, 3)}),
+    (BATCH, ValueError, "seq_idx: expected shape .batch=2, tokens=3.", {"seq_idx": ints(0, 0, 0)}),
+    (BATCH, ValueError, "return_final_states: expected False beside seq_idx", {"return_final_states": True}),
+    (BATCH, ValueError, "final_states_out: expected None, as return_final", {"final_states_out": normal(2, DIM, 3)}),
+    (BATCH, ValueError, "initial_states: expected shape .batch=2, dim=24,", {"initial_states": normal(2, DIM, 4)}),
+    (BATCH, ValueError, "cache_indices: expected None, as conv_states", {"cache_indices": ints(1, 2)}),
+    (BATCH, ValueError, "has_initial_state: expected None", {"has_initial_state": torch.tensor([True, False])}),
     (FN, ValueError, "initial_states: expected None or False, as conv", {"initial_states": normal(2, DIM, 3)}),
     (FN, ValueError, "return_final_states: expected None or False", {"return_final_states": True}),
     (FN, ValueError, "final_states_out: expected None or False", {"final_states_out": normal(2, DIM, 3)}),
     (UPDATE, ValueError, "cache_seqlens: expected None or False", {"cache_seqlens": ints(1, 1)}),
+    (FN, TypeError, "return_final_states: expected True or False, got Tensor", {"return_final_states": ints(1)}),
+    (FN, TypeError, "seq_lens: expected no argument of this name", {"seq_lens": [3, 2]}),
+    (FN, ValueError, "num_computed_tokens: expected None, the only", {"num_computed_tokens": ints(3, 2)}),
+    (UPDATE, ValueError, "num_accept_tokens: expected None, the only", {"num_accept_tokens": ints(1, 1)}),
+    (UPDATE, ValueError, "retrieve_next_token: expected None, the only", {"retrieve_next_token": ints(1, 1)}),
     (FN, ValueError, "activation: expected", {"activation": "relu"}),
+    (FN, ValueError, "activation: expected .* got Tensor", {"activation": torch.tensor([True, False])}),
     (UPDATE, ValueError, "x: expected shape .batch, dim.", {"x": normal(DIM)}),
     (UPDATE, ValueError, "x: expected shape .tokens, dim.", {"query_start_loc": ints(0, 3, 6)}),
     (UPDATE, ValueError, "conv_state: expected at least", {"conv_state": normal(NUM_LINES, 4, DIM).transpose(1, 2)}),
@@ -120,12 +139,25 @@ WRONG: list[tuple[Callable[..., Tensor], type[Exception], str, dict[str, Any]]] 
 
 @pytest.mark.parametrize(("function", "error", "message", "change"), WRONG, ids=[message for _, _, message, _ in WRONG])
 def test_the_wrong_argument_is_named(
-    function: Callable[..., Tensor], error: type[Exception], message: str, change: dict[str, Any]
+    function: Any, error: type[Exception], message: str, change: dict[str, Any]
 ) -> None:
-    good = good_prefill() if function is causal_conv1d_fn else good_update()
-    function(**good)
+    good = {FN: good_prefill, UPDATE: good_update, BATCH: good_batch}[function]()
+    run: Callable[..., Any] = FN if function is BATCH else function
+    run(**good)
     with pytest.raises(error, match="^" + message):
-        function(**(good | change))
+        run(**(good | change))
+
+
+def test_arguments_that_change_nothing_are_accepted() -> None:
+    """Those of SGLang's calls, and of the calls of vLLM's older releases; compiled, too."""
+    of_prefill: dict[str, Any] = {"seq_lens_cpu": [3, 2], "block_table": None, "block_size_to_align": 0}
+    of_prefill |= dict.fromkeys(("block_idx_first_scheduled_token", "num_computed_tokens", "initial_state_idx"))
+    of_update = dict.fromkeys(("num_accept_tokens", "intermediate_conv_window", "retrieve_parent_token"))
+    for function, good, unused in ((FN, good_prefill, of_prefill), (UPDATE, good_update, of_update)):
+        told = good() | {"validate_data": False}
+        want = function(**{name: told[name].clone() if name.startswith("conv_state") else told[name] for name in told})
+        got = torch.compile(function, fullgraph=True, backend="eager")(**told, **unused)
+        assert torch.equal(got, want)
 
 
 def test_what_is_said_of_skipped_rows_is_not_checked() -> None:

@@ -73,6 +73,65 @@ def test_a_batch_is_as_many_packed_sequences(path: Path, x_is_transposed: bool, 
         assert torch.equal(kept[:, :, 0].cpu(), normal(6, DIM, 4, seed=3).to(path.dtype)[:, :, 0])
 
 
+@pytest.mark.parametrize("given", ["nothing", "states", "states-and-room"])
+@pytest.mark.parametrize("length", [1, 2, 70])
+def test_states_of_a_batch_go_in_and_come_out(path: Path, length: int, given: str) -> None:
+    batch, width, device = 2, 4, path.device
+    x = normal(batch, DIM, length).to(path.dtype)
+    weight, bias = normal(DIM, width, seed=1), normal(DIM, seed=2)
+    told: dict[str, Any] = {}
+    states = torch.zeros(batch, DIM, width - 1, dtype=path.dtype)
+    if given != "nothing":
+        states = normal(batch, DIM, width - 1, seed=3).to(path.dtype)
+        told["initial_states"] = states.to(device).clone()
+    if given == "states-and-room":
+        told["final_states_out"] = torch.full((batch, width - 1, DIM), torch.nan, device=device).transpose(1, 2)
+    y, final = causal_conv1d_fn(
+        x.to(device), weight.to(device), bias.to(device), activation="silu", return_final_states=True, **told
+    )
+    if given != "nothing":
+        assert torch.equal(told["initial_states"].cpu(), states)
+        again = causal_conv1d_fn(
+            x.to(device), weight.to(device), bias.to(device), activation="silu", initial_states=told["initial_states"]
+        )
+        assert torch.equal(again, y)
+    assert (final is told.get("final_states_out")) == (given == "states-and-room")
+    packed = x.transpose(1, 2).flatten(0, 1).t()
+    starts = [i * length for i in range(batch + 1)]
+    want = field_prefill(packed, weight, bias, states, starts, range(batch), [True] * batch, silu=True)
+    assert_close("y", y, want.t().unflatten(0, (batch, length)).transpose(1, 2), path.dtype)
+    assert torch.equal(final.cpu().to(path.dtype), states)
+
+
+@pytest.mark.parametrize("has_states", [True, False], ids=["states", "no-states"])
+def test_numbers_of_tokens_tell_the_sequences_of_a_batch(path: Path, has_states: bool) -> None:
+    """Sequences end with each of the batch, whatever the next one's number; those below 0 are padding."""
+    lengths = [[9, 1, 2, 70], [82], [3, 64, 15]]
+    numbers = [[0, 5, 6, 1], [1], [1, -1, -7]]
+    batch, length, device = 3, 82, path.device
+    told = [
+        [n for n, count in zip(row, counts, strict=True) for _ in range(count)]
+        for row, counts in zip(numbers, lengths, strict=True)
+    ]
+    x, weight, bias = normal(batch, DIM, length).to(path.dtype), normal(DIM, 4, seed=1), normal(DIM, seed=2)
+    initial = normal(batch, DIM, 3, seed=3).to(path.dtype) if has_states else None
+    y = causal_conv1d_fn(
+        x.to(device),
+        weight.to(device),
+        bias.to(device),
+        seq_idx=torch.tensor(told, dtype=torch.int32, device=device),
+        initial_states=None if initial is None else initial.to(device),
+    )
+    for i, counts in enumerate(lengths):
+        starts = [sum(counts[:j]) for j in range(len(counts) + 1)]
+        lines = [0 if j == 0 else 1 + j if number >= 0 else -1 for j, number in enumerate(numbers[i])]
+        states = torch.zeros(9, DIM, 3, dtype=path.dtype)
+        if initial is not None:
+            states[0] = initial[i]
+        want = field_prefill(x[i], weight, bias, states, starts, lines, [True] * len(counts), silu=False)
+        assert_close("y", y[i], want, path.dtype)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_give_the_same_with_it(
     exact_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

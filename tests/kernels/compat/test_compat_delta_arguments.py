@@ -17,6 +17,7 @@ from deltaline_kernels.compat import (
 )
 
 CHUNK, ROW, UPDATE = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, fused_sigmoid_gating_delta_rule_update
+FLAG = "use_qk_l2norm_in_kernel"
 TABLE: Any = "a call of fused_recurrent_gated_delta_rule with a table"
 
 TWO_KEYS = normal(1, 4, 2, 16)
@@ -40,6 +41,19 @@ WRONG: list[tuple[Any, type[Exception], str, dict[str, Any]]] = [
     (ROW, TypeError, "g: expected a tensor, got NoneType", {"g": None}),
     (UPDATE, TypeError, "a: expected a tensor, got NoneType", {"a": None}),
     (CHUNK, TypeError, "scale: expected a number, got True", {"scale": True}),
+    (CHUNK, TypeError, "scale: expected a number, got Tensor", {"scale": normal(4)}),
+    (CHUNK, TypeError, "use_qk_l2norm_in_kernel: expected True or False, got Tensor", {FLAG: ints(0)}),
+    (ROW, TypeError, "use_qk_l2norm_in_kernel: expected True or False, got None", {FLAG: None}),
+    (UPDATE, TypeError, "use_qk_l2norm_in_kernel: expected True or False, got Tensor", {FLAG: ints(0)}),
+    (CHUNK, TypeError, "output_final_state: expected True or False, got Tensor", {"output_final_state": ints(0)}),
+    (ROW, TypeError, "output_final_state: expected True or False, got 1", {"output_final_state": 1}),
+    (ROW, TypeError, "inplace_final_state: expected True or False, got Tensor", {"inplace_final_state": ints(1)}),
+    (CHUNK, TypeError, "state_v_first: expected True or False, got None", {"state_v_first": None}),
+    (CHUNK, ValueError, "core_attn_out: expected None, the only", {"core_attn_out": normal(1, 4, 2, 8)}),
+    (UPDATE, ValueError, "is_kda: expected False, the only meaning that is offered, got True", {"is_kda": True}),
+    (UPDATE, ValueError, "disable_state_update: expected False, the only", {"disable_state_update": True}),
+    (UPDATE, ValueError, "retrieve_parent_token: expected None, the only", {"retrieve_parent_token": table([1, 2])}),
+    (UPDATE, TypeError, "head_first: expected no argument of this name", {"head_first": False}),
     (CHUNK, ValueError, "scale: expected a finite number above 0, got -1", {"scale": -1}),
     (ROW, ValueError, "scale: expected a finite number above 0, got nan", {"scale": float("nan")}),
     (CHUNK, ValueError, "initial_state: expected shape .N=2, HV=2, V=8, K=16.", {"initial_state": normal(2, 2, 16, 8)}),
@@ -116,11 +130,18 @@ def test_arguments_that_change_nothing_are_accepted() -> None:
         "cu_seqlens_cpu": told["cu_seqlens"],
         "head_first": False,
         "cp_context": None,
+        "core_attn_out": None,
     }
     for function in (CHUNK, ROW):
         want, _ = function(**told, output_final_state=True)
         got, _ = function(**told, output_final_state=True, **of_models, **of_fla)
         assert torch.equal(got, want)
+    rows = good_update(Path("cpu", torch.float32), Case([3, 1], [4, 1]))
+    of_sglang: dict[str, Any] = {"is_kda": False, "disable_state_update": False, "cache_steps": 4}
+    of_sglang |= dict.fromkeys(("lower_bound", "intermediate_states_buffer", "retrieve_parent_token"))
+    states = rows.pop("initial_state_source")
+    want = UPDATE(initial_state_source=states.clone(), **rows)
+    assert torch.equal(UPDATE(initial_state_source=states, **rows, **of_sglang), want)
 
 
 def test_a_batch_beside_offsets_is_refused() -> None:

@@ -192,6 +192,20 @@ def test_update_of_a_table_matches_the_reference(path: Path, name: str) -> None:
     check(selective_state_update(pool, **told), want, told, pool, want_pool)
 
 
+def test_engines_names_are_taken(path: Path) -> None:
+    """vLLM's name of the slot of padding, and what vLLM and SGLang pass that changes nothing; compiled, too."""
+    case = replace(CASES["padding"], slots=[0, 4, 0, 0, 2])
+    _, told = make_call(replace(case, pad=0), path)
+    unused: dict[str, Any] = {"is_blackwell": False, "enable_stochastic_rounding": False, "cache_philox_rounds": 0}
+    unused |= {"disable_state_update": False, "cache_steps": None, "retrieve_parent_token": None}
+    pool, other = (make_states(case, [4, 2]).to(path.device) for _ in range(2))
+    want = selective_state_update(pool, **told)
+    update = torch.compile(selective_state_update, fullgraph=True, backend="eager")
+    got = update(other, **(told | unused | {"pad_slot_id": -1, "null_block_id": 0}))
+    assert torch.equal(got, want) and torch.equal(other.nan_to_num(7.0), pool.nan_to_num(7.0))
+    assert not want[0].any() and want[1].any()
+
+
 def test_columns_of_one_tensor_are_not_copied() -> None:
     for packed in (True, False):
         _, told = make_call(replace(CASES["decode"], packed=packed), Path("cpu", torch.float32))
@@ -222,6 +236,11 @@ def test_arguments_are_named_when_they_are_wrong() -> None:
         (ValueError, "num_accepted_tokens", {"num_accepted_tokens": torch.ones(4, dtype=torch.int32)}),
         (ValueError, "cu_seqlens", {"cu_seqlens": torch.tensor([0, 2, 1, 3, 8])}),
         (TypeError, "pad_slot_id", {"pad_slot_id": 0.5}),
+        (TypeError, "null_block_id", {"null_block_id": torch.zeros(1, dtype=torch.int32)}),
+        (TypeError, "dt_softplus", {"dt_softplus": good["x"]}),
+        (ValueError, "enable_stochastic_rounding", {"enable_stochastic_rounding": True}),
+        (ValueError, "intermediate_states_buffer", {"intermediate_states_buffer": good["state"]}),
+        (TypeError, "is_kimi", {"is_kimi": False}),
     ]
     for error, name, change in wrong:
         with pytest.raises(error, match=f"^{name}: expected"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rigs.kernels.paths import InterpretedPath
 
-from deltaline_kernels.compat import chunk_scan, conv1d, flex, gated_delta, lora, mamba2, rows, slots
+from deltaline_kernels.compat import chunk_scan, flex, gated_delta, lora, mamba2, rows, slots
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -87,13 +87,14 @@ def quick_interpreter(pytestconfig: pytest.Config) -> Iterator[None]:
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat what engines' functions are given as a GPU's: to the Triton kernels, without a look at index tensors."""
     from deltaline_kernels.compat.build_rows import build_rows
-    from deltaline_kernels.compat.conv1d_launch import convolve_triton
+    from deltaline_kernels.compat.conv1d import by_device
+    from deltaline_kernels.compat.conv1d.launch import convolve_triton
     from deltaline_kernels.compat.lora.launch import expand_triton, shrink_triton
     from deltaline_kernels.gated_delta.launch import gated_delta_triton
     from deltaline_kernels.mamba2.launch import mamba2_triton
 
     monkeypatch.setattr(rows, "place_on_host", build_rows)
-    monkeypatch.setattr(conv1d, "convolve_cpu", convolve_triton)
+    monkeypatch.setattr(by_device, "convolve_cpu", convolve_triton)
     monkeypatch.setattr(gated_delta, "run_gated_delta", gated_delta_triton)
     monkeypatch.setattr(flex, "attend_cpu", flex.attend_triton)
     monkeypatch.setattr(lora, "shrink_cpu", shrink_triton)

@@ -20,7 +20,11 @@ from kernels.compat.test_compat_conv1d import (
 from kernels.compat.test_compat_conv1d import (
     test_x_is_rounded_to_the_dtype_of_the_states as check_rounding,
 )
-from kernels.compat.test_compat_conv1d_package import test_a_batch_is_as_many_packed_sequences
+from kernels.compat.test_compat_conv1d_package import (
+    test_a_batch_is_as_many_packed_sequences,
+    test_numbers_of_tokens_tell_the_sequences_of_a_batch,
+    test_states_of_a_batch_go_in_and_come_out,
+)
 from rigs.kernels.delta_calls import Case, good_chunk, good_rows
 from rigs.kernels.paths import InterpretedPath
 

@@ -108,6 +108,11 @@ def conv_sequences(path: Path) -> Given:
     return tokens | index | {"weight": draw(path, DIM, 4), "bias": draw(path, DIM), "conv_states": states}
 
 
+def conv_batch(path: Path, **more: Any) -> Given:
+    told = {"x": draw(path, 2, DIM, 3), "weight": draw(path, DIM, 4), "initial_states": draw(path, 2, DIM, 3)}
+    return told | {"activation": "silu"} | more
+
+
 def conv_rows(path: Path, *shape: int, **more: Any) -> Given:
     states = draw(path, 4, 3, DIM).transpose(1, 2)
     told = {"x": draw(path, *shape), "conv_state": states, "weight": draw(path, DIM, 4), "activation": "silu"}
@@ -140,6 +145,9 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "causal_conv1d_fn": [
         conv_sequences,
         lambda path: {"x": draw(path, 2, DIM, 3), "weight": draw(path, DIM, 4), "use_cache": True},
+        lambda path: conv_batch(path, seq_idx=ints(path, 0, 0, 1, 1, 2, -1).view(2, 3)),
+        lambda path: conv_batch(path, return_final_states=True),
+        lambda path: conv_batch(path, return_final_states=True, final_states_out=draw(path, 2, DIM, 3)),
         lambda path: without(
             conv_sequences(path), "conv_states", "cache_indices", "has_initial_state", conv_states=None
         ),
@@ -175,7 +183,7 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: elsewhere(good_rows(path, ROWS), "initial_state", output_state_indices=ints(path, 2, 0)),
     ],
     "fused_sigmoid_gating_delta_rule_update": [
-        lambda path: good_update(path, ROWS),
+        lambda path: good_update(path, ROWS) | {"is_kda": False},
         lambda path: elsewhere(good_update(path, ROWS), "initial_state_source", output_state_indices=ints(path, 2, 0)),
     ],
     "gated_delta": [gated_delta],

@@ -5,33 +5,31 @@ tensors, a history that begins at column 0. Products and sums are fp32. Nothing 
 contents.
 """
 
-from dataclasses import replace
+from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from deltaline_kernels.compat.arguments import (
-    INTEGERS,
     EngineRows,
+    UnusedConv,
+    UnusedConvSteps,
     check_filter,
+    check_flag,
     check_indices,
     check_integer,
     check_operand,
     check_states,
+    check_unused,
     parse_activation,
+    parse_pad,
 )
-from deltaline_kernels.compat.rows import (
-    LINE_SHIFT,
-    check_contents,
-    check_lengths,
-    check_offsets,
-    place_rows,
-    read_back,
-)
-from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
-from deltaline_kernels.conv1d.inputs import ConvInputs
+from deltaline_kernels.compat.conv1d.batch import convolve_batch
+from deltaline_kernels.compat.conv1d.by_device import convolve
+from deltaline_kernels.compat.conv1d.tokens import pack_columns, pack_tokens, pick_lines, unpack_tokens
+from deltaline_kernels.compat.rows import check_contents
 from deltaline_kernels.operators import operator
 
 # What does what an argument of causal-conv1d would.
@@ -48,8 +46,15 @@ def _fake_batch(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
 
 
-def _fake_fn(x: Tensor, **_: Any) -> Tensor:
-    return _fake_batch(x) if x.ndim == 3 else x.new_empty(x.shape[1], x.shape[0]).t()
+def _fake_fn(
+    x: Tensor, weight: Tensor, return_final_states: bool, final_states_out: Tensor | None, **_: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    if x.ndim != 3:
+        return x.new_empty(x.shape[1], x.shape[0]).t()
+    if not return_final_states:
+        return _fake_batch(x)
+    final = x.new_empty(x.shape[0], weight.shape[1] - 1, x.shape[1]).transpose(1, 2)
+    return _fake_batch(x), final if final_states_out is None else final_states_out
 
 
 def _fake_update(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
@@ -59,7 +64,13 @@ def _fake_update(x: Tensor, out: Tensor | None, **_: Any) -> Tensor:
 
 
 # Two results, one of them nothing: inductor (torch 2.13) fails on a single one where no tensor is given to write to.
-@operator(_fake_fn, mutates=["conv_states"], results=2, only={"activation": str, "metadata": NoneType})
+@operator(
+    _fake_fn,
+    mutates=["conv_states", "final_states_out"],
+    results=2,
+    only={"activation": str, "metadata": NoneType},
+    unused=partial(check_unused, kind=UnusedConv),
+)
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -73,13 +84,17 @@ def causal_conv1d_fn(
     metadata: Any = None,
     validate_data: bool = False,
     null_block_id: int | None = None,
-    seq_idx: None = None,
-    initial_states: None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
     return_final_states: bool = False,
-    final_states_out: None = None,
+    final_states_out: Tensor | None = None,
     use_cache: bool | None = None,
-) -> Tensor:
+    **unused: Unpack[UnusedConv],
+) -> Any:
     """Convolve sequences of any length, packed or a batch; keep the last width-1 tokens of each in its line.
+
+    The five arguments before `unused` are causal-conv1d's and transformers', by name. Those that ask for something are
+    for a batch without conv_states, whose place they take.
 
     Args:
         x: `(dim, tokens)`, x.stride(0) == 1, packed; or `(batch, dim, tokens)`, a sequence each, of which other strides
@@ -97,27 +112,41 @@ def causal_conv1d_fn(
             for a batch, as in causal-conv1d.
         metadata, use_cache: not needed. validate_data: check what the index tensors say; waits for the device.
         null_block_id: takes the place of `pad_slot_id` where it is given; line 0 is an ordinary one unless it is 0.
-        seq_idx, initial_states, return_final_states, final_states_out: causal-conv1d's, refused unless they ask for
-            nothing.
+        seq_idx: `(batch, tokens)` int32 or int64, the sequence of each token: one begins where the number changes, and
+            tokens below 0 are padding, whose outputs are zero. It costs a sort of all tokens and a search in them.
+        initial_states: `(batch, dim, width-1)` of any of the three dtypes, what precedes the first sequence of each of
+            the batch, rounded to x's dtype. return_final_states: return those behind the last tokens, too; not beside
+            seq_idx. final_states_out: likewise, mutated and returned; None: a new tensor of x's dtype.
+        unused: what engines pass, and changes nothing (`UnusedConv`).
 
     Returns:
         As x, in its dtype: packed with its order of memory, unspecified for tokens of no sequence; of a batch the
-        transpose of contiguous `[batch, tokens, dim]`.
+        transpose of contiguous `[batch, tokens, dim]`. With return_final_states this and `(batch, dim, width-1)`.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused, UnusedConv)
+    check_flag("return_final_states", return_final_states)
     is_batch = isinstance(x, Tensor) and x.ndim == 3
     silu = not is_batch if activation == "auto" else parse_activation(activation)
-    skip = _parse_pad(pad_slot_id, null_block_id)
-    _refuse(seq_idx=seq_idx, initial_states=initial_states)
-    _refuse(return_final_states=return_final_states, final_states_out=final_states_out)
+    skip = parse_pad(pad_slot_id, null_block_id)
+    if is_batch and query_start_loc is not None:
+        raise ValueError("query_start_loc: expected None beside x (batch, dim, tokens), got a tensor")
+    if not is_batch or conv_states is not None:
+        _refuse(seq_idx=seq_idx, initial_states=initial_states)
+        _refuse(return_final_states=return_final_states, final_states_out=final_states_out)
+    elif seq_idx is not None or initial_states is not None or return_final_states or final_states_out is not None:
+        for name, given in (("cache_indices", cache_indices), ("has_initial_state", has_initial_state)):
+            if given is not None:
+                raise ValueError(f"{name}: expected None, as conv_states is None, got {type(given).__name__}")
+        return convolve_batch(
+            x, weight, bias, seq_idx, initial_states, final_states_out, final=return_final_states, silu=silu
+        )
     if is_batch:
-        tokens, num_rows, length = _pack(x, None)
-        if query_start_loc is not None:
-            raise ValueError("query_start_loc: expected None beside x (batch, dim, tokens), got a tensor")
+        tokens, num_rows, length = pack_tokens(x, None)
     else:
-        tokens, length = _pack_columns(x), 0
+        tokens, length = pack_columns(x), 0
     num_tokens, dim = tokens.shape
     device = x.device
     check_filter(weight, bias, dim, device)
@@ -144,11 +173,16 @@ def causal_conv1d_fn(
         num_lines, columns = (None, width - 1) if lines is None else lines.shape[:2]
         check_contents(rows, "cache_indices", num_tokens, num_lines, columns, width)
     y = torch.empty((num_tokens, dim), dtype=x.dtype, device=device)
-    _convolve(tokens, weight.t(), bias, lines, rows, y, silu)
-    return _unpack(y, x) if is_batch else y.t()
+    convolve(tokens, weight.t(), bias, lines, rows, y, silu)
+    return unpack_tokens(y, x) if is_batch else y.t()
 
 
-@operator(_fake_update, mutates=["conv_state", "out"], only={"activation": str})
+@operator(
+    _fake_update,
+    mutates=["conv_state", "out"],
+    only={"activation": str},
+    unused=partial(check_unused, kind=UnusedConvSteps),
+)
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -166,6 +200,7 @@ def causal_conv1d_update(
     out: Tensor | None = None,
     null_block_id: int | None = None,
     cache_seqlens: None = None,
+    **unused: Unpack[UnusedConvSteps],
 ) -> Tensor:
     """Convolve the next tokens of each sequence and slide its line; nothing but `conv_state` and `out` is written.
 
@@ -193,6 +228,7 @@ def causal_conv1d_update(
         out: of x's shape and dtype, or None; may be x, but must not overlap it otherwise.
         null_block_id: takes the place of `pad_slot_id` where it is given; line 0 is an ordinary one unless it is 0.
         cache_seqlens: causal-conv1d's circular lines, refused.
+        unused: what engines pass, and changes nothing (`UnusedConvSteps`).
 
     Returns:
         `out`, or a new tensor of x's shape and dtype; unspecified for tokens of no row.
@@ -200,17 +236,18 @@ def causal_conv1d_update(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
+    check_unused(unused, UnusedConvSteps)
     silu = parse_activation(activation)
-    skip = _parse_pad(pad_slot_id, null_block_id)
+    skip = parse_pad(pad_slot_id, null_block_id)
     check_integer("max_query_len", max_query_len)
     _refuse(cache_seqlens=cache_seqlens)
-    tokens, num_rows, length = _pack(x, query_start_loc)
+    tokens, num_rows, length = pack_tokens(x, query_start_loc)
     num_tokens, dim = tokens.shape
     device = x.device
     check_filter(weight, bias, dim, device)
     width = weight.shape[1]
     check_states("conv_state", conv_state, dim, width, device)
-    read, write = _pick_lines(
+    read, write = pick_lines(
         conv_state_indices, initial_state_idx, block_idx_last_scheduled_token, device, validate=validate_data
     )
     if query_start_loc is not None:
@@ -242,26 +279,17 @@ def causal_conv1d_update(
         check_contents(rows, "conv_state_indices", num_tokens, conv_state.shape[0], lines.shape[1], width)
     if out is None:
         y = torch.empty((num_tokens, dim), dtype=x.dtype, device=device)
-        _convolve(tokens, weight.t(), bias, lines, rows, y, silu)
-        return _unpack(y, x)
+        convolve(tokens, weight.t(), bias, lines, rows, y, silu)
+        return unpack_tokens(y, x)
     check_operand("out", out, {f"x.shape[{i}]": size for i, size in enumerate(x.shape)}, (x.dtype,), device)
     packed = out.transpose(1, 2) if out.ndim == 3 else out
     if packed.is_contiguous():
-        _convolve(tokens, weight.t(), bias, lines, rows, packed.view(num_tokens, dim), silu)
+        convolve(tokens, weight.t(), bias, lines, rows, packed.view(num_tokens, dim), silu)
     else:
         y = torch.empty((num_tokens, dim), dtype=x.dtype, device=device)
-        _convolve(tokens, weight.t(), bias, lines, rows, y, silu)
-        out.copy_(_unpack(y, x))
+        convolve(tokens, weight.t(), bias, lines, rows, y, silu)
+        out.copy_(unpack_tokens(y, x))
     return out
-
-
-def _parse_pad(pad_slot_id: int, null_block_id: int | None) -> int:
-    """Return the index of padding rows besides those below 0."""
-    check_integer("pad_slot_id", pad_slot_id)
-    if null_block_id is None:
-        return pad_slot_id
-    check_integer("null_block_id", null_block_id)
-    return null_block_id
 
 
 def _refuse(**asked: object) -> None:
@@ -269,105 +297,3 @@ def _refuse(**asked: object) -> None:
     for name, value in asked.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: expected None or False, as {INSTEAD[name]}, got {type(value).__name__}")
-
-
-def _pack_columns(x: Tensor) -> Tensor:
-    """Return packed x `(dim, tokens)` as `[T, D]`."""
-    check_operand("x", x, {"dim": None, "tokens": None})
-    if x.shape[0] > 1 and x.stride(0) != 1:
-        raise ValueError(
-            "x: expected contiguous channels (x.stride(0) == 1), as in the transpose of a [tokens, dim] tensor, "
-            f"got strides {x.stride()}"
-        )
-    return x.t()
-
-
-def _pack(x: Tensor, query_start_loc: Tensor | None) -> tuple[Tensor, int, int]:
-    """Return x as `[T, D]` with contiguous channels, its rows, and their tokens (0: query_start_loc tells)."""
-    if query_start_loc is not None:
-        check_operand("x", x, {"tokens": None, "dim": None})
-        tokens, num_rows, length = x, 0, 0
-    elif isinstance(x, Tensor) and x.ndim == 3:
-        check_operand("x", x, {"batch": None, "dim": None, "n": None})
-        num_rows, dim, length = x.shape
-        tokens = x.transpose(1, 2).reshape(num_rows * length, dim)
-    else:
-        check_operand("x", x, {"batch": None, "dim": None})
-        tokens, num_rows, length = x, x.shape[0], 1
-    return tokens if tokens.shape[1] <= 1 or tokens.stride(1) == 1 else tokens.contiguous(), num_rows, length
-
-
-def _unpack(y: Tensor, x: Tensor) -> Tensor:
-    """Return y `[T, D]` in x's shape."""
-    return y if x.ndim == 2 else y.view(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
-
-
-def _pick_lines(
-    indices: Tensor | None,
-    read_blocks: Tensor | None,
-    write_blocks: Tensor | None,
-    device: torch.device,
-    *,
-    validate: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the line that each row reads and writes, -1 for a block that its table lacks; None: row i has line i."""
-    name = "conv_state_indices"
-    is_table = isinstance(indices, Tensor) and indices.ndim == 2
-    if indices is not None:
-        check_operand(name, indices, {"batch": None, "blocks": None} if is_table else {"batch": None}, INTEGERS, device)
-        if is_table and indices.shape[1] == 0:
-            raise ValueError(f"{name}: expected at least one block per row, got a table {tuple(indices.shape)}")
-    if read_blocks is None and write_blocks is None:
-        lines = indices[:, 0] if indices is not None and is_table else indices
-        return lines, lines
-    if indices is None or not is_table:
-        raise ValueError(f"{name}: expected a table (batch, blocks) beside the blocks to read and write, got none")
-    if read_blocks is None or write_blocks is None:
-        missing = "initial_state_idx" if read_blocks is None else "block_idx_last_scheduled_token"
-        raise ValueError(f"{missing}: expected a tensor, as the other of the two is given, got None")
-    told = {"initial_state_idx": read_blocks, "block_idx_last_scheduled_token": write_blocks}
-    last = indices.shape[1] - 1
-    for name, blocks in told.items():
-        check_indices(name, blocks, device, indices.shape[0])
-        if validate and not ((blocks >= 0) & (blocks <= last)).all():
-            raise ValueError(f"{name}: expected blocks of 0..{last}, got {blocks.tolist()}")
-    chosen = torch.stack([blocks.to(torch.int64) for blocks in told.values()], dim=1)
-    inside = chosen.clamp(0, last)
-    lines = indices.gather(1, inside).masked_fill_(chosen != inside, -1)
-    return lines[:, 0], lines[:, 1]
-
-
-def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor | None, rows: EngineRows, y: Tensor, silu: bool
-) -> None:
-    """Write the rows' outputs to y `[T, D]`, which may be x `[T, D]`; mutates `lines` `[L, columns, D]`.
-
-    weight `[W, D]`. Without lines only their dtype counts, and rows begin without a history.
-    """
-    if y.numel() == 0:
-        return
-    keep = lines is not None
-    if lines is None:
-        lines = torch.empty((1, weight.shape[0] - 1, x.shape[1]), dtype=x.dtype, device=x.device)
-    inputs = ConvInputs(x, weight, bias, lines, silu, LINE_SHIFT)
-    if x.device.type == "cpu":
-        convolve_cpu(inputs, rows, y, keep=keep)
-    else:
-        # Imported here: only this path needs triton, which is installed on Linux alone.
-        from deltaline_kernels.compat.conv1d_launch import convolve_triton
-
-        convolve_triton(inputs, rows, y, keep=keep)
-
-
-def convolve_cpu(inputs: ConvInputs, rows: EngineRows, y: Tensor, *, keep: bool) -> None:
-    """Do what `_convolve` does, on the CPU, with checked offsets, lengths and lines."""
-    x, lines, width = inputs.x, inputs.lines, inputs.weight.shape[0]
-    columns = lines.shape[1]
-    check_offsets(rows, x.shape[0])
-    live = [row for row in read_back(rows, columns, width) if not row.skipped]
-    check_lengths(rows, live, columns, width)
-    largest = max((max(row.write, -1 if row.first_column is None else row.read) for row in live), default=0)
-    if keep and largest >= lines.shape[0]:  # slices would leave such lines out without a word
-        raise IndexError(f"indices: expected lines below {lines.shape[0]}, got {largest}")
-    inputs = replace(inputs, x=x.to(lines.dtype, copy=y.data_ptr() == x.data_ptr()))
-    causal_conv1d_cpu(inputs, place_rows(rows, x.shape[0], x.device, columns, width, keep=keep), y)
