@@ -9,7 +9,7 @@ import torch
 from rigs.kernels.batches import Layer, Recurrent, Row, make_batch
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
-from rigs.kernels.recurrence_checks import check_against_reference, place_lines, same_bits
+from rigs.kernels.recurrence_checks import check_against_reference, check_written_elsewhere, place_lines, same_bits
 from rigs.kernels.tolerance import assert_close
 
 from deltaline_kernels import Rows, causal_conv1d
@@ -78,6 +78,12 @@ def test_lines_of_a_convolution_may_lie_apart(path: Path) -> None:
 def test_a_state_of_any_dtype_is_rounded_once(path: Path, kind: str, dtype: torch.dtype) -> None:
     limit = path.dtype if dtype == torch.float32 else dtype
     check_against_reference(make(kind, ROWS, path, dtype), path, max(limit, path.dtype, key=_coarseness))
+
+
+@KINDS
+def test_states_are_written_elsewhere(half_path: Path, kind: str) -> None:
+    """Through the launchers, which take another tensor than that which is read."""
+    check_written_elsewhere(make(kind, ROWS, half_path, torch.float32, 64))
 
 
 @KINDS

@@ -22,6 +22,11 @@ def test_lines_of_a_convolution_may_lie_apart(exact_path: InterpretedPath) -> No
 
 
 @KINDS
+def test_states_are_written_elsewhere(path: InterpretedPath, kind: str) -> None:
+    checks.test_states_are_written_elsewhere(path, kind)
+
+
+@KINDS
 def test_a_state_of_fp16_is_rounded_once(path: InterpretedPath, kind: str) -> None:
     checks.test_a_state_of_any_dtype_is_rounded_once(path, kind, torch.float16)
 
