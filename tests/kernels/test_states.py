@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from rigs.kernels.batches import Layer, Recurrent, Row, make_batch
+from rigs.kernels.batches import Layer, Recurrent, Row, make_batch, plan_rows
+from rigs.kernels.compiled import compile_launches
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
 from rigs.kernels.recurrence_checks import check_against_reference, check_written_elsewhere, place_lines, same_bits
 from rigs.kernels.tolerance import assert_close
+from torch import Tensor
 
 from deltaline_kernels import Rows, causal_conv1d
+from deltaline_kernels.rows import StateLines
 
 MAKERS: dict[str, Any] = {"delta": (make_batch, Layer, "K", "V"), "mamba2": (make_mamba_batch, MambaLayer, "S", "P")}
 ROWS = [
@@ -84,6 +90,23 @@ def test_a_state_of_any_dtype_is_rounded_once(path: Path, kind: str, dtype: torc
 def test_states_are_written_elsewhere(half_path: Path, kind: str) -> None:
     """Through the launchers, which take another tensor than that which is read."""
     check_written_elsewhere(make(kind, ROWS, half_path, torch.float32, 64))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
+@KINDS
+def test_kernels_compile_for_states_of_two_dtypes_that_lie_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a Hopper GPU: verify and the walk through chunks, which the interpreter does not compile."""
+    pytest.importorskip("triton")
+    packed = make(kind, [Row(1), Row(70)], Path("cpu", torch.bfloat16), torch.float16, 64)
+    given = ((field.name, getattr(packed, field.name)) for field in fields(packed))
+    batch = packed.replaced(**{name: x.to("meta") for name, x in given if isinstance(x, Tensor)})
+    state = torch.empty(6, 2 * 64 * 64 + 1, dtype=torch.float16, device="meta")[:, :-1].unflatten(1, (2, 64, 64))
+    o = torch.empty(71, 2, 64, dtype=torch.bfloat16, device="meta")
+    rows = plan_rows([Row(1), Row(70)], 4, "cpu")
+    rows = replace(rows, control=rows.control.to("meta"))
+    lines = StateLines(state, batch.drafts, written=torch.empty(6, 2, 64, 64, device="meta"))
+    compiled = compile_launches(monkeypatch, partial(batch.launch, lines, rows, o))
+    assert {"_verify", "walk_kernel"} <= {kernel.metadata.name for kernel in compiled}
 
 
 @KINDS
