@@ -198,7 +198,9 @@ def test_rows_without_slots_leave_states_in_a_final_tensor(path: Path) -> None:
     assert new is not None and torch.equal(new[1], before[1]) and not new.isnan().any()
     final, behind = lie_apart(torch.full_like(before, torch.nan))
     got, same = fused_recurrent_gated_delta_rule(**told, final_state=final)
-    assert same is final and torch.equal(final, new) and torch.equal(got, want) and bool((behind == 255).all())
+    assert same is final and torch.equal(final[1], before[1]) and bool((behind == 255).all())
+    assert_close("o", got, want, path.dtype)
+    assert_close("final", final, new, torch.float32)
     _, fresh = fused_recurrent_gated_delta_rule(**(told | {"initial_state": None}), final_state=final)
     assert fresh is final and not final[1].any() and final[0].any()
 
@@ -268,7 +270,7 @@ def test_a_table_leaves_outputs_as_they_are_without_it(exact_path: Path) -> None
         del plain["num_accepted_tokens"]
         want, got = (fused_recurrent_gated_delta_rule(**x)[0].double() for x in (plain, told))
         assert float((got - want).norm() / want.norm()) < 3e-7
-        assert torch.equal(told["initial_state"][7], plain["initial_state"][0])
+        assert_close("state", told["initial_state"][7], plain["initial_state"][0], dtype)
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["slots", "table"])
