@@ -1,7 +1,9 @@
 """What a launch does with each row of a batch: packed token offsets, lines and counts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -181,18 +183,17 @@ class Rows:
             _check_row(i, length, num_committed[i], num_replayed[i], draft_half[i], i < num_short)
             if fields["position"][i] < num_replayed[i]:
                 raise ValueError(f"position[{i}]: expected at least {num_replayed[i]}, got {fields['position'][i]}")
-        width = 0 if token_lines is None else max(lengths, default=0)
-        kept = [[]] * num_rows if token_lines is None else token_lines
+        kept: Sequence[Sequence[int]] = [[]] * num_rows
         if token_lines is not None:
             _check_token_lines(token_lines, lengths, num_committed, max_short)
+            kept = token_lines
         _check_lines(read_line, [[write, *lines] for write, lines in zip(write_line, kept, strict=True)])
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        columns = [[*lines, *[-1] * (width - len(lines))] for lines in kept]
-        last = [list(field) for field in zip(*columns, strict=True)] if num_rows else []
+        last = list(zip_longest(*kept, fillvalue=-1))  # by token
         control = torch.tensor([starts, *([*values, 0] for values in (*fields.values(), *last))], dtype=torch.int32)
-        return cls(control.to(device), num_short, max_short, max(lengths, default=0), width)
+        return cls(control.to(device), num_short, max_short, max(lengths, default=0), len(last))
 
 
 def check_rows(rows: Rows, device: torch.device) -> None:
@@ -247,4 +248,4 @@ def _check_lines(read_line: Sequence[int], written: Sequence[Sequence[int]]) -> 
 
 def _line_stride(lines: Tensor) -> int:
     """Return how far two lines are apart; that of a single one, which means nothing, as if they were packed."""
-    return lines.stride(0) if lines.shape[0] > 1 else lines[:1].numel()
+    return lines.stride(0) if lines.shape[0] > 1 else math.prod(lines.shape[1:])

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from rigs.kernels.batches import Layer, Recurrent, Row, make_batch
+from rigs.kernels.batches import Layer, Recurrent, Row, make_batch, plan_rows
+from rigs.kernels.compiled import compile_launches
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import Path
-from rigs.kernels.recurrence_checks import check_against_reference, place_lines, same_bits
+from rigs.kernels.recurrence_checks import check_against_reference, check_written_elsewhere, place_lines, same_bits
 from rigs.kernels.tolerance import assert_close
+from torch import Tensor
 
 from deltaline_kernels import Rows, causal_conv1d
+from deltaline_kernels.rows import StateLines
 
 MAKERS: dict[str, Any] = {"delta": (make_batch, Layer, "K", "V"), "mamba2": (make_mamba_batch, MambaLayer, "S", "P")}
 ROWS = [
@@ -23,7 +29,7 @@ ROWS = [
     Row(2, fresh=True),
     Row(2, skipped=True),
     Row(70, replayed=1),
-    Row(66, to="nowhere"),
+    Row(9, to="nowhere"),
 ]
 # Rows of a few tokens each, whose lines they are; behind them the lines that they read and write.
 KEPT_ROWS = [Row(3), Row(2), Row(1, fresh=True), Row(0), Row(2, skipped=True), Row(4)]
@@ -69,8 +75,11 @@ def test_lines_of_a_convolution_may_lie_apart(path: Path) -> None:
     room = torch.full((len(batch.lines), batch.lines[0].numel() + 3), 7.0, dtype=path.dtype, device=path.device)
     apart = room[:, :-3].unflatten(1, batch.lines.shape[1:])
     apart.copy_(batch.lines)
-    y = [causal_conv1d(batch.qkv, batch.weight, batch.bias, lines, batch.rows) for lines in (apart, batch.lines)]
-    assert torch.equal(*y) and same_bits(apart, batch.lines) and bool((room[:, -3:] == 7).all())
+    got, want = (
+        causal_conv1d(batch.qkv, batch.weight, batch.bias, lines, batch.rows) for lines in (apart, batch.lines)
+    )
+    assert_close("y", got, want, path.dtype)
+    assert same_bits(apart, batch.lines) and bool((room[:, -3:] == 7).all())
 
 
 @KINDS
@@ -78,6 +87,29 @@ def test_lines_of_a_convolution_may_lie_apart(path: Path) -> None:
 def test_a_state_of_any_dtype_is_rounded_once(path: Path, kind: str, dtype: torch.dtype) -> None:
     limit = path.dtype if dtype == torch.float32 else dtype
     check_against_reference(make(kind, ROWS, path, dtype), path, max(limit, path.dtype, key=_coarseness))
+
+
+@KINDS
+def test_states_are_written_elsewhere(half_path: Path, kind: str) -> None:
+    """Through the launchers, which take another tensor than that which is read."""
+    check_written_elsewhere(make(kind, ROWS, half_path, torch.float32, 64))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none")
+@KINDS
+def test_kernels_compile_for_states_of_two_dtypes_that_lie_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a Hopper GPU: verify and the walk through chunks, which the interpreter does not compile."""
+    pytest.importorskip("triton")
+    packed = make(kind, [Row(1), Row(70)], Path("cpu", torch.bfloat16), torch.float16, 64)
+    given = ((field.name, getattr(packed, field.name)) for field in fields(packed))
+    batch = packed.replaced(**{name: x.to("meta") for name, x in given if isinstance(x, Tensor)})
+    state = torch.empty(6, 2 * 64 * 64 + 1, dtype=torch.float16, device="meta")[:, :-1].unflatten(1, (2, 64, 64))
+    o = torch.empty(71, 2, 64, dtype=torch.bfloat16, device="meta")
+    rows = plan_rows([Row(1), Row(70)], 4, "cpu")
+    rows = replace(rows, control=rows.control.to("meta"))
+    lines = StateLines(state, batch.drafts, written=torch.empty(6, 2, 64, 64, device="meta"))
+    compiled = compile_launches(monkeypatch, partial(batch.launch, lines, rows, o))
+    assert {"_verify", "walk_kernel"} <= {kernel.metadata.name for kernel in compiled}
 
 
 @KINDS

@@ -58,8 +58,7 @@ def check_pool(name: str, pool: Tensor | None, sizes: dict[str, int | None], dev
         TypeError, ValueError: naming the argument, what was expected and what was got.
     """
     pool = check_operand(name, pool, sizes, STATES, device, beside=None)
-    size = pool[:1].numel()
-    if not pool[:1].is_contiguous() or (pool.shape[0] > 1 and pool.stride(0) < size):
+    if not pool.is_contiguous() and (not pool[:1].is_contiguous() or pool.stride(0) < pool[:1].numel()):
         raise ValueError(f"{name}: expected states that are packed and apart, got strides {pool.stride()}")
     return pool
 

@@ -8,7 +8,7 @@ import torch
 from rigs.kernels.batches import Layer, Row, make_batch
 from rigs.kernels.gluon_on_cpu import OnCpu
 from rigs.kernels.paths import InterpretedPath
-from rigs.kernels.recurrence_checks import check_against_reference
+from rigs.kernels.recurrence_checks import check_against_reference, check_written_elsewhere, place_lines
 from rigs.kernels.walks import ALIGNED, cut_rows
 
 chunk = pytest.importorskip("deltaline_kernels.gated_delta.chunk", reason="triton is not installed")
@@ -29,6 +29,13 @@ def test_walk_matches_the_reference(length: int, monkeypatch: pytest.MonkeyPatch
     cut_rows(monkeypatch, chunk, length)
     batch = make_batch(ROWS, HALF, Layer(H=1, HV=2, K=128, V=64), max_short=1, padding=ALIGNED)
     check_against_reference(batch, HALF, torch.float16)
+
+
+def test_walk_reads_and_writes_lines_where_they_lie() -> None:
+    layer = Layer(H=1, HV=2, K=64, V=64)
+    batch, _ = place_lines(make_batch(ROWS, HALF, layer, max_short=1, padding=ALIGNED), 64)
+    check_against_reference(batch, HALF, torch.float16)
+    check_written_elsewhere(make_batch(ROWS, HALF, layer, max_short=1, padding=ALIGNED))
 
 
 def test_walk_reads_tokens_where_they_lie() -> None:

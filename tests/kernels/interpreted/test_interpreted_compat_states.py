@@ -6,6 +6,7 @@ import kernels.compat.test_compat_states as checks
 import pytest
 import torch
 from kernels.compat.test_compat_states import (
+    test_a_slot_that_pads_keeps_nothing,
     test_a_table_leaves_outputs_as_they_are_without_it,
     test_rows_without_slots_leave_states_in_a_final_tensor,
     test_states_of_sequences_are_read_where_they_lie,
@@ -13,6 +14,7 @@ from kernels.compat.test_compat_states import (
 from rigs.kernels.paths import InterpretedPath
 
 __all__ = [
+    "test_a_slot_that_pads_keeps_nothing",
     "test_a_table_leaves_outputs_as_they_are_without_it",
     "test_rows_without_slots_leave_states_in_a_final_tensor",
     "test_states_of_sequences_are_read_where_they_lie",

@@ -11,14 +11,27 @@ from rigs.kernels.paths import InterpretedPath
 __all__ = ["test_a_state_for_each_token_leaves_outputs_as_they_are"]
 
 
+# Of the sizes that have kernels of their own.
+HALF = InterpretedPath("cpu", torch.float16)
+
+
 @KINDS
-@pytest.mark.parametrize(("gap", "size"), [(64, 64), (4, 0)], ids=["of-whole-vectors", "of-a-few-bytes"])
-def test_lines_may_lie_apart(path: InterpretedPath, kind: str, gap: int, size: int) -> None:
-    checks.test_lines_may_lie_apart(path, kind, gap, size)
+def test_lines_may_lie_apart_by_whole_vectors(kind: str) -> None:
+    checks.test_lines_may_lie_apart(HALF, kind, 64, 64)
+
+
+@KINDS
+def test_lines_may_lie_apart_by_a_few_bytes(exact_path: InterpretedPath, kind: str) -> None:
+    checks.test_lines_may_lie_apart(exact_path, kind, 4, 0)
 
 
 def test_lines_of_a_convolution_may_lie_apart(exact_path: InterpretedPath) -> None:
     checks.test_lines_of_a_convolution_may_lie_apart(exact_path)
+
+
+@KINDS
+def test_states_are_written_elsewhere(kind: str) -> None:
+    checks.test_states_are_written_elsewhere(HALF, kind)
 
 
 @KINDS

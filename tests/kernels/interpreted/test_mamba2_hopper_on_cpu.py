@@ -11,7 +11,7 @@ from rigs.kernels.batches import Row
 from rigs.kernels.gluon_on_cpu import Tiles, run_on_cpu
 from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import InterpretedPath
-from rigs.kernels.recurrence_checks import check_against_reference
+from rigs.kernels.recurrence_checks import check_against_reference, check_written_elsewhere, place_lines
 from rigs.kernels.walks import ALIGNED
 from torch import Tensor
 
@@ -108,3 +108,10 @@ def test_walk_rounds_a_16_bit_state_once(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = [Row(150, replayed=1), Row(65)]
     batch = make_mamba_batch(rows, HALF, SMALL, state_dtype=torch.bfloat16, padding=ALIGNED)
     check_against_reference(batch, HALF, torch.bfloat16)
+
+
+def test_walk_reads_and_writes_lines_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_parts(monkeypatch, 0)
+    batch, _ = place_lines(make_mamba_batch(ROWS, HALF, SMALL, max_short=1, padding=ALIGNED), 64)
+    check_against_reference(batch, HALF, torch.float16)
+    check_written_elsewhere(make_mamba_batch(ROWS, HALF, SMALL, max_short=1, padding=ALIGNED))

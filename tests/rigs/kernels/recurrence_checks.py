@@ -159,6 +159,21 @@ def place_lines(batch: AnyBatch, gap: int) -> tuple[AnyBatch, list[Tensor]]:
     return batch.replaced(state=parts[0], drafts=parts[1]), between
 
 
+def check_written_elsewhere(batch: Recurrent) -> None:
+    """Compare what rows write to other states, of 16 bits, with what they write in place; the others are read only."""
+    before, written = batch.clone(), torch.full_like(batch.state, torch.nan, dtype=torch.float16)
+    tokens = getattr(batch, batch.PACKED[0])
+    size = (len(tokens), *batch.state.shape[1:3])
+    o, want = (torch.full(size, torch.nan, dtype=tokens.dtype, device=tokens.device) for _ in range(2))
+    batch.launch(StateLines(batch.state, batch.drafts, written=written), batch.rows, o)
+    assert same_bits(batch.state, before.state)
+    before.launch(StateLines(before.state, before.drafts), before.rows, want)
+    assert_close("o", o, want, tokens.dtype)
+    lines = [line for line in batch.rows.write_line.tolist() if line > 0]
+    assert_close("states", written[lines], before.state[lines], written.dtype)
+    assert int((~written.isnan()).flatten(1).all(1).sum()) == len(lines)
+
+
 def check_far_lines(batch: Recurrent, path: Path, before_each: Callable[[int], None]) -> None:
     """Compare lines beyond 2^31 values of the state, counted from 0 as engines do, with the same ones near it.
 
