@@ -44,7 +44,7 @@ def decode(
     client: ClientState, sequences: Sequence[SequenceRecord], hidden: Any, **options: Unpack[StepOptions]
 ) -> Flow[Array]:
     """Add one token to each sequence: hidden [N, hidden_size]. Returns the outputs [N, hidden_size]."""
-    limits = yield from info(client)
+    limits = client._info or (yield from info(client))
     span = options.get("span", 0)
     shape, array = limits.input_shape(span), as_numpy(hidden)
     _check_count(sequences, array)
@@ -54,7 +54,7 @@ def decode(
     else:
         batch = Batch.of_rows(_rows(Row.decode, sequences, array), limits, "all", span)
     done = yield from stepped(client, limits, batch, options)
-    return done.outputs if isinstance(done, Applied) else np.concatenate(done.outputs)
+    return done.packed if isinstance(done, Applied) else np.concatenate(done.outputs)
 
 
 def verify(
@@ -65,7 +65,7 @@ def verify(
     Commit how many of them join before the next step. One array [N, n, hidden_size] is the fast way to pass the same
     number of tokens for each.
     """
-    limits = yield from info(client)
+    limits = client._info or (yield from info(client))
     span = options.get("span", 0)
     shape, array = limits.input_shape(span), hidden if isinstance(hidden, list | tuple) else as_numpy(hidden)
     _check_count(sequences, array)
@@ -79,7 +79,7 @@ def verify(
     else:
         batch = Batch.of_rows(_rows(Row.verify, sequences, array), limits, "all", span)
     done = yield from stepped(client, limits, batch, options)
-    return done.outputs_of_rows if isinstance(done, Applied) else done.outputs
+    return done.outputs
 
 
 def _rows(
