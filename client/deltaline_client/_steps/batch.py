@@ -103,11 +103,6 @@ class Batch:
             output_start = np.arange(len(start)).astype(_START) if output == "last" else np.zeros_like(start)
         return cls(sequences, kinds, start, hidden, output, output_start, input_shape, output_shape)
 
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return int(self.start[-1])
-
     def packed(self) -> Array:
         """The tokens in one array [T, *input_shape], without a copy where they lie in one."""
         if len(self.hidden) == 1:

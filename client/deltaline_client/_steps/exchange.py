@@ -33,9 +33,10 @@ from deltaline_client._exceptions import (
 )
 from deltaline_client._state import ClientState
 from deltaline_client._steps.batch import Batch
-from deltaline_client._steps.hold import Hold
+from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.packing import Packing, requests_in_flight
 from deltaline_client._steps.request import Applied, Request
+from deltaline_client._steps.rows import RowResult, StepError, StepResult
 from deltaline_client._steps.sequence import RowProgress
 from deltaline_client._table import UNFINISHED
 from deltaline_client._transport.flow import Flow, Receive, Send, Sleep
@@ -49,53 +50,47 @@ Answer: TypeAlias = StepAnswer | DeltalineError
 
 
 class Exchange:
-    """Sends the steps of a call and applies the answers. One deadline for all of them.
-
-    request_error: what ended the last request as a whole, if it was not answered per row.
-    """
+    """Sends the steps of a call and applies the answers. One deadline for all of them."""
 
     def __init__(self, client: ClientState, limits: ServerInfo, options: StepOptions) -> None:
-        self._limits, self._options = limits, options
+        self._client, self._limits, self._options = client, limits, options
         self._attempts = client._attempts(options.get("timeout_s"))
         self._shared = client._shared
         self._last_number = 0
         self._timings: list[layers.StepTiming] = []
-        self.request_error: DeltalineError | None = None
-
-    @property
-    def timing(self) -> StepTiming:
-        """Where the server's time went, so far."""
-        return StepTiming.of(self._timings)
+        # What ended the last request as a whole, if it was not answered per row.
+        self._request_error: DeltalineError | None = None
 
     @cached_property
     def _packing(self) -> Packing:
         return Packing(self._limits, self._options, self._shared)
 
-    def run(self, batch: Batch, hold: Hold) -> Flow[Applied | list[RowProgress]]:
-        """Apply a batch, whose sequences the call holds. Gives its rows, over, where they went one by one.
-
-        Raises StepUnfinished for a row other than the unfinished one of its sequence.
-        """
-        if not self._is_ordinary(batch, hold):
-            return (yield from self.run_rows(_with_unfinished(batch.rows(hold.progress))))
-        request = Request.of_batch(batch, hold)
+    def run(self, batch: Batch) -> Flow[StepResult]:
+        """Apply a batch: as arrays where nothing is out of the ordinary, else row by row. Raises as `step` does."""
         if not self._shared.is_off:
-            request.place(self._shared)
-        message = request.message(self._options)
-        try:
-            yield from self._first_round(request, message)
-            if request.applied is not None:
-                return request.applied
-            rows = [row for row, _ in request.rows()]
-            yield from self._rounds(*self._rest(rows))
-            return rows
-        finally:
-            if request.applied is None:
-                for row, _ in request.rows():
-                    row.release()
+            yield from self._shared.ready(self._limits, self._attempts)
+            self._attempts = self._client._attempts(self._options.get("timeout_s"))  # after a wait, all its time
+        with Hold(Group.of(self._client, batch.sequences), self._options.get("span", 0)) as hold:
+            if not self._is_ordinary(batch, hold):
+                return (yield from self.run_rows(_with_unfinished(batch.rows(hold.progress))))
+            request = Request.of_batch(batch, hold)
+            if not self._shared.is_off:
+                request.place(self._shared)
+            message = request.message(self._options)
+            try:
+                yield from self._first_round(request, message)
+                if request.applied is not None:
+                    return request.applied
+                rows = [row for row, _ in request.rows()]
+                yield from self._rounds(*self._rest(rows))
+            finally:
+                if request.applied is None:
+                    for row, _ in request.rows():
+                        row.release()
+        return self._gathered(rows)
 
-    def run_rows(self, rows: list[RowProgress]) -> Flow[list[RowProgress]]:
-        """Send steps of rows, whose progress the call holds, until each is over. Returns them."""
+    def run_rows(self, rows: list[RowProgress]) -> Flow[StepResult]:
+        """Send steps of rows, whose progress the call holds, until each is over. Raises as `step` does."""
         try:
             for row in rows:
                 row.error = None
@@ -103,12 +98,22 @@ class Exchange:
         finally:
             for row in rows:
                 row.release()
-        return rows
+        return self._gathered(rows)
+
+    def _gathered(self, rows: Sequence[RowProgress]) -> StepResult:
+        """The results of rows that are over. Raises: StepError; the error itself when nothing ran because of it."""
+        results = tuple(map(RowResult.of, rows))
+        if all(row.error is None for row in rows):
+            return StepResult(results, StepTiming.of(self._timings))
+        whole = self._request_error
+        if whole is not None and all(row.error is whole and not row.tokens_done for row in rows):
+            raise whole
+        raise StepError(results)
 
     def _is_ordinary(self, batch: Batch, hold: Hold) -> bool:
         """Whether one request may carry all rows, and no row has an unfinished step."""
         limits = self._limits
-        elements = batch.tokens * math.prod(batch.input_shape)
+        elements = int(batch.start[-1]) * math.prod(batch.input_shape)
         output_elements = int(batch.output_start[-1]) * math.prod(batch.output_shape)
         return (
             0 < len(batch.sequences) <= limits.max_sequences
@@ -123,9 +128,9 @@ class Exchange:
             if delay_s is not None:
                 yield Sleep(delay_s)
             if self._attempts.next_timeout_s() <= 0:
-                self.request_error = DeadlineExceeded("the call's timeout is over")
+                self._request_error = DeadlineExceeded("the call's timeout is over")
                 for row in waiting:
-                    row.error = row.next_error or self.request_error
+                    row.error = row.next_error or self._request_error
                 return
             done_before = [row.tokens_done for row in waiting]
             if any(map(self._packing.is_whole, waiting)):  # they can't go inline
@@ -214,7 +219,7 @@ class Exchange:
 
     def _fail(self, request: Request, error: DeltalineError) -> None:
         """A request was refused whole, or not answered."""
-        self.request_error = error
+        self._request_error = error
         for _, step in request.rows():
             step.error = error
             step.in_doubt = step.was_in_doubt or isinstance(error, TransportError)

@@ -72,7 +72,7 @@ class Request:
     def place(self, shared: SharedMemory) -> None:
         """Put the tensors into shared memory, if it has room."""
         batch, key = self.batch, tuple([step for _, step in self._rows]) if self._rows else (self,)
-        shape = batch.tokens, *batch.input_shape
+        shape = int(batch.start[-1]), *batch.input_shape
         self.placement = shared.place(key, batch.hidden, shape, (int(batch.output_start[-1]), *batch.output_shape))
 
     def end(self, shared: SharedMemory) -> None:
@@ -90,8 +90,9 @@ class Request:
     def message(self, options: StepOptions) -> list[wire.Buffer]:
         """The serialised StepRequest in pieces."""
         batch, place = self.batch, self.placement
+        hold = self._hold
         columns = StepColumns(
-            self._handles(),
+            _handles(batch) if hold is None else hold.group.handles,
             batch.kinds,
             self.steps.tobytes(),
             self.positions.tobytes(),
@@ -108,11 +109,6 @@ class Request:
             wire.tensor_pieces(batch.packed()) if place is None else [place.tensor()],
             None if place is None else place.output_slice(),
         )
-
-    def _handles(self) -> bytes:
-        if self._hold is not None:
-            return self._hold.group.handles
-        return np.array([sequence.handle for sequence in self.batch.sequences], "<u8").tobytes()
 
     def read(self, answer: StepAnswer) -> Array:
         """The output rows of a reply, packed: a view of it, or of shared memory. Raises ProtocolError."""
@@ -153,6 +149,10 @@ class Request:
         return True
 
 
+def _handles(batch: Batch) -> bytes:
+    return np.array([sequence.handle for sequence in batch.sequences], "<u8").tobytes()
+
+
 class Applied(StepResult):
     """A batch all of whose rows were applied at once: packed outputs [rows, *output_shape].
 
@@ -160,8 +160,10 @@ class Applied(StepResult):
     """
 
     def __init__(self, batch: Batch, packed: Array, answer: StepAnswer, timings: Sequence[layers.StepTiming]) -> None:
+        # Of batch and answer no more than is told: the others hold a request's and a reply's memory.
         self.packed = packed
-        self._batch, self._answer, self._timings = batch, answer, timings
+        self._sequences, self._start, self._output_start = batch.sequences, batch.start, batch.output_start
+        self._outcome, self._position, self._timings = answer.outcome, answer.position, timings
 
     @cached_property
     def timing(self) -> StepTiming:
@@ -171,17 +173,17 @@ class Applied(StepResult):
     @property
     def outputs(self) -> list[Array]:
         """The outputs of each row, views."""
-        return [self.packed[begin:end] for begin, end in pairwise(self._batch.output_start.tolist())]
+        return [self.packed[begin:end] for begin, end in pairwise(self._output_start.tolist())]
 
     @cached_property
     def rows(self) -> tuple[RowResult, ...]:
         """What became of each row, in order."""
         columns = zip(
-            self._batch.sequences,
-            map(RowOutcome, self._answer.outcome),
+            self._sequences,
+            map(RowOutcome, self._outcome),
             self.outputs,
-            np.diff(self._batch.start).tolist(),
-            self._answer.position.tolist(),
+            np.diff(self._start).tolist(),
+            self._position.tolist(),
             repeat(None),
             strict=False,  # None has no end
         )

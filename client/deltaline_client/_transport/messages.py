@@ -142,16 +142,17 @@ def read_stream_response(body: bytes) -> tuple[int, StepAnswer | DeltalineError]
 def _read_step(body: bytes, begin: int, end: int) -> StepAnswer:
     """Read the StepResponse in body[begin:end]. Raises: DecodeError; WireError for a wrong tensor."""
     found, rest = _scan(body, begin, end, _ANSWER)
-    (begin, end), position, start, tensor = (found.get(number, _ABSENT) for number in _ANSWER)
+    get, (outcomes, positions, starts, hidden) = found.get, _ANSWER
+    (begin, end), position, start = get(outcomes, _ABSENT), get(positions, _ABSENT), get(starts, _ABSENT)
     outcome = body[begin:end]
     if not outcome.isascii() or (position[1] - position[0]) % 8 or (start[1] - start[0]) % 4:
         raise DecodeError("a column of no such numbers")
     # Columns are copied: numpy is slow where they are unaligned.
     columns = outcome, np.frombuffer(body[slice(*position)], _INT64), body[slice(*start)]
     fields = layers.StepResponse.FromString(rest)
-    if tensor is _ABSENT:
+    if hidden not in found:
         return StepAnswer(*columns, fields, None)
-    found, rest = _scan(body, *tensor, _ELEMENTS)
+    found, rest = _scan(body, *found[hidden], _ELEMENTS)
     header = tensor_pb2.Tensor.FromString(rest)
     if not found and header.HasField("shared"):
         return StepAnswer(*columns, fields, None, header)
@@ -192,7 +193,7 @@ def _scan(body: bytes, begin: int, end: int, numbers: tuple[int, ...]) -> tuple[
             value = body[at]
             at += 1
             if value > 0x7F:
-                value, at = _varint(body, at - 1)
+                value, at = (value & 0x7F | body[at] << 7, at + 1) if body[at] < 0x80 else _varint(body, at - 1)
             if kind == _LENGTH_DELIMITED:
                 at += value
                 if tag >> 3 in numbers:

@@ -138,6 +138,24 @@ def test_a_malformed_tensor_is_an_error_of_its_step(hidden: tensor_pb2.Tensor) -
     assert (correlation_id, type(error)) == (2**40, ProtocolError)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        layers.StepResponse(outcome=[1, 1, 1]).SerializeToString(),
+        layers.StepResponse(hidden=tensor_pb2.Tensor(shape=[3, 4])).SerializeToString(),
+        wire.varint(layers.StepResponse.POSITION_FIELD_NUMBER << 3 | 1) + bytes(8),
+        wire.varint(layers.StepResponse.OUTCOME_FIELD_NUMBER << 3) + b"\1",
+    ],
+    ids=["column twice", "tensor twice", "number of its own", "outcome of its own"],
+)
+def test_a_field_in_pieces_is_refused(more: bytes) -> None:
+    step = response().step.SerializeToString() + more
+    body = b"".join([b"\x08\x05", *wire.field_pieces(layers.StepStreamResponse.STEP_FIELD_NUMBER, [step])])
+    assert layers.StepStreamResponse.FromString(body).correlation_id == 5  # protobuf takes it
+    correlation_id, error = read_stream_response(body)
+    assert (correlation_id, type(error)) == (5, ProtocolError)
+
+
 def test_mutated_replies_are_read_as_protobuf_does_or_refused() -> None:
     rng = np.random.default_rng(0)
     sound = response().SerializeToString()
