@@ -141,7 +141,7 @@ def test_a_malformed_tensor_is_an_error_of_its_step(hidden: tensor_pb2.Tensor) -
 @pytest.mark.parametrize(
     "more",
     [
-        layers.StepResponse(outcome=[1, 1, 1]).SerializeToString(),
+        layers.StepResponse(outcome=[layers.ROW_OUTCOME_EXECUTED]).SerializeToString(),
         layers.StepResponse(hidden=tensor_pb2.Tensor(shape=[3, 4])).SerializeToString(),
         wire.varint(layers.StepResponse.POSITION_FIELD_NUMBER << 3 | 1) + bytes(8),
         wire.varint(layers.StepResponse.OUTCOME_FIELD_NUMBER << 3) + b"\1",
