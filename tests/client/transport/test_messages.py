@@ -149,7 +149,7 @@ def test_a_malformed_tensor_is_an_error_of_its_step(hidden: tensor_pb2.Tensor) -
     ids=["column twice", "tensor twice", "number of its own", "outcome of its own"],
 )
 def test_a_field_in_pieces_is_refused(more: bytes) -> None:
-    step = response().step.SerializeToString() + more
+    step = more + response().step.SerializeToString()
     body = b"".join([b"\x08\x05", *wire.field_pieces(layers.StepStreamResponse.STEP_FIELD_NUMBER, [step])])
     assert layers.StepStreamResponse.FromString(body).correlation_id == 5  # protobuf takes it
     correlation_id, error = read_stream_response(body)
