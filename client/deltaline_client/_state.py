@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -11,6 +10,7 @@ from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client._arrays import Array
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._shared_memory.regions import SharedMemory
+from deltaline_client._table import SequenceTable
 from deltaline_client._transport.flow import Flow, Method, Request, Response, Sleep, call
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.retry import Attempts, Retry, is_retryable
@@ -30,7 +30,8 @@ class ClientState:
         self._retry = retry
         self._info: ServerInfo | None = None
         self._shared = SharedMemory(shared_memory_bytes)
-        self._holding = threading.Lock()
+        self._table = SequenceTable()
+        self._groups: dict[Any, Any] = {}  # what is known of sequences that were stepped together
 
     def _run(self, flow: Flow[Any]) -> Any:
         """Drive a flow to its end: gives its result, or a coroutine that does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Literal, TypedDict
@@ -211,13 +211,17 @@ class StepTiming:
     batch_rows: int = 0
     batch_tokens: int = 0
 
-    def plus(self, message: layer_service_pb2.StepTiming) -> StepTiming:
-        """Return this and the time of one more request."""
-        return StepTiming(
-            self.queue_s + message.queue_ns / 1e9,
-            self.copy_in_s + message.copy_in_ns / 1e9,
-            self.compute_s + message.compute_ns / 1e9,
-            self.copy_out_s + message.copy_out_ns / 1e9,
-            message.batch_rows,
-            message.batch_tokens,
+    @classmethod
+    def of(cls, requests: Sequence[layer_service_pb2.StepTiming]) -> StepTiming:
+        """Add up the times of requests, in the order of their answers."""
+        if not requests:
+            return cls()
+        last = requests[-1]
+        return cls(
+            sum(one.queue_ns for one in requests) / 1e9,
+            sum(one.copy_in_ns for one in requests) / 1e9,
+            sum(one.compute_ns for one in requests) / 1e9,
+            sum(one.copy_out_ns for one in requests) / 1e9,
+            last.batch_rows,
+            last.batch_tokens,
         )

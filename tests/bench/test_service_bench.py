@@ -141,6 +141,14 @@ def test_decode_is_held_to_its_bars() -> None:
     assert values(around)["unary, the same, the echo around the same layer"] == pytest.approx(700 / 500)
 
 
+def test_the_client_is_held_to_what_it_adds_to_raw_steps() -> None:
+    assert names(decode.judge_beside_raw(H200, steps(1000), steps(1150), steps(1300))) == []
+    slow = decode.judge_beside_raw(H200, steps(1000), steps(1151), steps(1300))
+    assert names(slow) == ["added by the Python client, p50"]
+    assert list(values(slow).values()) == pytest.approx([151, 300])
+    assert names(decode.judge_beside_raw(SMALL, steps(1000), steps(1151), steps(1300))) == []
+
+
 def test_throughput_is_held_to_the_engine() -> None:
     engine = (100.0, 0.99)
     runs = {"inline": report(10), "shared memory": report(86)}

@@ -7,15 +7,19 @@ only copies.
 
 from __future__ import annotations
 
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import numpy as np
 
 from deltaline_bench.service.figure import Bar, Figure
 from deltaline_bench.service.host import Host, running
 from deltaline_bench.service.raw import Way, besides_compute, decoding, echoing, measured, percentile_us
 from deltaline_bench.service.size import Size
-from deltaline_cli.bench.samples import SERVER_STAGES, Samples
+from deltaline_cli.bench.samples import SERVER_STAGES, Sample, Samples, sample
+from deltaline_client import AsyncClient, Row
 
 PART = "decode"
 
@@ -29,8 +33,8 @@ async def measure(host: Host) -> list[Figure]:
     client = await host.load(clients=1, rows=size.decode_rows, steps=size.client_steps, ramp_up_s=0.2)
     figures += judge_client(client.samples)
     if size.is_beside_layer:
-        figures += await _measure_copying(host)
-    return figures
+        return figures + await _measure_copying(host)
+    return figures + judge_beside_raw(size, *await _beside_raw(host))
 
 
 async def _measure_copying(host: Host) -> list[Figure]:
@@ -42,7 +46,33 @@ async def _measure_copying(host: Host) -> list[Figure]:
                 steps, echo, _ = await _beside_echoes(copying, way)
                 ratio = percentile_us(besides_compute(steps), 50) / percentile_us(besides_compute(echo), 50)
                 figures.append(Figure(PART, f"{way}, a layer that only copies", ratio, "echoes", "raw"))
+            # Here the client is not lost in what a CPU's layers take now more, now less.
+            figures += judge_beside_raw(host.size, *await _beside_raw(copying))
     return figures
+
+
+async def _beside_raw(host: Host) -> list[Samples]:
+    """Samples of raw steps with their outputs, and of the Python client's: as one array, and as rows."""
+    size = host.size
+    async with decoding(host.address, size.decode_rows) as raw, AsyncClient(host.address) as client:
+        info = await client.info()
+        hidden = np.zeros((size.decode_rows, *info.input_shape()), info.dtype)
+        sequences = await client.open_many(size.decode_rows)
+
+        async def decode() -> Sample:
+            sent_s = time.monotonic()
+            await client.decode(sequences, hidden)
+            return sample("decode", size.decode_rows, sent_s, time.monotonic())
+
+        async def step() -> Sample:
+            sent_s = time.monotonic()
+            rows = [Row.decode(sequence, own) for sequence, own in zip(sequences, hidden, strict=True)]
+            _ = (await client.step(rows)).outputs
+            return sample("decode", size.decode_rows, sent_s, time.monotonic())
+
+        samples = await measured(raw.step_with_outputs, decode, step, rounds=size.client_steps)
+        await client.close(sequences)
+    return samples
 
 
 async def _beside_echoes(host: Host, way: Way) -> tuple[Samples, Samples, Samples | None]:
@@ -103,4 +133,14 @@ def judge_client(samples: Samples) -> list[Figure]:
         Figure(PART, "end to end, p50", percentile_us(total, 50), "us", "client", note="a user's view"),
         Figure(PART, "end to end, p99", percentile_us(total, 99), "us", "client"),
         Figure(PART, "end to end less compute, p50", percentile_us(rest, 50), "us", "client"),
+    ]
+
+
+def judge_beside_raw(size: Size, raw: Samples, decode: Samples, step: Samples) -> list[Figure]:
+    """Make the figures of what the Python client adds to raw steps, in turns with them on one kind of stream."""
+    raw_us, decode_us, step_us = (percentile_us(one.stages_s("decode")["total"], 50) for one in (raw, decode, step))
+    note = f"to a raw step's {raw_us:,.0f} us, its outputs taken"
+    return [
+        Figure(PART, "added by the Python client, p50", decode_us - raw_us, "us", "client", size.bar(150.0), note),
+        Figure(PART, "the same, rows made one by one, p50", step_us - raw_us, "us", "client"),
     ]

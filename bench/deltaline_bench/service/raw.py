@@ -100,6 +100,19 @@ class DecodeSteps(RawCalls):
 
     async def step(self) -> Sample:
         """Make the next step. Raises RawError when the server refused it."""
+        response, sent_s, done_s = await self._answer()
+        timing = response.timing
+        stages = (timing.queue_ns, timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns)
+        return sample("decode", len(self._handles), sent_s, done_s, [ns * 1e-9 for ns in stages])
+
+    async def step_with_outputs(self) -> Sample:
+        """The same, done only when protobuf has parsed the reply and the bytes of its outputs are taken."""
+        response, sent_s, _ = await self._answer()
+        np.frombuffer(response.hidden.inline, np.uint8)
+        return sample("decode", len(self._handles), sent_s, time.monotonic())
+
+    async def _answer(self) -> tuple[pb.StepResponse, float, float]:
+        """Make the next step; return the answer, and when the one was sent and the other there. Raises RawError."""
         self.message = self.next_message()
         answer, sent_s, done_s = await self.exchange(self.message)
         if self._way == "unary":
@@ -109,9 +122,7 @@ class DecodeSteps(RawCalls):
             response, status = streamed.step, streamed.status
         if response.row_status or len(response.outcome) != len(self._handles):
             raise RawError(f"a step was refused: {str(response.row_status or status)[:500]}")
-        timing = response.timing
-        stages = (timing.queue_ns, timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns)
-        return sample("decode", len(self._handles), sent_s, done_s, [ns * 1e-9 for ns in stages])
+        return response, sent_s, done_s
 
 
 @asynccontextmanager

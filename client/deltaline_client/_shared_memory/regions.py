@@ -135,10 +135,12 @@ class SharedMemory:
         finally:
             self._making.release()
 
-    def place(self, request: RequestKey, hidden: Sequence[Array], output_shape: Shape) -> Placement | None:
-        """Put the rows of a request, each [n, *input_shape], beside each other in the region, with room for outputs.
+    def place(
+        self, request: RequestKey, hidden: Sequence[Array], shape: Shape, output_shape: Shape
+    ) -> Placement | None:
+        """Put the arrays of a request beside each other in the region, with room for outputs.
 
-        output_shape: of all of these.
+        shape: [T, *input_shape] of all together. output_shape: of all outputs.
 
         A single array that lies there already is used as it is; so is the place of the same request's last attempt,
         if that had no answer. None when there is no region or no room: then the request goes inline.
@@ -150,13 +152,13 @@ class SharedMemory:
         former = self._unsettled.get(request)
         if former is not None and former.region == number:
             return former
-        shape, dtype = (sum(map(len, hidden)), *hidden[0].shape[1:]), hidden[0].dtype
+        dtype = hidden[0].dtype
         is_there = len(hidden) == 1 and arena.offset(hidden[0]) is not None
         if (math.prod(shape) * (not is_there) + math.prod(output_shape)) * dtype.itemsize > arena.size:
             return None  # it would not fit in an empty one
-        packed: Array | None = hidden[0] if is_there else arena.empty(shape, dtype)
+        packed: Array | None = hidden[0].reshape(shape) if is_there else arena.empty(shape, dtype)
         if packed is not None and not is_there:
-            np.concatenate(hidden, out=packed)
+            np.concatenate(hidden, axis=None, out=packed.reshape(-1))
         room = arena.empty(output_shape, dtype)
         if packed is None or room is None:
             if any(placement.region == number for placement in list(self._unsettled.values())):

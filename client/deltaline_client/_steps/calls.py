@@ -15,12 +15,13 @@ from deltaline_client._arrays import Array, as_hidden, as_numpy
 from deltaline_client._state import ClientState, info
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.commit import commit as commit_batch
+from deltaline_client._steps.exchange import Exchange
 from deltaline_client._steps.request import Applied
 from deltaline_client._steps.rows import Row, StepError, StepResult
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._steps.sequences import close as close_batch
 from deltaline_client._steps.step import resume as resume_batch
-from deltaline_client._steps.step import step, stepped
+from deltaline_client._steps.step import step
 from deltaline_client._transport.flow import Flow
 from deltaline_client._types import Output, StepOptions
 
@@ -44,17 +45,17 @@ def decode(
     client: ClientState, sequences: Sequence[SequenceRecord], hidden: Any, **options: Unpack[StepOptions]
 ) -> Flow[Array]:
     """Add one token to each sequence: hidden [N, hidden_size]. Returns the outputs [N, hidden_size]."""
-    limits = yield from info(client)
+    limits = client._info or (yield from info(client))
     span = options.get("span", 0)
-    shape, array = limits.input_shape(span), as_numpy(hidden)
+    shape, array = limits.input_shape(span), hidden if type(hidden) is np.ndarray else as_numpy(hidden)
     _check_count(sequences, array)
     if array.ndim == 1 + len(shape):
         array = as_hidden(array, "hidden", shape, limits.dtype)
         batch = Batch.uniform(sequences, layers.ROW_KIND_DECODE, array, 1, limits.output_shape(span))
     else:
         batch = Batch.of_rows(_rows(Row.decode, sequences, array), limits, "all", span)
-    done = yield from stepped(client, limits, batch, options)
-    return done.outputs if isinstance(done, Applied) else np.concatenate(done.outputs)
+    done = yield from Exchange(client, limits, options).run(batch)
+    return done.packed if isinstance(done, Applied) else np.concatenate(done.outputs)
 
 
 def verify(
@@ -65,7 +66,7 @@ def verify(
     Commit how many of them join before the next step. One array [N, n, hidden_size] is the fast way to pass the same
     number of tokens for each.
     """
-    limits = yield from info(client)
+    limits = client._info or (yield from info(client))
     span = options.get("span", 0)
     shape, array = limits.input_shape(span), hidden if isinstance(hidden, list | tuple) else as_numpy(hidden)
     _check_count(sequences, array)
@@ -78,8 +79,8 @@ def verify(
         batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, array, tokens, limits.output_shape(span))
     else:
         batch = Batch.of_rows(_rows(Row.verify, sequences, array), limits, "all", span)
-    done = yield from stepped(client, limits, batch, options)
-    return done.outputs_of_rows if isinstance(done, Applied) else done.outputs
+    done = yield from Exchange(client, limits, options).run(batch)
+    return done.outputs
 
 
 def _rows(

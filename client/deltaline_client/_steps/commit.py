@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
+
+import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import DeltalineError, ProtocolError, TransportError
 from deltaline_client._state import ClientState
-from deltaline_client._steps.hold import Hold
+from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.sequence import SequenceRecord
+from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, PENDING, UNFINISHED, Numbers
 from deltaline_client._transport.flow import Flow, Sleep, call
-from deltaline_client._transport.methods import COMMIT
+from deltaline_client._transport.methods import COMMIT as COMMIT_METHOD
 from deltaline_client._transport.retry import is_retryable
 from deltaline_client._transport.statuses import from_status
 
@@ -34,13 +38,23 @@ def commit(
     """
     if len(sequences) != len(accepted):
         raise ValueError(f"accepted: expected {len(sequences)} counts, one per sequence, got {len(accepted)}")
-    with Hold(sequences, span) as progress:
-        for one, count in zip(progress, accepted, strict=True):
-            one.check_commit(count)
-        for one, count in zip(progress, accepted, strict=True):
-            one.accepted = count
+    with Hold(Group.of(client, sequences), span) as hold:
+        counts = _checked(hold, accepted)
+        hold.ledger.write(hold.group.slots, {COMMIT: counts + 1})
         if now:
             yield from _send_all(client, sequences, span)
+
+
+def _checked(hold: Hold, accepted: Sequence[int]) -> Numbers:
+    """The counts as an array. Raises as `commit` for the first that is wrong."""
+    counts = np.fromiter(map(index, accepted), np.int64, len(accepted))
+    numbers = hold.numbers
+    is_wrong = (numbers[UNFINISHED] != 0) | (counts < 0) | (counts > numbers[PENDING]) | (numbers[PENDING] == 0)
+    is_wrong |= (numbers[COMMIT_IN_DOUBT] != 0) & (counts + 1 != numbers[COMMIT])
+    if is_wrong.any():
+        first = int(is_wrong.argmax())
+        hold.progress[first].check_commit(int(counts[first]))
+    return counts
 
 
 def _send_all(client: ClientState, sequences: Sequence[SequenceRecord], span: int) -> Flow[None]:
@@ -67,9 +81,9 @@ def _send(
             accepted=[sequence.progress(span).accepted or 0 for sequence in waiting],
         )
         for sequence in waiting:
-            sequence.progress(span).commit_in_doubt = True
+            sequence.progress(span).write({COMMIT_IN_DOUBT: 1})
         try:
-            errors = _apply(waiting, span, (yield from call(COMMIT, request, attempts.next_timeout_s())))
+            errors = _apply(waiting, span, (yield from call(COMMIT_METHOD, request, attempts.next_timeout_s())))
         except DeltalineError as failure:
             errors = dict.fromkeys(waiting, failure)
         delay_s = attempts.delay_s(*(error.retry_after_s for error in errors.values()))
@@ -77,7 +91,7 @@ def _send(
         for sequence, error in errors.items():
             if sequence not in waiting:
                 final.append(error)
-                sequence.progress(span).commit_in_doubt = isinstance(error, TransportError)
+                sequence.progress(span).write({COMMIT_IN_DOUBT: isinstance(error, TransportError)})
         if waiting and delay_s is not None:
             yield Sleep(delay_s)
     return final

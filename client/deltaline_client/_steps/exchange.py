@@ -15,6 +15,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
+import numpy as np
+
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline.wire import Buffer
 from deltaline_client._arrays import Array
 from deltaline_client._exceptions import (
     CapacityError,
@@ -29,9 +33,12 @@ from deltaline_client._exceptions import (
 )
 from deltaline_client._state import ClientState
 from deltaline_client._steps.batch import Batch
+from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.packing import Packing, requests_in_flight
 from deltaline_client._steps.request import Applied, Request
-from deltaline_client._steps.sequence import Progress, RowProgress
+from deltaline_client._steps.rows import RowResult, StepError, StepResult
+from deltaline_client._steps.sequence import RowProgress
+from deltaline_client._table import UNFINISHED
 from deltaline_client._transport.flow import Flow, Receive, Send, Sleep
 from deltaline_client._transport.messages import StepAnswer
 from deltaline_client._transport.retry import is_retryable
@@ -43,48 +50,47 @@ Answer: TypeAlias = StepAnswer | DeltalineError
 
 
 class Exchange:
-    """Sends the steps of a call and applies the answers. One deadline for all of them.
-
-    timing: where the server's time went, so far. request_error: what ended the last request as a whole, if it was not
-    answered per row.
-    """
+    """Sends the steps of a call and applies the answers. One deadline for all of them."""
 
     def __init__(self, client: ClientState, limits: ServerInfo, options: StepOptions) -> None:
-        self._limits, self._options = limits, options
+        self._client, self._limits, self._options = client, limits, options
         self._attempts = client._attempts(options.get("timeout_s"))
         self._shared = client._shared
         self._last_number = 0
-        self.timing = StepTiming()
-        self.request_error: DeltalineError | None = None
+        self._timings: list[layers.StepTiming] = []
+        # What ended the last request as a whole, if it was not answered per row.
+        self._request_error: DeltalineError | None = None
 
     @cached_property
     def _packing(self) -> Packing:
         return Packing(self._limits, self._options, self._shared)
 
-    def run(self, batch: Batch, progress: Sequence[Progress]) -> Flow[Applied | list[RowProgress]]:
-        """Apply a batch, whose progress the call holds. Gives its rows, over, where they went one by one.
+    def run(self, batch: Batch) -> Flow[StepResult]:
+        """Apply a batch: as arrays where nothing is out of the ordinary, else row by row. Raises as `step` does."""
+        if not self._shared.is_off:
+            yield from self._shared.ready(self._limits, self._attempts)
+            self._attempts = self._client._attempts(self._options.get("timeout_s"))  # after a wait, all its time
+        with Hold(Group.of(self._client, batch.sequences), self._options.get("span", 0)) as hold:
+            if not self._is_ordinary(batch, hold):
+                return (yield from self.run_rows(_with_unfinished(batch.rows(hold.progress))))
+            request = Request.of_batch(batch, hold)
+            if not self._shared.is_off:
+                request.place(self._shared)
+            message = request.message(self._options)
+            try:
+                yield from self._first_round(request, message)
+                if request.applied is not None:
+                    return request.applied
+                rows = [row for row, _ in request.rows()]
+                yield from self._rounds(*self._rest(rows))
+            finally:
+                if request.applied is None:
+                    for row, _ in request.rows():
+                        row.release()
+        return self._gathered(rows)
 
-        Raises StepUnfinished for a row other than the unfinished one of its sequence.
-        """
-        if not self._is_ordinary(batch, progress):
-            return (yield from self.run_rows(_with_unfinished(batch.rows(progress))))
-        request = Request.of_batch(batch, progress)
-        request.place(self._shared)
-        try:
-            self._attempts.next_timeout_s()
-            yield from self._round(iter((request,)))
-            if request.applied is not None:
-                return request.applied
-            rows = [row for row, _ in request.rows()]
-            yield from self._rounds(*self._rest(rows))
-            return rows
-        finally:
-            if request.applied is None:
-                for row, _ in request.rows():
-                    row.release()
-
-    def run_rows(self, rows: list[RowProgress]) -> Flow[list[RowProgress]]:
-        """Send steps of rows, whose progress the call holds, until each is over. Returns them."""
+    def run_rows(self, rows: list[RowProgress]) -> Flow[StepResult]:
+        """Send steps of rows, whose progress the call holds, until each is over. Raises as `step` does."""
         try:
             for row in rows:
                 row.error = None
@@ -92,17 +98,28 @@ class Exchange:
         finally:
             for row in rows:
                 row.release()
-        return rows
+        return self._gathered(rows)
 
-    def _is_ordinary(self, batch: Batch, progress: Sequence[Progress]) -> bool:
+    def _gathered(self, rows: Sequence[RowProgress]) -> StepResult:
+        """The results of rows that are over. Raises: StepError; the error itself when nothing ran because of it."""
+        results = tuple(map(RowResult.of, rows))
+        if all(row.error is None for row in rows):
+            return StepResult(results, StepTiming.of(self._timings))
+        whole = self._request_error
+        if whole is not None and all(row.error is whole and not row.tokens_done for row in rows):
+            raise whole
+        raise StepError(results)
+
+    def _is_ordinary(self, batch: Batch, hold: Hold) -> bool:
         """Whether one request may carry all rows, and no row has an unfinished step."""
-        limits, sequences = self._limits, batch.sequences
-        output_bytes = batch.output_start[-1] * math.prod(batch.output_shape) * limits.dtype.itemsize
+        limits = self._limits
+        elements = int(batch.start[-1]) * math.prod(batch.input_shape)
+        output_elements = int(batch.output_start[-1]) * math.prod(batch.output_shape)
         return (
-            0 < len(sequences) <= limits.max_sequences
-            and max(output_bytes, sum(array.nbytes for array in batch.hidden)) <= limits.inline_limit_bytes
-            and not [one for one in progress if one.unfinished is not None]
-            and len({sequence.server_epoch for sequence in sequences}) == 1
+            0 < len(batch.sequences) <= limits.max_sequences
+            and max(elements, output_elements) * limits.dtype.itemsize <= limits.inline_limit_bytes
+            and (hold.is_plain or not np.count_nonzero(hold.numbers[UNFINISHED]))
+            and hold.group.has_one_epoch
         )
 
     def _rounds(self, waiting: list[RowProgress], delay_s: float | None = None) -> Flow[None]:
@@ -111,9 +128,9 @@ class Exchange:
             if delay_s is not None:
                 yield Sleep(delay_s)
             if self._attempts.next_timeout_s() <= 0:
-                self.request_error = DeadlineExceeded("the call's timeout is over")
+                self._request_error = DeadlineExceeded("the call's timeout is over")
                 for row in waiting:
-                    row.error = row.next_error or self.request_error
+                    row.error = row.next_error or self._request_error
                 return
             done_before = [row.tokens_done for row in waiting]
             if any(map(self._packing.is_whole, waiting)):  # they can't go inline
@@ -139,6 +156,21 @@ class Exchange:
         if sum(row.tokens_done for row in rows) > sum(done_before):
             self._attempts.progressed()
         return [row for row in rows if not row.is_over], delay_s if failed else None
+
+    def _first_round(self, request: Request, message: Sequence[Buffer]) -> Flow[None]:
+        """The round of an ordinary batch, which is one request: as `_round`, without what several need."""
+        self._last_number += 1
+        timeout_s, answer = self._attempts.next_timeout_s(), None
+        try:
+            yield Send(self._last_number, message)
+            answer = yield Receive(max(0.0, timeout_s))
+        finally:
+            if answer is None:
+                request.end(self._shared)
+        if answer is None:
+            self._fail(request, DeadlineExceeded("no answer in time"))
+        else:
+            self._take(request, answer[1])
 
     def _round(self, requests: Iterator[Request]) -> Flow[None]:
         """Send requests, and gather the answers."""
@@ -187,7 +219,7 @@ class Exchange:
 
     def _fail(self, request: Request, error: DeltalineError) -> None:
         """A request was refused whole, or not answered."""
-        self.request_error = error
+        self._request_error = error
         for _, step in request.rows():
             step.error = error
             step.in_doubt = step.was_in_doubt or isinstance(error, TransportError)
@@ -200,17 +232,18 @@ class Exchange:
         """Note the answer to each row. Returns whether all were applied."""
         fields = answer.fields
         if fields.HasField("timing"):
-            self.timing = self.timing.plus(fields.timing)
+            self._timings.append(fields.timing)
         # The caller gets outputs of its own, unless it takes them as they lie in shared memory.
         copies = answer.shared is None or self._options.get("copy", True)
-        if request.advance(fields):
-            request.applied = Applied(request.batch, outputs.copy() if copies else outputs, fields, self.timing)
+        if request.advance(answer):
+            request.applied = Applied(request.batch, outputs.copy() if copies else outputs, answer, self._timings)
             return True
         rows = request.rows()
         first, first_step = rows[0]
         if copies and (first_step.count == len(first.hidden) or first.output != "all"):
             outputs = outputs.copy()  # those of a row that is cut are copied into their place
-        statuses, start = {row.row: row.status for row in fields.row_status}, fields.output_start_loc
+        statuses = {row.row: row.status for row in fields.row_status}
+        start = np.frombuffer(answer.output_start_loc, "<u4").tolist()
         for index, (_, step) in enumerate(rows):
             if index in statuses:
                 step.error = error = from_status(statuses[index])
@@ -219,7 +252,7 @@ class Exchange:
             else:
                 step.in_doubt = False
                 output = outputs[start[index] : start[index + 1]]
-                step.reply = output, fields.position[index], RowOutcome(fields.outcome[index])
+                step.reply = output, int(answer.position[index]), RowOutcome(answer.outcome[index])
         for row, _ in rows:
             row.apply_replies()
         return not statuses

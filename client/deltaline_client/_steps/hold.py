@@ -3,37 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Self
 
-from deltaline_client._exceptions import DuplicateSequence, SequenceBusy
+import numpy as np
+
+from deltaline_client._exceptions import DuplicateSequence
+from deltaline_client._state import ClientState
 from deltaline_client._steps.sequence import Progress, SequenceRecord
+from deltaline_client._table import Numbers, SequenceTable, Slots
+
+# Groups that a client remembers. All are forgotten at once: a decode loop has few, and soon has them again.
+MOST_GROUPS = 16
+
+_SLOT, _TABLE = attrgetter("_slot"), attrgetter("_table")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Group:
+    """Sequences that are stepped together, each once. slots: theirs in the table. handles: as they lie on the wire.
+
+    has_one_epoch: whether one server process holds them all. A decode loop steps the same group again and again, so
+    what follows from its sequences is remembered by the client.
+    """
+
+    sequences: tuple[SequenceRecord, ...]
+    table: SequenceTable
+    slots: Slots
+    handles: bytes
+    has_one_epoch: bool
+
+    @classmethod
+    def of(cls, client: ClientState, sequences: Sequence[SequenceRecord]) -> Group:
+        """The group of sequences, in their order.
+
+        Raises DuplicateSequence when one is there twice, ValueError when not all were opened by one client.
+        """
+        own = tuple(sequences)
+        key = own[0] if own else None, len(own)
+        found = client._groups.get(key)
+        if found is None or found.sequences != own:
+            if len(client._groups) >= MOST_GROUPS:
+                client._groups.clear()
+            found = client._groups[key] = cls._made(own)
+        return found
+
+    @classmethod
+    def _made(cls, sequences: tuple[SequenceRecord, ...]) -> Group:
+        if len(set(sequences)) < len(sequences):
+            raise DuplicateSequence("a sequence is in the batch twice")
+        tables: set[SequenceTable] = set(map(_TABLE, sequences))
+        if len(tables) > 1:
+            raise ValueError("sequences: expected those that one client opened, got sequences of several clients")
+        table = tables.pop() if tables else SequenceTable()
+        slots = np.fromiter(map(_SLOT, sequences), np.intp, len(sequences))
+        return cls(sequences, table, slots, table.handles(slots).tobytes(), table.have_one_epoch(slots))
 
 
 class Hold:
-    """Keeps other calls away from one span of sequences while this one reads and changes their progress.
+    """Keeps other calls away from one span of a group while this one reads and changes its progress.
 
-    A context manager that gives the progress of each, in order. All are held or none: entering raises SequenceBusy when
-    another call holds one of them, DuplicateSequence when one is there twice.
+    A context manager that gives itself: all sequences are held or none. numbers: of each Column those of the sequences,
+    [Column, N], as they were when this call began; nobody else changes them until it ends. is_plain: whether none of
+    them has anything but steps and tokens that are done. Entering raises SequenceBusy when another call holds one of
+    the sequences.
     """
 
-    def __init__(self, sequences: Sequence[SequenceRecord], span: int) -> None:
-        self._progress = [one._progress.get(span) or one.progress(span) for one in sequences]
-        # One lock for all sequences of a client: it is held for microseconds, and costs less than one for each.
-        self._lock = sequences[0]._client._holding if sequences else nullcontext()
+    numbers: Numbers
+    is_plain: bool
 
-    def __enter__(self) -> list[Progress]:
-        with self._lock:
-            for index, one in enumerate(self._progress):
-                if one.busy:
-                    before = self._progress[:index]
-                    for held in before:
-                        held.busy = False
-                    if one in before:
-                        raise DuplicateSequence("a sequence is in the batch twice")
-                    raise SequenceBusy("another call is stepping this span of the sequence")
-                one.busy = True
-        return self._progress
+    def __init__(self, group: Group, span: int) -> None:
+        self.group, self._span = group, span
+        self.ledger = group.table.ledger(span)
+
+    @property
+    def progress(self) -> list[Progress]:
+        """The progress of each sequence, in order."""
+        return [one.progress(self._span) for one in self.group.sequences]
+
+    def __enter__(self) -> Self:
+        self.numbers, self.is_plain = self.ledger.hold(self.group.slots)
+        return self
 
     def __exit__(self, *exception: object) -> None:
-        for one in self._progress:
-            one.busy = False
+        self.ledger.let_go(self.group.slots)

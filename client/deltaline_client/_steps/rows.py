@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -87,12 +86,21 @@ class RowResult(NamedTuple):
         return cls(row.sequence, row.outcome, output, row.tokens_done, row.progress.position, row.error)
 
 
-@dataclass(frozen=True)
 class StepResult:
     """What became of a step: one RowResult per row, in order, and where the server's time went."""
 
-    rows: tuple[RowResult, ...]
-    timing: StepTiming
+    def __init__(self, rows: Sequence[RowResult], timing: StepTiming) -> None:
+        self._rows, self._timing = tuple(rows), timing
+
+    @property
+    def timing(self) -> StepTiming:
+        """Where the server's time went."""
+        return self._timing
+
+    @property
+    def rows(self) -> tuple[RowResult, ...]:
+        """What became of each row, in order."""
+        return self._rows
 
     @property
     def outputs(self) -> list[Array]:

@@ -24,32 +24,75 @@ from deltaline_client._exceptions import (
     StepUnfinished,
 )
 from deltaline_client._state import ClientState
+from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, HOLDER, PENDING, POSITION, STEP, UNFINISHED
 from deltaline_client._transport.flow import Flow
 from deltaline_client._types import Output, RowOutcome
 
 NO_COMMIT = -1
 
 
-@dataclass(eq=False, slots=True)
 class Progress:
-    """How far one span of a sequence is: steps done, tokens committed, and what is pending.
+    """How far one span of a sequence is: a view of its slot, which changes as steps are done.
 
-    accepted: the commit that waits for the next step, None for none. commit_in_doubt: it was sent by itself and no
-    answer came. busy: a call holds this span now, see Hold.
+    step: steps done. position: tokens committed. pending_tokens: those of a verify that waits for its commit. accepted:
+    the commit that waits for the next step, None for none. commit_in_doubt: it was sent by itself and no answer came.
+    busy: a call holds this span now, see Hold. unfinished: the row whose next step has an unknown outcome, or None.
     """
 
-    step: int = 0
-    position: int = 0
-    pending_tokens: int = 0
-    accepted: int | None = None
-    commit_in_doubt: bool = False
-    unfinished: RowProgress | None = None
-    busy: bool = False
+    __slots__ = ("_ledger", "_sequence", "_span")
+
+    def __init__(self, sequence: SequenceRecord, span: int) -> None:
+        self._sequence, self._span = sequence, span
+        self._ledger = sequence._table.ledger(span)
+
+    def _read(self, column: int) -> int:
+        return self._ledger.read(self._sequence._slot, column)
+
+    @property
+    def step(self) -> int:
+        return self._read(STEP)
+
+    @property
+    def position(self) -> int:
+        return self._read(POSITION)
+
+    @property
+    def pending_tokens(self) -> int:
+        return self._read(PENDING)
+
+    @property
+    def accepted(self) -> int | None:
+        count = self._read(COMMIT)
+        return count - 1 if count else None
+
+    @property
+    def commit_in_doubt(self) -> bool:
+        return bool(self._read(COMMIT_IN_DOUBT))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._read(HOLDER))
+
+    @property
+    def unfinished(self) -> RowProgress | None:
+        return self._sequence._unfinished.get(self._span)
 
     @property
     def next_position(self) -> int:
         """Committed tokens, the remembered commit counted as made."""
         return self.position + (self.accepted or 0)
+
+    def write(self, columns: dict[int, int]) -> None:
+        """Set numbers, by Column."""
+        self._ledger.write(self._sequence._slot, columns)
+
+    def remember(self, row: RowProgress | None) -> None:
+        """Set the unfinished row."""
+        if row is None:
+            self._sequence._unfinished.pop(self._span, None)
+        else:
+            self._sequence._unfinished[self._span] = row
+        self.write({UNFINISHED: row is not None})
 
     def check_commit(self, accepted: int) -> None:
         """Check an accepted count of the pending verify.
@@ -68,12 +111,11 @@ class Progress:
 
     def committed(self, position: int) -> None:
         """The server has made the remembered commit; `position` tokens are committed."""
-        self.position, self.pending_tokens = position, 0
-        self.accepted, self.commit_in_doubt = None, False
+        self.write({POSITION: position, PENDING: 0, COMMIT: 0, COMMIT_IN_DOUBT: 0})
 
 
 class SequenceRecord:
-    """A sequence that the server holds: its handle, and the client's view of its progress per span.
+    """A sequence that the server holds: its handle, and a view of the client's progress per span.
 
     adapter: the name under which its adapter was opened, None for none. adapter_hash: that adapter's content_hash, b""
     for none; a name may come to mean another adapter, the sequence keeps the one that it was opened with.
@@ -82,21 +124,23 @@ class SequenceRecord:
     def __init__(
         self, client: ClientState, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
     ) -> None:
-        self._client = client
+        self._client, self._table = client, client._table
+        self._slot = self._table.take(handle, server_epoch)
+        self._unfinished: dict[int, RowProgress] = {}
         self.handle = handle
         self.server_epoch = server_epoch
         self.adapter, self.adapter_hash = adapter, adapter_hash
-        self._progress: dict[int, Progress] = {}
+
+    def __del__(self) -> None:
+        if hasattr(self, "_slot"):
+            self._table.drop(self._slot)
 
     def _run(self, flow: Flow[Any]) -> Any:
         return self._client._run(flow)
 
     def progress(self, span: int = 0) -> Progress:
         """The client's view of one span; it changes as steps are done."""
-        found = self._progress.get(span)
-        if found is None:
-            found = self._progress.setdefault(span, Progress())
-        return found
+        return Progress(self, span)
 
     @property
     def position(self) -> int:
@@ -106,7 +150,7 @@ class SequenceRecord:
     @property
     def unfinished(self) -> bool:
         """True when a step on some span has an unknown outcome, so that `resume` has something to do."""
-        return any(progress.unfinished is not None for progress in self._progress.values())
+        return bool(self._unfinished)
 
     def __repr__(self) -> str:
         adapter = "" if self.adapter is None else f", adapter={self.adapter!r}"
@@ -218,9 +262,7 @@ class RowProgress:
                 if self.lost is None:
                     self._keep(step, output)
             self.progress.committed(position)
-            self.progress.step = step.number
-            if self.is_one_step:
-                self.progress.pending_tokens = step.count
+            self.progress.write({STEP: step.number, PENDING: step.count if self.is_one_step else 0})
             self.tokens_done += step.count
         if self.lost is not None and not steps:
             self.error = self.lost
@@ -261,4 +303,4 @@ class RowProgress:
         is_unfinished = bool(self.steps) and self.steps[0].in_doubt
         if not is_unfinished:  # a step that is refused for good takes everything behind it along
             self.uncut()
-        self.progress.unfinished = self if is_unfinished else None
+        self.progress.remember(self if is_unfinished else None)

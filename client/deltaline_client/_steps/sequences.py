@@ -57,6 +57,7 @@ def open_sequences(
 
 def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceState]]:
     """End sequences and free their state. Idempotent; returns what each is now."""
+    client._groups.clear()  # which would keep them
     states = yield from _asked(client, CLOSE, sequences, lambda response: response.state)
     return list(map(SequenceState, states))
 

@@ -8,12 +8,11 @@ from typing import Unpack
 from deltaline_client._state import ClientState, info
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.exchange import Exchange
-from deltaline_client._steps.hold import Hold
-from deltaline_client._steps.request import Applied
-from deltaline_client._steps.rows import Row, RowResult, StepError, StepResult
-from deltaline_client._steps.sequence import RowProgress, SequenceRecord
+from deltaline_client._steps.hold import Group, Hold
+from deltaline_client._steps.rows import Row, StepResult
+from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.flow import Flow
-from deltaline_client._types import Output, ServerInfo, StepOptions
+from deltaline_client._types import Output, StepOptions
 
 
 def step(
@@ -29,9 +28,9 @@ def step(
     is sent; StepError when rows failed, with the results of those that did not; the error itself when nothing at all
     ran because of it.
     """
-    limits = yield from info(client)
-    done = yield from stepped(client, limits, Batch.of_rows(rows, limits, output, options.get("span", 0)), options)
-    return done if isinstance(done, StepResult) else done.result()
+    limits = client._info or (yield from info(client))
+    batch = Batch.of_rows(rows, limits, output, options.get("span", 0))
+    return (yield from Exchange(client, limits, options).run(batch))
 
 
 def resume(
@@ -47,37 +46,12 @@ def resume(
     Raises: ValueError when a sequence has no unfinished step on the span; else as `step`.
     """
     limits = yield from info(client)
-    exchange = yield from _exchange(client, limits, options)
-    with Hold(sequences, options.get("span", 0)) as progress:
+    yield from client._shared.ready(limits, client._attempts(options.get("timeout_s")))
+    exchange = Exchange(client, limits, options)
+    with Hold(Group.of(client, sequences), options.get("span", 0)) as hold:
         rows = []
-        for index, one in enumerate(progress):
+        for index, one in enumerate(hold.progress):
             if one.unfinished is None:
                 raise ValueError(f"sequences[{index}]: no unfinished step")
             rows.append(one.unfinished)
-        return _gathered((yield from exchange.run_rows(rows)), exchange)
-
-
-def stepped(client: ClientState, limits: ServerInfo, batch: Batch, options: StepOptions) -> Flow[Applied | StepResult]:
-    """Apply a batch: as arrays where nothing is out of the ordinary, else row by row. Raises as `step` does."""
-    exchange = yield from _exchange(client, limits, options)
-    with Hold(batch.sequences, options.get("span", 0)) as progress:
-        done = yield from exchange.run(batch, progress)
-    return done if isinstance(done, Applied) else _gathered(done, exchange)
-
-
-def _exchange(client: ClientState, limits: ServerInfo, options: StepOptions) -> Flow[Exchange]:
-    """Begin a call, once shared memory is there for it, or is known not to be."""
-    if not client._shared.is_off:
-        yield from client._shared.ready(limits, client._attempts(options.get("timeout_s")))
-    return Exchange(client, limits, options)
-
-
-def _gathered(rows: Sequence[RowProgress], exchange: Exchange) -> StepResult:
-    """The results of rows that are over. Raises: StepError; the error itself when nothing at all ran because of it."""
-    results = tuple(map(RowResult.of, rows))
-    if all(row.error is None for row in rows):
-        return StepResult(results, exchange.timing)
-    whole = exchange.request_error
-    if whole is not None and all(row.error is whole and not row.tokens_done for row in rows):
-        raise whole
-    raise StepError(results)
+        return (yield from exchange.run_rows(rows))

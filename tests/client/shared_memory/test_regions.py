@@ -172,7 +172,7 @@ def test_a_full_region_that_another_call_has_replaced_is_not_replaced_again() ->
                 command = flow.send(maker.make(SIZE) if is_new else None)
 
     def place(name: str, room: int) -> Any:
-        return shared.place((name,), [hidden], (room,))
+        return shared.place((name,), [hidden], hidden.shape, (room,))
 
     def replace() -> None:
         assert place("another", SIZE // 8) is None

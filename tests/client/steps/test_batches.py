@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,41 @@ def test_wrong_arrays_of_drafts_are_named(driven: Any, server: Any) -> None:
         with pytest.raises(ValueError, match=message):
             do(client.verify(sequences, np.zeros(shape)))
     assert not server.requests["Step"]
+
+
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize(
+    ("make", "shape", "message"),
+    [
+        (Row.decode, (2, HIDDEN), "one token in a decode row"),
+        (Row.decode, (1, 1, HIDDEN), "with a token"),
+        (Row.decode, (HIDDEN + 1,), f"width {HIDDEN}"),
+        (Row.prefill, (HIDDEN,), "with a token"),
+        (Row.prefill, (0, HIDDEN), "with a token"),
+        (Row.verify, (5, HIDDEN), "at most 4 tokens"),
+        (Row.verify, (2, HIDDEN - 1), f"width {HIDDEN}"),
+    ],
+)
+def test_a_wrong_row_is_named(
+    driven: Any, server: Any, make: Callable[..., Row], shape: Any, message: str, others: int
+) -> None:
+    client, do = driven.client, driven.do
+    wrong, *sequences = do(client.open_many(1 + others))
+    rows = [Row.decode(sequence, tokens(1)) for sequence in sequences]
+    with pytest.raises(ValueError, match=rf"rows\[{others}\].*{message}"):
+        do(client.step([*rows, make(wrong, np.zeros(shape, np.float32))]))
+    assert not server.requests["Step"]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, None])
+def test_rows_of_any_numbers_are_taken(driven: Any, dtype: Any) -> None:
+    client, do = driven.client, driven.do
+    sequences = do(client.open_many(3))
+    hidden: list[Any] = [tokens(1), tokens(1, seed=1)[0], tokens(1, seed=2)[:, ::-1]]
+    first: Any = hidden[0].tolist() if dtype is None else hidden[0].astype(dtype)
+    rows = [Row.decode(sequence, row) for sequence, row in zip(sequences, [first, *hidden[1:]], strict=True)]
+    for output, row in zip(do(client.step(rows)).outputs, hidden, strict=True):
+        np.testing.assert_array_equal(output, row.reshape(1, HIDDEN))
 
 
 def test_a_step_of_no_rows_is_nothing(driven: Any, server: Any) -> None:

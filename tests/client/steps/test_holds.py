@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from rigs.running_sum import tokens
 
 from deltaline_client import Client, DuplicateSequence, Row, SequenceBusy, StepUnfinished, Unavailable
-from deltaline_client._steps.sequence import Progress
 
 
 @pytest.fixture
-def slow_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may run between the look at `busy` and what follows."""
-    busy: Any = vars(Progress)["busy"]
+def slow_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may run between the look at who holds a sequence and what follows."""
+    count_nonzero = np.count_nonzero
 
-    def read(progress: Progress) -> Any:
-        value = busy.__get__(progress)
+    def look(numbers: NDArray[Any]) -> Any:
+        count = count_nonzero(numbers)
         time.sleep(0.02)
-        return value
+        return count
 
-    monkeypatch.setattr(Progress, "busy", property(read, busy.__set__))
+    monkeypatch.setattr(np, "count_nonzero", look)
 
 
 def decode_batch(client: Client, sequences: Any) -> Any:
@@ -41,7 +41,7 @@ def decode_one(client: Client, sequences: Any) -> Any:
 
 
 @pytest.mark.parametrize(("one", "other"), [(decode_batch, decode_batch), (step_batch, decode_one)])
-@pytest.mark.usefixtures("slow_to_read")
+@pytest.mark.usefixtures("slow_to_look")
 def test_of_two_threads_that_begin_at_once_one_is_refused(
     server: Any, one: Callable[..., Any], other: Callable[..., Any]
 ) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client import ProtocolError
+from deltaline_client import Client, ProtocolError
 from deltaline_client._steps.batch import Batch
+from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.request import Request
-from deltaline_client._steps.sequence import Progress
+from deltaline_client._steps.sequence import Progress, SequenceRecord
+from deltaline_client._table import Column
 from deltaline_client._transport.messages import StepAnswer
 
 HIDDEN = 4
@@ -21,18 +22,24 @@ EXECUTED, REFUSED = layers.ROW_OUTCOME_EXECUTED, layers.ROW_OUTCOME_REFUSED
 
 def made() -> tuple[Request, list[Progress]]:
     """A verify of two tokens of three sequences, the second of which carries a commit; and their progress."""
-    sequences: list[Any] = [SimpleNamespace(handle=handle, server_epoch=7) for handle in (1, 2, 3)]
+    client = Client("unix:/nowhere")
+    sequences = [SequenceRecord(client, handle, server_epoch=7) for handle in (1, 2, 3)]
     hidden = np.arange(6 * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
     batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, hidden, 2, (HIDDEN,))
-    progress = [Progress(), Progress(4, 9, 3, 2), Progress(1, 5)]
-    return Request.of_batch(batch, progress), progress
+    progress = [sequence.progress() for sequence in sequences]
+    progress[1].write({Column.STEP: 4, Column.POSITION: 9, Column.PENDING: 3, Column.COMMIT: 1 + 2})
+    progress[2].write({Column.STEP: 1, Column.POSITION: 5})
+    with Hold(Group.of(client, sequences), 0) as hold:
+        return Request.of_batch(batch, hold), progress
 
 
 def answer(outcome: list[Any], start: list[int], refused: tuple[int, ...] = (), rows: int | None = None) -> StepAnswer:
-    fields = layers.StepResponse(outcome=outcome, position=[0] * len(outcome), output_start_loc=start)
+    fields = layers.StepResponse()
     for row in refused:
         fields.row_status.add(row=row)
-    return StepAnswer(fields, np.zeros((start[-1] if rows is None else rows, HIDDEN), np.float32))
+    hidden = np.zeros((start[-1] if rows is None else rows, HIDDEN), np.float32)
+    position = np.zeros(len(outcome), np.int64)
+    return StepAnswer(bytes(outcome), position, np.array(start, "<u4").tobytes(), fields, hidden)
 
 
 def test_the_message_holds_the_next_steps() -> None:
@@ -71,16 +78,16 @@ def test_a_reply_that_does_not_fit_is_refused(wrong: StepAnswer, why: str) -> No
 
 def test_only_a_batch_that_was_applied_whole_advances_as_arrays() -> None:
     request, _ = made()
-    assert not request.advance(answer([EXECUTED, REFUSED, EXECUTED], [0, 2, 2, 4], (1,)).fields)
+    assert not request.advance(answer([EXECUTED, REFUSED, EXECUTED], [0, 2, 2, 4], (1,)))
     steps = [step for _, step in request.rows()]
     assert [(step.number, step.position, step.accepted, step.in_doubt) for step in steps] == [
         (1, 0, -1, True),
         (5, 11, 2, True),
         (2, 5, -1, True),
     ]
-    assert not request.advance(answer([EXECUTED] * 3, [0, 2, 4, 6]).fields)  # its rows go on one by one
+    assert not request.advance(answer([EXECUTED] * 3, [0, 2, 4, 6]))  # its rows go on one by one
     whole, progress = made()
-    assert whole.advance(answer([EXECUTED] * 3, [0, 2, 4, 6]).fields)
+    assert whole.advance(answer([EXECUTED] * 3, [0, 2, 4, 6]))
     assert [(one.step, one.pending_tokens, one.accepted) for one in progress] == [
         (1, 2, None),
         (5, 2, None),

@@ -234,6 +234,9 @@ def test_a_commit_in_doubt_stays_what_it_is(driven: Any, once: Any, server: Any)
     with pytest.raises(CommitConflict):
         do(sequence.commit(2))
     np.testing.assert_array_equal(do(sequence.decode(tokens(1)[0])), tokens(2)[0] + tokens(1)[0])
+    do(sequence.verify(tokens(2)))
+    do(sequence.commit(2))
+    do(sequence.commit(1))  # the doubt was that commit's
 
 
 def test_a_reply_against_the_protocol_is_an_error_and_a_doubt(

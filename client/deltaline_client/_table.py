@@ -1,0 +1,147 @@
+"""The table of a client's sequences: what it remembers of them, as arrays by slot.
+
+A sequence object is a view of its slot, and a batch is an array of slots: what a step asks and changes of its sequences
+are a few vector operations, however many they are and in whatever groups they are stepped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_client._exceptions import SequenceBusy
+
+Slots: TypeAlias = NDArray[np.intp]
+Numbers: TypeAlias = NDArray[np.int64]
+
+_FIRST_SLOTS = 64
+
+
+class Column(IntEnum):
+    """The numbers of a (sequence, span), all 0 at first.
+
+    STEP: steps done. POSITION: tokens committed. PENDING: tokens of the verify that waits for its commit. COMMIT: the
+    accepted count that waits for the next step and 1 more, 0 for none. COMMIT_IN_DOUBT: 1 where it was sent by itself
+    and no answer came. UNFINISHED: 1 where the outcome of a step is unknown. HOLDER: 1 while a call holds it.
+    """
+
+    STEP = 0
+    POSITION = 1
+    PENDING = 2
+    COMMIT = 3
+    COMMIT_IN_DOUBT = 4
+    UNFINISHED = 5
+    HOLDER = 6
+
+
+# As plain integers, which numpy takes several times faster.
+STEP, POSITION, PENDING, COMMIT, COMMIT_IN_DOUBT, UNFINISHED, HOLDER = map(int, Column)
+
+
+class Ledger:
+    """How far one span of every sequence is: Column by slot. Written under the table's lock, since it may grow."""
+
+    def __init__(self, lock: threading.Lock, num_slots: int) -> None:
+        self._lock = lock
+        self._numbers: Numbers = np.zeros((len(Column), num_slots), "<i8")
+
+    def hold(self, slots: Slots) -> tuple[Numbers, bool]:
+        """Keep other calls away from slots, which differ, all or none.
+
+        Returns their numbers [Column, N], and whether all of them but STEP and POSITION are 0. Raises SequenceBusy when
+        another call holds one of them.
+        """
+        with self._lock:
+            found = self._numbers.take(slots, axis=1)
+            is_plain = not np.count_nonzero(found[PENDING:])
+            if not is_plain and np.count_nonzero(found[HOLDER]):
+                raise SequenceBusy("another call is stepping this span of the sequence")
+            self._numbers[HOLDER][slots] = 1
+        return found, is_plain
+
+    def let_go(self, slots: Slots) -> None:
+        """The call that holds slots is over."""
+        with self._lock:
+            self._numbers[HOLDER][slots] = 0
+
+    def write(self, slots: Slots | int, columns: Mapping[int, NDArray[Any] | int]) -> None:
+        """Set columns of slots."""
+        with self._lock:
+            for column, values in columns.items():
+                self._numbers[column][slots] = values
+
+    def read(self, slot: int, column: int) -> int:
+        """One number."""
+        return int(self._numbers[column, slot])
+
+    def grow(self, num_slots: int) -> None:
+        """Make room. The caller has the lock."""
+        more = np.zeros((len(Column), num_slots - self._numbers.shape[1]), "<i8")
+        self._numbers = np.append(self._numbers, more, axis=1)
+
+    def clear(self, slot: int) -> None:
+        """Another sequence takes a slot. The caller has the lock."""
+        self._numbers[:, slot] = 0
+
+
+class SequenceTable:
+    """Slots of sequences, their handles and server epochs, and a Ledger per span. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[int] = []
+        # Filled wherever the last reference to a sequence is dropped, also inside `take`: so no lock is taken there.
+        self._dropped: deque[int] = deque()
+        self._ledgers: dict[int, Ledger] = {}
+        self._handles: NDArray[np.uint64] = np.zeros(0, "<u8")
+        self._epochs: NDArray[np.uint64] = np.zeros(0, "<u8")
+        self._all_epochs = set[int]()
+
+    def take(self, handle: int, server_epoch: int) -> int:
+        """A slot for a sequence, which has done nothing yet on any span."""
+        with self._lock:
+            while self._dropped:
+                self._free.append(self._dropped.popleft())
+            if not self._free:
+                self._grow()
+            slot = self._free.pop()
+            self._handles[slot], self._epochs[slot] = handle, server_epoch
+            self._all_epochs.add(server_epoch)
+            for ledger in self._ledgers.values():
+                ledger.clear(slot)
+        return slot
+
+    def handles(self, slots: Slots) -> NDArray[np.uint64]:
+        """The handles of slots."""
+        return self._handles[slots]
+
+    def have_one_epoch(self, slots: Slots) -> bool:
+        """Whether one server process holds the sequences of slots."""
+        return len(self._all_epochs) == 1 or len(set(self._epochs[slots].tolist())) == 1
+
+    def drop(self, slot: int) -> None:
+        """Nobody has the sequence of a slot any more."""
+        self._dropped.append(slot)
+
+    def ledger(self, span: int) -> Ledger:
+        """The ledger of a span."""
+        found = self._ledgers.get(span)
+        if found is None:
+            with self._lock:
+                found = self._ledgers.setdefault(span, Ledger(self._lock, len(self._handles)))
+        return found
+
+    def _grow(self) -> None:
+        before = len(self._handles)
+        num_slots = max(_FIRST_SLOTS, 2 * before)
+        more = np.zeros(num_slots - before, "<u8")
+        self._handles, self._epochs = np.append(self._handles, more), np.append(self._epochs, more)
+        for ledger in self._ledgers.values():
+            ledger.grow(num_slots)
+        self._free += range(num_slots - 1, before - 1, -1)
