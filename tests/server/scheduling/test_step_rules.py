@@ -289,7 +289,8 @@ async def test_there_is_room_for_three_rows(limit: dict[str, Any], expected: Rea
 
 @pytest.mark.parametrize("seed", seeds(4))
 async def test_random_histories_agree_with_the_tokens_committed(seed: int) -> None:
-    """Sequences of random life, random kinds, retries and commits; every output is checked against its own tokens."""
+    """Sequences of random life, random kinds, retries and commits, rows of nobody's among theirs; every output is
+    checked against its own tokens."""
     rng = np.random.default_rng(seed)
     rig = Rig(slots=6, chunk_tokens=64)
     live: dict[int, dict[str, Any]] = {}
@@ -316,6 +317,10 @@ async def test_random_histories_agree_with_the_tokens_committed(seed: int) -> No
                 sequence["draft"] = new
             else:
                 sequence["tokens"] += new
+        if rng.random() < 0.5:
+            place, count = int(rng.integers(len(rows) + 1)), int(rng.choice([1, 4, 150]))
+            rows.insert(place, (0, PREFILL, 1, 0, -1, [float("nan")] * count))
+            expected.insert(place, [])
         result = await rig.step(*rows)
         assert [outputs(result, i) for i in range(len(rows))] == expected, result.refusals
         if rng.random() < 0.3:
