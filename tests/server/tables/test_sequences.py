@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 from rigs.scheduler_rig import DECODE, Rig, outputs, reason, refuses, turns
 
 from deltaline_server.errors import Reason
+from deltaline_server.step import Principal
 from deltaline_server.tables.sequence import SequenceState
 
 TOKEN = b"0123456789abcdef"
@@ -44,13 +47,69 @@ def test_the_same_open_token_returns_the_same_handles() -> None:
     assert rig.table.open(2, token=TOKEN).handles.tolist() != first.tolist()
 
 
-def test_tokens_of_sequences_that_are_over_make_room_for_others() -> None:
-    rig = Rig(slots=2)
-    first = rig.table.open(1, token=TOKEN).handles.tolist()
-    rig.close(*first)
-    for number in range(3):
-        rig.close(*rig.table.open(1, token=bytes([number]) * 16).handles.tolist())
-    assert rig.table.open(1, token=TOKEN).handles.tolist() != first
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        pytest.param(lambda rig, handles: rig.close(*handles), Reason.SEQUENCE_CLOSED, id="closed"),
+        pytest.param(lambda rig, handles: rig.close(handles[1]), Reason.SEQUENCE_CLOSED, id="one closed"),
+        pytest.param(lambda rig, handles: pass_time(rig, 31), Reason.SEQUENCE_EXPIRED, id="expired"),
+    ],
+)
+def test_an_open_token_whose_sequences_are_over_opens_no_others(
+    ends: Callable[[Rig, list[int]], object], expected: Reason
+) -> None:
+    rig = Rig()
+    handles = rig.table.open(2, 30.0, token=TOKEN).handles.tolist()
+    ends(rig, handles)
+    held = rig.table.num_open
+    for is_draining in (False, True):
+        rig.table.is_draining = is_draining
+        with refuses(expected) as refused:
+            rig.table.open(2, 30.0, token=TOKEN)
+        assert "open_token" in str(refused.value) and refused.value.refusal.retry_after_s is None
+    assert rig.table.num_open == held
+    rig.table.is_draining = False
+    rig.open(8 - held)  # other sequences in the same slots are not what the token opened
+    rig.close(*handles)
+    with refuses(expected):
+        rig.table.open(2, 30.0, token=TOKEN)
+
+
+async def test_an_open_token_is_refused_while_its_sequence_closes_and_answered_while_it_is_poisoned() -> None:
+    rig = Rig(eager=False)
+    first, second = (rig.table.open(1, token=token).handles.tolist() for token in (TOKEN, TOKEN[::-1]))
+    rig.engine.poison_token = 13.0
+    spoilt = rig.submit(rig.request((first[0], DECODE, 1, 0, -1, [13.0]), (second[0], DECODE, 1, 0, -1, [1.0])))
+    await turns()
+    rig.close(*second)
+    with refuses(Reason.SEQUENCE_CLOSED):
+        rig.table.open(1, token=TOKEN[::-1])
+    rig.engine.release()
+    assert reason(await spoilt) is Reason.STATE_POISONED
+    assert rig.table.open(1, token=TOKEN).handles.tolist() == first  # still held: it is its owner's to close
+
+
+def test_an_open_token_is_its_principals() -> None:
+    rig = Rig()
+    first, second = (rig.table.open(1, token=TOKEN, principal=Principal(i, str(i))).handles[0] for i in (1, 2))
+    assert first != second
+    assert rig.table.open(1, token=TOKEN, principal=Principal(1, "1")).handles[0] == first
+
+
+def test_tokens_of_sequences_that_are_over_make_room_for_others_the_oldest_first() -> None:
+    rig = Rig(slots=3)
+    held = rig.table.open(1, token=TOKEN).handles.tolist()
+    tokens = [bytes([number]) * 16 for number in range(6)]
+    for token in tokens:  # the last one is the seventh, where six are remembered
+        rig.close(*rig.table.open(1, token=token).handles.tolist())
+    assert rig.table.open(1, token=TOKEN).handles.tolist() == held
+    unknown = Reason.SEQUENCE_UNKNOWN  # of a slot's former sequences the last one alone is told apart
+    for token, expected in zip(tokens[3:], (unknown, unknown, Reason.SEQUENCE_CLOSED), strict=True):
+        with refuses(expected):
+            rig.table.open(1, token=token)
+    assert rig.table.num_open == 1
+    rig.table.open(1, token=tokens[2])
+    assert rig.table.num_open == 2
 
 
 async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
