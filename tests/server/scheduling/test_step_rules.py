@@ -195,6 +195,24 @@ async def test_a_commit_fixed_on_one_span_binds_the_others() -> None:
     assert outputs(result) == [checksum([2, 9, 6, 7, 8])]
 
 
+@pytest.mark.parametrize("is_own_call", [False, True], ids=["with the next step", "by CommitSequences"])
+async def test_a_verify_behind_one_of_which_nothing_was_accepted_is_another(is_own_call: bool) -> None:
+    """At the same position, however the commit of nothing came: its count binds no later verify on any span."""
+    rig = Rig(spans=2)
+    (a,) = rig.open()
+    handles = np.array([a], dtype=np.uint64)
+    for span in (0, 1):
+        await rig.step((a, VERIFY, 1, 0, -1, [2, 3]), span=span)
+        if is_own_call:
+            _, refusals = rig.table.commit(
+                rig.table.server_epoch, span, handles, np.array([1]), np.zeros(1, dtype=np.int32)
+            )
+            assert refusals == {}
+        await rig.step((a, VERIFY, 2, 0, -1 if is_own_call else 0, [4, 5]), span=span)
+    for span in (0, 1):
+        assert outputs(await rig.step((a, DECODE, 3, 2, 2, [6]), span=span)) == [checksum([4, 5, 6])]
+
+
 async def test_spans_may_be_a_bounded_number_of_commits_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_FIXED_COMMITS", 70)
     rig = Rig(spans=2)

@@ -42,6 +42,24 @@ async def test_a_reply_that_its_client_may_lack_is_not_given_up() -> None:
     assert outputs(await second) == [5]
 
 
+async def test_a_step_that_is_refused_while_it_waits_gives_its_bytes_back() -> None:
+    rig = Rig(eager=False, reply_bytes=5 * 16)  # five replies to a decode
+    a, b = rig.open(2)
+    running = rig.submit(rig.request((b, DECODE, 1, 0, -1, [1.0])))
+    await asyncio.sleep(0)
+    late = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1.0]), deadline_s=rig.now + 1.0))
+    behind = rig.submit(rig.request((a, PREFILL, 2, 1, -1, [1.0, 2.0])))
+    assert rig.scheduler.load().reply_bytes == (1 + 1 + 2) * 16
+    rig.now += 2.0
+    rig.engine.release()
+    assert reason(await late) is Reason.QUEUE_DEADLINE and reason(await behind) is Reason.PREDECESSOR_REFUSED
+    assert outputs(await running) == [1]
+    rig.scheduler.settle()
+    assert rig.scheduler.load().reply_bytes == 16
+    rig.close(a, b)
+    assert rig.scheduler.load().reply_bytes == 0
+
+
 async def test_rows_that_stay_behind_keep_their_own_replies() -> None:
     """They are copied out of a request of which most rows have gone on."""
     rig = Rig()

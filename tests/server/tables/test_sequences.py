@@ -12,6 +12,7 @@ from rigs.scheduler_rig import DECODE, Rig, outputs, reason, refuses, turns
 from deltaline_server.errors import Reason
 from deltaline_server.step import Principal
 from deltaline_server.tables.sequence import SequenceState
+from deltaline_server.tables.sequences import MAX_SLOTS, make_handles
 
 TOKEN = b"0123456789abcdef"
 
@@ -130,7 +131,37 @@ async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
     rig.table.check_integrity()
 
 
+def test_handles_can_not_be_guessed() -> None:
+    """Above the slot are 40 random bits: no bit has a preferred value, nor does any follow from the handle before."""
+    count = 4096
+    handles = make_handles(np.arange(count))
+    assert (handles & np.uint64(MAX_SLOTS)).tolist() == list(range(count))
+    random = handles >> np.uint64(24)
+    assert len(np.unique(random)) == count
+    for values in (random, random[1:] ^ random[:-1]):
+        share = ((values[:, None] >> np.arange(40, dtype=np.uint64)) & np.uint64(1)).mean(axis=0)
+        assert (np.abs(share - 0.5) < 0.1).all()  # 12 standard deviations
+
+
 # -- leases ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_sequence_with_a_step_queued_or_running_does_not_expire() -> None:
+    rig = Rig(eager=False, spans=2)
+    a, b, idle = rig.open(3)
+    steps = [rig.submit(rig.request((handle, DECODE, 1, 0, -1, [1.0]), span=1)) for handle in (a, b)]
+    await turns()
+    assert len(rig.engine.waiting) == 2
+    steps.append(rig.submit(rig.request((a, DECODE, 2, 1, -1, [2.0]), span=1)))  # behind the one that runs
+    handles = np.array([a, b, idle], dtype=np.uint64)
+    pass_time(rig, 200)
+    states = [told.state for told in rig.table.describe(rig.table.server_epoch, handles)]
+    assert states == [SequenceState.OPEN, SequenceState.OPEN, SequenceState.EXPIRED] and rig.table.num_expired == 1
+    rig.engine.release()
+    assert [outputs(await step) for step in steps] == [[1], [1], [5]]
+    rig.scheduler.settle()
+    pass_time(rig, 61)
+    assert rig.table.num_open == 0 and rig.table.num_expired == 3
 
 
 async def test_leases_expire_renew_and_survive_a_stall() -> None:
