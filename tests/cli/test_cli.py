@@ -124,7 +124,7 @@ def test_a_reader_that_is_gone_is_no_traceback(server: Any, arguments: list[str]
 
 
 @pytest.mark.parametrize(
-    "command", [["info"], ["load"], ["top", "--once"], ["bench"], ["adapters", "list", "--server"]]
+    "command", [["info"], ["load"], ["drain"], ["top", "--once"], ["bench"], ["adapters", "list", "--server"]]
 )
 def test_every_command_says_how_to_start_a_server(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
