@@ -211,6 +211,19 @@ async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
     assert left() == 60.0
 
 
+async def test_the_lease_of_a_poisoned_sequence_can_be_renewed_until_it_is_closed() -> None:
+    rig = Rig()
+    (a,) = rig.open()
+    handles, epoch = np.array([a], dtype=np.uint64), rig.table.server_epoch
+    rig.engine.poison_token = 13.0
+    assert reason(await rig.step((a, DECODE, 1, 0, -1, [13.0]))) is Reason.STATE_POISONED
+    assert rig.table.renew(epoch, handles, 500.0) == [SequenceState.POISONED]
+    pass_time(rig, 400)
+    assert rig.table.describe(epoch, handles)[0].lease_remaining_s == 100.0
+    pass_time(rig, 101)
+    assert rig.table.describe(epoch, handles)[0].state is SequenceState.EXPIRED
+
+
 async def test_a_step_that_is_refused_after_it_was_taken_has_renewed_the_lease() -> None:
     """Else a sequence could expire behind a refusal that asks for the same step again."""
     rig = Rig(eager=False)
