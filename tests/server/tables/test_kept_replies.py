@@ -76,6 +76,25 @@ async def test_rows_that_stay_behind_keep_their_own_replies() -> None:
 # -- of streamed prefills ----------------------------------------------------------------------------------------------
 
 
+async def test_replies_of_one_request_are_copied_once_most_of_it_is_superseded() -> None:
+    rig = Rig()
+    handles = rig.open(4)
+    slots, _ = rig.table.lookup(rig.table.server_epoch, np.array(handles, dtype=np.uint64))
+    first = await rig.step(*((handle, DECODE, 1, 0, -1, [float(handle % 7)]) for handle in handles))
+
+    def shared() -> list[bool]:
+        kept = [rig.table.replies.get(0, int(slot)) for slot in slots]
+        return [reply is not None and np.shares_memory(reply.hidden, first.hidden) for reply in kept]
+
+    assert shared() == [True] * 4
+    await rig.step(*((handle, DECODE, 2, 1, -1, [1.0]) for handle in handles[:2]))
+    assert shared() == [False, False, True, True]
+    await rig.step((handles[2], DECODE, 2, 1, -1, [1.0]))
+    assert shared() == [False] * 4
+    again = await rig.step((handles[3], DECODE, 1, 0, -1, [float(handles[3] % 7)]))
+    assert again.outcome.tolist() == [RowOutcome.REPLAYED] and outputs(again) == outputs(first, 3)
+
+
 def chunk(handle: int, number: int) -> Any:
     """A step of a streamed prefill: three tokens, whose kept reply has 48 bytes."""
     return handle, PREFILL, number, 3 * (number - 1), -1, [float(number)] * 3

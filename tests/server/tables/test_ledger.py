@@ -137,3 +137,20 @@ def test_a_commit_of_its_own_binds_the_other_spans_at_that_position() -> None:
         refusal = ledger.commit(1, slot, 2, accepted)
         assert (refusal and refusal.reason) == expected
     assert ledger.done.position[:, slot].tolist() == [11, 11]
+
+
+def test_of_rows_that_begin_those_whose_commit_another_span_has_fixed_otherwise_are_refused() -> None:
+    ledger, slots = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT), np.array([3, 1, 4])
+    for progress in (ledger.done, ledger.tail):
+        progress.values[:3, :, slots] = np.array([2, 10, 4])[:, None, None]
+    request = make_request([RowKind.DECODE] * 3, [3] * 3, [11, 12, 13], [1, 2, 3])
+    admission, refusals = ledger.admit(request, np.arange(3), slots, request.form.lengths)
+    assert not refusals
+    assert ledger.commit(0, 1, 2, 4) is None  # another span is faster
+    conflicts = ledger.begin(1, admission, np.arange(3))
+    assert {row: refusal.reason for row, refusal in conflicts.items()} == {1: Reason.COMMIT_CONFLICT}
+    # What began is fixed, by the same call again and for the other span; what was refused is not.
+    assert ledger.commit(1, 3, 2, 1) is None and ledger.commit(0, 4, 2, 3) is None
+    refusal = ledger.commit(0, 3, 2, 2)
+    assert refusal is not None and refusal.reason is Reason.COMMIT_CONFLICT
+    assert ledger.commit(1, 1, 2, 4) is None
