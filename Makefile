@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PYTHONSAFEPATH = 1
 
-.PHONY: help install demo test test-all test-gpu check check-deploy proto fmt bench-cpu bench-gpu wheel clean
+.PHONY: help install demo test test-all test-gpu mutants check check-deploy proto fmt bench-cpu bench-gpu wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,7 +24,7 @@ demo: $(INSTALLED)  ## write a small checkpoint, serve it to a few clients, gene
 	$(BIN)/deltaline demo
 
 # There are as many workers as cores: one thread each.
-test test-all: export OMP_NUM_THREADS = 1
+test test-all mutants: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
 	$(BIN)/pytest -n auto --dist worksteal
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal tests/kernels/interpreted
@@ -36,6 +36,9 @@ test-all: $(INSTALLED)  ## test, and the exhaustive sweeps
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+mutants: $(INSTALLED)  ## plant 300 small changes in the server, one at a time, and print those that no test sees; hours on few cores
+	$(BIN)/python bench/mutants.py
 
 check: $(INSTALLED) check-deploy  ## format, lint, types, imports, contract, deployment; changes nothing
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .

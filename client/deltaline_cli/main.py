@@ -19,6 +19,7 @@ from deltaline_cli.bench.command import bench
 from deltaline_cli.bench.options import BenchOptions, Lengths, parse_bytes, parse_mix
 from deltaline_cli.bench.run import BenchError
 from deltaline_cli.demo import DemoError, demo, missing_packages
+from deltaline_cli.drain import add_drain
 from deltaline_cli.health import add_health
 from deltaline_cli.text import plural, readable_bytes, table
 from deltaline_cli.top.command import add_top
@@ -32,6 +33,7 @@ Talks to a deltaline server: a service that holds the recurrent layers of a lang
   deltaline load HOST                 how full that server is
   deltaline top                       the same and more, again and again; needs deltaline[top]
   deltaline health                    whether the server on this machine is ready; for probes
+  deltaline drain HOST --wait         let that server finish its sequences, and stop
   deltaline size --model DIR          what a server of that checkpoint takes; needs deltaline[server]
   deltaline adapters list             which adapters (LoRA) it holds
   deltaline bench --clients 4         how fast it answers
@@ -199,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("load", parents=[served], help=about, description=about).set_defaults(run=show_load)
     add_top(commands, served)
     add_health(commands)
+    add_drain(commands, served)
     add_adapters(commands)
     _add_bench(commands, served)
     commands.add_parser("size", help="what a server of a model takes, and what a budget holds", add_help=False)

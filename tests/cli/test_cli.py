@@ -152,7 +152,7 @@ def test_output_that_can_not_be_written_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "command", [["info"], ["load"], ["top", "--once"], ["bench"], ["adapters", "list", "--server"]]
+    "command", [["info"], ["load"], ["drain"], ["top", "--once"], ["bench"], ["adapters", "list", "--server"]]
 )
 def test_every_command_says_how_to_start_a_server(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -105,6 +105,9 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
             device="cpu",
             versions={"numpy": "2"},
         )
+        self.load = admin.GetLoadResponse(lines_total=16)
+        # What happens before each GetLoad, as long as there is something.
+        self.before_loads: deque[Callable[[], object]] = deque()
         self.streams: dict[int, dict[int, Stream]] = {}
         self.opened: dict[bytes, list[int]] = {}
         # Contents by name, and the names of sequences.
@@ -182,8 +185,11 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         return self.info
 
     def GetLoad(self, request: Any, context: Any) -> admin.GetLoadResponse:
+        if self.before_loads:
+            self.before_loads.popleft()()
         self._enter("GetLoad", request, context)
-        return admin.GetLoadResponse(sequences_open=len(self.streams), lines_total=16, draining=False)
+        self.load.sequences_open = len(self.streams)
+        return self.load
 
     def CreateSharedMemory(self, request: Any, context: Any) -> admin.CreateSharedMemoryResponse:
         if self.make_region is None:
@@ -195,6 +201,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
 
     def Drain(self, request: Any, context: Any) -> admin.DrainResponse:
         self._enter("Drain", request, context)
+        self.load.draining = True
         return admin.DrainResponse(sequences_open=len(self.streams))
 
     def OpenSequences(self, request: Any, context: Any) -> layers.OpenSequencesResponse:

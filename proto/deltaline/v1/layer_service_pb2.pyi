@@ -209,8 +209,9 @@ class OpenSequencesRequest(_message.Message):
     """
     open_token: _builtins.bytes
     """Random bytes that name this open, so that a retry returns the same handles; 16 bytes, or empty for none. Remembered
-    for a minute while any of them is open. Other lengths, or the same token with another count or adapter:
-    INVALID_ARGUMENT, reason INVALID_REQUEST.
+    for a minute, also when these sequences are over. If one of them is: NOT_FOUND, reason SEQUENCE_CLOSED,
+    SEQUENCE_EXPIRED or SEQUENCE_UNKNOWN; nothing is opened. Other lengths, or the same token with another count or
+    adapter: INVALID_ARGUMENT, reason INVALID_REQUEST.
     """
     adapter: _builtins.str
     """Name of the adapter (AdapterService.LoadAdapter) that all of them have for as long as they live; empty for none. The

@@ -23,30 +23,33 @@ def lay_out(
     first = scheduled[0].pending
     span, num_rows = first.span, 0
     for rows in scheduled:
-        num_rows += len(rows.index)
+        num_rows += len(rows.taken)
     control = np.zeros((7, num_rows + 1), dtype=np.int32)
     read_line, draft_half = table.read_line[span], table.draft_half[span]
     row = token = copied_bytes = 0
     hidden, wants_all = [], True
     for rows in scheduled:
-        pending, slots, end = rows.pending, rows.slots, row + len(rows.index)
+        pending, slots, end = rows.pending, rows.slots, row + len(rows.taken)
         ends = pending.form.query_start_loc[1:] if rows.is_whole else rows.lengths.cumsum()
         control[0, row + 1 : end + 1] = ends + token if token else ends
-        control[1, row:end] = read_line.take(slots)
-        control[2, row:end] = table.write_line.take(slots)
-        control[3, row:end] = rows.lengths
+        fields, running = control[:, row:end], rows.running
+        if rows.has_padding:
+            fields[1:3] = -1
+        fields[1, running] = read_line.take(slots)
+        fields[2, running] = table.write_line.take(slots)
+        fields[3, running] = rows.lengths[running]
         if rows.num_of_kind[RowKind.VERIFY]:
-            control[3, row:end][pending.kind[rows.index] == RowKind.VERIFY] = 0
+            fields[3, pending.kind[rows.taken] == RowKind.VERIFY] = 0
         if pending.admission.has_replays and not rows.cursor:
-            control[4, row:end] = pending.admission.num_replayed[rows.index]
-        control[5, row:end] = draft_half.take(slots)
-        control[6, row:end] = rows.position()
+            fields[4, running] = pending.admission.num_replayed[rows.index]
+        fields[5, running] = draft_half.take(slots)
+        fields[6, running] = rows.position()
         row, token = end, token + rows.num_tokens
         tokens = rows.hidden()
         hidden.append(tokens)
         if not pending.request.is_input_shared:
             copied_bytes += tokens.nbytes
-        wants_all &= pending.form.output is OutputRows.ALL
+        wants_all &= pending.form.output is OutputRows.ALL and not rows.has_padding
     wanted = None if wants_all else _wanted(scheduled)
     into = () if first.request.output_memory is None else _into(scheduled)
     if not into:
@@ -61,9 +64,9 @@ def _adapter_places(scheduled: list[ScheduledRows], num_rows: int, adapters: Bat
     """Where each row's adapter is on the device, int32 [num_rows]; None when no row has one."""
     places, row = np.full(num_rows, NO_PLACE, dtype=np.int32), 0
     for rows in scheduled:
-        end = row + len(rows.index)
-        if rows.pending.adapters is not None:
-            places[row:end] = adapters.places_of(rows.pending.adapters[rows.index])
+        end = row + len(rows.taken)
+        if rows.pending.adapters is not None and len(rows.index):
+            places[row:end][rows.running] = adapters.places_of(rows.pending.adapters[rows.index])
         row = end
     return places if np.count_nonzero(places != NO_PLACE) else None
 

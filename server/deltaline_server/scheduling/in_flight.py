@@ -34,8 +34,9 @@ class BatchEngine(Protocol):
 class BatchInFlight:
     """A batch that the engine has: its rows in order, times on the scheduler's clock, and its result once it is there.
 
-    began_s: when the device came to it, as far as is known. predicted_s: how long it was expected to compute. adapters:
-    those that it has taken, None where no sequence has any. done_s: when the result was there.
+    num_awaited: short rows that run, whose callers will send their next steps. began_s: when the device came to it, as
+    far as is known. predicted_s: how long it was expected to compute. adapters: those that it has taken, None where no
+    sequence has any. done_s: when the result was there.
     """
 
     scheduled: list[ScheduledRows]
@@ -43,6 +44,7 @@ class BatchInFlight:
     submitted_s: float
     began_s: float
     adapters: BatchAdapters | None = None
+    num_awaited: int = 0
     num_tokens: int = 0
     num_long_tokens: int = 0
     predicted_s: float = 0.0
@@ -78,9 +80,10 @@ class BatchInFlight:
         """Tell the results of the steps that wait for this batch alone; return whether there was one."""
         all_finite, row, has_answered = bool(result.finite.all()), 0, False
         for rows in self.scheduled:
-            pending, end = rows.pending, row + len(rows.index)
-            is_last = rows.is_last and end - row == pending.num_unfinished
-            if is_last and not (pending.joins or pending.has_failures) and (all_finite or result.finite[row:end].all()):
+            pending, end = rows.pending, row + len(rows.taken)
+            is_last = rows.is_last and 0 < len(rows.index) == pending.num_unfinished
+            is_sound = all_finite or result.finite[row:end][rows.running].all()
+            if is_last and is_sound and not (pending.joins or pending.has_failures):
                 pending.finish()
                 has_answered = True
             row = end

@@ -16,10 +16,10 @@ from deltaline_server.tables.ledger import Admission
 
 
 class RowState:
-    """Where an admitted row is. Plain integers: enum members are slow to reach, and these are for arrays.
+    """Where a row is. Plain integers: enum members are slow to reach, and these are for arrays.
 
     WAITING: it has tokens that no batch has taken. RUNNING: all of them are taken, some are in flight. DISCARDED: its
-    state can't be trusted, and it is refused once nothing of its sequence is in flight.
+    state can't be trusted, and it is refused once nothing of its sequence is in flight. PADDING: it was not admitted.
     """
 
     WAITING: Final = 0
@@ -27,6 +27,10 @@ class RowState:
     DISCARDED: Final = 2
     DONE: Final = 3
     REFUSED: Final = 4
+    PADDING: Final = 5
+
+
+NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,14 @@ class Join:
 
 
 class PendingStep:
-    """A request's admitted rows with their cursors, and the reply being put together.
+    """A request's rows with their cursors, and the reply being put together.
 
-    Arrays named after admitted rows are indexed by the position in `admission`; `outcome`, `position` and
-    `output_start` by the request's rows. cursor: tokens that batches have taken, in flight or done.
+    `rows` are the request's rows, the admitted ones first, as in `admission`; `kind`, `length`, `begin`, `cursor` and
+    `state` are indexed by positions there, `outcome`, `position` and `output_start` by the request's rows. cursor:
+    tokens that batches have taken, in flight or done.
+
+    A row that does not run keeps its place as padding in the batches of those that do, so that a row's bits don't
+    depend on what becomes of the others.
     """
 
     def __init__(
@@ -58,7 +66,7 @@ class PendingStep:
         self.request, self.form, self.span, self.admission = request, form, form.span, admission
         self.joins, self.refusals = joins, refusals
         rows = admission.rows
-        num_rows = len(rows)
+        self.rows, num_rows = rows, len(rows)
         self.is_whole = num_rows == form.num_rows
         """Whether every row of the request was admitted, so that positions in the admission are its rows."""
         self.position: NDArray[np.int64]
@@ -72,26 +80,34 @@ class PendingStep:
             self.outcome = np.full(num_rows, RowOutcome.EXECUTED.value, dtype=np.uint8)
             self.position, self.output_start = admission.after[1].copy(), form.output_start
         else:
-            self.kind, self.length = form.kind[rows], form.lengths[rows]
-            self.num_of_kind = count_kinds(self.kind)
-            self.begin, self.longest = form.query_start_loc[rows], int(self.length.max(initial=0))
+            is_admitted = np.zeros(form.num_rows, dtype=np.bool_)
+            is_admitted[rows] = True
+            self.rows = np.concatenate((rows, np.flatnonzero(~is_admitted)))
+            self.kind, self.length = form.kind[self.rows], form.lengths[self.rows]
+            self.num_of_kind = count_kinds(self.kind[:num_rows])
+            self.begin, self.longest = form.query_start_loc[self.rows], form.longest
             self.reserved_bytes = form.kept_bytes[rows]
             self.outcome = np.full(form.num_rows, RowOutcome.REFUSED.value, dtype=np.uint8)
             self.outcome[rows] = RowOutcome.EXECUTED
             self.position = np.zeros(form.num_rows, dtype=np.int64)
             self.position[rows] = admission.after[1]
             self._lay_out_outputs([*rows.tolist(), *kept, *(join.row for join in joins)])
-        self.cursor = np.zeros(num_rows, dtype=np.int64)
-        self.state = np.zeros(num_rows, dtype=np.uint8)
-        self.num_unfinished = num_rows
+        self.cursor = np.zeros(form.num_rows, dtype=np.int64)
+        self.state = np.zeros(form.num_rows, dtype=np.uint8)
+        self.state[num_rows:] = RowState.PADDING
+        self.padding = NO_ROWS if self.is_whole else np.arange(num_rows, form.num_rows)
+        """Positions of the rows that were not admitted, until they have got their places in the queue."""
+        self.num_unfinished, self.num_done = num_rows, 0
         self.is_finished = self.has_failures = False
         """has_failures: whether a row was discarded or refused, so that states must be looked at one by one."""
+        self.has_padding = not self.is_whole
+        """Whether a row does not run, or not any more, and keeps its place as padding."""
         self.number, self.arrival_s = 0, 0.0
         """Its name in the queue, and when it came to it, on the scheduler's clock."""
         self.on_done: Callable[[StepResult], None]
         """Called once, with the whole result."""
         self.adapters: NDArray[np.int64] | None = None
-        """Numbers of the admitted rows' adapters, None when none has one."""
+        """Numbers of the rows' adapters, None when none has one; padding has none."""
         self.joiners: list[PendingStep] = []
         """Those that wait for this one."""
         self.timing = StepTiming()
@@ -105,6 +121,11 @@ class PendingStep:
     def can_finish(self) -> bool:
         """Whether every row is done or refused, here and where it joined."""
         return not self.num_unfinished and (not self.joins or all(join.source.is_finished for join in self.joins))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a row has tokens that no batch has taken, so that the others keep their places."""
+        return RowState.WAITING in self.state.tobytes()
 
     @property
     def outputs(self) -> NDArray[Any]:
@@ -131,11 +152,16 @@ class PendingStep:
     def refuse(self, index: int, refusal: Refusal) -> None:
         """An admitted row (a position in the admission) does not run after all, or its computation failed."""
         self.state[index] = RowState.REFUSED
-        self.has_failures = True
+        self.has_failures = self.has_padding = True
         self.num_unfinished -= 1
         row = int(self.admission.rows[index])
         self.refusals[row] = refusal
         self._set_refusal(row, refusal)
+
+    def discard(self, index: int) -> None:
+        """An admitted row's state can't be trusted."""
+        self.state[index] = RowState.DISCARDED
+        self.has_failures = self.has_padding = True
 
     def not_begun(self) -> NDArray[np.int64]:
         """Admitted rows (positions in the admission) of which no batch has taken a token."""

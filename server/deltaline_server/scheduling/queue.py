@@ -18,6 +18,7 @@ from deltaline_server.scheduling.step_index import StepIndex
 from deltaline_server.step import Limits, StepRequest
 from deltaline_server.tables.kept_replies import Fingerprint, KeptReply, is_streamed
 from deltaline_server.tables.ledger import Admission
+from deltaline_server.tables.sequence_adapters import NO_ADAPTER
 from deltaline_server.tables.sequences import SequenceTable
 
 
@@ -36,9 +37,9 @@ class Load:
 class Queue:
     """Pending steps by span, the admitted rows of each (span, slot) in the order of their steps, and what may run.
 
-    A row may run when every token of the step before it was given to the engine: the engine computes in order. Rows
-    count until they are done or refused, joined ones until their request is finished; a request's bytes count until its
-    last row has left. deadlines: (when, number, span) of pending steps, a heap.
+    A row may run when every token of the step before it was given to the engine: the engine computes in order. All rows
+    of a request count, as those that don't run are padding: each until it is done, the others until the request is
+    finished, as its bytes do. deadlines: (when, number, span) of pending steps, a heap.
     """
 
     def __init__(self, table: SequenceTable, limits: Limits, observer: Observer) -> None:
@@ -112,7 +113,8 @@ class Queue:
         Raises RequestError QUEUE_FULL or REPLY_BYTES_EXHAUSTED.
         """
         limits, form, rows, slots = self._limits, request.form, admission.rows, admission.slots
-        num_rows, num_bytes = len(rows) + num_joins, request.hidden.nbytes
+        num_rows = form.num_rows if len(rows) or num_joins else 0
+        num_bytes = request.hidden.nbytes
         for waiting, limit, more, unit in (
             (self._num_rows, limits.queue_rows, num_rows, "rows"),
             (self._num_bytes, limits.queue_bytes, num_bytes, "bytes"),
@@ -133,13 +135,16 @@ class Queue:
         pending.number = self._num_added
         self._num_added += 1
         if len(admission.rows):
-            pending.adapters = self._table.adapters.of_rows(admission.slots)
+            adapters = self._table.adapters.of_rows(admission.slots)
+            if adapters is not None and len(pending.padding):
+                adapters = np.concatenate((adapters, np.full(len(pending.padding), NO_ADAPTER)))
+            pending.adapters = adapters
             index = self._index[span].add(admission.slots, admission.after[0], pending.number)
             if len(index):
-                self.ready[span].add(pending, index)
+                self._may_run(pending, index)
         for join in pending.joins:
             join.source.joiners.append(pending)
-        self._num_rows += len(admission.rows) + len(pending.joins)
+        self._num_rows += pending.form.num_rows
         self._num_bytes += pending.request.hidden.nbytes
         self._pending[span][pending.number] = pending
         self._idle.clear()
@@ -151,14 +156,14 @@ class Queue:
     def given(self, rows: ScheduledRows) -> None:
         """The engine was given these rows' tokens: where they are the last, the rows behind them may run."""
         pending, index = rows.pending, rows.index
-        pending.cursor[index] += rows.lengths
+        pending.cursor[rows.taken] += rows.lengths
         span = pending.span
         step_index = self._index[span]
         step_index.in_flight[rows.slots] += 1
         if rows.is_last:
             pending.state[index] = RowState.RUNNING
             for number, behind in step_index.given(rows.slots, pending.admission.after[0, index]):
-                self.ready[span].add(self._pending[span][number], behind)
+                self._may_run(self._pending[span][number], behind)
 
     def returned(self, rows: ScheduledRows) -> None:
         """These rows came back from the engine."""
@@ -168,6 +173,7 @@ class Queue:
         """Rows (positions in the admission) are done; they were the first of their sequences on the span."""
         pending.state[index] = RowState.DONE
         pending.num_unfinished -= len(index)
+        pending.num_done += len(index)
         self._num_rows -= len(index)
         if not pending.num_unfinished:
             self.ended.append(pending)
@@ -183,10 +189,9 @@ class Queue:
             dropped, at = self._find(span, slot, step)
             reason = behind if step > first else refusal
             self._table.replies.cancel(int(dropped.reserved_bytes[at]))
-            if dropped.cursor[at] < dropped.length[at]:
+            if dropped.state[at] == RowState.WAITING:
                 self._index[span].not_given[slot] -= 1
             dropped.refuse(at, reason)
-            self._num_rows -= 1
             self._observer.refused(reason.reason, 1)
             if not dropped.num_unfinished:
                 self.ended.append(dropped)
@@ -203,9 +208,10 @@ class Queue:
         for span, step_index in enumerate(self._index):
             steps = range(int(ledger.done.step[span, slot]) + 1, int(ledger.tail.step[span, slot]) + 1)
             if step_index.in_flight[slot]:
+                step_index.not_given[slot] = 0  # what the engine does not have of them it never gets
                 for step in steps:
                     pending, index = self._find(span, slot, step)
-                    pending.state[index], pending.has_failures = RowState.DISCARDED, True
+                    pending.discard(index)
             elif steps:
                 pending, index = self._find(span, slot, steps[0])
                 self.refuse(pending, index, ledger.refusal(Reason.STATE_POISONED, span, slot))
@@ -233,11 +239,18 @@ class Queue:
                     if not pending.is_finished:
                         pending.finish()
                     del by_number[pending.number]
-                    self._num_rows -= len(pending.joins)
+                    self._num_rows -= pending.form.num_rows - pending.num_done
                     self._num_bytes -= pending.request.hidden.nbytes
                     self.ended += pending.joiners
         if not any(self._pending):
             self._idle.set()
+
+    def _may_run(self, pending: PendingStep, index: NDArray[np.int64]) -> None:
+        """Rows (positions in the admission) may run; beside the first ones, those not admitted get their places."""
+        if len(pending.padding):
+            index, pending.padding = np.concatenate((index, pending.padding)), index[:0]
+            index = index[pending.rows[index].argsort()]
+        self.ready[pending.span].add(pending, index)
 
     def _refuse_not_begun(self, pending: PendingStep, reason: Reason) -> None:
         for index in pending.not_begun().tolist():

@@ -4,7 +4,8 @@ Short rows go at once, as many as a batch may have. Long ones share a budget of 
 within a priority one client after another, each for a quantum of tokens, so that many prefills of one do not starve a
 single one of another. Rows whose adapter turns out not to be on the device when their turn comes are parked until
 their adapter has come (adapter_wait.py), so that they hold up nobody. Taking costs what is taken, not what waits: rows
-that were dropped meanwhile are skipped when their turn comes.
+that were dropped meanwhile are skipped when their turn comes, unless rows of their request wait: beside these they are
+taken as padding, like the rows that were never admitted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from deltaline_server.scheduling.batch_adapters import ABSENT, BatchAdapters
 from deltaline_server.scheduling.pending import PendingStep, RowState
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
+from deltaline_server.tables.sequence_adapters import NO_ADAPTER
 
 # Prefill chunks end on multiples of this many tokens, the chunk of the kernels, so that cutting moves no boundary of
 # theirs.
@@ -38,8 +40,9 @@ class _LongRow:
         return int(self.pending.length[self.index] - self.pending.cursor[self.index]) - self.taken
 
     @property
-    def is_waiting(self) -> bool:
-        return bool(self.pending.state[self.index] == RowState.WAITING)
+    def has_place(self) -> bool:
+        """Whether it runs, or is padding beside rows that will."""
+        return bool(self.pending.state[self.index] == RowState.WAITING) or self.pending.is_waiting
 
 
 class _DeficitRoundRobin:
@@ -71,7 +74,7 @@ class _DeficitRoundRobin:
         while self._turns:
             rows = self._rows[self._turns[0]]
             row = rows[0]
-            left = row.left if row.is_waiting else 0
+            left = row.left if row.has_place else 0
             if left > max_short and (not _chunk(left, budget) or (len(chosen) == most and not row.taken)):
                 break
             if left <= max_short or not (row.taken or has_adapter(row)):  # dropped, taken up to its end, or parked
@@ -121,7 +124,7 @@ class ReadyQueue:
         return max((*self.short, *self.long))
 
     def add(self, pending: PendingStep, index: NDArray[np.int64]) -> None:
-        """Rows (positions in the admission) of which no token was taken may run now."""
+        """Rows (positions in the pending step, in row order) of which no token was taken may run now."""
         if pending.longest > self._max_short:
             is_long = pending.length[index] > self._max_short
             for i in index[is_long].tolist():
@@ -144,8 +147,7 @@ class ReadyQueue:
         if not any(pending.has_failures for pending, _ in self.parked.get(number, ())):
             return number in self.parked
         parked = self.parked.pop(number)
-        waiting = [(pending, index[pending.state[index] == RowState.WAITING]) for pending, index in parked]
-        waiting = [(pending, index) for pending, index in waiting if len(index)]
+        waiting = [(pending, index) for pending, index in parked if RowState.WAITING in pending.state[index].tobytes()]
         self.num_parked -= sum(len(index) for _, index in parked) - sum(len(index) for _, index in waiting)
         if waiting:
             self.parked[number] = waiting
@@ -169,18 +171,19 @@ class ReadyQueue:
         short, self.short, self.num_short = self.short, {}, 0
         scheduled, room = [], self._max_short_rows
         for priority in sorted(short, reverse=True):
-            for pending, index, cursor in short[priority]:
-                waiting = index[pending.state[index] == RowState.WAITING] if pending.has_failures else index
-                if pending.adapters is not None and room and len(waiting):
-                    waiting = self._with_adapter(pending, waiting, adapters)
-                if len(waiting) > room:
-                    self._add_short(pending, waiting[room:], cursor)
-                    waiting = waiting[:room]
-                if len(waiting):
-                    all_rows = not cursor and len(waiting) == len(pending.length)
-                    lengths = pending.length if all_rows else pending.length[waiting] - cursor
-                    scheduled.append(ScheduledRows(pending, waiting, lengths, cursor, True))
-                    room -= len(waiting)
+            for pending, taken, cursor in short[priority]:
+                if pending.has_padding and not pending.is_waiting:
+                    continue
+                if pending.adapters is not None and room:
+                    taken = self._with_adapter(pending, taken, adapters)
+                if len(taken) > room:
+                    self._add_short(pending, taken[room:], cursor)
+                    taken = taken[:room]
+                if len(taken):
+                    all_rows = not (cursor or pending.has_padding) and len(taken) == len(pending.length)
+                    lengths = pending.length if all_rows else pending.length[taken] - cursor
+                    scheduled.append(ScheduledRows(pending, taken, lengths, cursor, True))
+                    room -= len(taken)
         return scheduled
 
     def _take_long(self, budget: int, adapters: BatchAdapters | None) -> list[ScheduledRows]:
@@ -212,6 +215,8 @@ class ReadyQueue:
         if adapters is None:  # no sequence has one any more: the rows that are left have none
             return index
         numbers = pending.adapters[index]
+        if pending.has_padding:
+            numbers[pending.state[index] != RowState.WAITING] = NO_ADAPTER
         is_absent = adapters.places_of(numbers) == ABSENT
         if not np.count_nonzero(is_absent):
             return index

@@ -186,18 +186,23 @@ class Scheduler:
         budget = self._batch_time.chunk_tokens(span, ready.num_short, now_s) if ready.long else 0
         short, long = ready.take(budget, adapters)
         scheduled: list[ScheduledRows] = []
-        num_short = self._begin(short, scheduled)
-        if long:
-            self._begin(long, scheduled)
-        if scheduled:
-            self._run(span, num_short, scheduled, adapters)
-        elif adapters is not None:
+        num_short, num_awaited = self._begin(short, scheduled)
+        num_long = self._begin(long, scheduled)[1] if long else 0
+        if num_awaited or num_long:
+            self._run(span, num_short, num_awaited, scheduled, adapters)
+            return True
+        for rows in scheduled:  # padding alone, in front of rows of its request
+            rows.pending.cursor[rows.taken] += rows.lengths
+        if adapters is not None:
             adapters.release()
-        return bool(scheduled)
+        return False
 
-    def _begin(self, chosen: list[ScheduledRows], scheduled: list[ScheduledRows]) -> int:
-        """Fix the commits of rows that begin, and add all but those that conflict to `scheduled`; return how many."""
-        num_rows = 0
+    def _begin(self, chosen: list[ScheduledRows], scheduled: list[ScheduledRows]) -> tuple[int, int]:
+        """Fix the commits of rows that begin, and add all rows to `scheduled`, those that conflict as padding.
+
+        Returns how many they are, and how many of them run.
+        """
+        num_rows = num_running = 0
         for rows in chosen:
             admission = rows.pending.admission
             if admission.has_commits and not rows.cursor:
@@ -205,19 +210,26 @@ class Scheduler:
                 for index, refusal in conflicts.items():
                     self._queue.refuse(rows.pending, index, refusal)
                 if conflicts:
-                    rows = rows.without(list(conflicts))
+                    rows = rows.again()
             if admission.has_replays and not rows.cursor:
                 self._observer.accepted(int(admission.num_replayed[rows.index].sum()))
-            if len(rows.index):
-                scheduled.append(rows)
-                num_rows += len(rows.index)
-        return num_rows
+            scheduled.append(rows)
+            num_rows += len(rows.taken)
+            num_running += len(rows.index)
+        return num_rows, num_running
 
-    def _run(self, span: int, num_short: int, scheduled: list[ScheduledRows], adapters: BatchAdapters | None) -> None:
+    def _run(
+        self,
+        span: int,
+        num_short: int,
+        num_awaited: int,
+        scheduled: list[ScheduledRows],
+        adapters: BatchAdapters | None,
+    ) -> None:
         table, queue = self._table, self._queue
         batch = lay_out(scheduled, table, num_short, adapters)
         now_s = self._clock()
-        in_flight = BatchInFlight(scheduled, batch, now_s, now_s, adapters)
+        in_flight = BatchInFlight(scheduled, batch, now_s, now_s, adapters, num_awaited)
         in_flight.num_tokens = int(batch.control[0, -1])
         in_flight.num_long_tokens = in_flight.num_tokens - int(batch.control[0, num_short])
         self._in_flight.start(in_flight)
@@ -254,7 +266,7 @@ class Scheduler:
         if last_s > batch.submitted_s:  # it waited in the engine
             stages_s = result.copy_in_s + result.compute_s + result.copy_out_s
             batch.began_s = max(batch.submitted_s, done_s - stages_s)
-        self._last_completed_s, self._num_awaited = done_s, batch.batch.num_short
+        self._last_completed_s, self._num_awaited = done_s, batch.num_awaited
         batch.take_outputs(result)
         self._unsettled = batch, result
         may_answer_first = self._in_flight.batches or not self._queue.ready_spans
@@ -280,8 +292,9 @@ class Scheduler:
         (batch, result), self._unsettled = self._unsettled, None
         row = 0
         for rows in batch.scheduled:
-            self._settle_rows(rows, result.finite[row : row + len(rows.index)])
-            row += len(rows.index)
+            if len(rows.index):
+                self._settle_rows(rows, result.finite[row : row + len(rows.taken)][rows.running])
+            row += len(rows.taken)
         if not result.failed:
             span, num_short = batch.batch.span, batch.batch.num_short
             self._batch_time.measured(span, num_short, batch.num_long_tokens, result.compute_s, self._last_completed_s)

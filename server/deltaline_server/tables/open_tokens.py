@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.step import Principal
 from deltaline_server.tables.sequence_adapters import BoundAdapter
 
 LIFE_S = 60.0
@@ -25,32 +26,38 @@ class Opened:
 
 
 class OpenTokens:
-    """Tokens of the last minute, oldest first; at most `limit`, no less than the sequences that can be open."""
+    """Tokens of the last minute, oldest first, each for the principal that sent it. They outlive their sequences, so
+    that a call that comes late opens no others; of more than two for each sequence that can be open, those whose
+    sequences are over are forgotten, the oldest first."""
 
-    def __init__(self, limit: int, is_open: Callable[[NDArray[np.uint64]], bool], clock: Callable[[], float]) -> None:
-        self._limit, self._is_open, self._clock = limit, is_open, clock
-        # With the time at which each is forgotten.
-        self._opened: OrderedDict[bytes, tuple[Opened, float]] = OrderedDict()
+    def __init__(
+        self, num_slots: int, is_any_held: Callable[[NDArray[np.uint64]], bool], clock: Callable[[], float]
+    ) -> None:
+        self._limit, self._is_any_held, self._clock = 2 * num_slots, is_any_held, clock
+        # By the principal's number and the token, with the time at which each is forgotten.
+        self._opened: OrderedDict[tuple[int, bytes], tuple[Opened, float]] = OrderedDict()
 
-    def find(self, token: bytes, count: int, adapter: str) -> Opened | None:
-        """What the token has opened. Raises RequestError INVALID_REQUEST when that was another number of sequences, or
-        with an adapter of another name."""
+    def find(self, principal: Principal, token: bytes, count: int, adapter: str) -> Opened | None:
+        """What the principal's token has opened, which may be over. Raises RequestError INVALID_REQUEST when that was
+        another number of sequences, or with an adapter of another name."""
         while self._opened and next(iter(self._opened.values()))[1] <= self._clock():
             self._opened.popitem(last=False)
-        opened, _ = self._opened.get(token, (None, 0.0))
+        opened, _ = self._opened.get((principal.number, token), (None, 0.0))
         if opened is not None and len(opened.handles) != count:
             raise _used(f"it was used to open {len(opened.handles)} sequences, not {count}")
         if opened is not None and opened.adapter.name != adapter:
             raise _used("it was used to open sequences with another adapter")
         return opened
 
-    def keep(self, token: bytes, opened: Opened) -> None:
+    def keep(self, principal: Principal, token: bytes, opened: Opened) -> None:
         """Remember what a token has opened. An empty token is none."""
         if not token:
             return
-        if len(self._opened) >= self._limit:  # those with open sequences are fewer
-            self._opened = OrderedDict((t, o) for t, o in self._opened.items() if self._is_open(o[0].handles))
-        self._opened[token] = opened, self._clock() + LIFE_S
+        if len(self._opened) >= self._limit:  # at most half of them have sequences that are held
+            over = [key for key, (old, _) in self._opened.items() if not self._is_any_held(old.handles)]
+            for key in over[: self._limit // 2]:
+                del self._opened[key]
+        self._opened[principal.number, token] = opened, self._clock() + LIFE_S
 
 
 def _used(message: str) -> RequestError:

@@ -71,10 +71,11 @@ class PagePool:
     ) -> NDArray[np.int32]:
         """The pages that begin within rows of tokens: int32 [3, n], the line, the place in it and the page of each.
 
-        Row i has tokens begins[i] .. begins[i] + lengths[i] - 1 of lines[i], for which pages were granted.
+        Row i has tokens begins[i] .. begins[i] + lengths[i] - 1 of lines[i], for which pages were granted; none of line
+        -1 has any.
         """
         first = -(-begins // self.page_size)
-        counts = -(-(begins + lengths) // self.page_size) - first
+        counts = np.where(lines < 0, 0, -(-(begins + lengths) // self.page_size) - first)
         of_entry = np.repeat(lines, counts)
         before = np.cumsum(counts) - counts
         places = np.repeat(first - before, counts) + np.arange(len(of_entry))

@@ -111,13 +111,15 @@ class SequenceTable:
     ) -> Opened:
         """Open `count` sequences of a principal with an adapter, by its name, or none: all of them or none.
 
-        The same token within a minute returns the same handles, while any of them is open. Raises RequestError
-        NO_FREE_LINES, INVALID_REQUEST, ADAPTERS_OFF or ADAPTER_UNKNOWN, and DRAINING unless the token is known.
+        The same token within a minute returns the same handles. Raises RequestError NO_FREE_LINES, INVALID_REQUEST,
+        ADAPTERS_OFF or ADAPTER_UNKNOWN, and DRAINING unless the token is known; SEQUENCE_CLOSED, SEQUENCE_EXPIRED or
+        SEQUENCE_UNKNOWN when one of what the token opened is over.
         """
         now = self._clock()
         lease_s = self._checked_lease(lease_s)
-        known = self._tokens.find(token, count, adapter)
+        known = self._tokens.find(principal, token, count, adapter)
         if known is not None:
+            self._check_held(known, principal)
             return known
         if self.is_draining:
             raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
@@ -140,7 +142,7 @@ class SequenceTable:
         for slot in slots.tolist():
             self.ledger.reset(slot)
         opened = Opened(handles, lease_s, bound)
-        self._tokens.keep(token, opened)
+        self._tokens.keep(principal, token, opened)
         return opened
 
     def close(self, epoch: int, handles: NDArray[np.uint64], principal: Principal = ANONYMOUS) -> list[SequenceState]:
@@ -254,6 +256,14 @@ class SequenceTable:
         former &= self._former_principal[slots] == principal.number
         states = np.where(live, self._state[slots], np.where(former, self._former_state[slots], SequenceState.UNKNOWN))
         return slots, states.astype(np.uint8)
+
+    def _check_held(self, opened: Opened, principal: Principal) -> None:
+        """Raise RequestError unless every sequence of an open is held: whoever opened them has ended one since."""
+        slots, states = self.lookup(self.server_epoch, opened.handles, principal)
+        for slot, state in zip(slots.tolist(), states.tolist(), strict=True):
+            if state not in (SequenceState.OPEN, SequenceState.POISONED):
+                message = "open_token: a sequence that it opened is over; open others with a new token"
+                raise RequestError(self.refusal(state, slot, 0).reason, message)
 
     def _is_any_held(self, handles: NDArray[np.uint64]) -> bool:
         return bool((self._handle[slots_of(handles)] == handles).any())

@@ -22,7 +22,7 @@ from deltaline_server.errors import RequestError
 from deltaline_server.front.requests import Served, read_step
 from deltaline_server.front.step_message import Extents, Pattern, StepMessage, from_protobuf, scan_step
 from deltaline_server.front.step_parser import MOST_BYTES, MOST_PATTERNS, StepParser
-from deltaline_server.front.wire_scan import WireScan
+from deltaline_server.front.wire_scan import WireScan, read_varints
 from deltaline_server.memory.regions import Regions
 from deltaline_server.step import SpanShapes, StepRequest
 
@@ -365,3 +365,21 @@ def test_a_pattern_keeps_no_message_alive() -> None:
         read_step(parser.parse_step(body), SERVED, now_s=0.0, until_s=None)
         assert pattern is not None and pattern.form is not None and pattern.num_bytes < 100
         assert sys.getrefcount(body) == num_references
+
+
+@pytest.mark.parametrize(
+    ("body", "most_bytes", "expected"),
+    [
+        (b"", 0, []),
+        (b"\x01\x80\x01\x00", 4, [1, 128, 0]),
+        (b"\x01\x80\x01\x00", 3, None),
+        (b"\x01\x80\x01\x00", 5, [1, 128, 0]),
+        (b"\x01\x80", 5, None),  # cut off
+        (b"\xff" * 8 + b"\x7f", 9, [2**63 - 1]),
+        (b"\xff" * 9 + b"\x01", 10, None),  # 64 bits
+    ],
+)
+def test_packed_varints_are_read_up_to_a_number_of_bytes(
+    body: bytes, most_bytes: int, expected: list[int] | None
+) -> None:
+    assert read_varints(b"\x7f" + body + b"\x80", (1, 1 + len(body)), most_bytes) == expected

@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline_server.adapters.directory import MAX_CONFIG_BYTES
+from deltaline_server.errors import spelled_bytes
 
 
 @pytest.fixture
@@ -133,8 +134,10 @@ async def test_the_configs_of_uploads_are_bounded_too(rig: Rig) -> None:
     done, [stalled] = await asyncio.wait(
         [asyncio.ensure_future(call) for call in stalls], return_when="FIRST_COMPLETED"
     )
-    with refused("RESOURCE_EXHAUSTED", "ADAPTER_BYTES_EXHAUSTED"):
+    with refused("RESOURCE_EXHAUSTED", "ADAPTER_BYTES_EXHAUSTED") as told:
         await done.pop()
+    left, all_bytes = spelled_bytes(LIMIT_BYTES - LIMIT_BYTES // 2), spelled_bytes(LIMIT_BYTES + MAX_CONFIG_BYTES)
+    assert f"and {left} of {all_bytes} can be had for uploads: try again later" in told[0]
     stalled.cancel()
     await rig.until_room(is_free=True)
     assert (await rig.upload("a", config, save(rig.tensors))).adapter.name == "a"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from rigs.seeds import seeds
 from rigs.until import until
 
 from deltaline_server.errors import Reason
+from deltaline_server.scheduling.pending import RowState
+from deltaline_server.scheduling.ready import ReadyQueue
 from deltaline_server.step import StepResult
 from deltaline_server.tables.adapter_places import GRACE_S
 from deltaline_server.tables.adapter_registry import AdapterState
@@ -310,3 +313,17 @@ async def test_rows_without_an_adapter_go_on_when_the_only_one_that_has_one_is_c
     assert not result.refusals and not rig.scheduler.has_failed
     assert outputs(result, 1)[-1] == checksum(tokens)
     rig.table.check_integrity()
+
+
+def test_steps_that_were_dropped_while_they_waited_are_forgotten_and_the_others_counted() -> None:
+    def step(*states: int) -> Any:
+        return SimpleNamespace(has_failures=True, state=np.array(states, dtype=np.uint8))
+
+    waiting, refused = RowState.WAITING, RowState.REFUSED
+    ready, every = ReadyQueue(0, set(), 4, 64, 10, 10), np.arange(3)
+    half, gone = step(refused, waiting, refused), step(refused, refused, refused)
+    ready.parked[7], ready.num_parked = [(half, every), (gone, every), (gone, every[:1])], 7
+    assert ready.still_waits(7) and ready.num_parked == 3
+    assert ready.parked == {7: [(half, every)]}  # the rows beside the one that waits keep their places
+    half.state[1] = refused
+    assert not ready.still_waits(7) and ready.num_parked == 0 and not ready.parked

@@ -195,6 +195,24 @@ async def test_a_commit_fixed_on_one_span_binds_the_others() -> None:
     assert outputs(result) == [checksum([2, 9, 6, 7, 8])]
 
 
+@pytest.mark.parametrize("is_own_call", [False, True], ids=["with the next step", "by CommitSequences"])
+async def test_a_verify_behind_one_of_which_nothing_was_accepted_is_another(is_own_call: bool) -> None:
+    """At the same position, however the commit of nothing came: its count binds no later verify on any span."""
+    rig = Rig(spans=2)
+    (a,) = rig.open()
+    handles = np.array([a], dtype=np.uint64)
+    for span in (0, 1):
+        await rig.step((a, VERIFY, 1, 0, -1, [2, 3]), span=span)
+        if is_own_call:
+            _, refusals = rig.table.commit(
+                rig.table.server_epoch, span, handles, np.array([1]), np.zeros(1, dtype=np.int32)
+            )
+            assert refusals == {}
+        await rig.step((a, VERIFY, 2, 0, -1 if is_own_call else 0, [4, 5]), span=span)
+    for span in (0, 1):
+        assert outputs(await rig.step((a, DECODE, 3, 2, 2, [6]), span=span)) == [checksum([4, 5, 6])]
+
+
 async def test_spans_may_be_a_bounded_number_of_commits_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_FIXED_COMMITS", 70)
     rig = Rig(spans=2)
@@ -289,7 +307,8 @@ async def test_there_is_room_for_three_rows(limit: dict[str, Any], expected: Rea
 
 @pytest.mark.parametrize("seed", seeds(4))
 async def test_random_histories_agree_with_the_tokens_committed(seed: int) -> None:
-    """Sequences of random life, random kinds, retries and commits; every output is checked against its own tokens."""
+    """Sequences of random life, random kinds, retries and commits, rows of nobody's among theirs; every output is
+    checked against its own tokens."""
     rng = np.random.default_rng(seed)
     rig = Rig(slots=6, chunk_tokens=64)
     live: dict[int, dict[str, Any]] = {}
@@ -316,6 +335,10 @@ async def test_random_histories_agree_with_the_tokens_committed(seed: int) -> No
                 sequence["draft"] = new
             else:
                 sequence["tokens"] += new
+        if rng.random() < 0.5:
+            place, count = int(rng.integers(len(rows) + 1)), int(rng.choice([1, 4, 150]))
+            rows.insert(place, (0, PREFILL, 1, 0, -1, [float("nan")] * count))
+            expected.insert(place, [])
         result = await rig.step(*rows)
         assert [outputs(result, i) for i in range(len(rows))] == expected, result.refusals
         if rng.random() < 0.3:

@@ -42,6 +42,24 @@ async def test_a_reply_that_its_client_may_lack_is_not_given_up() -> None:
     assert outputs(await second) == [5]
 
 
+async def test_a_step_that_is_refused_while_it_waits_gives_its_bytes_back() -> None:
+    rig = Rig(eager=False, reply_bytes=5 * 16)  # five replies to a decode
+    a, b = rig.open(2)
+    running = rig.submit(rig.request((b, DECODE, 1, 0, -1, [1.0])))
+    await asyncio.sleep(0)
+    late = rig.submit(rig.request((a, DECODE, 1, 0, -1, [1.0]), deadline_s=rig.now + 1.0))
+    behind = rig.submit(rig.request((a, PREFILL, 2, 1, -1, [1.0, 2.0])))
+    assert rig.scheduler.load().reply_bytes == (1 + 1 + 2) * 16
+    rig.now += 2.0
+    rig.engine.release()
+    assert reason(await late) is Reason.QUEUE_DEADLINE and reason(await behind) is Reason.PREDECESSOR_REFUSED
+    assert outputs(await running) == [1]
+    rig.scheduler.settle()
+    assert rig.scheduler.load().reply_bytes == 16
+    rig.close(a, b)
+    assert rig.scheduler.load().reply_bytes == 0
+
+
 async def test_rows_that_stay_behind_keep_their_own_replies() -> None:
     """They are copied out of a request of which most rows have gone on."""
     rig = Rig()
@@ -56,6 +74,25 @@ async def test_rows_that_stay_behind_keep_their_own_replies() -> None:
 
 
 # -- of streamed prefills ----------------------------------------------------------------------------------------------
+
+
+async def test_replies_of_one_request_are_copied_once_most_of_it_is_superseded() -> None:
+    rig = Rig()
+    handles = rig.open(4)
+    slots, _ = rig.table.lookup(rig.table.server_epoch, np.array(handles, dtype=np.uint64))
+    first = await rig.step(*((handle, DECODE, 1, 0, -1, [float(handle % 7)]) for handle in handles))
+
+    def shared() -> list[bool]:
+        kept = [rig.table.replies.get(0, int(slot)) for slot in slots]
+        return [reply is not None and np.shares_memory(reply.hidden, first.hidden) for reply in kept]
+
+    assert shared() == [True] * 4
+    await rig.step(*((handle, DECODE, 2, 1, -1, [1.0]) for handle in handles[:2]))
+    assert shared() == [False, False, True, True]
+    await rig.step((handles[2], DECODE, 2, 1, -1, [1.0]))
+    assert shared() == [False] * 4
+    again = await rig.step((handles[3], DECODE, 1, 0, -1, [float(handles[3] % 7)]))
+    assert again.outcome.tolist() == [RowOutcome.REPLAYED] and outputs(again) == outputs(first, 3)
 
 
 def chunk(handle: int, number: int) -> Any:

@@ -1,4 +1,4 @@
-"""The ledger's short way for plain rows admits what its long way admits, and nothing else."""
+"""The ledger's short way for plain rows admits what its long way admits, and nothing else; commits of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltaline_server.errors import Reason
 from deltaline_server.step import OutputRows, RowKind, SpanShapes, StepForm, StepRequest
 from deltaline_server.tables.ledger import Admission, StepLedger
 
@@ -112,3 +113,44 @@ def test_no_more_steps_than_the_limit_are_in_flight() -> None:
     assert judge_both(ledger, request, [3]) is None
     ledger.finish(1, last, np.arange(1))
     assert judge_both(ledger, request, [3]) is not None
+
+
+@pytest.mark.parametrize("accepted", range(-1, 6))
+def test_a_commit_of_its_own_accepts_none_to_all_of_a_verify(accepted: int) -> None:
+    ledger, slot = StepLedger(1, NUM_SLOTS, MAX_IN_FLIGHT), 3
+    for progress in (ledger.done, ledger.tail):
+        progress.values[:3, 0, slot] = 2, 10, 4  # step 2 at position 10 is a verify of 4 tokens
+    refusal = ledger.commit(0, slot, 2, accepted)
+    is_taken = 0 <= accepted <= 4
+    assert (refusal is None) == is_taken
+    assert refusal is None or refusal.reason is Reason.ACCEPTED_OUT_OF_RANGE
+    expected = [2, 10 + accepted, 0, accepted] if is_taken else [2, 10, 4, 0]
+    assert ledger.done.values[:4, 0, slot].tolist() == ledger.tail.values[:4, 0, slot].tolist() == expected
+
+
+def test_a_commit_of_its_own_binds_the_other_spans_at_that_position() -> None:
+    ledger, slot = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT), 3
+    for progress in (ledger.done, ledger.tail):
+        progress.values[:3, :, slot] = np.array([[2, 2], [10, 10], [4, 4]])
+    assert ledger.commit(0, slot, 2, 1) is None
+    for accepted, expected in ((2, Reason.COMMIT_CONFLICT), (0, Reason.COMMIT_CONFLICT), (1, None)):
+        refusal = ledger.commit(1, slot, 2, accepted)
+        assert (refusal and refusal.reason) == expected
+    assert ledger.done.position[:, slot].tolist() == [11, 11]
+
+
+def test_of_rows_that_begin_those_whose_commit_another_span_has_fixed_otherwise_are_refused() -> None:
+    ledger, slots = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT), np.array([3, 1, 4])
+    for progress in (ledger.done, ledger.tail):
+        progress.values[:3, :, slots] = np.array([2, 10, 4])[:, None, None]
+    request = make_request([RowKind.DECODE] * 3, [3] * 3, [11, 12, 13], [1, 2, 3])
+    admission, refusals = ledger.admit(request, np.arange(3), slots, request.form.lengths)
+    assert not refusals
+    assert ledger.commit(0, 1, 2, 4) is None  # another span is faster
+    conflicts = ledger.begin(1, admission, np.arange(3))
+    assert {row: refusal.reason for row, refusal in conflicts.items()} == {1: Reason.COMMIT_CONFLICT}
+    # What began is fixed, by the same call again and for the other span; what was refused is not.
+    assert ledger.commit(1, 3, 2, 1) is None and ledger.commit(0, 4, 2, 3) is None
+    refusal = ledger.commit(0, 3, 2, 2)
+    assert refusal is not None and refusal.reason is Reason.COMMIT_CONFLICT
+    assert ledger.commit(1, 1, 2, 4) is None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 from rigs.scheduler_rig import DECODE, Rig, outputs, reason, refuses, turns
 
 from deltaline_server.errors import Reason
+from deltaline_server.step import Principal
 from deltaline_server.tables.sequence import SequenceState
+from deltaline_server.tables.sequences import MAX_SLOTS, make_handles
 
 TOKEN = b"0123456789abcdef"
 
@@ -44,13 +48,69 @@ def test_the_same_open_token_returns_the_same_handles() -> None:
     assert rig.table.open(2, token=TOKEN).handles.tolist() != first.tolist()
 
 
-def test_tokens_of_sequences_that_are_over_make_room_for_others() -> None:
-    rig = Rig(slots=2)
-    first = rig.table.open(1, token=TOKEN).handles.tolist()
-    rig.close(*first)
-    for number in range(3):
-        rig.close(*rig.table.open(1, token=bytes([number]) * 16).handles.tolist())
-    assert rig.table.open(1, token=TOKEN).handles.tolist() != first
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        pytest.param(lambda rig, handles: rig.close(*handles), Reason.SEQUENCE_CLOSED, id="closed"),
+        pytest.param(lambda rig, handles: rig.close(handles[1]), Reason.SEQUENCE_CLOSED, id="one closed"),
+        pytest.param(lambda rig, handles: pass_time(rig, 31), Reason.SEQUENCE_EXPIRED, id="expired"),
+    ],
+)
+def test_an_open_token_whose_sequences_are_over_opens_no_others(
+    ends: Callable[[Rig, list[int]], object], expected: Reason
+) -> None:
+    rig = Rig()
+    handles = rig.table.open(2, 30.0, token=TOKEN).handles.tolist()
+    ends(rig, handles)
+    held = rig.table.num_open
+    for is_draining in (False, True):
+        rig.table.is_draining = is_draining
+        with refuses(expected) as refused:
+            rig.table.open(2, 30.0, token=TOKEN)
+        assert "open_token" in str(refused.value) and refused.value.refusal.retry_after_s is None
+    assert rig.table.num_open == held
+    rig.table.is_draining = False
+    rig.open(8 - held)  # other sequences in the same slots are not what the token opened
+    rig.close(*handles)
+    with refuses(expected):
+        rig.table.open(2, 30.0, token=TOKEN)
+
+
+async def test_an_open_token_is_refused_while_its_sequence_closes_and_answered_while_it_is_poisoned() -> None:
+    rig = Rig(eager=False)
+    first, second = (rig.table.open(1, token=token).handles.tolist() for token in (TOKEN, TOKEN[::-1]))
+    rig.engine.poison_token = 13.0
+    spoilt = rig.submit(rig.request((first[0], DECODE, 1, 0, -1, [13.0]), (second[0], DECODE, 1, 0, -1, [1.0])))
+    await turns()
+    rig.close(*second)
+    with refuses(Reason.SEQUENCE_CLOSED):
+        rig.table.open(1, token=TOKEN[::-1])
+    rig.engine.release()
+    assert reason(await spoilt) is Reason.STATE_POISONED
+    assert rig.table.open(1, token=TOKEN).handles.tolist() == first  # still held: it is its owner's to close
+
+
+def test_an_open_token_is_its_principals() -> None:
+    rig = Rig()
+    first, second = (rig.table.open(1, token=TOKEN, principal=Principal(i, str(i))).handles[0] for i in (1, 2))
+    assert first != second
+    assert rig.table.open(1, token=TOKEN, principal=Principal(1, "1")).handles[0] == first
+
+
+def test_tokens_of_sequences_that_are_over_make_room_for_others_the_oldest_first() -> None:
+    rig = Rig(slots=3)
+    held = rig.table.open(1, token=TOKEN).handles.tolist()
+    tokens = [bytes([number]) * 16 for number in range(6)]
+    for token in tokens:  # the last one is the seventh, where six are remembered
+        rig.close(*rig.table.open(1, token=token).handles.tolist())
+    assert rig.table.open(1, token=TOKEN).handles.tolist() == held
+    unknown = Reason.SEQUENCE_UNKNOWN  # of a slot's former sequences the last one alone is told apart
+    for token, expected in zip(tokens[3:], (unknown, unknown, Reason.SEQUENCE_CLOSED), strict=True):
+        with refuses(expected):
+            rig.table.open(1, token=token)
+    assert rig.table.num_open == 1
+    rig.table.open(1, token=tokens[2])
+    assert rig.table.num_open == 2
 
 
 async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
@@ -71,7 +131,37 @@ async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
     rig.table.check_integrity()
 
 
+def test_handles_can_not_be_guessed() -> None:
+    """Above the slot are 40 random bits: no bit has a preferred value, nor does any follow from the handle before."""
+    count = 4096
+    handles = make_handles(np.arange(count))
+    assert (handles & np.uint64(MAX_SLOTS)).tolist() == list(range(count))
+    random = handles >> np.uint64(24)
+    assert len(np.unique(random)) == count
+    for values in (random, random[1:] ^ random[:-1]):
+        share = ((values[:, None] >> np.arange(40, dtype=np.uint64)) & np.uint64(1)).mean(axis=0)
+        assert (np.abs(share - 0.5) < 0.1).all()  # 12 standard deviations
+
+
 # -- leases ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_sequence_with_a_step_queued_or_running_does_not_expire() -> None:
+    rig = Rig(eager=False, spans=2)
+    a, b, idle = rig.open(3)
+    steps = [rig.submit(rig.request((handle, DECODE, 1, 0, -1, [1.0]), span=1)) for handle in (a, b)]
+    await turns()
+    assert len(rig.engine.waiting) == 2
+    steps.append(rig.submit(rig.request((a, DECODE, 2, 1, -1, [2.0]), span=1)))  # behind the one that runs
+    handles = np.array([a, b, idle], dtype=np.uint64)
+    pass_time(rig, 200)
+    states = [told.state for told in rig.table.describe(rig.table.server_epoch, handles)]
+    assert states == [SequenceState.OPEN, SequenceState.OPEN, SequenceState.EXPIRED] and rig.table.num_expired == 1
+    rig.engine.release()
+    assert [outputs(await step) for step in steps] == [[1], [1], [5]]
+    rig.scheduler.settle()
+    pass_time(rig, 61)
+    assert rig.table.num_open == 0 and rig.table.num_expired == 3
 
 
 async def test_leases_expire_renew_and_survive_a_stall() -> None:
@@ -119,6 +209,19 @@ async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
     await running
     rig.scheduler.settle()
     assert left() == 60.0
+
+
+async def test_the_lease_of_a_poisoned_sequence_can_be_renewed_until_it_is_closed() -> None:
+    rig = Rig()
+    (a,) = rig.open()
+    handles, epoch = np.array([a], dtype=np.uint64), rig.table.server_epoch
+    rig.engine.poison_token = 13.0
+    assert reason(await rig.step((a, DECODE, 1, 0, -1, [13.0]))) is Reason.STATE_POISONED
+    assert rig.table.renew(epoch, handles, 500.0) == [SequenceState.POISONED]
+    pass_time(rig, 400)
+    assert rig.table.describe(epoch, handles)[0].lease_remaining_s == 100.0
+    pass_time(rig, 101)
+    assert rig.table.describe(epoch, handles)[0].state is SequenceState.EXPIRED
 
 
 async def test_a_step_that_is_refused_after_it_was_taken_has_renewed_the_lease() -> None:

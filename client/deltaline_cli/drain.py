@@ -1,0 +1,81 @@
+"""`deltaline drain`: begins a server's drain, and waits for its end if asked to."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from deltaline_cli.text import plural
+from deltaline_client import Client, Stopping, Unavailable
+
+POLL_S = 0.2
+# A server that has not answered for so long is gone.
+GONE_S = 2.0
+MAX_TIMEOUT_S = 24 * 3600.0
+_ABOUT = """\
+Begins the drain of a server: it is not ready any more and opens no sequences; those that are open are stepped until
+they are closed or its time is over; then it stops. A drain can't be taken back, and a second call changes nothing, its
+time neither. With --wait the command stays until the server is gone, and tells what is left whenever that has changed;
+an interrupt ends the command, not the drain.
+
+The exit code is 0 once the drain has begun, with --wait once the server has stopped, and 1 if it can't be reached or
+refuses. Sequences that are open at the end are lost; how many is in the server's log ("drain over").
+
+  deltaline drain                               the server on this machine, with its own --drain-timeout-s
+  deltaline drain HOST --timeout 600 --wait     ten minutes for what is open there
+"""
+
+
+def add_drain(commands: Any, served: argparse.ArgumentParser) -> None:
+    """Add `drain` to the commands of the command line."""
+    about, raw = "let a server finish its sequences, and stop", argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser("drain", parents=[served], help=about, description=_ABOUT, formatter_class=raw)
+    text = "seconds for which open sequences are stepped, a day at most; default: the server's own"
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help=text)
+    parser.add_argument("--wait", action="store_true", help="stay until the server has stopped")
+    parser.set_defaults(run=drain)
+
+
+def drain(options: argparse.Namespace) -> int:
+    """Begin the drain, and see its end if asked to; 0. Raises DeltalineError as the client does."""
+    with Client(options.server, timeout=5.0) as client:
+        left = client.drain(options.timeout)
+    print(f"{options.server} drains: {_open(left)}", flush=True)
+    if options.wait:
+        _wait(options.server, left)
+    return 0
+
+
+def _wait(address: str, left: int) -> None:
+    """Tell how many sequences and rows are left when that changes, until the server is gone."""
+    told = left, 0
+    with Client(address, timeout=GONE_S) as client:
+        while True:
+            try:
+                load = client.load()
+            except (Stopping, Unavailable):
+                break
+            if not load.draining:  # what answers now is another process
+                break
+            if (load.sequences_open, load.queued_rows) != told:
+                told = load.sequences_open, load.queued_rows
+                rows = f", {load.queued_rows} {plural(load.queued_rows, 'row')} queued" if load.queued_rows else ""
+                print(f"{_open(load.sequences_open)}{rows}", flush=True)
+            time.sleep(POLL_S)
+    print(f"{address} has stopped" + (f"; when it last answered, {_open(told[0])}" if told[0] else ""))
+
+
+def _open(count: int) -> str:
+    return f"{count} {plural(count, 'sequence')} open"
+
+
+def _seconds(text: str) -> float:
+    """The time of a drain. Raises ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, a day at most, got {text!r}")
+    return seconds
