@@ -16,7 +16,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from deltaline_server import __version__
+from deltaline_server import __version__, local_socket
 from deltaline_server.log import FORMATS, LEVELS
 
 PREFIX = "DELTALINE_"
@@ -133,6 +133,9 @@ class Config:
     host: str = setting("127.0.0.1", "network", "address to listen on, for steps and metrics")
     port: int = setting(50051, "network", "port of gRPC; 0 for any", low=0, high=65535)
     uds: str | None = setting(None, "network", "listen on this Unix socket as well", metavar="PATH")
+    link: str | None = setting(None, "network", local_socket.LINK, metavar="PATH")
+    link_group: str | None = setting(None, "network", local_socket.GROUP, metavar="NAME")
+    link_memory_bytes: int = setting(2**28, "network", local_socket.MEMORY, low=0, high=2**50)
     metrics_port: int = setting(
         9464, "network", "port of the Prometheus metrics; 0 for any, -1 for none", low=-1, high=65535
     )
@@ -174,6 +177,10 @@ class Config:
             raise ConfigError(f"--adapter-root: expected a folder that exists, got {self.adapter_root!r}")
         if self.uds is not None:
             _check_uds(self.uds)
+        try:
+            local_socket.check(self.link, self.link_group)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"--otlp-endpoint: expected http://HOST:PORT or https://..., got {self.otlp_endpoint!r}")
         if self.layers is not None:
@@ -198,7 +205,8 @@ class Config:
                 values[option.name] = from_text(option, flags[option.name], flag(option.name))
         if values.get("model"):
             values["model"] = _model_directory(values["model"], environ)
-        return cls(**values)
+        host, uds = values.get("host", cls.host), values.get("uds")
+        return cls(**{"link": local_socket.default_folder(environ, host, uds)} | values)
 
     @property
     def layer_range(self) -> range | None:

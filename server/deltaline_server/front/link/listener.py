@@ -1,0 +1,121 @@
+"""The link's server: takes connections, and finds the handlers of their calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from deltaline import link
+from deltaline_server.front.interceptor import Interceptor
+from deltaline_server.front.link.connection import Connection, Served
+from deltaline_server.front.link.held import Held
+from deltaline_server.front.link.socket_file import SocketFile
+from deltaline_server.memory.regions import Regions
+from deltaline_server.scheduling.observer import Observer
+
+MAX_CONNECTIONS = 256
+# Of replies that are not read and of messages that wait for handlers, all connections together.
+HELD_BYTES = 256 * 2**20
+# How long to wait when the process has no file descriptor to spare.
+RETRY_ACCEPT_S = 0.1
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+
+@dataclass(frozen=True)
+class _Details(grpc.HandlerCallDetails):
+    """What a handler is looked up by."""
+
+    method: str
+    invocation_metadata: tuple[()] = ()
+
+
+class Listener:
+    """Serves the link on a socket until it is stopped; belongs to the event loop."""
+
+    def __init__(
+        self,
+        file: SocketFile,
+        *,
+        handlers: Sequence[grpc.GenericRpcHandler],
+        interceptor: Interceptor,
+        regions: Regions,
+        observer: Observer,
+        server_epoch: int,
+        message_bytes: int,
+        is_for_group: bool,
+    ) -> None:
+        """handlers: of the services, as gRPC gets them. regions: link memory. message_bytes: most bytes of a request.
+        is_for_group: whether users that the file's mode lets in are served beside this one."""
+        self._file, self._handlers, self._interceptor, self._is_for_group = file, handlers, interceptor, is_for_group
+        self._wrapped: dict[bytes, Any] = {}
+        buffer, held = memoryview(bytearray(link.MAX_PACKET_BYTES)), Held(HELD_BYTES)
+        self._served = Served(self._find, regions, held, observer, server_epoch, message_bytes, buffer)
+        self._connections: set[Connection] = set()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(file.socket, self._accept)
+        self._retry: asyncio.TimerHandle | None = None
+        self.num_refused = 0
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open."""
+        return len(self._connections)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new connections and calls, give those in flight so many seconds, and end all. Idempotent."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._file.socket)
+        self._file.close()
+        for connection in self._connections:
+            connection.stop()
+        tasks = [task for connection in self._connections for task in connection.tasks]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace_s)
+        for connection in list(self._connections):
+            connection.end("the server stops")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _find(self, method: bytes) -> Any:
+        """The wrapped handler of a method, None for an unknown one."""
+        found = self._wrapped.get(method)
+        if found is None:
+            name = method.decode(errors="replace")
+            handler = next(filter(None, (one.service(_Details(name)) for one in self._handlers)), None)
+            if handler is not None:
+                self._wrapped[method] = found = self._interceptor.wrap(handler, name)
+        return found
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._file.socket.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor to spare: what waits stays in the backlog
+            self._loop.remove_reader(self._file.socket)
+            self._retry = self._loop.call_later(RETRY_ACCEPT_S, self._loop.add_reader, self._file.socket, self._accept)
+            return
+        connected.setblocking(False)
+        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid != os.geteuid() and not self._is_for_group:
+            self._turn_away(connected, "this server's link is for its own user")
+        elif len(self._connections) == MAX_CONNECTIONS:
+            self._turn_away(connected, f"the server has {MAX_CONNECTIONS} connections, which is the most")
+        else:
+            # All connections of a process are one client, as those of a channel are.
+            self._connections.add(Connection(self._served, connected, f"link:{uid}:{pid}", self._connections.discard))
+
+    def _turn_away(self, connected: socket.socket, why: str) -> None:
+        self.num_refused += 1
+        with connected, suppress(OSError):
+            connected.send(link.pack(link.GOODBYE) + why.encode())
