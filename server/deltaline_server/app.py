@@ -32,7 +32,7 @@ from deltaline_server.front.health import Health
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
 from deltaline_server.front.link.listener import Listener
-from deltaline_server.front.link.socket_file import SocketFile, SocketFileError, open_link
+from deltaline_server.front.link.socket_file import SocketFileError, open_link
 from deltaline_server.log import event
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
@@ -60,7 +60,7 @@ class Server:
     """One server: `async with Server(config) as server` starts it, and stops it at the end of the block.
 
     Attributes: has_started, false until it is ready. Once started: port and metrics_port (0 when there is none) as
-    bound, address of gRPC, runtime, metrics.
+    bound, address of gRPC, link, runtime, metrics.
     """
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,8 +78,7 @@ class Server:
             ]
         )
         self._http: HttpPort | None = None
-        self._link_file: SocketFile | None = None
-        self._link: Listener | None = None
+        self.link = Listener(None)
         self.has_started = self._is_ready = self._is_interrupted = self._has_failed = False
         self._drain_until_s = 0.0
         self._over = asyncio.Event()
@@ -115,10 +114,7 @@ class Server:
             await self._server.start()
         except BaseException:
             await self._server.stop(None)
-            if self._link is not None:
-                await self._link.stop(0.0)
-            elif self._link_file is not None:
-                self._link_file.close()
+            await self.link.stop(0.0)
             if runtime is not None:
                 await runtime.close()
             await self._close_telemetry()
@@ -131,13 +127,8 @@ class Server:
             asyncio.create_task(self._every(LEASE_TICK_S, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
         ]
-        uds, link_path = self.config.uds or "none", self.link_path or "none"
+        uds, link_path = self.config.uds or "none", self.link.path or "none"
         event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=uds, link=link_path)
-
-    @property
-    def link_path(self) -> str:
-        """The path of the local link's socket, empty where there is none."""
-        return "" if self._link_file is None else str(self._link_file.path)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Begin the drain: not ready, no new sequences; over when none is open or the time is. Idempotent."""
@@ -174,8 +165,7 @@ class Server:
         self._health.close()
         self.runtime.scheduler.stop()
         self._layer_service.end_streams()
-        link_stops = () if self._link is None else (self._link.stop(self._grace_s),)
-        await asyncio.gather(self._server.stop(self._grace_s), *link_stops)
+        await asyncio.gather(self._server.stop(self._grace_s), self.link.stop(self._grace_s))
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
@@ -203,7 +193,7 @@ class Server:
             except RuntimeError as error:
                 raise StartError(f"--uds: can't listen on {config.uds}") from error
         try:
-            self._link_file = open_link(config.link, config.link_group, self.port)
+            self.link = Listener(open_link(config.link, config.link_group, self.port))
         except SocketFileError as error:
             raise StartError(f"--link: {error}") from error
         if config.metrics_port >= 0:
@@ -270,7 +260,7 @@ class Server:
     def _register(self, runtime: Runtime, interceptor: Interceptor) -> None:
         """Hand the services and gauges to gRPC and to the metrics."""
         table, scheduler, info = runtime.table, runtime.scheduler, runtime.info()
-        info.link_path, info.link_uid = self.link_path, os.geteuid()
+        info.link_path, info.link_uid = self.link.path, os.geteuid()
         self._layer_service = LayerService(
             table=table,
             scheduler=scheduler,
@@ -286,17 +276,14 @@ class Server:
         adapters = AdapterService(runtime.adapters).handlers()
         handlers = (self._layer_service.handlers(), adapters, admin.handlers(), self._health.handlers())
         self._server.add_generic_rpc_handlers(handlers)
-        if self._link_file is not None:
-            self._link = Listener(
-                self._link_file,
-                handlers=handlers,
-                interceptor=interceptor,
-                regions=runtime.link_regions,
-                observer=self.metrics,
-                server_epoch=table.server_epoch,
-                message_bytes=self.config.inline_limit_bytes + MESSAGE_SLACK_BYTES,
-                is_for_group=self.config.link_group is not None,
-            )
+        self.link.serve(
+            handlers,
+            interceptor,
+            regions=runtime.link_regions,
+            observer=self.metrics,
+            server_epoch=table.server_epoch,
+            message_bytes=self.config.inline_limit_bytes + MESSAGE_SLACK_BYTES,
+        )
         names = (layer_service.NAME, adapter_service.NAME, admin_service.NAME, health.NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         runs = {"version": info.version, "python": platform.python_version(), **info.versions, "device": info.device}
@@ -306,6 +293,8 @@ class Server:
             table=table,
             scheduler=scheduler,
             regions=runtime.regions,
+            link_regions=runtime.link_regions,
+            link_connections=lambda: self.link.num_connections,
             counts=runtime.executor.counts,
             adapters=None if runtime.adapters is None else runtime.adapters.registry,
         )

@@ -5,7 +5,6 @@ A number here grows only with a decision (docs/adr) that says what is had for it
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from collections import Counter
@@ -16,6 +15,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
+from rigs.served import served
 
 import deltaline_client
 import deltaline_kernels
@@ -24,7 +24,10 @@ from deltaline import wire
 from deltaline_client import Client
 from deltaline_server.app import Server
 
-MOST = {"server": 163, "client": 66, "kernels": 119, "wire": 15}
+MOST = {
+    "grpc": {"server": 163, "client": 69, "kernels": 119, "wire": 15},
+    "link": {"server": 174, "client": 87, "kernels": 119, "wire": 15},
+}
 ROWS, WARM_UP, STEPS = 16, 10, 100
 PACKAGES = {"server": deltaline_server, "client": deltaline_client, "kernels": deltaline_kernels}
 
@@ -64,41 +67,22 @@ class CallCounter:
                 self.calls[part] += 1
 
 
-@contextmanager
-def served(server: Server) -> Iterator[str]:
-    """Run a server on a thread of its own; gives its address."""
-    is_ready, addresses, stops = threading.Event(), list[str](), list[Callable[[], object]]()
-
-    async def serve() -> None:
-        async with server:
-            stop, loop = asyncio.Event(), asyncio.get_running_loop()
-            addresses.append(server.address)
-            stops.append(lambda: loop.call_soon_threadsafe(stop.set))
-            is_ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        assert is_ready.wait(60)
-        yield addresses[0]
-    finally:
-        for stop in stops:
-            stop()
-        thread.join()
-
-
+@pytest.mark.parametrize("way", MOST)
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_decode_takes_few_calls(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_takes_few_calls(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
+) -> None:
     for tick in ("LEASE_TICK_S", "WATCH_TICK_S"):  # else slow steps would count what goes on beside them
         monkeypatch.setattr(f"deltaline_server.app.{tick}", 3600.0)
-    counter = CallCounter()
+    counter, most = CallCounter(), MOST[way]
+    link = str(tmp_path / "run" / "link.sock") if way == "link" else "off"
     hidden = np.random.default_rng(0).standard_normal((ROWS, 64), dtype=np.float32)
-    with counter.installed(), served(make_server()) as address, Client(address) as client:
+    with counter.installed(), served(make_server(link=link)) as address, Client(address) as client:
+        assert client.info().is_linked == (way == "link")
         sequences = client.open_many(ROWS)
         for step in range(WARM_UP + STEPS):
             counter.is_on = step >= WARM_UP
             client.decode(sequences, hidden)
-    calls = {part: counter.calls[part] // STEPS for part in MOST}
+    calls = {part: counter.calls[part] // STEPS for part in most}
     assert all(calls.values()), "nothing was counted"
-    assert {part: count for part, count in calls.items() if count > MOST[part]} == {}
+    assert {part: count for part, count in calls.items() if count > most[part]} == {}

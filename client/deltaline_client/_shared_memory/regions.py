@@ -22,10 +22,10 @@ from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
+from deltaline_client._arena import Arena, map_sealed
 from deltaline_client._arrays import Array, Shape
 from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
-from deltaline_client._shared_memory.arena import Arena
-from deltaline_client._transport.flow import Flow, Sleep, call
+from deltaline_client._transport.flow import Flow, Sleep, TakeMemory, call
 from deltaline_client._transport.methods import CREATE_MEMORY, RELEASE_MEMORY
 from deltaline_client._transport.retry import Attempts
 from deltaline_client._types import ServerInfo
@@ -118,6 +118,10 @@ class SharedMemory:
         try:
             while self._to_release:
                 yield from self._release(self._to_release.pop())
+            made = yield TakeMemory(self._size_bytes, CREATE_TIMEOUT_S)
+            if made is not None:
+                self._region = made[0], Arena(made[1])
+                return
             if not limits.shared_memory_bytes:
                 self._give_up("the server has it off")
                 return
@@ -225,14 +229,9 @@ def _open(response: admin.CreateSharedMemoryResponse) -> mmap.mmap:
     name = response.name
     if not _NAME.fullmatch(name) or not os.readlink(name).startswith(_MEMORY_FILE):
         raise ValueError("no such memory on this host")
-    import fcntl  # only Linux has seals, and such names
-
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals or os.fstat(fd).st_size != response.size_bytes:
-            raise ValueError("expected sealed memory of the size that was promised")
-        mapping = mmap.mmap(fd, response.size_bytes)
+        mapping = map_sealed(fd, response.size_bytes)
     finally:
         os.close(fd)
     if not response.nonce or mapping[: len(response.nonce)] != response.nonce:

@@ -39,43 +39,50 @@ class _Details(grpc.HandlerCallDetails):
 
 
 class Listener:
-    """Serves the link on a socket until it is stopped; belongs to the event loop."""
+    """Takes connections on a socket, from `serve` to `stop`; until then they wait. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        file: SocketFile,
-        *,
-        handlers: Sequence[grpc.GenericRpcHandler],
-        interceptor: Interceptor,
-        regions: Regions,
-        observer: Observer,
-        server_epoch: int,
-        message_bytes: int,
-        is_for_group: bool,
-    ) -> None:
-        """handlers: of the services, as gRPC gets them. regions: link memory. message_bytes: most bytes of a request.
-        is_for_group: whether users that the file's mode lets in are served beside this one."""
-        self._file, self._handlers, self._interceptor, self._is_for_group = file, handlers, interceptor, is_for_group
+    def __init__(self, file: SocketFile | None) -> None:
+        """file: None where there is no link."""
+        self._file, self._connections = file, set[Connection]()
         self._wrapped: dict[bytes, Any] = {}
-        buffer, held = memoryview(bytearray(link.MAX_PACKET_BYTES)), Held(HELD_BYTES)
-        self._served = Served(self._find, regions, held, observer, server_epoch, message_bytes, buffer)
-        self._connections: set[Connection] = set()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(file.socket, self._accept)
         self._retry: asyncio.TimerHandle | None = None
-        self.num_refused = 0
+
+    @property
+    def path(self) -> str:
+        """The path of the socket, empty where there is none."""
+        return "" if self._file is None else str(self._file.path)
 
     @property
     def num_connections(self) -> int:
         """Connections that are open."""
         return len(self._connections)
 
+    def serve(
+        self,
+        handlers: Sequence[grpc.GenericRpcHandler],
+        interceptor: Interceptor,
+        *,
+        regions: Regions,
+        observer: Observer,
+        server_epoch: int,
+        message_bytes: int,
+    ) -> None:
+        """Take connections. handlers: of the services, as gRPC gets them. regions: link memory. message_bytes: most
+        bytes of a request."""
+        if self._file is None:
+            return
+        self._handlers, self._interceptor = handlers, interceptor
+        buffer, held = memoryview(bytearray(link.MAX_PACKET_BYTES)), Held(HELD_BYTES)
+        self._served = Served(self._find, regions, held, observer, server_epoch, message_bytes, buffer)
+        self._listen(self._file)
+
     async def stop(self, grace_s: float) -> None:
         """Take no new connections and calls, give those in flight so many seconds, and end all. Idempotent."""
         if self._retry is not None:
             self._retry.cancel()
-        self._loop.remove_reader(self._file.socket)
-        self._file.close()
+        if self._file is not None:
+            asyncio.get_running_loop().remove_reader(self._file.socket)
+            self._file.close()
         for connection in self._connections:
             connection.stop()
         tasks = [task for connection in self._connections for task in connection.tasks]
@@ -95,27 +102,32 @@ class Listener:
                 self._wrapped[method] = found = self._interceptor.wrap(handler, name)
         return found
 
-    def _accept(self) -> None:
+    def _listen(self, file: SocketFile) -> None:
+        asyncio.get_running_loop().add_reader(file.socket, self._accept, file)
+
+    def _accept(self, file: SocketFile) -> None:
         try:
-            connected, _ = self._file.socket.accept()
+            connected, _ = file.socket.accept()
         except BlockingIOError:
             return
         except OSError:  # no descriptor to spare: what waits stays in the backlog
-            self._loop.remove_reader(self._file.socket)
-            self._retry = self._loop.call_later(RETRY_ACCEPT_S, self._loop.add_reader, self._file.socket, self._accept)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(file.socket)
+            self._retry = loop.call_later(RETRY_ACCEPT_S, self._listen, file)
             return
         connected.setblocking(False)
-        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(credentials)
-        if uid != os.geteuid() and not self._is_for_group:
-            self._turn_away(connected, "this server's link is for its own user")
+        pid, uid, _ = _CREDENTIALS.unpack(
+            connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if uid != os.geteuid() and not file.is_for_group:
+            _turn_away(connected, "this server's link is for its own user")
         elif len(self._connections) == MAX_CONNECTIONS:
-            self._turn_away(connected, f"the server has {MAX_CONNECTIONS} connections, which is the most")
+            _turn_away(connected, f"the server has {MAX_CONNECTIONS} connections, which is the most")
         else:
             # All connections of a process are one client, as those of a channel are.
             self._connections.add(Connection(self._served, connected, f"link:{uid}:{pid}", self._connections.discard))
 
-    def _turn_away(self, connected: socket.socket, why: str) -> None:
-        self.num_refused += 1
-        with connected, suppress(OSError):
-            connected.send(link.pack(link.GOODBYE) + why.encode())
+
+def _turn_away(connected: socket.socket, why: str) -> None:
+    with connected, suppress(OSError):
+        connected.send(link.pack(link.GOODBYE) + why.encode())

@@ -26,12 +26,15 @@ class SocketFileError(RuntimeError):
 
 
 class SocketFile:
-    """A listening socket and its file. Raises SocketFileError when made where that can't be."""
+    """A listening socket and its file. Raises SocketFileError when made where that can't be.
+
+    is_for_group: whether the file's mode lets a group in beside this user.
+    """
 
     def __init__(self, path: Path, group: int | None) -> None:
         """path: of the file; its folder is made if its own folder is there. group: the number of the group whose
         members may connect beside this user, None for nobody else."""
-        self.path = path
+        self.path, self.is_for_group = path, group is not None
         _make_folder(path.parent, group)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

@@ -25,5 +25,5 @@ async def server(make_server: Callable[..., Server], link_option: str) -> AsyncI
 
 @pytest.fixture
 async def raw(server: Server) -> AsyncIterator[RawLink]:
-    async with raw_link(server.link_path) as connection:
+    async with raw_link(server.link.path) as connection:
         yield connection
