@@ -18,6 +18,8 @@ from rigs.link_proxy import LinkProxy
 from rigs.served import served
 from rigs.shared_memory import lies_in_shared_memory
 
+from deltaline import link
+from deltaline_cli import health
 from deltaline_client import AsyncClient, Client, Disconnected, InvalidAdapter, Retry, Unavailable
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_server.app import Server
@@ -52,7 +54,7 @@ def link_option(tmp_path: Path) -> str:
 @pytest.fixture
 def linked(make_server: Callable[..., Server], link_option: str) -> Iterator[Server]:
     """A server with a link, on a thread; small messages are all that go by packets."""
-    server = make_server(link=link_option, adapter_bytes=1 << 20)
+    server = make_server(link=link_option, adapter_bytes=1 << 26)
     with served(server):
         yield server
 
@@ -147,16 +149,25 @@ def test_a_found_link_that_ends_leaves_grpc(
     assert told[1].startswith("no local link, calls go by gRPC: no server answers")
 
 
+def test_a_stream_outlives_its_window(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}", timeout=60.0)
+    sequence = driven.do(client.open())
+    for seed in range(2 * link.STREAM_MESSAGES + 1):
+        driven.do(sequence.decode(tokens(1, seed)))
+    assert by_link(linked) == 1
+    driven.do(client.disconnect())
+
+
 def test_an_upload_goes_by_the_link(driven: Driven, linked: Server) -> None:
     client = driven.make(f"link:{linked.link.path}")
-    sent: list[int] = []
+    sent, size = list[int](), 24 << 20  # more than twice the memory that its chunks take turns in
     with pytest.raises(InvalidAdapter):
         driven.do(
             client.adapters.load(
-                "odd", config=b"{}", tensors=bytes(700_000), progress=lambda count, total: sent.append(count)
+                "odd", config=b"{}", tensors=bytes(size), progress=lambda count, total: sent.append(count)
             )
         )
-    assert sent[-1] == 700_000
+    assert sent[-1] == size
     driven.do(client.disconnect())
 
 
@@ -233,3 +244,29 @@ def test_threads_have_a_connection_each_and_share_them(linked: Server) -> None:
         for output in outputs:
             np.testing.assert_array_equal(output, outputs[0])
         assert 1 <= by_link(linked) <= 4
+
+
+def test_tensors_beyond_a_packet_lie_in_link_memory_by_themselves(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}")
+    regions = linked.runtime.link_regions
+    small, first, second = driven.do(client.open_many(3))
+    driven.do(small.prefill(tokens(100, 1)))
+    assert regions.used_bytes == 0
+    outputs = [driven.do(one.prefill(tokens(500, 2))) for one in (first, second)]
+    np.testing.assert_array_equal(*outputs)  # the one in messages, the other where the first has led to
+    placed = regions.used_bytes
+    assert placed >= 4 * linked.config.inline_limit_bytes
+    driven.do(first.prefill(tokens(600, 3)))
+    assert regions.used_bytes == placed
+    driven.do(client.disconnect())
+
+
+def test_health_is_asked_by_the_link_too(linked: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"link:{linked.link.path}"
+    assert health.main([address]) == 0 == health.main([address, "--liveness"])
+    assert health.main([address + "x"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{address}: SERVING",
+        f"{address}: SERVING",
+        f"{address}x: UNAVAILABLE: [Errno 2] No such file or directory",
+    ]
