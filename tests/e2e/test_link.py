@@ -20,9 +20,19 @@ from rigs.shared_memory import lies_in_shared_memory
 
 from deltaline import link
 from deltaline_cli import health
-from deltaline_client import AsyncClient, Client, Disconnected, InvalidAdapter, Retry, Unavailable
+from deltaline_client import (
+    AsyncClient,
+    Client,
+    DeadlineExceeded,
+    Disconnected,
+    InvalidAdapter,
+    Retry,
+    StateLost,
+    Unavailable,
+)
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_server.app import Server
+from deltaline_server.front.link.call import Call
 
 HIDDEN = 64
 FAST = Retry(initial_backoff_s=0.001, max_backoff_s=0.01)
@@ -270,3 +280,46 @@ def test_health_is_asked_by_the_link_too(linked: Server, capsys: pytest.CaptureF
         f"{address}: SERVING",
         f"{address}x: UNAVAILABLE: [Errno 2] No such file or directory",
     ]
+
+
+def test_a_server_that_took_another_s_place_has_lost_its_state(
+    driven: Driven, make_server: Callable[..., Server], link_option: str
+) -> None:
+    client = driven.make(f"link:{link_option}", retry=FAST)
+    with served(make_server(link=link_option)):
+        sequence = driven.do(client.open())
+        driven.do(sequence.decode(tokens(1)))
+    with served(make_server(link=link_option)):
+        with pytest.raises(StateLost):
+            driven.do(sequence.decode(tokens(1)))
+        assert driven.do(driven.do(client.open()).decode(tokens(1))).shape == (1, HIDDEN)
+    driven.do(client.disconnect())
+
+
+def test_a_call_whose_time_is_over_is_cancelled(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}", timeout=1e-9, retry=Retry(max_attempts=1))
+    with pytest.raises(DeadlineExceeded):
+        driven.do(client.info())
+    driven.do(client.disconnect())
+    patient = driven.make(f"link:{linked.link.path}", timeout=1e12)
+    assert driven.do(patient.info()).is_linked
+    driven.do(patient.disconnect())
+
+
+def test_a_trace_goes_with_its_calls(driven: Driven, linked: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for module in ("blocking", "asynchronous", "steps"):
+        name = f"deltaline_client._transport.link.{module}.metadata"
+        monkeypatch.setattr(name, lambda: (("traceparent", traceparent),))
+    invocation_metadata = Call.invocation_metadata
+
+    def peer(call: Call) -> str:
+        seen.append(invocation_metadata(call))
+        return "peer"
+
+    monkeypatch.setattr(Call, "peer", peer)
+    client = driven.make(f"link:{linked.link.path}")
+    driven.do(driven.do(client.open()).decode(tokens(1)))
+    driven.do(client.disconnect())
+    assert (("traceparent", traceparent),) in seen

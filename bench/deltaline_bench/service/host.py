@@ -63,7 +63,8 @@ class Host:
     echo_address: str
     metrics_url: str
     has_layer_echo: bool
-    link_address: str | None = None
+    echo: subprocess.Popen[bytes]
+    link_address: str | None
     """None where there is no link."""
 
     async def load(self, **options: Any) -> Report:
@@ -121,7 +122,7 @@ async def running(
         url = f"http://127.0.0.1:{found[1]}/metrics"
         address, echo_address = f"unix:{options['uds']}", f"unix:{echo_path}"
         link_address = f"link:{options['link']}" if has_link else None
-        yield Host(size, model, folder, server, address, echo_address, url, has_layer_echo, link_address)
+        yield Host(size, model, folder, server, address, echo_address, url, has_layer_echo, echo, link_address)
 
 
 @contextmanager

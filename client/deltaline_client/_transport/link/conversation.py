@@ -25,6 +25,7 @@ from deltaline_client._transport.statuses import from_status
 Write: TypeAlias = Callable[[Sequence[Buffer]], bool]
 """Writes a packet, given in pieces. False when the socket is full: nothing is written."""
 
+_MAX_TIMEOUT_S = 1e9
 _MAX_BODY = link.MAX_PACKET_BYTES - link.ENVELOPE.size
 
 
@@ -78,14 +79,14 @@ class Conversation:
         on_message: Callable[[bytes], object],
         on_end: Callable[[DeltalineError | None], object],
         *,
-        timeout_s: float = 0.0,
+        timeout_s: float | None = None,
         metadata: link.Metadata | None = None,
     ) -> LinkCall:
-        """Begin a call; its first `send` goes with it. timeout_s: 0 for none. Raises the error of one that is over."""
+        """Begin a call; its first `send` goes with it. timeout_s: None for none. Raises `error`."""
         if self.error is not None:
             raise self.error
         self._last += 1
-        amount = min(round(timeout_s * 1e6), 2**63)
+        amount = 0 if timeout_s is None else round(min(max(timeout_s, 1e-6), _MAX_TIMEOUT_S) * 1e6)
         head = {"amount": amount, "method": path.encode(), "metadata": link.pack_metadata(metadata)}
         call = self._calls[self._last] = LinkCall(self._last, head, on_message, on_end)
         return call
@@ -107,6 +108,9 @@ class Conversation:
 
     def ask_memory(self, size: int, on_done: Callable[[Region | DeltalineError], object]) -> None:
         """Ask for link memory of at least so many bytes."""
+        if self.error is not None:
+            on_done(self.error)
+            return
         self._last += 1
         self._makers[self._last] = on_done
         self.control.append(link.pack(link.MEMORY, self._last) + link.Place(0, 0, size).packed())
