@@ -30,6 +30,7 @@ from deltaline_client import (
     StateLost,
     Unavailable,
 )
+from deltaline_client._transport.link import asynchronous, blocking, steps
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_server.app import Server
 from deltaline_server.front.link.call import Call
@@ -118,19 +119,19 @@ def test_results_are_those_by_grpc(driven: Driven, linked: Server, scheme: str) 
 
 def test_steps_over_links_that_break_are_applied_once(driven: Driven, linked: Server, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    steps, lives = 40, itertools.chain(range(3, 30, 2), [60, 90])
+    num_steps, lives = 40, itertools.chain(range(3, 30, 2), [60, 90])
     with LinkProxy(tmp_path, linked.link.path, lives) as proxy:
         client = driven.make(f"link:{proxy.path}", retry=FAST)
         sequence = driven.do(client.open())
         outputs = [driven.do(sequence.prefill(tokens(700, 1)))]
-        outputs += [driven.do(sequence.decode(tokens(1, seed))) for seed in range(steps)]
-        assert driven.do(client.describe([sequence]))[0].spans[0].position == 700 + steps
+        outputs += [driven.do(sequence.decode(tokens(1, seed))) for seed in range(num_steps)]
+        assert driven.do(client.describe([sequence]))[0].spans[0].position == 700 + num_steps
         driven.do(client.disconnect())
         assert proxy.kills >= 5
     calm = driven.make(f"link:{linked.link.path}")
     undisturbed = driven.do(calm.open())
     expected = [driven.do(undisturbed.prefill(tokens(700, 1)))]
-    expected += [driven.do(undisturbed.decode(tokens(1, seed))) for seed in range(steps)]
+    expected += [driven.do(undisturbed.decode(tokens(1, seed))) for seed in range(num_steps)]
     driven.do(calm.disconnect())
     for mine, theirs in zip(outputs, expected, strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -309,9 +310,8 @@ def test_a_call_whose_time_is_over_is_cancelled(driven: Driven, linked: Server) 
 def test_a_trace_goes_with_its_calls(driven: Driven, linked: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    for module in ("blocking", "asynchronous", "steps"):
-        name = f"deltaline_client._transport.link.{module}.metadata"
-        monkeypatch.setattr(name, lambda: (("traceparent", traceparent),))
+    for module in (blocking, asynchronous, steps):
+        monkeypatch.setattr(module, "metadata", lambda: (("traceparent", traceparent),))
     invocation_metadata = Call.invocation_metadata
 
     def peer(call: Call) -> str:
