@@ -1,29 +1,21 @@
-"""The client for asyncio: runs the same flows over a grpc.aio channel."""
+"""The client for asyncio: runs the same flows over gRPC or the local link."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import Any, Self, TypeVar, cast
 
-import grpc
-import grpc.aio
-from google.protobuf.message import Message
-
-from deltaline.address import with_port
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
-from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disconnected, TransportError, Unavailable
+from deltaline_client._exceptions import DeltalineError
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._transport.async_stream import AsyncStepStream, Mailbox
-from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
-from deltaline_client._transport.flow import Call, Flow, Receive, Send, Sleep, awaited
+from deltaline_client._transport.async_transport import AsyncTransport
+from deltaline_client._transport.flow import Call, Flow, Found, Receive, Send, Sleep, TakeMemory, awaited
 from deltaline_client._transport.retry import Retry
-from deltaline_client._transport.tracing import metadata
 
 T = TypeVar("T")
 
@@ -43,78 +35,39 @@ class AsyncClient(ClientState):
         self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._address = with_port(address)
-        self._channel: grpc.aio.Channel | None = None
-        self._methods: dict[str, Any] = {}
-        self._stream: AsyncStepStream | None = None
-        self._is_disconnected = False
+        self._transport = AsyncTransport(address)
 
     async def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""
-        if self._is_disconnected and self._channel is None:
-            flow.close()
-            raise Disconnected
-        if self._channel is None or self._stream is None:  # a grpc.aio channel must be made inside its event loop
-            self._channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
-            self._methods = bind(self._channel)
-            self._stream = AsyncStepStream(bind_stream(self._channel))
-        mailbox: Mailbox = asyncio.Queue()
+        session = await self._transport.session()
         try:
             command = next(flow)
             while True:
                 result: Any = None
                 try:
+                    if session.is_over:
+                        session = await self._transport.session()
                     match command:
                         case Send():
-                            self._stream.send(command.number, command.request, mailbox)
+                            session.send(command.number, command.request)
                         case Receive():
-                            with suppress(TimeoutError):
-                                async with asyncio.timeout(command.timeout_s):
-                                    result = await mailbox.get()
+                            result = await session.receive(command.timeout_s)
                         case Sleep():
                             await asyncio.sleep(command.seconds)
                         case Call():
-                            result = await self._answer(command)
-                except grpc.RpcError as failure:
-                    command = flow.throw(error_of(failure))
-                except TransportError as error:
+                            result = await session.call(command)
+                        case Found():
+                            result = await self._transport.find(command)
+                        case TakeMemory():
+                            result = await session.memory(command)
+                except DeltalineError as error:
                     command = flow.throw(error)
-                except (asyncio.CancelledError, grpc.aio.UsageError):
-                    if not self._is_disconnected or _is_cancelled():
-                        raise
-                    command = flow.throw(Disconnected())
                 else:
                     command = flow.send(result)
         except StopIteration as end:
             return cast(T, end.value)
         finally:
             flow.close()
-
-    async def _answer(self, command: Call) -> Any:
-        """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
-        method = self._methods[command.method.path]
-        if isinstance(command.request, Message):
-            return await method(command.request, timeout=command.timeout_s, metadata=metadata())
-        call = method(timeout=command.timeout_s, metadata=metadata())
-        try:
-            # In a thread: the next request may have to be read from a disk first.
-            while (request := await asyncio.to_thread(next, command.request, None)) is not None:
-                await call.write(request)
-            await call.done_writing()
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # the call is over: awaiting it raises the reason
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        try:
-            return await call
-        except grpc.aio.AioRpcError as failure:
-            # A write that fails may put an error of grpc.aio's own in the place of the server's status, which is lost.
-            if failure.code() is grpc.StatusCode.INTERNAL and not failure.trailing_metadata():
-                if not call.time_remaining():
-                    raise DeadlineExceeded("no answer in time") from failure
-                raise Unavailable("the stream of requests broke") from failure
-            raise
 
     async def open(self, *, lease_s: float | None = None, adapter: str | None = None) -> AsyncSequence:
         """Open a sequence with zero state.
@@ -157,24 +110,14 @@ class AsyncClient(ClientState):
 
         Calls under way and later ones raise Disconnected; a step that was under way has an unknown outcome.
         """
-        if self._channel is not None and self._stream is not None:
-            await self._stream.close()
-            await self._run(self._shared.end())
-        self._is_disconnected = True
-        if self._channel is not None:
-            await self._channel.close()
+        await self._run(self._shared.end())
+        await self._transport.close()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.disconnect()
-
-
-def _is_cancelled() -> bool:
-    """Whether the task is to end; else a CancelledError is that of a channel that was closed under its call."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 class AsyncAdapters(AdaptersRecord):

@@ -1,28 +1,21 @@
-"""The client for threads: runs flows over a grpc channel."""
+"""The client for threads: runs flows over gRPC or the local link."""
 
 from __future__ import annotations
 
-import queue
 import time
-from contextlib import suppress
 from typing import Any, Self, TypeVar, cast
 
-import grpc
-
-from deltaline.address import with_port
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
-from deltaline_client._exceptions import DeltalineError, Disconnected
+from deltaline_client._exceptions import DeltalineError
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
-from deltaline_client._transport.flow import Call, Flow, Receive, Send, Sleep, blocking
+from deltaline_client._transport.flow import Call, Flow, Found, Receive, Send, Sleep, TakeMemory, blocking
 from deltaline_client._transport.retry import Retry
-from deltaline_client._transport.stream import Mailbox, StepStream
-from deltaline_client._transport.tracing import metadata
+from deltaline_client._transport.transport import Transport
 
 T = TypeVar("T")
 
@@ -43,49 +36,55 @@ class Client(ClientState):
     from being unloaded until their lease ends.
     Threads may share a client; two calls at once on the same span of the same sequence raise SequenceBusy.
 
-    Args: address, "host" (its port is 50051), "host:port" or "unix:/path"; timeout, seconds for a call with all its
-    retries; retry, see Retry; shared_memory_bytes, how much memory to share with a server on this host that allows it,
-    for the tensors of steps: room for those of all steps at a time, their outputs too; 0 for none. The first call that
-    needs it asks for it, and calls beside that one wait for it, no longer than their own timeout. Raises ValueError.
+    A client on the server's host goes by the server's local link, if it has one, without being told: `info().is_linked`
+    says so. Where the link ends, calls go by gRPC.
+
+    Args: address, "host" (its port is 50051), "host:port", "unix:/path" or "link:/path"; timeout, seconds for a call
+    with all its retries; retry, see Retry; shared_memory_bytes, how much memory to share with a server on this host
+    that allows it, for the tensors of steps: room for those of all steps at a time, their outputs too; 0 for none. The
+    first call that needs it asks for it, and calls beside that one wait for it, no longer than their own timeout.
+    Raises ValueError.
     """
 
     def __init__(
         self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._channel = grpc.insecure_channel(with_port(address), options=OPTIONS)
-        self._methods = bind(self._channel)
-        self._stream = StepStream(bind_stream(self._channel))
+        self._transport = Transport(address)
 
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""
-        mailbox: Mailbox = queue.SimpleQueue()
+        session = self._transport.session()
         try:
             command = next(flow)
             while True:
                 result: Any = None
                 try:
+                    if session.is_over:
+                        session.close()
+                        session = self._transport.session()
                     match command:
                         case Send():
-                            self._stream.send(command.number, command.request, mailbox)
+                            session.send(command.number, command.request)
                         case Receive():
-                            with suppress(queue.Empty):
-                                result = mailbox.get(timeout=command.timeout_s)
+                            result = session.receive(command.timeout_s)
                         case Sleep():
                             time.sleep(command.seconds)
                         case Call():
-                            method = self._methods[command.method.path]
-                            result = method(command.request, timeout=command.timeout_s, metadata=metadata())
-                except grpc.RpcError as failure:
-                    command = flow.throw(error_of(failure))
-                except ValueError:  # what grpc raises on a channel that is closed
-                    command = flow.throw(Disconnected())
+                            result = session.call(command)
+                        case Found():
+                            result = self._transport.find(command)
+                        case TakeMemory():
+                            result = session.memory(command)
+                except DeltalineError as error:
+                    command = flow.throw(error)
                 else:
                     command = flow.send(result)
         except StopIteration as end:
             return cast(T, end.value)
         finally:
             flow.close()
+            session.close()
 
     def open(self, *, lease_s: float | None = None, adapter: str | None = None) -> Sequence:
         """Open a sequence with zero state.
@@ -127,8 +126,7 @@ class Client(ClientState):
         Calls under way and later ones raise Disconnected; a step that was under way has an unknown outcome.
         """
         self._run(self._shared.end())
-        self._stream.close()
-        self._channel.close()
+        self._transport.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -11,7 +12,7 @@ from deltaline_client._arrays import Array
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._shared_memory.regions import SharedMemory
 from deltaline_client._table import SequenceTable
-from deltaline_client._transport.flow import Flow, Method, Request, Response, Sleep, call
+from deltaline_client._transport.flow import Flow, Found, Method, Request, Response, Sleep, call
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.retry import Attempts, Retry, is_retryable
 from deltaline_client._types import ServerInfo
@@ -66,9 +67,19 @@ def retried(client: ClientState, method: Method[Request, Response], request: Req
 
 
 def info(client: ClientState, *, refresh: bool = False) -> Flow[ServerInfo]:
-    """What the server serves, and its limits. Asked for once and remembered; refresh=True asks again."""
+    """What the server serves, and its limits. Asked for once and remembered; refresh=True asks again.
+
+    `is_linked` says whether the local link carried this client's calls from then on.
+    """
     if client._info is None or refresh:
-        client._info = ServerInfo.from_proto((yield from retried(client, INFO, admin.GetServerInfoRequest())))
+        message = yield from retried(client, INFO, admin.GetServerInfoRequest())
+        found = ServerInfo.from_proto(message)
+        if message.link_path:
+            is_linked = yield Found(message.link_path, message.link_uid, message.server_epoch)
+            found = replace(found, is_linked=is_linked)
+            if is_linked:
+                client._shared.linked(found.inline_limit_bytes)
+        client._info = found
     return client._info
 
 

@@ -75,7 +75,10 @@ class LayerSpan:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What is served, and the limits. Field meanings are those of deltaline.v1.GetServerInfoResponse."""
+    """What is served, and the limits. Field meanings are those of deltaline.v1.GetServerInfoResponse.
+
+    is_linked: whether this client's calls go by the local link.
+    """
 
     server_epoch: int
     version: str
@@ -102,6 +105,7 @@ class ServerInfo:
     kv_page_tokens: int
     kv_page_bytes: int
     max_context: int
+    is_linked: bool = False
 
     def input_shape(self, span: int = 0) -> tuple[int, ...]:
         """What one token is where it enters a span: (hidden_size,), or (streams, hidden_size)."""
@@ -135,6 +139,7 @@ class ServerInfo:
             "default_lease_s": message.default_lease_ms / 1000,
             "max_lease_s": message.max_lease_ms / 1000,
             "versions": dict(message.versions),
+            "is_linked": False,
         }
         return cls(**converted, **same_fields(cls, message, converted))
 

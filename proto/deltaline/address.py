@@ -1,9 +1,11 @@
-"""The address of a server as a person writes it: a host, a host and a port, or a Unix socket."""
+"""The address of a server as a person writes it: a host, a host and a port, a Unix socket, or a local link."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+
+from deltaline.link import SCHEME
 
 PORT = 50051
 """Where a server listens unless it is told otherwise."""
@@ -13,8 +15,20 @@ _URI_CHARACTERS = "%?#"  # %41 is decoded, and the others end a path: the server
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")  # gRPC's own, which it is left to read
 
 
+def link_path(address: str) -> str | None:
+    """The path of a local link's socket; None for an address of gRPC. Raises ValueError for none that can be."""
+    if not address.startswith(SCHEME):
+        return None
+    path = address.removeprefix(SCHEME)
+    if not path.startswith("/") or "\0" in path:
+        raise ValueError(f"address: expected {SCHEME}/PATH, got {address!r}")
+    return path
+
+
 def with_port(address: str) -> str:
     """Return the address with PORT if it is a host alone; else as it is. Raises ValueError if it is no address."""
+    if link_path(address) is not None:
+        return address
     try:
         host = f"[{ipaddress.IPv6Address(address)}]"
     except ValueError:
@@ -26,5 +40,5 @@ def with_port(address: str) -> str:
         return host
     match = _HOST.fullmatch(host)
     if match is None or not 0 < int(match["port"] or PORT) < 2**16:
-        raise ValueError(f"address: expected HOST, HOST:PORT or unix:/PATH, got {address!r}")
+        raise ValueError(f"address: expected HOST, HOST:PORT, unix:/PATH or link:/PATH, got {address!r}")
     return host if match["port"] else f"{host}:{PORT}"

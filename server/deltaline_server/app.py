@@ -9,6 +9,7 @@ import asyncio
 import errno
 import gc
 import logging
+import os
 import platform
 import socket
 import time
@@ -30,6 +31,8 @@ from deltaline_server.front.admin_service import AdminService
 from deltaline_server.front.health import Health
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
+from deltaline_server.front.link.listener import Listener
+from deltaline_server.front.link.socket_file import SocketFileError, open_link
 from deltaline_server.log import event
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
@@ -57,7 +60,7 @@ class Server:
     """One server: `async with Server(config) as server` starts it, and stops it at the end of the block.
 
     Attributes: has_started, false until it is ready. Once started: port and metrics_port (0 when there is none) as
-    bound, address of gRPC, runtime, metrics.
+    bound, address of gRPC, link, runtime, metrics.
     """
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,6 +78,7 @@ class Server:
             ]
         )
         self._http: HttpPort | None = None
+        self.link = Listener(None)
         self.has_started = self._is_ready = self._is_interrupted = self._has_failed = False
         self._drain_until_s = 0.0
         self._over = asyncio.Event()
@@ -106,10 +110,11 @@ class Server:
             self.runtime = runtime = await self._load()
             runtime.engine.start()
             await self._prepare(runtime)
-            self._register(runtime)
+            self._register(runtime, interceptor)
             await self._server.start()
         except BaseException:
             await self._server.stop(None)
+            await self.link.stop(0.0)
             if runtime is not None:
                 await runtime.close()
             await self._close_telemetry()
@@ -122,7 +127,8 @@ class Server:
             asyncio.create_task(self._every(LEASE_TICK_S, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
         ]
-        event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=self.config.uds or "none")
+        uds, link_path = self.config.uds or "none", self.link.path or "none"
+        event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=uds, link=link_path)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Begin the drain: not ready, no new sequences; over when none is open or the time is. Idempotent."""
@@ -159,7 +165,7 @@ class Server:
         self._health.close()
         self.runtime.scheduler.stop()
         self._layer_service.end_streams()
-        await self._server.stop(self._grace_s)
+        await asyncio.gather(self._server.stop(self._grace_s), self.link.stop(self._grace_s))
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
@@ -186,6 +192,10 @@ class Server:
                 self._server.add_insecure_port(f"unix:{config.uds}")
             except RuntimeError as error:
                 raise StartError(f"--uds: can't listen on {config.uds}") from error
+        try:
+            self.link = Listener(open_link(config.link, config.link_group, self.port))
+        except SocketFileError as error:
+            raise StartError(f"--link: {error}") from error
         if config.metrics_port >= 0:
             try:
                 self._http = HttpPort(
@@ -247,9 +257,10 @@ class Server:
         preparing.result()
         event(_log, "prepared", seconds=self._clock() - begin_s, graphs=progress[0])
 
-    def _register(self, runtime: Runtime) -> None:
+    def _register(self, runtime: Runtime, interceptor: Interceptor) -> None:
         """Hand the services and gauges to gRPC and to the metrics."""
         table, scheduler, info = runtime.table, runtime.scheduler, runtime.info()
+        info.link_path, info.link_uid = self.link.path, os.geteuid()
         self._layer_service = LayerService(
             table=table,
             scheduler=scheduler,
@@ -265,6 +276,14 @@ class Server:
         adapters = AdapterService(runtime.adapters).handlers()
         handlers = (self._layer_service.handlers(), adapters, admin.handlers(), self._health.handlers())
         self._server.add_generic_rpc_handlers(handlers)
+        self.link.serve(
+            handlers,
+            interceptor,
+            regions=runtime.link_regions,
+            observer=self.metrics,
+            server_epoch=table.server_epoch,
+            message_bytes=self.config.inline_limit_bytes + MESSAGE_SLACK_BYTES,
+        )
         names = (layer_service.NAME, adapter_service.NAME, admin_service.NAME, health.NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         runs = {"version": info.version, "python": platform.python_version(), **info.versions, "device": info.device}
@@ -274,6 +293,8 @@ class Server:
             table=table,
             scheduler=scheduler,
             regions=runtime.regions,
+            link_regions=runtime.link_regions,
+            link_connections=lambda: self.link.num_connections,
             counts=runtime.executor.counts,
             adapters=None if runtime.adapters is None else runtime.adapters.registry,
         )

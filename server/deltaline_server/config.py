@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from deltaline_server import __version__, errors
+from deltaline_server import __version__, errors, local_socket
 from deltaline_server.log import FORMATS, LEVELS
 from deltaline_server.option import (
     ConfigError,
@@ -139,6 +139,9 @@ class Config:
     host: str = setting("127.0.0.1", "network", "address to listen on, for steps and metrics")
     port: int = setting(50051, "network", "port of gRPC; 0 for any", low=0, high=65535)
     uds: str | None = setting(None, "network", "listen on this Unix socket as well", metavar="PATH")
+    link: str | None = setting(None, "network", local_socket.LINK, metavar="PATH")
+    link_group: str | None = setting(None, "network", local_socket.GROUP, metavar="NAME")
+    link_memory_bytes: int = setting(2**28, "network", local_socket.MEMORY, low=0, high=2**50)
     metrics_port: int = setting(
         9464, "network", "port of the Prometheus metrics; 0 for any, -1 for none", low=-1, high=65535
     )
@@ -185,6 +188,10 @@ class Config:
         _check_host(self.host)
         if self.uds is not None:
             _check_uds(self.uds)
+        try:
+            local_socket.check(self.link, self.link_group)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"--otlp-endpoint: expected http://HOST:PORT or https://..., got {self.otlp_endpoint!r}")
         if self.layers is not None:
@@ -259,7 +266,8 @@ def _values(flags: Mapping[str, str], environ: Mapping[str, str], file: Mapping[
             values[option.name] = from_text(option, flags[option.name], flag(option.name))
     if values.get("model"):
         values["model"] = _model_directory(values["model"], environ)
-    return values
+    host, uds = values.get("host", Config.host), values.get("uds")
+    return {"link": local_socket.default_folder(environ, host, uds)} | values
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,6 +6,7 @@ Building reads files and allocates memory on the device: it takes from a second 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -61,6 +62,8 @@ class Runtime:
     table: SequenceTable
     scheduler: Scheduler
     regions: Regions
+    link_regions: Regions
+    """Memory of the local link."""
     adapters: Adapters | None
     """None where the server keeps none."""
 
@@ -99,14 +102,24 @@ class Runtime:
         scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
         if adapters is not None:
             adapters.registry.places.on_copied = scheduler.adapter_wait.copied
+        pinning = CudaPinning(model.device) if model.device.type == "cuda" else None
         regions = Regions(
             limit_bytes=config.shared_memory_bytes,
             default_lease_s=config.default_lease_ms / 1000,
             max_lease_s=config.max_lease_ms / 1000,
             clock=clock,
-            pinning=CudaPinning(model.device) if model.device.type == "cuda" else None,
+            pinning=pinning,
         )
-        return cls(config, model, pool, executor, engine, table, scheduler, regions, adapters)
+        link_regions = Regions(
+            limit_bytes=config.link_memory_bytes,
+            # Its end is that of its connection.
+            default_lease_s=math.inf,
+            max_lease_s=math.inf,
+            clock=clock,
+            pinning=pinning,
+            beside=regions,
+        )
+        return cls(config, model, pool, executor, engine, table, scheduler, regions, link_regions, adapters)
 
     @property
     def device_name(self) -> str:
@@ -128,6 +141,7 @@ class Runtime:
         """End what has outlived its lease. To be called on the event loop, again and again."""
         self.table.reap()
         self.regions.reap()
+        self.link_regions.reap()
 
     async def close(self) -> None:
         """Finish loads and what the device has, then free shared memory. Idempotent."""
@@ -135,6 +149,7 @@ class Runtime:
             await self.adapters.close()
         await asyncio.to_thread(self.engine.close)
         await self.regions.close()
+        await self.link_regions.close()
 
     def served(self) -> Served:
         """What requests are read against."""

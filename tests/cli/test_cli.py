@@ -89,7 +89,7 @@ def test_an_address_without_a_port_gets_the_servers_default(text: str, address: 
     "text", ["", ":7", "host:", "host:x", "host:0", "host:65536", "http://host:7", "a b", "unix:", "unix:/\udcff"]
 )
 def test_what_is_no_address_is_refused_at_once(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    message = f"address: expected HOST, HOST:PORT or unix:/PATH, got {text!r}"
+    message = f"address: expected HOST, HOST:PORT, unix:/PATH or link:/PATH, got {text!r}"
     for make in (Client, AsyncClient):
         with pytest.raises(ValueError, match=re.escape(message)):
             make(text)

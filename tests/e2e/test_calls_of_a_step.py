@@ -5,7 +5,6 @@ A number here grows only with a decision (docs/adr) that says what is had for it
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from collections import Counter
@@ -18,6 +17,7 @@ from types import FrameType
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rigs.served import served
 
 import deltaline_client
 import deltaline_kernels
@@ -27,7 +27,10 @@ from deltaline.v1.layer_service_pb2 import ROW_KIND_DECODE
 from deltaline_client import Client, Row, Sequence
 from deltaline_server.app import Server
 
-MOST = {"server": 163, "client": 51, "kernels": 119, "wire": 15}
+MOST = {
+    "grpc": {"server": 163, "client": 56, "kernels": 119, "wire": 15},
+    "link": {"server": 177, "client": 75, "kernels": 119, "wire": 15},
+}
 ROWS, WARM_UP, STEPS = 16, 10, 100
 PACKAGES = {"server": deltaline_server, "client": deltaline_client, "kernels": deltaline_kernels}
 
@@ -67,30 +70,6 @@ class CallCounter:
                 self.calls[part] += 1
 
 
-@contextmanager
-def served(server: Server) -> Iterator[str]:
-    """Run a server on a thread of its own; gives its address."""
-    is_ready, addresses, stops = threading.Event(), list[str](), list[Callable[[], object]]()
-
-    async def serve() -> None:
-        async with server:
-            stop, loop = asyncio.Event(), asyncio.get_running_loop()
-            addresses.append(server.address)
-            stops.append(lambda: loop.call_soon_threadsafe(stop.set))
-            is_ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        assert is_ready.wait(60)
-        yield addresses[0]
-    finally:
-        for stop in stops:
-            stop()
-        thread.join()
-
-
 def decode(client: Client, sequences: list[Sequence], hidden: NDArray[np.float32]) -> object:
     return client.decode(sequences, hidden)
 
@@ -109,19 +88,24 @@ def calls_of(
     counter = CallCounter()
     hidden = np.random.default_rng(0).standard_normal((rows, 64), dtype=np.float32)
     with counter.installed(), served(server) as address, Client(address) as client:
+        assert client.info().is_linked == (server.config.link != "off")
         sequences = client.open_many(rows)
         for number in range(WARM_UP + STEPS):
             counter.is_on = number >= WARM_UP
             make_step(client, sequences, hidden)
-    calls = {part: counter.calls[part] // STEPS for part in MOST}
+    calls = {part: counter.calls[part] // STEPS for part in (*PACKAGES, "wire")}
     assert all(calls.values()), "nothing was counted"
     return calls
 
 
+@pytest.mark.parametrize("way", MOST)
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_decode_takes_few_calls(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = calls_of(make_server(), ROWS, decode, monkeypatch)
-    assert {part: count for part, count in calls.items() if count > MOST[part]} == {}
+def test_a_decode_takes_few_calls(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
+) -> None:
+    link = str(tmp_path / "run" / "link.sock") if way == "link" else "off"
+    calls = calls_of(make_server(link=link), ROWS, decode, monkeypatch)
+    assert {part: count for part, count in calls.items() if count > MOST[way][part]} == {}
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -129,6 +113,6 @@ def test_a_decode_takes_few_calls(make_server: Callable[..., Server], monkeypatc
 def test_more_rows_take_no_more_calls_of_the_client(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, make_step: Callable[..., object]
 ) -> None:
-    few, many = (calls_of(make_server(), rows, make_step, monkeypatch)["client"] for rows in (ROWS, 3 * ROWS))
+    few, many = (calls_of(make_server(link="off"), rows, make_step, monkeypatch)["client"] for rows in (ROWS, 3 * ROWS))
     # A number on the wire may take a byte more than what is read at once.
     assert many <= few + 2

@@ -236,7 +236,8 @@ def test_the_logs_format_is_known_though_another_option_is_wrong(
 
 
 def test_unrelated_environment_is_ignored() -> None:
-    assert Config.parse(BASE, {"PORT": "1", "DELTALINE_UNKNOWN": "1"}) == Config(model="somewhere")
+    parsed = Config.parse(BASE, {"PORT": "1", "DELTALINE_UNKNOWN": "1"})
+    assert parsed == Config(model="somewhere", link=parsed.link)
 
 
 def test_unknown_variables_are_those_that_nothing_else_sets() -> None:
@@ -246,3 +247,36 @@ def test_unknown_variables_are_those_that_nothing_else_sets() -> None:
     typos = dict.fromkeys(("DELTALINE_SEEDS", "DELTALINE_METRIC_PORT", "DELTALINE_PORTS", "DELTALINE_PORT_GRPC"), "9")
     typos |= {"DELTALINE_MY_SERVICE_NAME": ""}
     assert unknown_variables(typos | ours | of_kubernetes | {"PATH": ""}) == sorted(typos)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "folder"),
+    [
+        ([], {"XDG_RUNTIME_DIR": "/run/user/7"}, "/run/user/7/deltaline/"),
+        ([], {"TMPDIR": "/var/tmp"}, f"/var/tmp/deltaline-{os.geteuid()}/"),
+        ([], {}, f"/tmp/deltaline-{os.geteuid()}/"),
+        (["--host", "::1"], {}, f"/tmp/deltaline-{os.geteuid()}/"),
+        (["--host", "0.0.0.0"], {}, None),
+        (["--host", "0.0.0.0", "--uds", "/tmp/a.sock"], {}, f"/tmp/deltaline-{os.geteuid()}/"),
+        (["--link", "off"], {}, "off"),
+        (["--link", "/run/x.sock"], {"XDG_RUNTIME_DIR": "/run/user/7"}, "/run/x.sock"),
+        ([], {"XDG_RUNTIME_DIR": "/" + "x" * 200}, None),
+    ],
+)
+def test_the_local_link_is_on_where_clients_may_be_of_this_host(
+    flags: list[str], environ: dict[str, str], folder: str | None
+) -> None:
+    assert Config.parse([*BASE, *flags], environ).link == folder
+
+
+@pytest.mark.parametrize(
+    "link", ["", "on", "relative.sock", "/run/link", "/" + "x" * 110 + ".sock", "/" + "x" * 100 + "/"]
+)
+def test_a_local_link_that_can_not_be_is_refused(link: str) -> None:
+    with pytest.raises(ConfigError, match=r"--link: expected .*path that|--link: expected off or"):
+        Config(model="somewhere", link=link)
+
+
+def test_the_group_of_the_local_link_has_to_exist() -> None:
+    with pytest.raises(ConfigError, match="--link-group: expected the name of a group, got 'no such'"):
+        Config(model="somewhere", link_group="no such")

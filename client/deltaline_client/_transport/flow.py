@@ -1,15 +1,16 @@
 """Flows: what the client does, written once as generators that know no I/O.
 
-A flow yields a Call, Sleep, Send or Receive, is sent what that gives (or is thrown an exception), and returns its
-result. Calls have one response; steps go by Send and Receive over the client's stream of steps, many in flight at once.
-The two drivers are `Client` (threads, grpc) and `AsyncClient` (asyncio, grpc.aio); `blocking` and `awaited` turn a flow
-into their methods.
+A flow yields a command (Call, Sleep, Send, Receive, Found, TakeMemory), is sent what that gives (or is thrown an
+exception), and returns its result. Calls have one response; steps go by Send and Receive over a stream of steps, many
+in flight at once. The two drivers are `Client` (threads) and `AsyncClient` (asyncio), over gRPC or the local link;
+`blocking` and `awaited` turn a flow into their methods.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import mmap
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast
@@ -75,10 +76,30 @@ class Receive:
     timeout_s: float
 
 
+@dataclass(frozen=True)
+class Found:
+    """A server of this host has told of its local link. Resumed with whether the calls of this client go by it."""
+
+    path: str
+    uid: int
+    server_epoch: int
+
+
+@dataclass(frozen=True)
+class TakeMemory:
+    """Ask for link memory. Resumed with a Region, or None where the calls go by gRPC; thrown a DeltalineError."""
+
+    size_bytes: int
+    timeout_s: float
+
+
+Region: TypeAlias = tuple[int, mmap.mmap]
+"""Link memory: its number, and the mapping."""
+
 Answer: TypeAlias = tuple[int, Any]
 """The number of a Send, and its StepAnswer or the DeltalineError that took its place."""
 
-Flow: TypeAlias = Generator[Call | Sleep | Send | Receive, Any, T]
+Flow: TypeAlias = Generator[Call | Sleep | Send | Receive | Found | TakeMemory, Any, T]
 
 
 def call(method: Method[Request, Response], request: Request | Iterator[Request], timeout_s: float) -> Flow[Response]:

@@ -80,10 +80,10 @@ class Interceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
-            self._wrapped[method] = self._wrap(handler, method)
+            self._wrapped[method] = self.wrap(handler, method)
         return self._wrapped[method]
 
-    def _wrap(self, handler: Any, method: str) -> Handler:
+    def wrap(self, handler: Any, method: str) -> Handler:
         """The same handler with everything that this module adds, taking and giving bytes."""
         rpc = self._metrics.rpcs[method]
         deserialize = handler.request_deserializer or bytes

@@ -50,7 +50,7 @@ class Region:
 
 
 class Regions:
-    """All regions of a server, `limit_bytes` together; 0 turns them off.
+    """Regions, `limit_bytes` together; 0 turns them off. Those of several such are found by each, under any of them.
 
     used_bytes counts a region from its creation until it is unmapped: after its release or the end of its lease, once
     no array refers to it any more.
@@ -64,12 +64,14 @@ class Regions:
         max_lease_s: float,
         clock: Callable[[], float],
         pinning: Pinning | None = None,
+        beside: Regions | None = None,
     ) -> None:
-        """pinning: None where devices use host memory as it is."""
+        """pinning: None where devices use host memory as it is. beside: others, with a limit of their own, that steps
+        find as well."""
         self.limit_bytes, self.used_bytes = limit_bytes, 0
         self._default_lease_s, self._max_lease_s, self._clock = default_lease_s, max_lease_s, clock
         self._mappings = Mappings(pinning)
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, Region] = {} if beside is None else beside._regions
         self._num_mapped = 0
         self._unmap_lock = asyncio.Lock()
         self._unmapping: asyncio.Task[None] | None = None
@@ -112,6 +114,10 @@ class Regions:
         """Release a region whose caller was cancelled before it was made."""
         if not making.cancelled() and making.exception() is None:
             self.release(making.result().id)
+
+    def has(self, number: int) -> bool:
+        """Whether there is such a region."""
+        return number in self._regions
 
     def release(self, number: int) -> None:
         """End a region: no later step may name it. Idempotent."""
@@ -161,6 +167,14 @@ class Regions:
         if np.may_share_memory(memory, hidden):
             raise _invalid(f"{field}.offset", "must not overlap the hidden states")
         return OutputMemory(number, offset, memory)
+
+    def copy_out(self, number: int, offset: int, size: int) -> bytes:
+        """The bytes of a slice. Raises: RequestError INVALID_SHARED_MEMORY."""
+        return self._slice("place", number, offset, size).tobytes()
+
+    def copy_in(self, number: int, offset: int, body: bytes) -> None:
+        """Write bytes to a slice. Raises: RequestError INVALID_SHARED_MEMORY."""
+        self._slice("place", number, offset, len(body))[:] = np.frombuffer(body, np.uint8)
 
     def _slice(self, field: str, number: int, offset: int, size: int) -> Bytes:
         region = self._regions.get(number)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.errors import shown
+from deltaline_server.local_socket import OFF
 from deltaline_server.option import ConfigError, flag
 from deltaline_server.sizing.host import on_host
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
@@ -78,7 +79,10 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     if host_bytes is not None:
         room = "too little" if sizes.total_bytes > host_bytes else "room"
         lines.append(f"this host has {_exact(host_bytes)} of memory: {room} for this server on its CPU")
-    lines += ["", f"a line of all layers: {_exact(state.line_bytes)}"]
+    lines.append("")
+    if config.link not in (None, OFF):
+        lines.append(f"on the host, for the local link's clients, at most: {_exact(config.link_memory_bytes)}")
+    lines += [f"a line of all layers: {_exact(state.line_bytes)}"]
     if state.kv is not None:
         pages = _plural(sizes.pages_per_sequence, "page")
         lines.append(f"a sequence of {_plural(sizes.context, 'token')}: {_exact(sizes.sequence_bytes)}, {pages}")

@@ -31,6 +31,8 @@ def add_gauges(
     table: SequenceTable,
     scheduler: Scheduler,
     regions: Regions,
+    link_regions: Regions,
+    link_connections: Callable[[], int],
     counts: Callable[[], DeviceCounts],
     adapters: AdapterRegistry | None,
 ) -> None:
@@ -51,6 +53,8 @@ def add_gauges(
         ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),
         ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
         ("shared_memory_bytes", "Bytes of shared memory.", lambda: regions.used_bytes),
+        ("link_connections", "Connections of the local link.", link_connections),
+        ("link_memory_bytes", "Bytes of link memory.", lambda: link_regions.used_bytes),
         ("adapters_registered", "Adapters in host memory.", of_adapters(lambda a: a.num_registered)),
         ("adapters_resident", "Adapters on the device.", of_adapters(lambda a: a.places.num_resident)),
         ("adapter_bytes", "Host memory of adapters.", of_adapters(lambda a: a.used_bytes)),

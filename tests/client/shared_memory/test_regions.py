@@ -22,7 +22,7 @@ from rigs.shared_memory import lies_in_shared_memory
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client import AsyncClient, Client
 from deltaline_client._shared_memory.regions import SharedMemory
-from deltaline_client._transport.flow import Call, Sleep
+from deltaline_client._transport.flow import Call, Sleep, TakeMemory
 from deltaline_client._transport.retry import Attempts, Retry
 
 SIZE = 1 << 20
@@ -102,6 +102,12 @@ async def test_tasks_wait_for_the_region_that_one_asks_for(server: Any, maker: M
         assert [lies_in_shared_memory(array) for array in arrays] == [True] * 3
 
 
+def asked_of_grpc(flow: Any) -> None:
+    """The flow asks for a region, where there is no link."""
+    assert isinstance(next(flow), TakeMemory)
+    assert isinstance(flow.send(None), Call)
+
+
 def test_the_wait_ends_with_the_calls_own_timeout() -> None:
     now = [0.0]
     limits: Any = SimpleNamespace(shared_memory_bytes=SIZE)
@@ -111,13 +117,13 @@ def test_the_wait_ends_with_the_calls_own_timeout() -> None:
 
     shared = SharedMemory(SIZE)
     asks, waits = shared.ready(limits, attempts()), shared.ready(limits, attempts())
-    assert isinstance(next(asks), Call)
+    asked_of_grpc(asks)
     for now[0] in (0.0, 1.0, 1.9):
         assert isinstance(next(waits), Sleep)
     now[0] = 2.0
     assert list(waits) == []
     asks.close()  # cancelled: the next call asks
-    assert isinstance(next(shared.ready(limits, attempts())), Call)
+    asked_of_grpc(shared.ready(limits, attempts()))
 
 
 def test_steps_of_a_call_that_waited_in_vain_go_inline(server: Any, maker: Maker) -> None:
@@ -166,6 +172,9 @@ def test_a_full_region_that_another_call_has_replaced_is_not_replaced_again() ->
         with suppress(StopIteration):
             command = next(flow)
             while True:
+                if isinstance(command, TakeMemory):
+                    command = flow.send(None)
+                    continue
                 is_new = isinstance(command.request, admin.CreateSharedMemoryRequest)
                 if not is_new:
                     released.append(command.request.region)

@@ -34,7 +34,7 @@ NUMBERED = """
     adapter_loads_total adapter_load_seconds_total adapter_evictions_total kv_pages_used kv_pages_capacity
     adapter_sequences lines_used lines_capacity sequences_open sequences_expired_total queue_rows queue_bytes
     reply_bytes adapter_rows_waiting shared_memory_bytes compilations_total graph_captures_total
-    device_allocations_total device_bytes
+    device_allocations_total device_bytes link_connections link_memory_bytes
 """
 
 
@@ -110,7 +110,16 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
     scheduler: Any = SimpleNamespace(load=lambda: load, adapter_wait=SimpleNamespace(num_waiting=19))
     regions: Any = SimpleNamespace(used_bytes=20)
     counts: Any = SimpleNamespace(compilations=21, captures=22, allocations=23, bytes=24)
-    add_gauges(metrics, table=table, scheduler=scheduler, regions=regions, counts=lambda: counts, adapters=adapters)
+    add_gauges(
+        metrics,
+        table=table,
+        scheduler=scheduler,
+        regions=regions,
+        link_regions=SimpleNamespace(used_bytes=26),  # type: ignore[arg-type]
+        link_connections=lambda: 25,
+        counts=lambda: counts,
+        adapters=adapters,
+    )
     names = re.findall(r"\w+", NUMBERED)
     read = {name: sample(metrics, f"deltaline_{name}") for name in names}
     assert read == {name: number for number, name in enumerate(names, start=1)}

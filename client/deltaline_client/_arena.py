@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -80,3 +81,14 @@ class Arena:
             index -= 1
             begin = self._free.pop(index)[0]
         self._free.insert(index, (begin, end))
+
+
+def map_sealed(fd: int, size_bytes: int) -> mmap.mmap:
+    """Map a file of the server's. Raises OSError; ValueError unless it is sealed against shrinking under us, and has
+    the size."""
+    import fcntl  # only Linux has seals
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals != seals or os.fstat(fd).st_size != size_bytes:
+        raise ValueError("expected sealed memory of the size that was promised")
+    return mmap.mmap(fd, size_bytes)

@@ -1,0 +1,239 @@
+"""What carries a client's calls, for asyncio: gRPC, or the local link once it is found."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from deltaline.address import link_path, with_port
+from deltaline.wire import Buffer
+from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disconnected, Unavailable
+from deltaline_client._transport.async_stream import AsyncStepStream, Mailbox
+from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
+from deltaline_client._transport.flow import Answer, Call, Found, Region, TakeMemory
+from deltaline_client._transport.link.asynchronous import AsyncLink
+from deltaline_client._transport.link.connect import Where, connect
+from deltaline_client._transport.tracing import metadata
+
+_log = logging.getLogger(__name__)
+
+
+class AsyncSession(Protocol):
+    """What carries one flow, as transport.Session does for threads."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the flow has to go on with another session."""
+
+    def send(self, number: int, request: Sequence[Buffer]) -> None:
+        """Send a step; its answer comes under `number`."""
+
+    async def receive(self, timeout_s: float) -> Answer | None:
+        """The next answer to a step, None when the time is over."""
+
+    async def call(self, command: Call) -> Any:
+        """Make one attempt at a method. Raises DeltalineError."""
+
+    async def memory(self, command: TakeMemory) -> Region | None:
+        """Link memory, None where there is no link. Raises DeltalineError."""
+
+
+class AsyncTransport:
+    """Opens sessions. It belongs to the event loop in which it is first used."""
+
+    def __init__(self, address: str) -> None:
+        """address: of gRPC or of a link. Raises ValueError."""
+        path = link_path(address)
+        self._where = None if path is None else Where(path)
+        self._address = None if path is not None else with_port(address)
+        self._channel: grpc.aio.Channel | None = None
+        self._methods: dict[str, Any] = {}
+        self._stream: AsyncStepStream | None = None
+        self._link: AsyncLink | None = None
+        self._connecting = asyncio.Lock()
+        self.is_closed = False
+
+    async def session(self) -> AsyncSession:
+        """What carries a flow from now on."""
+        if self.is_closed:
+            return _NoSession(Disconnected())
+        if self._where is not None:
+            try:
+                return _LinkSession(await self._connected(self._where))
+            except DeltalineError as error:
+                if self._address is None:
+                    return _NoSession(error)
+                self._give_up(error)
+        if self._address is None:
+            return _NoSession(Disconnected())
+        if self._channel is None or self._stream is None:  # a grpc.aio channel must be made inside its event loop
+            self._channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
+            self._methods = bind(self._channel)
+            self._stream = AsyncStepStream(bind_stream(self._channel))
+        return _GrpcSession(self, self._stream, self._methods)
+
+    async def find(self, found: Found) -> bool:
+        """Go by a link from now on, if it can be had; return whether."""
+        where = Where(found.path, found.uid, found.server_epoch)
+        if self._address is None or where == self._where:
+            return self._where is not None
+        try:
+            await self._connected(where)
+        except DeltalineError as error:
+            self._give_up(error)
+            return False
+        self._where = where
+        _log.info("this client's calls go by the local link %s", found.path)
+        return True
+
+    async def close(self) -> None:
+        """Close everything: calls under way and later ones end with Disconnected."""
+        if self._stream is not None:
+            await self._stream.close()
+        self.is_closed = True
+        if self._link is not None:
+            self._link.close(Disconnected())
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _connected(self, where: Where) -> AsyncLink:
+        """The connection that all flows share. Raises Unavailable, Disconnected."""
+        if self._link is not None and not self._link.is_over:
+            return self._link
+        async with self._connecting:
+            if self._link is None or self._link.is_over:
+                connected, welcome = await asyncio.to_thread(connect, where)
+                if self.is_closed:
+                    connected.close()
+                    raise Disconnected
+                self._link = AsyncLink(connected, welcome)
+            return self._link
+
+    def _give_up(self, error: DeltalineError) -> None:
+        """Go by gRPC from now on, until a link is found anew."""
+        self._where = None
+        _log.info("no local link, calls go by gRPC: %s", error)
+
+
+class _LinkSession:
+    """The connection that all flows share."""
+
+    def __init__(self, connection: AsyncLink) -> None:
+        self._connection = connection
+        self._mailbox: Mailbox = asyncio.Queue()
+
+    @property
+    def is_over(self) -> bool:
+        return self._connection.is_over and self._mailbox.empty()
+
+    def send(self, number: int, request: Sequence[Buffer]) -> None:
+        self._connection.send(number, request, self._mailbox)
+
+    async def receive(self, timeout_s: float) -> Answer | None:
+        return await _next(self._mailbox, timeout_s)
+
+    async def call(self, command: Call) -> Any:
+        return await self._connection.call(command)
+
+    async def memory(self, command: TakeMemory) -> Region | None:
+        return await self._connection.memory(command.size_bytes, command.timeout_s)
+
+
+class _GrpcSession:
+    """The channel and the stream, which all flows share."""
+
+    is_over = False
+
+    def __init__(self, transport: AsyncTransport, stream: AsyncStepStream, methods: dict[str, Any]) -> None:
+        self._transport, self._stream, self._methods = transport, stream, methods
+        self._mailbox: Mailbox = asyncio.Queue()
+
+    def send(self, number: int, request: Sequence[Buffer]) -> None:
+        self._stream.send(number, request, self._mailbox)
+
+    async def receive(self, timeout_s: float) -> Answer | None:
+        return await _next(self._mailbox, timeout_s)
+
+    async def call(self, command: Call) -> Any:
+        try:
+            return await self._answer(command)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except (asyncio.CancelledError, grpc.aio.UsageError):
+            if not self._transport.is_closed or _is_cancelled():
+                raise
+            raise Disconnected from None
+
+    async def memory(self, command: TakeMemory) -> Region | None:
+        return None
+
+    async def _answer(self, command: Call) -> Any:
+        """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
+        method = self._methods[command.method.path]
+        if isinstance(command.request, Message):
+            return await method(command.request, timeout=command.timeout_s, metadata=metadata())
+        call = method(timeout=command.timeout_s, metadata=metadata())
+        try:
+            # In a thread: the next request may have to be read from a disk first.
+            while (request := await asyncio.to_thread(next, command.request, None)) is not None:
+                await call.write(request)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the call is over: awaiting it raises the reason
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        try:
+            return await call
+        except grpc.aio.AioRpcError as failure:
+            # A write that fails may put an error of grpc.aio's own in the place of the server's status, which is lost.
+            if failure.code() is grpc.StatusCode.INTERNAL and not failure.trailing_metadata():
+                if not call.time_remaining():
+                    raise DeadlineExceeded("no answer in time") from failure
+                raise Unavailable("the stream of requests broke") from failure
+            raise
+
+
+class _NoSession:
+    """What a flow has where nothing can carry it now: the error, for everything."""
+
+    def __init__(self, error: DeltalineError) -> None:
+        self._error = error
+        self._mailbox: Mailbox = asyncio.Queue()
+
+    @property
+    def is_over(self) -> bool:
+        return self._mailbox.empty()
+
+    def send(self, number: int, request: Sequence[Buffer]) -> None:
+        self._mailbox.put_nowait((number, self._error))
+
+    async def receive(self, timeout_s: float) -> Answer | None:
+        return await _next(self._mailbox, timeout_s)
+
+    async def call(self, command: Call) -> Any:
+        raise self._error
+
+    async def memory(self, command: TakeMemory) -> Region | None:
+        raise self._error
+
+
+async def _next(mailbox: Mailbox, timeout_s: float) -> Answer | None:
+    """The next answer; None when the time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            return await mailbox.get()
+    return None
+
+
+def _is_cancelled() -> bool:
+    """Whether the task is to end; else a CancelledError is that of a channel that was closed under its call."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,149 @@
+"""A connection of the link for threads: one flow at a time has it, and waits on its socket itself."""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from google.protobuf.message import Message
+
+from deltaline import link
+from deltaline.wire import Buffer
+from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Unavailable
+from deltaline_client._transport.flow import Answer, Call, Region
+from deltaline_client._transport.link.connect import FD_SPACE, received_files
+from deltaline_client._transport.link.conversation import Conversation, answer_of
+from deltaline_client._transport.link.steps import LinkSteps
+from deltaline_client._transport.tracing import metadata
+
+_LONGEST_POLL_S = 3600.0
+
+
+class BlockingLink:
+    """A connection. `send` and `receive` raise nothing for one that broke: what waits gets its error."""
+
+    def __init__(self, connected: socket.socket, welcome: link.Welcome) -> None:
+        self._socket = connected
+        self._conversation = Conversation(welcome.message_bytes)
+        self._steps = LinkSteps(self._conversation)
+        self._buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
+        self._is_full = False
+        self._why: DeltalineError = Unavailable("the local link broke")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it carries nothing more."""
+        return self._conversation.error is not None
+
+    def send(self, number: int, request: Sequence[Buffer], answers: deque[Answer]) -> None:
+        """Send a step; its answer comes to `answers` under `number`, in a later `receive`."""
+        self._steps.send(number, request, answers.append)
+        self._flush()
+
+    def receive(self, answers: deque[Answer], timeout_s: float) -> Answer | None:
+        """The next answer to a step; None when the time is over."""
+        if not answers:
+            self._wait(answers.__len__, timeout_s)
+        return answers.popleft() if answers else None
+
+    def call(self, command: Call) -> Any:
+        """Make one attempt at a method. Raises DeltalineError."""
+        bodies: list[bytes] = []
+        ends: list[DeltalineError | None] = []
+        until_s = time.monotonic() + command.timeout_s
+        conversation, method, request = self._conversation, command.method, command.request
+        call = conversation.begin(
+            method.path, bodies.append, ends.append, timeout_s=command.timeout_s, metadata=metadata()
+        )
+
+        def wait(is_done: Callable[[], object]) -> None:
+            self._wait(lambda: ends or is_done(), until_s - time.monotonic())
+            if not (ends or is_done()):
+                conversation.cancel(call)
+                self._flush()
+                raise DeadlineExceeded("no answer in time")
+
+        if isinstance(request, Message):
+            conversation.send(call, request.SerializeToString(), is_last=True)
+        else:
+            for part in request:
+                conversation.send(call, part.SerializeToString())
+                wait(lambda: not call.outbox)  # the next may have to be read from a disk, when this one is gone
+                if ends:
+                    break
+            else:
+                conversation.send(call, None, is_last=True)
+        wait(lambda: False)
+        return answer_of(method, bodies, ends[0])
+
+    def memory(self, size_bytes: int, timeout_s: float) -> Region:
+        """Link memory of at least so many bytes, for as long as the connection lives. Raises DeltalineError."""
+        made: list[Region | DeltalineError] = []
+        self._conversation.ask_memory(size_bytes, made.append)
+        self._wait(lambda: made, timeout_s)
+        if not made:
+            raise DeadlineExceeded("no memory in time")
+        if isinstance(made[0], DeltalineError):
+            raise made[0]
+        return made[0]
+
+    def end(self, error: DeltalineError) -> None:
+        """End it, from any thread: whoever waits on it gets the error."""
+        self._why = error
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it; nobody waits on it."""
+        self._conversation.fail(self._why)
+        self._socket.close()
+
+    def _wait(self, is_done: Callable[[], object], timeout_s: float) -> None:
+        """Send and take packets until something is done, the time is over or the connection is."""
+        until_s, conversation = time.monotonic() + timeout_s, self._conversation
+        while conversation.error is None:
+            if conversation.unsent or conversation.control:
+                self._flush()
+            if is_done():
+                return
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return
+            if self._poll.poll(math.ceil(min(left_s, _LONGEST_POLL_S) * 1000)):
+                self._read()
+
+    def _read(self) -> None:
+        """Take a packet, if there is one."""
+        try:
+            size, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], FD_SPACE)
+        except (BlockingIOError, ConnectionResetError):  # told once, ahead of the last packets
+            return
+        except OSError:
+            size, ancillary = 0, []
+        if size:
+            self._conversation.received(self._buffer[:size], received_files(ancillary) if ancillary else ())
+        else:
+            self._conversation.fail(self._why)
+
+    def _flush(self) -> None:
+        is_full = not self._conversation.flush(self._write)
+        if is_full != self._is_full:
+            self._is_full = is_full
+            self._poll.modify(self._socket, select.POLLIN | select.POLLOUT if is_full else select.POLLIN)
+
+    def _write(self, pieces: Sequence[Buffer]) -> bool:
+        try:
+            self._socket.sendmsg(pieces)
+        except BlockingIOError:
+            return False
+        except OSError:  # what the server said before is read first
+            return True
+        return True

@@ -1,0 +1,152 @@
+"""One call of the link: what handlers get as their context, and what runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, cast
+
+import grpc
+from google.rpc import status_pb2
+from grpc.aio import EOF, AbortError
+
+from deltaline import link
+from deltaline_server.errors import RequestError
+from deltaline_server.front import replies
+from deltaline_server.front.interceptor import Context, bug
+
+_DETAILS = "grpc-status-details-bin"
+
+
+class Line(Protocol):
+    """What a call needs of its connection."""
+
+    peer: str
+
+    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> bytes:
+        """The bytes of a message that came; num_taken: what the client may send for it. Raises RequestError."""
+
+    async def reply(self, call: Call, body: bytes, flags: int) -> None:
+        """Send a message of the call, and return once its reader has room for another."""
+
+    def end_call(self, call: Call, status: status_pb2.Status) -> None:
+        """Send the call's status, its last word."""
+
+
+class Call:
+    """A call, from its packet to its status. room: set while a reply waits for the client's Place.
+
+    To handlers it is what grpc.aio's context is to them: `read`, `abort`, `time_remaining` and their kin.
+    """
+
+    def __init__(self, line: Line, number: int, handler: Any, metadata: link.Metadata, timeout_us: int) -> None:
+        """handler: one that the Interceptor has wrapped."""
+        self._line, self.number, self._handler, self._metadata = line, number, handler, metadata
+        self._deadline_s = time.monotonic() + timeout_us * 1e-6 if timeout_us else None
+        self._messages: deque[bytes | link.Place] = deque()
+        self._has_all = False
+        self._came: asyncio.Future[None] | None = None
+        self._num_taken = 0
+        self._code, self._text, self._trailing = grpc.StatusCode.OK, "", cast("Sequence[tuple[str, str | bytes]]", ())
+        self.room: asyncio.Future[link.Place] | None = None
+        self.is_over = False
+
+    # -- what comes from the client --------------------------------------------------------------------------------
+
+    def add(self, message: bytes | link.Place | None, is_last: bool) -> None:
+        """A message came, None for none, and perhaps the last one. Raises LinkError for one too many."""
+        if self._has_all:
+            raise link.LinkError(f"expected nothing more for call {self.number}, which had its last message")
+        if message is not None:
+            if len(self._messages) == link.STREAM_MESSAGES:
+                raise link.LinkError(f"expected at most {link.STREAM_MESSAGES} messages that are not taken")
+            self._messages.append(message)
+        self._has_all = is_last
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
+
+    def drop(self) -> int:
+        """Let go of the messages that the handler did not read; return the bytes of those that came in packets."""
+        num_bytes = sum(len(message) for message in self._messages if isinstance(message, bytes))
+        self._messages.clear()
+        return num_bytes
+
+    async def run(self) -> None:
+        """Let the handler answer."""
+        handler, context = self._handler, cast(Context, self)
+        try:
+            if handler.response_streaming:
+                if handler.request_streaming:
+                    responses = handler.stream_stream(None, context)
+                else:
+                    responses = handler.unary_stream(await self._only(), context)
+                async with aclosing(responses):
+                    async for response in responses:
+                        await self._line.reply(self, response, 0)
+                self._line.end_call(self, status_pb2.Status())
+                return
+            if handler.request_streaming:
+                response = await handler.stream_unary(None, context)
+            else:
+                response = await handler.unary_unary(await self._only(), context)
+            await self._line.reply(self, response, link.LAST)
+        except AbortError:
+            self._line.end_call(self, self._status())
+        except RequestError as error:
+            self._line.end_call(self, replies.status(error.refusal))
+        except Exception as error:
+            self._line.end_call(self, replies.status(bug(error)))
+
+    async def _only(self) -> bytes:
+        """The one message of a call that has one."""
+        body = await self.read()
+        if body is EOF or not self._has_all or self._messages:
+            await self.abort(grpc.StatusCode.UNIMPLEMENTED, "expected one message, the last one")
+        return cast(bytes, body)
+
+    def _status(self) -> status_pb2.Status:
+        made = dict(self._trailing).get(_DETAILS)
+        if isinstance(made, bytes):
+            return status_pb2.Status.FromString(made)
+        return status_pb2.Status(code=self._code.value[0], message=self._text)
+
+    # -- the context -----------------------------------------------------------------------------------------------
+
+    async def read(self) -> Any:
+        """The next message, or EOF behind the last."""
+        while not self._messages:
+            if self._has_all:
+                return EOF
+            self._came = asyncio.get_running_loop().create_future()
+            await self._came
+        message = self._messages.popleft()
+        self._num_taken += 1
+        is_due = isinstance(message, link.Place) or self._num_taken >= link.STREAM_MESSAGES // 2
+        num_taken, self._num_taken = (self._num_taken, 0) if is_due else (0, self._num_taken)
+        return self._line.read_message(self, message, num_taken)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
+    ) -> None:
+        """End the call with a status. Raises AbortError."""
+        self._code, self._text, self._trailing = code, details, trailing_metadata
+        raise AbortError
+
+    def code(self) -> int:
+        """The number of the status code that `abort` was given."""
+        return int(self._code.value[0])
+
+    def peer(self) -> str:
+        """Who is at the other end."""
+        return self._line.peer
+
+    def invocation_metadata(self) -> link.Metadata:
+        """What came with the call."""
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the call's deadline, 0 or more; None where it has none."""
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())

@@ -1,0 +1,339 @@
+"""One connection of the link: packets in and out, its calls, its memory. Whatever is wrong with it ends it alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import status_pb2
+
+from deltaline import link
+from deltaline_server.errors import Reason, Refusal, RequestError
+from deltaline_server.front import replies
+from deltaline_server.front.interceptor import bug
+from deltaline_server.front.link.call import Call
+from deltaline_server.front.link.held import Held
+from deltaline_server.log import event
+from deltaline_server.memory.regions import Regions
+from deltaline_server.scheduling.observer import Observer
+
+# Regions of link memory that a connection may have at a time.
+MAX_REGIONS = 8
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What all connections share. find: the wrapped handler of a method, None for an unknown one. message_bytes: most
+    bytes of a request. regions: link memory. buffer: room for a packet, while it is taken."""
+
+    find: Callable[[bytes], Any]
+    regions: Regions
+    held: Held
+    observer: Observer
+    server_epoch: int
+    message_bytes: int
+    buffer: memoryview
+
+
+class Connection:
+    """A client's socket. It belongs to the event loop; `end` ends it, and its calls with it."""
+
+    def __init__(
+        self, served: Served, connected: socket.socket, peer: str, on_end: Callable[[Connection], None]
+    ) -> None:
+        self.peer, self._served, self._socket, self._on_end = peer, served, connected, on_end
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, Call] = {}
+        self._tasks: dict[Call, asyncio.Task[None]] = {}
+        self._timers: dict[Call, asyncio.TimerHandle] = {}
+        self._last_call = 0
+        self._makers: set[asyncio.Task[None]] = set()
+        self._regions: set[int] = set()
+        self._share = served.held.join(self.end)
+        # Packets that the socket did not take, each with a file to go with it, -1 for none.
+        self._outbox: deque[tuple[bytes, int]] = deque()
+        self._drained = asyncio.Event()
+        self._is_over = self._is_stopping = False
+
+    def start(self) -> None:
+        """Greet the client, and take what it sends."""
+        self._loop.add_reader(self._socket, self._read)
+        welcome = link.Welcome(link.VERSION, self._served.server_epoch, self._served.message_bytes)
+        self._write(link.pack(link.WELCOME), welcome.packed())
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Its calls that are not over."""
+        return list(self._tasks.values())
+
+    def stop(self) -> None:
+        """Take no new call."""
+        self._is_stopping = True
+
+    def end(self, why: str) -> None:
+        """Close it, saying why; "" where the client did. Its calls are cancelled, its memory is given back."""
+        if self._is_over:
+            return
+        if why:
+            if not self._outbox:
+                self._write(link.pack(link.GOODBYE), why.encode())
+            event(_log, "link connection ended", peer=self.peer, why=why)
+        self._is_over = True
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        for _, fd in self._outbox:
+            if fd >= 0:
+                os.close(fd)
+        self._outbox.clear()
+        for call in list(self._calls.values()):
+            self._forget(call)
+        for task in (*self._tasks.values(), *self._makers):
+            task.cancel()
+        for number in self._regions:
+            self._served.regions.release(number)
+        self._served.held.leave(self._share)
+        self._on_end(self)
+
+    # -- what comes ------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Take one packet: the loop comes back for the next, and to other connections before."""
+        try:
+            # No room for descriptors: the kernel drops those that come, and says so.
+            size, _, flags, _ = self._socket.recvmsg_into([self._served.buffer])
+        except BlockingIOError:
+            return
+        except OSError:
+            size, flags = 0, 0
+        if size == 0:
+            return self.end("")
+        try:
+            if flags & socket.MSG_CTRUNC:
+                raise link.LinkError("expected no descriptors, which go from the server to the client only")
+            if flags & socket.MSG_TRUNC:
+                raise link.LinkError(f"expected packets of at most {link.MAX_PACKET_BYTES} bytes")
+            self._take(self._served.buffer[:size])
+        except link.LinkError as error:
+            self.end(str(error))
+        except Exception as error:
+            self.end(bug(error).message)
+
+    def _take(self, packet: memoryview) -> None:
+        """Do what a packet says. Raises LinkError."""
+        envelope = link.read(packet)
+        kind, number = envelope.kind, envelope.call
+        if envelope.client:
+            raise link.LinkError("expected no asserted client on a socket that clients connect to")
+        if kind == link.CALL:
+            if number <= self._last_call:
+                raise link.LinkError(f"expected a call's number above {self._last_call}, got {number}")
+            self._last_call = number
+            self._begin(envelope, packet)
+            return
+        if kind == link.MEMORY:
+            place = link.Place.read(packet[envelope.body_at :])
+            if len(self._makers) == MAX_REGIONS:
+                raise link.LinkError(f"expected at most {MAX_REGIONS} requests for memory at a time")
+            making = asyncio.create_task(self._make_memory(number, place.size))
+            self._makers.add(making)
+            making.add_done_callback(self._makers.discard)
+            return
+        if kind not in (link.MESSAGE, link.CANCEL, link.ROOM):
+            raise link.LinkError(f"expected a packet of a client, got the kind {kind}")
+        call = self._calls.get(number)
+        if call is None:  # over, and the client did not know yet
+            if number > self._last_call:
+                raise link.LinkError(f"expected a call that has begun, got {number}")
+        elif kind == link.MESSAGE:
+            call.add(self._message(envelope, packet), bool(envelope.flags & link.LAST))
+        elif kind == link.CANCEL:
+            self._forget(call)
+            self._tasks[call].cancel()
+        elif call.room is None or call.room.done():
+            raise link.LinkError(f"expected no room for a reply of call {number}, which asked for none")
+        else:
+            call.room.set_result(link.Place.read(packet[envelope.body_at :]))
+
+    def _begin(self, envelope: link.Envelope, packet: memoryview) -> None:
+        """Begin a call. Raises LinkError."""
+        handler, timeout_us = self._served.find(envelope.method), envelope.amount
+        call = Call(self, envelope.call, handler, link.read_metadata(envelope.metadata), timeout_us)
+        call.add(self._message(envelope, packet), bool(envelope.flags & link.LAST))
+        if handler is None:
+            self._refuse(call, status_pb2.Status(code=_UNIMPLEMENTED, message="the method is not known"))
+        elif self._is_stopping:
+            self._refuse(call, self._counted(Refusal(Reason.STOPPING, "the server is stopping")))
+        elif len(self._tasks) == link.MAX_CALLS:
+            why = f"{link.MAX_CALLS} calls of this connection are in flight, which is the most"
+            self._refuse(call, self._counted(Refusal(Reason.TOO_MANY_IN_FLIGHT, why, retry_after_s=0.01)))
+        else:
+            self._calls[call.number] = call
+            self._tasks[call] = task = self._loop.create_task(call.run())
+            task.add_done_callback(lambda _: self._done(call))
+            if timeout_us:
+                self._timers[call] = self._loop.call_later(timeout_us * 1e-6, self._expire, call)
+
+    def _message(self, envelope: link.Envelope, packet: memoryview) -> bytes | link.Place | None:
+        """What a packet has for a handler. Raises LinkError."""
+        if envelope.flags & link.EMPTY:
+            return None
+        body = packet[envelope.body_at :]
+        if envelope.flags & link.PLACED:
+            return link.Place.read(body)
+        self._served.held.take(self._share, len(body))
+        if self._is_over:
+            raise link.LinkError("the connection was ended: it held the most")
+        return bytes(body)
+
+    def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> bytes:
+        """The bytes of a message; num_taken: what the client may send for it. Raises RequestError."""
+        if isinstance(message, bytes):
+            self._served.held.give_back(self._share, len(message))
+            if num_taken:
+                self._write(link.pack(link.TAKEN, call.number, amount=num_taken))
+            return message
+        limit = self._served.message_bytes
+        if message.size > limit:
+            raise RequestError(
+                Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
+            )
+        body = self._served.regions.copy_out(*message)
+        self._write(link.pack(link.TAKEN, call.number, amount=num_taken, flags=link.PLACED), message.packed())
+        return body
+
+    async def _make_memory(self, number: int, size: int) -> None:
+        """Give the client link memory, or a status that says why not."""
+        regions = self._served.regions
+        try:
+            if sum(map(regions.has, self._regions)) >= MAX_REGIONS:
+                raise RequestError(
+                    Reason.SHARED_MEMORY_EXHAUSTED, f"this connection has {MAX_REGIONS} regions, which is the most"
+                )
+            region = await regions.create(size, None)
+        except RequestError as error:
+            self._write(link.pack(link.STATUS, number), replies.status(error.refusal).SerializeToString())
+            return
+        self._regions.add(region.id)
+        place = link.Place(region.id, 0, len(region.memory))
+        self._write(link.pack(link.MEMORY, number), place.packed(), fd=os.dup(region.fd))
+
+    # -- what goes -------------------------------------------------------------------------------------------------
+
+    async def reply(self, call: Call, body: bytes, flags: int) -> None:
+        """Send a message of a call, and return once its reader has room for another. Raises RequestError."""
+        if len(body) + link.ENVELOPE.size > link.MAX_PACKET_BYTES:
+            body, flags = await self._placed(call, body), flags | link.PLACED
+        if call.is_over:
+            return
+        self._write(link.pack(link.MESSAGE, call.number, flags=flags), body)
+        if flags & link.LAST:
+            self._forget(call)
+        elif self._outbox:
+            await self._drained.wait()
+
+    async def _placed(self, call: Call, body: bytes) -> bytes:
+        """Write a message into memory that the client names for it; return the Place. Raises RequestError."""
+        num_bytes = len(body)
+        call.room = self._loop.create_future()
+        self._served.held.take(self._share, num_bytes)
+        try:
+            self._write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
+            place = (await call.room)._replace(size=num_bytes)
+            self._served.regions.copy_in(place.region, place.offset, body)
+        finally:
+            self._served.held.give_back(self._share, num_bytes)
+        return place.packed()
+
+    def end_call(self, call: Call, status: status_pb2.Status) -> None:
+        """Send a call's status, its last word."""
+        if not call.is_over:
+            body = status.SerializeToString()
+            if len(body) + link.ENVELOPE.size > link.MAX_PACKET_BYTES:
+                body = status_pb2.Status(code=status.code, message=status.message[:1000]).SerializeToString()
+            self._write(link.pack(link.STATUS, call.number), body)
+            self._forget(call)
+
+    def _refuse(self, call: Call, status: status_pb2.Status) -> None:
+        """End a call whose handler has not begun."""
+        self.end_call(call, status)
+        self._served.held.give_back(self._share, call.drop())
+
+    def _counted(self, refusal: Refusal) -> status_pb2.Status:
+        self._served.observer.refused(refusal.reason, 1)
+        return replies.status(refusal)
+
+    def _expire(self, call: Call) -> None:
+        """The call's deadline has passed."""
+        self.end_call(call, status_pb2.Status(code=_DEADLINE_EXCEEDED, message="the call's deadline has passed"))
+        self._tasks[call].cancel()
+
+    def _forget(self, call: Call) -> None:
+        """Nothing more goes to or comes from the client for this call; its handler may still have to end."""
+        call.is_over = True
+        self._calls.pop(call.number, None)
+        timer = self._timers.pop(call, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _done(self, call: Call) -> None:
+        """The call's handler is over: of one that was cancelled, what it left goes back here."""
+        del self._tasks[call]
+        self.end_call(call, status_pb2.Status(code=_CANCELLED, message="the call was cancelled"))
+        self._served.held.give_back(self._share, call.drop())
+
+    def _write(self, *pieces: bytes, fd: int = -1) -> None:
+        """Send a packet, behind those that wait. While any wait the client is not read: it has to read first."""
+        if self._is_over:
+            return
+        if not self._outbox:
+            try:
+                return self._send(pieces, fd)
+            except BlockingIOError:
+                self._loop.remove_reader(self._socket)
+                self._loop.add_writer(self._socket, self._flush)
+                self._drained.clear()
+            except OSError:
+                return self.end("")
+        packet = b"".join(pieces)
+        self._outbox.append((packet, fd))
+        self._served.held.take(self._share, len(packet))
+
+    def _send(self, pieces: tuple[bytes, ...], fd: int) -> None:
+        """Raises OSError."""
+        if fd < 0:
+            self._socket.sendmsg(pieces)
+            return
+        socket.send_fds(self._socket, pieces, [fd])
+        os.close(fd)
+
+    def _flush(self) -> None:
+        """The socket has room."""
+        try:
+            while self._outbox:
+                packet, fd = self._outbox[0]
+                self._send((packet,), fd)
+                self._outbox.popleft()
+                self._served.held.give_back(self._share, len(packet))
+        except BlockingIOError:
+            return
+        except OSError:
+            return self.end("")
+        self._loop.remove_writer(self._socket)
+        self._loop.add_reader(self._socket, self._read)
+        self._drained.set()
+
+
+_UNIMPLEMENTED, _DEADLINE_EXCEEDED, _CANCELLED = (
+    code.value[0]
+    for code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+)

@@ -1,0 +1,325 @@
+"""Both clients over the local link: found by themselves or named, the same results as by gRPC, whatever breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rigs.link_proxy import LinkProxy
+from rigs.served import served
+from rigs.shared_memory import lies_in_shared_memory
+
+from deltaline import link
+from deltaline_cli import health
+from deltaline_client import (
+    AsyncClient,
+    Client,
+    DeadlineExceeded,
+    Disconnected,
+    InvalidAdapter,
+    Retry,
+    StateLost,
+    Unavailable,
+)
+from deltaline_client._transport.link import asynchronous, blocking, steps
+from deltaline_client._transport.link.connect import Where, connect
+from deltaline_server.app import Server
+from deltaline_server.front.link.call import Call
+
+HIDDEN = 64
+FAST = Retry(initial_backoff_s=0.001, max_backoff_s=0.01)
+
+
+@dataclass
+class Driven:
+    """Clients of one kind; `do` finishes what their methods return."""
+
+    make: Callable[..., Any]
+    do: Callable[[Any], Any]
+
+
+@pytest.fixture(params=["sync", "async"])
+def driven(request: pytest.FixtureRequest) -> Iterator[Driven]:
+    if request.param == "sync":
+        yield Driven(Client, lambda result: result)
+        return
+    loop = asyncio.new_event_loop()
+    yield Driven(AsyncClient, lambda result: loop.run_until_complete(result))
+    loop.close()
+
+
+@pytest.fixture
+def link_option(tmp_path: Path) -> str:
+    return str(tmp_path / "run" / "link.sock")
+
+
+@pytest.fixture
+def linked(make_server: Callable[..., Server], link_option: str) -> Iterator[Server]:
+    """A server with a link, on a thread; small messages are all that go by packets."""
+    server = make_server(link=link_option, adapter_bytes=1 << 26)
+    with served(server):
+        yield server
+
+
+def tokens(count: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal((count, HIDDEN)).astype(np.float32)
+
+
+def by_link(server: Server) -> float:
+    """Connections of the link that are open."""
+    return server.metrics.registry.get_sample_value("deltaline_link_connections") or 0.0
+
+
+def hidden_link(server: Server) -> Path:
+    """Rename the socket, so that clients do not see it, as in another container; its path before."""
+    path = Path(server.link.path)
+    path.rename(path.with_name("hidden.sock"))
+    return path
+
+
+def run_some(driven: Driven, client: Any) -> list[Any]:
+    """Prefill (a large one too), decode and verify; the outputs."""
+    do = driven.do
+    first, second = do(client.open_many(2))
+    outputs = [do(first.prefill(tokens(1500, 1))), do(second.prefill(tokens(3, 2)))]
+    outputs += [do(client.decode([first, second], tokens(2, seed))) for seed in (3, 4)]
+    outputs.append(do(first.verify(tokens(3, 5))))
+    do(first.commit(2))
+    outputs.append(do(first.decode(tokens(1, 6))))
+    do(client.close([first, second]))
+    return outputs
+
+
+@pytest.mark.parametrize("scheme", ["link", "found"])
+def test_results_are_those_by_grpc(driven: Driven, linked: Server, scheme: str) -> None:
+    address = f"link:{linked.link.path}" if scheme == "link" else linked.address
+    client = driven.make(address)
+    outputs = run_some(driven, client)
+    assert driven.do(client.info()).is_linked is True
+    assert by_link(linked) == 1
+    driven.do(client.disconnect())
+    linked.runtime.table.check_integrity()
+    path, plain = hidden_link(linked), driven.make(linked.address)
+    expected = run_some(driven, plain)
+    assert driven.do(plain.info()).is_linked is False
+    driven.do(plain.disconnect())
+    path.with_name("hidden.sock").rename(path)
+    for mine, theirs in zip(outputs, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_steps_over_links_that_break_are_applied_once(driven: Driven, linked: Server, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    num_steps, lives = 40, itertools.chain(range(3, 30, 2), [60, 90])
+    with LinkProxy(tmp_path, linked.link.path, lives) as proxy:
+        client = driven.make(f"link:{proxy.path}", retry=FAST)
+        sequence = driven.do(client.open())
+        outputs = [driven.do(sequence.prefill(tokens(700, 1)))]
+        outputs += [driven.do(sequence.decode(tokens(1, seed))) for seed in range(num_steps)]
+        assert driven.do(client.describe([sequence]))[0].spans[0].position == 700 + num_steps
+        driven.do(client.disconnect())
+        assert proxy.kills >= 5
+    calm = driven.make(f"link:{linked.link.path}")
+    undisturbed = driven.do(calm.open())
+    expected = [driven.do(undisturbed.prefill(tokens(700, 1)))]
+    expected += [driven.do(undisturbed.decode(tokens(1, seed))) for seed in range(num_steps)]
+    driven.do(calm.disconnect())
+    for mine, theirs in zip(outputs, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    linked.runtime.table.check_integrity()
+
+
+def test_a_found_link_that_ends_leaves_grpc(
+    driven: Driven, linked: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o700)
+    path = hidden_link(linked)
+    with LinkProxy(tmp_path, str(path.with_name("hidden.sock")), [30]) as proxy, caplog.at_level(logging.INFO):
+        Path(proxy.path).rename(path)
+        client = driven.make(linked.address, retry=FAST)
+        sequence = driven.do(client.open())
+        assert driven.do(client.info()).is_linked
+        path.unlink()  # no other connection comes
+        for position in range(60):
+            assert driven.do(sequence.decode(tokens(1, position))).shape == (1, HIDDEN)
+        assert proxy.kills == 1
+        assert driven.do(client.describe([sequence]))[0].spans[0].position == 60
+        assert driven.do(client.info(refresh=True)).is_linked is False
+        driven.do(client.disconnect())
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("deltaline_client")]
+    assert told[0] == f"this client's calls go by the local link {path}"
+    assert told[1].startswith("no local link, calls go by gRPC: no server answers")
+
+
+def test_a_stream_outlives_its_window(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}", timeout=60.0)
+    sequence = driven.do(client.open())
+    for seed in range(2 * link.STREAM_MESSAGES + 1):
+        driven.do(sequence.decode(tokens(1, seed)))
+    assert by_link(linked) == 1
+    driven.do(client.disconnect())
+
+
+def test_an_upload_goes_by_the_link(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}")
+    sent, size = list[int](), 24 << 20  # more than twice the memory that its chunks take turns in
+    with pytest.raises(InvalidAdapter):
+        driven.do(
+            client.adapters.load(
+                "odd", config=b"{}", tensors=bytes(size), progress=lambda count, total: sent.append(count)
+            )
+        )
+    assert sent[-1] == size
+    driven.do(client.disconnect())
+
+
+def test_tensors_lie_in_link_memory_where_the_client_asks_for_it(driven: Driven, linked: Server) -> None:
+    client = driven.make(linked.address, shared_memory_bytes=1 << 20)  # the server has --shared-memory-bytes 0
+    sequence = driven.do(client.open())
+    driven.do(client.info())
+    array = driven.do(client.empty((5, HIDDEN)))
+    array[:] = tokens(5, 1)
+    assert lies_in_shared_memory(array)
+    outputs = driven.do(sequence.prefill(array, copy=False))
+    assert lies_in_shared_memory(outputs)
+    assert linked.metrics.registry.get_sample_value("deltaline_link_memory_bytes") == 1 << 20
+    again = driven.do(client.open())
+    np.testing.assert_array_equal(driven.do(again.prefill(tokens(5, 1))), outputs)
+    del array, outputs
+    driven.do(client.disconnect())
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (
+            lambda path, server: Where(path, 4_242, server.runtime.table.server_epoch),
+            "of the user 4242 on this link, got",
+        ),
+        (lambda path, server: Where(path, None, 17), "another server listens on this link"),
+        (lambda path, server: Where(path + "x"), "no server answers on the local link"),
+    ],
+)
+def test_a_link_to_another_server_is_not_taken(linked: Server, where: Callable[..., Where], words: str) -> None:
+    with pytest.raises(Unavailable, match=words):
+        connect(where(linked.link.path, linked))
+
+
+def test_without_a_server_calls_say_so_in_words(driven: Driven, tmp_path: Path) -> None:
+    client = driven.make(f"link:{tmp_path}/none.sock", retry=Retry(max_attempts=1))
+    with pytest.raises(Unavailable, match=r"no server answers on the local link: .*No such file"):
+        driven.do(client.info())
+    driven.do(client.disconnect())
+    with pytest.raises(Disconnected):
+        driven.do(client.info())
+
+
+def test_a_call_of_another_thread_ends_with_the_disconnect(linked: Server) -> None:
+    client = Client(f"link:{linked.link.path}")
+    with ThreadPoolExecutor(4) as threads:
+        sequences = client.open_many(4)
+        is_going = threading.Event()
+
+        def decode(sequence: Any) -> None:
+            while True:
+                sequence.decode(tokens(1))
+                is_going.set()
+
+        calls = [threads.submit(decode, sequence) for sequence in sequences]
+        assert is_going.wait(60)
+        client.disconnect()
+        for call in calls:
+            with pytest.raises(Disconnected):
+                call.result(60)
+
+
+def test_threads_have_a_connection_each_and_share_them(linked: Server) -> None:
+    with Client(f"link:{linked.link.path}") as client, ThreadPoolExecutor(4) as threads:
+        sequences = client.open_many(8)
+        barrier = threading.Barrier(4, timeout=60)
+
+        def decode(sequence: Any) -> Any:
+            barrier.wait()
+            return sequence.decode(tokens(1))
+
+        outputs = list(threads.map(decode, sequences))
+        for output in outputs:
+            np.testing.assert_array_equal(output, outputs[0])
+        assert 1 <= by_link(linked) <= 4
+
+
+def test_tensors_beyond_a_packet_lie_in_link_memory_by_themselves(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}")
+    regions = linked.runtime.link_regions
+    small, first, second = driven.do(client.open_many(3))
+    driven.do(small.prefill(tokens(100, 1)))
+    assert regions.used_bytes == 0
+    outputs = [driven.do(one.prefill(tokens(500, 2))) for one in (first, second)]
+    np.testing.assert_array_equal(*outputs)  # the one in messages, the other where the first has led to
+    placed = regions.used_bytes
+    assert placed >= 4 * linked.config.inline_limit_bytes
+    driven.do(first.prefill(tokens(600, 3)))
+    assert regions.used_bytes == placed
+    driven.do(client.disconnect())
+
+
+def test_health_is_asked_by_the_link_too(linked: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"link:{linked.link.path}"
+    assert health.main([address]) == 0 == health.main([address, "--liveness"])
+    assert health.main([address + "x"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{address}: SERVING",
+        f"{address}: SERVING",
+        f"{address}x: UNAVAILABLE: [Errno 2] No such file or directory",
+    ]
+
+
+def test_a_server_that_took_another_s_place_has_lost_its_state(
+    driven: Driven, make_server: Callable[..., Server], link_option: str
+) -> None:
+    client = driven.make(f"link:{link_option}", retry=FAST)
+    with served(make_server(link=link_option)):
+        sequence = driven.do(client.open())
+        driven.do(sequence.decode(tokens(1)))
+    with served(make_server(link=link_option)):
+        with pytest.raises(StateLost):
+            driven.do(sequence.decode(tokens(1)))
+        assert driven.do(driven.do(client.open()).decode(tokens(1))).shape == (1, HIDDEN)
+    driven.do(client.disconnect())
+
+
+def test_a_call_whose_time_is_over_is_cancelled(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}", timeout=1e-9, retry=Retry(max_attempts=1))
+    with pytest.raises(DeadlineExceeded):
+        driven.do(client.info())
+    driven.do(client.disconnect())
+    patient = driven.make(f"link:{linked.link.path}", timeout=1e12)
+    assert driven.do(patient.info()).is_linked
+    driven.do(patient.disconnect())
+
+
+def test_a_trace_goes_with_its_calls(driven: Driven, linked: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for module in (blocking, asynchronous, steps):
+        monkeypatch.setattr(module, "metadata", lambda: (("traceparent", traceparent),))
+    invocation_metadata = Call.invocation_metadata
+
+    def peer(call: Call) -> str:
+        seen.append(invocation_metadata(call))
+        return "peer"
+
+    monkeypatch.setattr(Call, "peer", peer)
+    client = driven.make(f"link:{linked.link.path}")
+    driven.do(driven.do(client.open()).decode(tokens(1)))
+    driven.do(client.disconnect())
+    assert (("traceparent", traceparent),) in seen
