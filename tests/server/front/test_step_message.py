@@ -84,7 +84,10 @@ def check(body: bytes) -> bool:
         assert plain(message) == expected
         reference = outcome(from_protobuf(pb.StepRequest.FromString(body)))
         assert outcome(message) == reference
-        check_pattern(Pattern(body, 0, len(body), message, extents), body, extents)
+        for before in (b"", b"\x2a" * 7):  # alone, and behind other bytes of a stream's message
+            made = scan_step(before + body, len(before), len(before + body))
+            assert made is not None
+            check_pattern(Pattern(before + body, len(before), len(before + body), *made), body, extents)
         assert [outcome(parser.parse_step(body)) for _ in range(2)] == [reference, reference]
     if expected is None:
         with pytest.raises(DecodeError):
