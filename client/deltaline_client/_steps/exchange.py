@@ -74,8 +74,7 @@ class Exchange:
             if not self._is_ordinary(batch, hold):
                 return (yield from self.run_rows(_with_unfinished(batch.rows(hold.progress))))
             request = Request.of_batch(batch, hold)
-            if not self._shared.is_off:
-                request.place(self._shared)
+            request.place(self._shared)
             message = request.message(self._options)
             try:
                 yield from self._first_round(request, message)
