@@ -6,7 +6,6 @@ Life: start (load, listen, ready) -> serve -> drain -> stop.
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import os
@@ -28,6 +27,7 @@ from deltaline_server.config import Config
 from deltaline_server.front import adapter_service, admin_service, health, layer_service
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.admin_service import AdminService
+from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, grpc_options, system_reason, why_not_bound
 from deltaline_server.front.health import Health
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
@@ -47,9 +47,6 @@ STOP_GRACE_S = 2.0
 # A device thread that has not taken a turn for so long is stuck. Compiling kernels on first use takes less.
 STUCK_S = 120.0
 WATCH_TICK_S = 0.05
-# What a message has besides its tensor.
-MESSAGE_SLACK_BYTES = 1 << 20
-MAX_METADATA_BYTES = 16 << 10
 
 
 class StartError(RuntimeError):
@@ -68,6 +65,7 @@ class Server:
         self.port = self.metrics_port = 0
         self.address = ""
         self._clock = clock
+        self._message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
         self.metrics = Metrics(
             [
                 layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"],
@@ -103,7 +101,7 @@ class Server:
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
         interceptor = Interceptor(self.metrics, self._tracing)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=grpc_options(self.config))
+        self._server = grpc.aio.server(interceptors=[interceptor], options=grpc_options(self._message_bytes))
         runtime: Runtime | None = None
         try:
             self._listen()
@@ -182,7 +180,7 @@ class Server:
         try:
             self.port = self._server.add_insecure_port(f"{host}:{config.port}")
         except RuntimeError as error:
-            why = _why_not_bound(config.host, config.port)
+            why = why_not_bound(config.host, config.port)
             raise StartError(f"--host, --port: can't listen on {host}:{config.port}{why}") from error
         self.address = f"{host}:{self.port}"
         if config.uds is not None:
@@ -206,7 +204,7 @@ class Server:
                     is_ready=self._takes_work,
                 )
             except OSError as error:
-                why = f"{host}:{config.metrics_port}{_system_reason(error, '--metrics-port')}"
+                why = f"{host}:{config.metrics_port}{system_reason(error, '--metrics-port')}"
                 raise StartError(f"--metrics-port: can't listen on {why}") from error
             self.metrics_port = self._http.port
 
@@ -282,7 +280,7 @@ class Server:
             regions=runtime.link_regions,
             observer=self.metrics,
             server_epoch=table.server_epoch,
-            message_bytes=self.config.inline_limit_bytes + MESSAGE_SLACK_BYTES,
+            message_bytes=self._message_bytes,
         )
         names = (layer_service.NAME, adapter_service.NAME, admin_service.NAME, health.NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -343,42 +341,6 @@ class Server:
             _log.exception("a periodic task failed")
             self._has_failed = True
             self._over.set()
-
-
-def grpc_options(config: Config) -> list[tuple[str, int]]:
-    """gRPC's options: every limit is explicit, and clients may keep idle connections alive."""
-    message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
-    return [
-        ("grpc.max_receive_message_length", message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        # Two servers on one port would each hold half of the sequences.
-        ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # Identity only: a small compressed message could unfold to any size.
-        ("grpc.compression_enabled_algorithms_bitset", 1),
-    ]
-
-
-def _system_reason(error: OSError, flag: str) -> str:
-    """What the system says of a port, in parentheses, and what to do when it is in use; `flag` is the port's."""
-    hint = f": another server runs there; stop it, or give {flag}" if error.errno == errno.EADDRINUSE else ""
-    return f" ({error.strerror}){hint}"
-
-
-def _why_not_bound(host: str, port: int) -> str:
-    """Why nothing can listen on the port of --port, as a plain socket reports it; gRPC does not."""
-    try:
-        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as error:
-        return _system_reason(error, "--port")
-    return ""
 
 
 def _answers(path: str) -> bool:
