@@ -34,7 +34,7 @@ CALL = 1
 MESSAGE = 2
 """One more message of a call. LAST from the server says that the call ended well."""
 CANCEL = 3
-"""The client gives the call up."""
+"""The client gives the call up; its STATUS still comes, or its LAST message."""
 ROOM = 4
 """From the server: a reply waits for memory; its Place has the size alone. From the client: the Place for it."""
 MEMORY = 5
@@ -129,11 +129,18 @@ class Envelope(NamedTuple):
 
 
 def pack(
-    kind: int, call: int = 0, *, flags: int = 0, amount: int = 0, method: bytes = b"", metadata: bytes = b""
+    kind: int,
+    call: int = 0,
+    *,
+    flags: int = 0,
+    amount: int = 0,
+    method: bytes = b"",
+    metadata: bytes = b"",
+    client: bytes = b"",
 ) -> bytes:
     """Return an envelope; the body goes behind it."""
-    head = ENVELOPE.pack(kind, flags, len(method), len(metadata), 0, call, amount)
-    return head + method + metadata if method or metadata else head
+    head = ENVELOPE.pack(kind, flags, len(method), len(metadata), len(client), call, amount)
+    return b"".join((head, method, metadata, client)) if method else head
 
 
 def read(packet: memoryview) -> Envelope:

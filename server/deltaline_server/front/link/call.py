@@ -68,11 +68,13 @@ class Call:
         if self._came is not None and not self._came.done():
             self._came.set_result(None)
 
-    def drop(self) -> int:
-        """Let go of the messages that the handler did not read; return the bytes of those that came in packets."""
+    def drop(self) -> tuple[int, list[link.Place]]:
+        """Let go of the messages that the handler did not read: the bytes of those that came in packets, and where the
+        others lie."""
         num_bytes = sum(len(message) for message in self._messages if isinstance(message, bytes))
+        places = [message for message in self._messages if isinstance(message, link.Place)]
         self._messages.clear()
-        return num_bytes
+        return num_bytes, places
 
     async def run(self) -> None:
         """Let the handler answer."""

@@ -151,11 +151,12 @@ class Connection:
         if call is None:  # over, and the client did not know yet
             if number > self._last_call:
                 raise link.LinkError(f"expected a call that has begun, got {number}")
+            if envelope.flags & link.PLACED:
+                self._let_go(number, link.Place.read(packet[envelope.body_at :]))
         elif kind == link.MESSAGE:
             call.add(self._message(envelope, packet), bool(envelope.flags & link.LAST))
         elif kind == link.CANCEL:
-            self._forget(call)
-            self._tasks[call].cancel()
+            self._tasks[call].cancel()  # its status says when memory for its reply is no longer written to
         elif call.room is None or call.room.done():
             raise link.LinkError(f"expected no room for a reply of call {number}, which asked for none")
         else:
@@ -205,8 +206,19 @@ class Connection:
                 Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
             )
         body = self._served.regions.copy_out(*message)
-        self._write(link.pack(link.TAKEN, call.number, amount=num_taken, flags=link.PLACED), message.packed())
+        self._let_go(call.number, message, num_taken)
         return body
+
+    def _let_go(self, number: int, place: link.Place, num_taken: int = 0) -> None:
+        """Tell the client that the place of a call's message is its own again."""
+        self._write(link.pack(link.TAKEN, number, amount=num_taken, flags=link.PLACED), place.packed())
+
+    def _drop(self, call: Call) -> None:
+        """Let go of what a call's handler did not read."""
+        num_bytes, places = call.drop()
+        self._served.held.give_back(self._share, num_bytes)
+        for place in places:
+            self._let_go(call.number, place)
 
     async def _make_memory(self, number: int, size: int) -> None:
         """Give the client link memory, or a status that says why not."""
@@ -263,7 +275,7 @@ class Connection:
     def _refuse(self, call: Call, status: status_pb2.Status) -> None:
         """End a call whose handler has not begun."""
         self.end_call(call, status)
-        self._served.held.give_back(self._share, call.drop())
+        self._drop(call)
 
     def _counted(self, refusal: Refusal) -> status_pb2.Status:
         self._served.observer.refused(refusal.reason, 1)
@@ -286,7 +298,7 @@ class Connection:
         """The call's handler is over: of one that was cancelled, what it left goes back here."""
         del self._tasks[call]
         self.end_call(call, status_pb2.Status(code=_CANCELLED, message="the call was cancelled"))
-        self._served.held.give_back(self._share, call.drop())
+        self._drop(call)
 
     def _write(self, *pieces: bytes, fd: int = -1) -> None:
         """Send a packet, behind those that wait. While any wait the client is not read: it has to read first."""
