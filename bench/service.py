@@ -9,7 +9,7 @@
 
 Each figure says who saw it: "raw" sends bytes that were made before the clock started, "client" is the Python client.
 
-    python bench/service.py [--part NAME]... [--size h200|small|cpu] [--soak-seconds N] [--output FILE.json]
+    python bench/service.py [--part NAME]... [--size h200|small|cpu] [--link] [--soak-seconds N] [--output FILE.json]
 """
 
 from __future__ import annotations
@@ -41,16 +41,22 @@ PARTS: Mapping[str, Measure] = {part.PART: part.measure for part in (decode, thr
 
 
 async def run(
-    size: Size, parts: Sequence[str], measures: Mapping[str, Measure] = PARTS, output: Path | None = None
+    size: Size,
+    parts: Sequence[str],
+    measures: Mapping[str, Measure] = PARTS,
+    output: Path | None = None,
+    has_link: bool = False,
 ) -> list[Figure]:
     """Measure parts one after the other on one server; a part that fails is a miss. Raises HostError.
+
+    has_link: the server has a local link, which the Python client then goes by.
 
     Figures are told, and written to `output`, after each part: a run that is cut short leaves those it had.
     """
     figures: list[Figure] = []
     print("the server starts ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="deltaline-bench-") as folder:
-        async with running(size, Path(folder)) as host:
+        async with running(size, Path(folder), has_link=has_link) as host:
             for part in parts:
                 print(f"{part} ...", file=sys.stderr, flush=True)
                 new = await measure_part(part, measures[part], host)
@@ -102,12 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=SIZES, default="h200", help=text)
     parser.add_argument("--soak-seconds", type=float, help="how long the soak takes (default 600; 2 for small)")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    text = "give the server a local link: the Python client goes by it, and raw decode steps do as well"
+    parser.add_argument("--link", action="store_true", help=text)
     options = parser.parse_args(arguments)
     size = SIZES[options.size]
     if options.soak_seconds is not None:
         size = replace(size, soak_s=options.soak_seconds)
     try:
-        figures = asyncio.run(run(size, options.part or size.parts, output=options.output))
+        figures = asyncio.run(run(size, options.part or size.parts, output=options.output, has_link=options.link))
     except HostError as error:
         print(f"service bench: error: {error}", file=sys.stderr)
         return 1

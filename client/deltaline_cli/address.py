@@ -6,12 +6,13 @@ Imports grpc alone: the probe's command uses it too.
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from queue import Empty, SimpleQueue
 
 import grpc
 
-from deltaline.address import PORT, with_port
+from deltaline.address import PORT, link_path, with_port
 
 _CONNECT_S = 2.0
 # What gRPC says of a port that something else listens on.
@@ -21,7 +22,7 @@ _NOT_HTTP2 = "Failed parsing HTTP/2"
 def add_server(parser: argparse.ArgumentParser, name: str = "server", default: str = "127.0.0.1") -> None:
     """Add the argument or the option that names the server."""
     what = {"metavar": "ADDRESS"} if name.startswith("-") else {"nargs": "?"}
-    text = f"host, host:port or unix:/path; without a port {PORT} [%(default)s]"
+    text = f"host, host:port, unix:/path or link:/path; without a port {PORT} [%(default)s]"
     parser.add_argument(name, default=default, type=_address, help=text, **what)  # type: ignore[arg-type]
 
 
@@ -42,6 +43,10 @@ def advise(address: str, error: Exception) -> None:
 
 
 def _listens(address: str) -> bool:
+    path = link_path(address)
+    if path is not None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            return probe.connect_ex(path) == 0
     states: SimpleQueue[grpc.ChannelConnectivity] = SimpleQueue()
     ready, failed = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
     with grpc.insecure_channel(address) as channel:

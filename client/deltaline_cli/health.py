@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
-from deltaline.address import PORT
+from deltaline import link
+from deltaline.address import PORT, link_path
 from deltaline_cli.address import add_server
 
 SERVICE = "deltaline.v1.LayerService"
@@ -55,16 +57,37 @@ def ask(address: str, service: str, timeout_s: float) -> str:
     """Return the status of a service by its name in grpc.health.v1, or why there is none. A server that can't be
     reached is one line too."""
     request = _SERVICE_TAG + bytes([len(service)]) + service.encode() if service else b""
-    with grpc.insecure_channel(address) as channel:
-        try:
-            call: Any = channel.unary_unary(_METHOD)
-            answer: bytes = call(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            return f"{error.code().name}: {(error.details() or 'no reason given').splitlines()[0]}"
+    path = link_path(address)
+    try:
+        if path is not None:
+            answer = _ask_link(path, request, timeout_s)
+        else:
+            with grpc.insecure_channel(address) as channel:
+                call: Any = channel.unary_unary(_METHOD)
+                answer = call(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        return f"{error.code().name}: {(error.details() or 'no reason given').splitlines()[0]}"
+    except (OSError, link.LinkError) as error:
+        return f"UNAVAILABLE: {error}"
     if not answer:
         return _STATUSES[0]
     known = len(answer) == 2 and answer[:1] == _STATUS_TAG and answer[1] < len(_STATUSES)
     return _STATUSES[answer[1]] if known else "an answer that is none of grpc.health.v1"
+
+
+def _ask_link(path: str, request: bytes, timeout_s: float) -> bytes:
+    """The answer by the local link. Raises OSError, LinkError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connected:
+        connected.settimeout(timeout_s)
+        connected.connect(path)
+        kind, packet = link.WELCOME, connected.recv(link.MAX_PACKET_BYTES)
+        if link.read(memoryview(packet)).kind == kind:
+            connected.send(link.pack(link.CALL, 1, flags=link.LAST, method=_METHOD.encode()) + request)
+            kind, packet = link.MESSAGE, connected.recv(link.MAX_PACKET_BYTES)
+        envelope = link.read(memoryview(packet))
+        if envelope.kind != kind:
+            raise link.LinkError("the server turned the call away")
+        return packet[envelope.body_at :]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

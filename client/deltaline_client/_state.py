@@ -61,6 +61,8 @@ def info(client: ClientState, *, refresh: bool = False) -> Flow[ServerInfo]:
         if message.link_path:
             is_linked = yield Found(message.link_path, message.link_uid, message.server_epoch)
             found = replace(found, is_linked=is_linked)
+            if is_linked:
+                client._shared.linked(found.inline_limit_bytes)
         client._info = found
     return client._info
 

@@ -28,6 +28,7 @@ Write: TypeAlias = Callable[[Sequence[Buffer]], bool]
 """Writes a packet, given in pieces. False when the socket is full: nothing is written."""
 
 _NO_HEAD: dict[str, Any] = {}
+_MAX_TIMEOUT_S = 1e9
 _MAX_BODY = link.MAX_PACKET_BYTES - link.ENVELOPE.size
 
 
@@ -93,13 +94,13 @@ class Conversation(Generic[E]):
         on_message: Callable[[bytes], object],
         on_end: Callable[[E | None], object],
         *,
-        timeout_s: float = 0.0,
+        timeout_s: float | None = None,
         metadata: link.Metadata | None = None,
         client: bytes = b"",
     ) -> LinkCall[E]:
-        """Begin a call of a connection that is not over; its first `send` goes with it. timeout_s: 0 for none. client:
-        who it is from, where a front end says so."""
-        amount = min(round(timeout_s * 1e6), 2**63)
+        """Begin a call of a connection that is not over; its first `send` goes with it. timeout_s: None for none.
+        client: who it is from, where a front end says so."""
+        amount = 0 if timeout_s is None else round(min(max(timeout_s, 1e-6), _MAX_TIMEOUT_S) * 1e6)
         head = {"amount": amount, "method": path.encode(), "metadata": link.pack_metadata(metadata), "client": client}
         return LinkCall(head, on_message, on_end)
 
@@ -122,6 +123,9 @@ class Conversation(Generic[E]):
 
     def ask_memory(self, size: int, on_done: Callable[[Region | E], object]) -> None:
         """Ask for link memory of at least so many bytes."""
+        if self.error is not None:
+            on_done(self.error)
+            return
         self._last += 1
         self._makers[self._last] = on_done
         self.control.append(link.pack(link.MEMORY, self._last) + link.Place(0, 0, size).packed())

@@ -64,8 +64,8 @@ def running(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server is started."""
 
     @asynccontextmanager
-    async def nothing(size: object, folder: Path) -> AsyncIterator[Host]:
-        assert size is SMALL
+    async def nothing(size: object, folder: Path, *, has_link: bool) -> AsyncIterator[Host]:
+        assert size is SMALL and not has_link
         yield HOST
 
     monkeypatch.setattr(service, "running", nothing)

@@ -26,7 +26,7 @@ from deltaline_server.app import Server
 
 MOST = {
     "grpc": {"server": 163, "client": 69, "kernels": 119, "wire": 15},
-    "link": {"server": 174, "client": 87, "kernels": 119, "wire": 15},
+    "link": {"server": 174, "client": 89, "kernels": 119, "wire": 15},
 }
 ROWS, WARM_UP, STEPS = 16, 10, 100
 PACKAGES = {"server": deltaline_server, "client": deltaline_client, "kernels": deltaline_kernels}

@@ -18,9 +18,22 @@ from rigs.link_proxy import LinkProxy
 from rigs.served import served
 from rigs.shared_memory import lies_in_shared_memory
 
-from deltaline_client import AsyncClient, Client, Disconnected, InvalidAdapter, Retry, Unavailable
+from deltaline import link
+from deltaline_cli import health
+from deltaline_client import (
+    AsyncClient,
+    Client,
+    DeadlineExceeded,
+    Disconnected,
+    InvalidAdapter,
+    Retry,
+    StateLost,
+    Unavailable,
+)
+from deltaline_client._transport.link import asynchronous, blocking, steps
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_server.app import Server
+from deltaline_server.front.link.call import Call
 
 HIDDEN = 64
 FAST = Retry(initial_backoff_s=0.001, max_backoff_s=0.01)
@@ -52,7 +65,7 @@ def link_option(tmp_path: Path) -> str:
 @pytest.fixture
 def linked(make_server: Callable[..., Server], link_option: str) -> Iterator[Server]:
     """A server with a link, on a thread; small messages are all that go by packets."""
-    server = make_server(link=link_option, adapter_bytes=1 << 20)
+    server = make_server(link=link_option, adapter_bytes=1 << 26)
     with served(server):
         yield server
 
@@ -106,19 +119,19 @@ def test_results_are_those_by_grpc(driven: Driven, linked: Server, scheme: str) 
 
 def test_steps_over_links_that_break_are_applied_once(driven: Driven, linked: Server, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    steps, lives = 40, itertools.chain(range(3, 30, 2), [60, 90])
+    num_steps, lives = 40, itertools.chain(range(3, 30, 2), [60, 90])
     with LinkProxy(tmp_path, linked.link.path, lives) as proxy:
         client = driven.make(f"link:{proxy.path}", retry=FAST)
         sequence = driven.do(client.open())
         outputs = [driven.do(sequence.prefill(tokens(700, 1)))]
-        outputs += [driven.do(sequence.decode(tokens(1, seed))) for seed in range(steps)]
-        assert driven.do(client.describe([sequence]))[0].spans[0].position == 700 + steps
+        outputs += [driven.do(sequence.decode(tokens(1, seed))) for seed in range(num_steps)]
+        assert driven.do(client.describe([sequence]))[0].spans[0].position == 700 + num_steps
         driven.do(client.disconnect())
         assert proxy.kills >= 5
     calm = driven.make(f"link:{linked.link.path}")
     undisturbed = driven.do(calm.open())
     expected = [driven.do(undisturbed.prefill(tokens(700, 1)))]
-    expected += [driven.do(undisturbed.decode(tokens(1, seed))) for seed in range(steps)]
+    expected += [driven.do(undisturbed.decode(tokens(1, seed))) for seed in range(num_steps)]
     driven.do(calm.disconnect())
     for mine, theirs in zip(outputs, expected, strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -147,16 +160,25 @@ def test_a_found_link_that_ends_leaves_grpc(
     assert told[1].startswith("no local link, calls go by gRPC: no server answers")
 
 
+def test_a_stream_outlives_its_window(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}", timeout=60.0)
+    sequence = driven.do(client.open())
+    for seed in range(2 * link.STREAM_MESSAGES + 1):
+        driven.do(sequence.decode(tokens(1, seed)))
+    assert by_link(linked) == 1
+    driven.do(client.disconnect())
+
+
 def test_an_upload_goes_by_the_link(driven: Driven, linked: Server) -> None:
     client = driven.make(f"link:{linked.link.path}")
-    sent: list[int] = []
+    sent, size = list[int](), 24 << 20  # more than twice the memory that its chunks take turns in
     with pytest.raises(InvalidAdapter):
         driven.do(
             client.adapters.load(
-                "odd", config=b"{}", tensors=bytes(700_000), progress=lambda count, total: sent.append(count)
+                "odd", config=b"{}", tensors=bytes(size), progress=lambda count, total: sent.append(count)
             )
         )
-    assert sent[-1] == 700_000
+    assert sent[-1] == size
     driven.do(client.disconnect())
 
 
@@ -233,3 +255,71 @@ def test_threads_have_a_connection_each_and_share_them(linked: Server) -> None:
         for output in outputs:
             np.testing.assert_array_equal(output, outputs[0])
         assert 1 <= by_link(linked) <= 4
+
+
+def test_tensors_beyond_a_packet_lie_in_link_memory_by_themselves(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}")
+    regions = linked.runtime.link_regions
+    small, first, second = driven.do(client.open_many(3))
+    driven.do(small.prefill(tokens(100, 1)))
+    assert regions.used_bytes == 0
+    outputs = [driven.do(one.prefill(tokens(500, 2))) for one in (first, second)]
+    np.testing.assert_array_equal(*outputs)  # the one in messages, the other where the first has led to
+    placed = regions.used_bytes
+    assert placed >= 4 * linked.config.inline_limit_bytes
+    driven.do(first.prefill(tokens(600, 3)))
+    assert regions.used_bytes == placed
+    driven.do(client.disconnect())
+
+
+def test_health_is_asked_by_the_link_too(linked: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"link:{linked.link.path}"
+    assert health.main([address]) == 0 == health.main([address, "--liveness"])
+    assert health.main([address + "x"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{address}: SERVING",
+        f"{address}: SERVING",
+        f"{address}x: UNAVAILABLE: [Errno 2] No such file or directory",
+    ]
+
+
+def test_a_server_that_took_another_s_place_has_lost_its_state(
+    driven: Driven, make_server: Callable[..., Server], link_option: str
+) -> None:
+    client = driven.make(f"link:{link_option}", retry=FAST)
+    with served(make_server(link=link_option)):
+        sequence = driven.do(client.open())
+        driven.do(sequence.decode(tokens(1)))
+    with served(make_server(link=link_option)):
+        with pytest.raises(StateLost):
+            driven.do(sequence.decode(tokens(1)))
+        assert driven.do(driven.do(client.open()).decode(tokens(1))).shape == (1, HIDDEN)
+    driven.do(client.disconnect())
+
+
+def test_a_call_whose_time_is_over_is_cancelled(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}", timeout=1e-9, retry=Retry(max_attempts=1))
+    with pytest.raises(DeadlineExceeded):
+        driven.do(client.info())
+    driven.do(client.disconnect())
+    patient = driven.make(f"link:{linked.link.path}", timeout=1e12)
+    assert driven.do(patient.info()).is_linked
+    driven.do(patient.disconnect())
+
+
+def test_a_trace_goes_with_its_calls(driven: Driven, linked: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for module in (blocking, asynchronous, steps):
+        monkeypatch.setattr(module, "metadata", lambda: (("traceparent", traceparent),))
+    invocation_metadata = Call.invocation_metadata
+
+    def peer(call: Call) -> str:
+        seen.append(invocation_metadata(call))
+        return "peer"
+
+    monkeypatch.setattr(Call, "peer", peer)
+    client = driven.make(f"link:{linked.link.path}")
+    driven.do(driven.do(client.open()).decode(tokens(1)))
+    driven.do(client.disconnect())
+    assert (("traceparent", traceparent),) in seen

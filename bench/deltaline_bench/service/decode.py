@@ -14,10 +14,13 @@ from tempfile import TemporaryDirectory
 from deltaline_bench.service.figure import Bar, Figure
 from deltaline_bench.service.host import Host, running
 from deltaline_bench.service.raw import Way, besides_compute, decoding, echoing, measured, percentile_us
+from deltaline_bench.service.raw_link import decoding_by_link
 from deltaline_bench.service.size import Size
 from deltaline_cli.bench.samples import SERVER_STAGES, Samples
 
 PART = "decode"
+# Most that a step by the link may take besides its computation, in bare unary echoes by gRPC.
+MAX_LINK_ECHOES = 1.1
 
 
 async def measure(host: Host) -> list[Figure]:
@@ -26,6 +29,8 @@ async def measure(host: Host) -> list[Figure]:
     figures = []
     for way in size.ways:
         figures += judge(size, way, *await _beside_echoes(host, way))
+    if host.link_address is not None:
+        figures += judge_link(*await _link_beside_echo(host, host.link_address))
     client = await host.load(clients=1, rows=size.decode_rows, steps=size.client_steps, ramp_up_s=0.2)
     figures += judge_client(client.samples)
     if size.is_beside_layer:
@@ -56,6 +61,33 @@ async def _beside_echoes(host: Host, way: Way) -> tuple[Samples, Samples, Sample
             sides.append(await stack.enter_async_context(around))
         service, echo, *others = await measured(*sides, rounds=size.decode_steps)
     return service, echo, others[0] if others else None
+
+
+async def _link_beside_echo(host: Host, address: str) -> tuple[Samples, Samples]:
+    """Samples of steps by the link, and of bare unary echoes by gRPC: of the bytes that a step by gRPC has."""
+    size = host.size
+    async with (
+        decoding(host.address, size.decode_rows, "unary") as inline,
+        decoding_by_link(address, size.decode_rows) as steps,
+        echoing(host.echo_address, "unary", inline) as echo,
+    ):
+        await inline.step()  # its message is what is echoed
+        service, bare = await measured(steps.step, echo, rounds=size.decode_steps)
+    return service, bare
+
+
+def judge_link(steps: Samples, echo: Samples) -> list[Figure]:
+    """Make the figures of steps by the local link."""
+    total, rest = steps.stages_s("decode")["total"], besides_compute(steps)
+    echo_p50 = percentile_us(besides_compute(echo), 50)
+    ratio = percentile_us(rest, 50) / echo_p50
+    return [
+        Figure(PART, "link, end to end, p50", percentile_us(total, 50), "us", "raw"),
+        Figure(PART, "link, end to end, p99", percentile_us(total, 99), "us", "raw"),
+        Figure(PART, "link, end to end less compute, p50", percentile_us(rest, 50), "us", "raw"),
+        Figure(PART, "link, bare unary echo by gRPC, p50", echo_p50, "us", "raw"),
+        Figure(PART, "link, less compute beside it", ratio, "echoes", "raw", Bar(MAX_LINK_ECHOES), "aim 0.8"),
+    ]
 
 
 def judge(size: Size, way: Way, steps: Samples, echo: Samples, around: Samples | None) -> list[Figure]:

@@ -29,8 +29,8 @@ class HostError(RuntimeError):
     """A process did not start, or does not tell what it should; the message says what."""
 
 
-def server_options(size: Size, model: Path, folder: Path) -> dict[str, Any]:
-    """The options of the server that is judged, by the names of its configuration."""
+def server_options(size: Size, model: Path, folder: Path, has_link: bool = False) -> dict[str, Any]:
+    """The options of the server that is judged, by the names of its configuration. has_link: clients go by it."""
     return {
         "random_init": str(model),
         "scope": size.scope,
@@ -46,6 +46,8 @@ def server_options(size: Size, model: Path, folder: Path) -> dict[str, Any]:
         "log_level": "info",
         "drain_timeout_s": 1.0,
         "shared_memory_bytes": SHARED_BYTES,
+        "link": str(folder / "run" / "link.sock") if has_link else "off",
+        "link_memory_bytes": SHARED_BYTES,
     }
 
 
@@ -61,6 +63,9 @@ class Host:
     echo_address: str
     metrics_url: str
     has_layer_echo: bool
+    echo: subprocess.Popen[bytes]
+    link_address: str | None
+    """None where there is no link."""
 
     async def load(self, **options: Any) -> Report:
         """Load the server as `deltaline bench` does: with decode steps, unless the options of BenchOptions say more.
@@ -86,7 +91,9 @@ class Host:
 
 
 @asynccontextmanager
-async def running(size: Size, folder: Path, server_module: str = "deltaline_server") -> AsyncIterator[Host]:
+async def running(
+    size: Size, folder: Path, server_module: str = "deltaline_server", has_link: bool = False
+) -> AsyncIterator[Host]:
     """Start server and echo, wait until both answer, and end them after the block. Raises HostError.
 
     server_module: the server, or one whose layers are others; the echo then has none.
@@ -94,7 +101,7 @@ async def running(size: Size, folder: Path, server_module: str = "deltaline_serv
     has_layer_echo = size.is_beside_layer and server_module == "deltaline_server"
     model = folder / "config.json"
     model.write_text(json.dumps(size.model()), encoding="utf-8")
-    options = server_options(size, model, folder)
+    options = server_options(size, model, folder, has_link)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     log = folder / "server.log"
     log.unlink(missing_ok=True)
@@ -114,7 +121,8 @@ async def running(size: Size, folder: Path, server_module: str = "deltaline_serv
             found = port.search(log.read_text())
         url = f"http://127.0.0.1:{found[1]}/metrics"
         address, echo_address = f"unix:{options['uds']}", f"unix:{echo_path}"
-        yield Host(size, model, folder, server, address, echo_address, url, has_layer_echo)
+        link_address = f"link:{options['link']}" if has_link else None
+        yield Host(size, model, folder, server, address, echo_address, url, has_layer_echo, echo, link_address)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import numpy as np
 
 from deltaline import wire
 from deltaline.arena import Arena, map_sealed
+from deltaline.link import MAX_PACKET_BYTES
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
@@ -33,6 +34,8 @@ from deltaline_client._types import ServerInfo
 CREATE_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 1.0
 _WAIT_S = 0.002
+# Beside such a tensor a packet of the link has room for the columns of a thousand rows.
+_LINK_BYTES = MAX_PACKET_BYTES - (32 << 10)
 # Only such a name is opened, whatever a server says.
 _NAME = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
 _MEMORY_FILE = "/memfd:deltaline"
@@ -92,6 +95,8 @@ class SharedMemory:
         if size_bytes < 0:
             raise ValueError(f"shared_memory_bytes: expected 0 or more, got {size_bytes}")
         self._size_bytes = size_bytes
+        # On a link, without having been asked for: tensors of so many bytes, which a packet has no room for.
+        self._by_default: range | None = None
         self.is_off = size_bytes == 0
         self._has_logged_full = False
         self._making = threading.Lock()
@@ -99,6 +104,13 @@ class SharedMemory:
         # Of requests that may still reach the server, which would then write their outputs.
         self._unsettled: dict[RequestKey, Placement] = {}
         self._to_release: list[int] = []
+
+    def linked(self, inline_limit_bytes: int) -> None:
+        """Calls go by the local link: place what is larger than its packets, up to what a message may carry, so that
+        it can still go in one. The region is asked for behind the first such request."""
+        if not self._size_bytes and inline_limit_bytes >= _LINK_BYTES:
+            self._by_default = range(_LINK_BYTES, inline_limit_bytes + 1)
+            self._size_bytes = 4 * inline_limit_bytes
 
     def ready(self, limits: ServerInfo, attempts: Attempts) -> Flow[None]:
         """Ask for a region unless there is one or can be none. While another call asks, wait for what it gets.
@@ -122,7 +134,7 @@ class SharedMemory:
             if made is not None:
                 self._region = made[0], Arena(made[1])
                 return
-            if not limits.shared_memory_bytes:
+            if self._by_default is not None or not limits.shared_memory_bytes:
                 self._give_up("the server has it off")
                 return
             request = admin.CreateSharedMemoryRequest(size_bytes=self._size_bytes)
@@ -148,6 +160,11 @@ class SharedMemory:
         if that had no answer. None when there is no region or no room: then the request goes inline.
         """
         region = self._region
+        if self._by_default is not None:
+            output_bytes = math.prod(output_shape) * hidden[0].dtype.itemsize
+            if max(output_bytes, sum(array.nbytes for array in hidden)) not in self._by_default:
+                return None
+            self.is_off = False  # from the next call on there is a region
         if region is None:
             return None
         number, arena = region
@@ -221,7 +238,7 @@ class SharedMemory:
 
     def _give_up(self, why: str) -> None:
         _log.info("no shared memory, tensors travel in messages: %s", why)
-        self.is_off = True
+        self.is_off, self._by_default = True, None
 
 
 def _open(response: admin.CreateSharedMemoryResponse) -> mmap.mmap:

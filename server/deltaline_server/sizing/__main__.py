@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config, ConfigError, flag
+from deltaline_server.local_socket import OFF
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -66,7 +67,10 @@ def report(sizes: Sizes, config: Config) -> str:
     if sizes.adapter_bytes:
         rows.append((f"{config.adapter_slots} adapter slots", *_both(sizes.adapter_bytes)))
     rows.append(("together, beside what batches need", *_both(weights + total + sizes.adapter_bytes)))
-    lines += ["", *_table(rows), "", f"a line of all layers: {_exact(state.line_bytes)}"]
+    lines += ["", *_table(rows), ""]
+    if config.link not in (None, OFF):
+        lines.append(f"on the host, for the local link's clients, at most: {_exact(config.link_memory_bytes)}")
+    lines += [f"a line of all layers: {_exact(state.line_bytes)}"]
     if state.kv is not None:
         pages = _plural(sizes.pages_per_sequence, "page")
         lines.append(f"a sequence of {_plural(sizes.context, 'token')}: {_exact(sizes.sequence_bytes)}, {pages}")

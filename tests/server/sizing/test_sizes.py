@@ -176,6 +176,7 @@ def test_the_command_prints_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [line.split()[:2] for line in lines[3:5]] == [["gated_delta_net", "1"], ["attention", "2"]]
     assert lines[-3].startswith("a sequence of 100 tokens: ") and lines[-3].endswith(", 7 pages")
     assert lines[-1].startswith("--state-bytes 16777216: room for --max-sequences ")
+    assert "on the host, for the local link's clients, at most: 268,435,456 bytes (256.0 MiB)" in lines
     assert run("--state-bytes", "20KiB") == 1
     assert "too little for --max-sequences 256; room for" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):

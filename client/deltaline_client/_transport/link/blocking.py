@@ -24,6 +24,8 @@ from deltaline_client._transport.link.steps import LinkSteps
 from deltaline_client._transport.statuses import from_status
 from deltaline_client._transport.tracing import metadata
 
+_LONGEST_POLL_S = 3600.0
+
 
 class BlockingLink:
     """A connection. `send` and `receive` raise nothing for one that broke: what waits gets its error."""
@@ -119,7 +121,7 @@ class BlockingLink:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return
-            if self._poll.poll(min(math.ceil(left_s * 1000), 2**31 - 1)):
+            if self._poll.poll(math.ceil(min(left_s, _LONGEST_POLL_S) * 1000)):
                 self._read()
 
     def _read(self) -> None:

@@ -63,8 +63,11 @@ class Connection:
         self._outbox: deque[tuple[bytes, int]] = deque()
         self._drained = asyncio.Event()
         self._is_over = self._is_stopping = False
-        self._loop.add_reader(connected, self._read)
-        welcome = link.Welcome(link.VERSION, served.server_epoch, served.message_bytes)
+
+    def start(self) -> None:
+        """Greet the client, and take what it sends."""
+        self._loop.add_reader(self._socket, self._read)
+        welcome = link.Welcome(link.VERSION, self._served.server_epoch, self._served.message_bytes)
         self._write(link.pack(link.WELCOME), welcome.packed())
 
     @property

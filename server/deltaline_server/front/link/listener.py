@@ -80,9 +80,10 @@ class Listener:
         """Take no new connections and calls, give those in flight so many seconds, and end all. Idempotent."""
         if self._retry is not None:
             self._retry.cancel()
-        if self._file is not None:
-            asyncio.get_running_loop().remove_reader(self._file.socket)
-            self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            asyncio.get_running_loop().remove_reader(file.socket)
+            file.close()
         for connection in self._connections:
             connection.stop()
         tasks = [task for connection in self._connections for task in connection.tasks]
@@ -125,7 +126,9 @@ class Listener:
             _turn_away(connected, f"the server has {MAX_CONNECTIONS} connections, which is the most")
         else:
             # All connections of a process are one client, as those of a channel are.
-            self._connections.add(Connection(self._served, connected, f"link:{uid}:{pid}", self._connections.discard))
+            connection = Connection(self._served, connected, f"link:{uid}:{pid}", self._connections.discard)
+            self._connections.add(connection)
+            connection.start()
 
 
 def _turn_away(connected: socket.socket, why: str) -> None:
