@@ -121,6 +121,10 @@ class Conversation(Generic[E]):
             if call.number:
                 self.control.append(link.pack(link.CANCEL, call.number))
 
+    def took(self, call: LinkCall[E], num_bytes: int) -> None:
+        """A front end's client has read so many bytes of a call's replies."""
+        self.control.append(link.pack(link.TAKEN, call.number, amount=num_bytes))
+
     def ask_memory(self, size: int, on_done: Callable[[Region | E], object]) -> None:
         """Ask for link memory of at least so many bytes."""
         if self.error is not None:

@@ -30,7 +30,7 @@ def grpc_options(message_bytes: int, *, shares_port: bool = False) -> list[tuple
     ]
 
 
-def system_reason(error: OSError, flag: str) -> str:
+def system_reason(error: OSError, flag: str = "--port") -> str:
     """What the system says of a port, in parentheses, and what to do when it is in use; `flag` is the port's."""
     hint = f": another server runs there; stop it, or give {flag}" if error.errno == errno.EADDRINUSE else ""
     return f" ({error.strerror}){hint}"
@@ -44,5 +44,5 @@ def why_not_bound(host: str, port: int) -> str:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
     except OSError as error:
-        return system_reason(error, "--port")
+        return system_reason(error)
     return ""
