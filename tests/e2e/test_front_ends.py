@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -29,6 +31,8 @@ from rigs.until import until
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_client import AsyncClient, Retry
 from deltaline_server.app import Server, StartError
+from deltaline_server.front.ends.memory import most_bytes
+from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
 
 METHODS = [
     method
@@ -163,6 +167,7 @@ async def test_front_ends_that_are_killed_under_clients_lose_nothing(
         page = await asyncio.to_thread(lambda: urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics").read())
         assert b"deltaline_front_ends 2.0" in page
         assert f"deltaline_front_end_restarts_total {len(killed):.1f}".encode() in page
+        assert re.search(rb"^deltaline_front_end_cpu_seconds_total [0-9.]*[1-9]", page, re.M)
         assert b'grpc_method="OpenSequences",grpc_service="deltaline.v1.LayerService"' in page
         calm = [await run([program]) for program in programs]
         for (outputs, spans), (expected, expected_spans) in zip(disturbed, calm, strict=True):
@@ -181,6 +186,13 @@ async def test_signals_to_all_processes_are_the_core_s(both: tuple[Server, list[
     async with AsyncClient(address) as client:
         await client.open()
     assert server.front_ends.pids == [pid]
+
+
+async def test_the_kernel_bounds_a_front_end_s_memory(both: tuple[Server, list[str]]) -> None:
+    server, _ = both
+    message_bytes = server.config.inline_limit_bytes + MESSAGE_SLACK_BYTES
+    for pid in server.front_ends.pids:
+        assert resource.prlimit(pid, resource.RLIMIT_DATA) == (most_bytes(message_bytes),) * 2
 
 
 async def test_a_stop_lets_replies_leave_and_ends_them(make_server: Callable[..., Server]) -> None:

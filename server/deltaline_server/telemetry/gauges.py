@@ -34,6 +34,8 @@ class FrontEnds(Protocol):
     def pids(self) -> list[int]: ...
     @property
     def num_calls(self) -> int: ...
+    @property
+    def cpu_s(self) -> float: ...
 
 
 def add_gauges(
@@ -86,6 +88,7 @@ def add_gauges(
         ("adapter_evictions", "Adapters that left the host.", of_adapters(lambda a: a.num_evicted)),
         ("adapter_slot_copies", "Copies of adapters to the device.", of_adapters(lambda a: a.places.num_copies)),
         ("adapter_slot_evictions", "Adapters that left the device.", of_adapters(lambda a: a.places.num_evicted)),
+        ("front_end_cpu_seconds", "Processor time of front ends.", lambda: front_ends.cpu_s),
         ("front_end_restarts", "Front ends that ended and were started again.", lambda: front_ends.num_restarts),
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
     ):

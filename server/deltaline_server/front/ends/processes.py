@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import socket
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from deltaline_server.front.ends.memory import link_bytes
 from deltaline_server.front.ends.port import SharedPort
@@ -47,6 +50,7 @@ class FrontEnds:
         self._stopping = asyncio.Event()
         # Of those connections, the ones whose front end takes calls, and its process.
         self._serving: dict[Connection, int] = {}
+        self._cpu_ticks: dict[int, int] = {}
         self.num_restarts = 0
 
     @property
@@ -58,6 +62,15 @@ class FrontEnds:
     def num_calls(self) -> int:
         """Calls that came through them and are not over."""
         return sum(len(connection.tasks) for connection in list(self._serving))
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of processor time that they took, those that ended included as far as it was asked before."""
+        for pid in self.pids:
+            with suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                self._cpu_ticks[pid] = int(fields[11]) + int(fields[12])
+        return sum(list(self._cpu_ticks.values())) / os.sysconf("SC_CLK_TCK")
 
     def take_port(self, host: str, port: int) -> int:
         """Keep the port that they will listen on, 0 for any; return it. Raises OSError."""
