@@ -212,7 +212,8 @@ async def test_a_second_server_on_the_port_is_refused(
     first, second = front_ends
     async with make_server(front_ends=first) as server:
         with pytest.raises(StartError, match=r"--host, --port: can't listen on .*another server runs there"):
-            await make_server(front_ends=second, port=server.port).start()
+            async with make_server(front_ends=second, port=server.port):
+                pass
         async with AsyncClient(server.address) as client:
             await client.open()
 

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +19,27 @@ from rigs.until import until
 
 from deltaline import link
 from deltaline_server.front.link.connection import Connection, Served
-from deltaline_server.front.link.held import Held
+from deltaline_server.front.link.held import Held, Share
 from deltaline_server.memory.regions import Regions
 
 HELD_BYTES = 1_000_000
+
+
+class NotedHeld(Held):
+    """Knows whose parts were not given back."""
+
+    def __init__(self) -> None:
+        super().__init__(HELD_BYTES)
+        self.joined: set[Share] = set()
+
+    def join(self, end: Callable[[str], None]) -> Share:
+        share = super().join(end)
+        self.joined.add(share)
+        return share
+
+    def leave(self, share: Share) -> None:
+        super().leave(share)
+        self.joined.discard(share)
 
 
 class Rig(RawLink):
@@ -35,7 +52,7 @@ class Rig(RawLink):
         ours.settimeout(TIMEOUT_S)
         theirs.setblocking(False)
         self.may_read, self.num_replies = asyncio.Event(), 0
-        self.held = Held(HELD_BYTES)
+        self.held = NotedHeld()
         self.regions = Regions(
             limit_bytes=1 << 20, default_lease_s=math.inf, max_lease_s=math.inf, clock=time.monotonic
         )
@@ -83,8 +100,10 @@ async def rig() -> AsyncIterator[Rig]:
     yield made
     made.connection.end("")
     made.close()
+    await asyncio.gather(*made.connection.tasks, return_exceptions=True)
+    await asyncio.sleep(0)
     await made.regions.close()
-    assert made.held.num_bytes == 0
+    assert made.held.num_bytes == 0 and made.held.joined == set()
 
 
 async def test_calls_are_from_whom_it_says(rig: Rig) -> None:
