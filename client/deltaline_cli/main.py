@@ -122,6 +122,7 @@ def show_info(options: argparse.Namespace) -> int:
         ("sequences", f"at most {info.max_sequences}, {readable_bytes(info.sequence_state_bytes)} of state each"),
         ("pages", pages),
         ("steps", f"at most {info.max_draft_tokens} tokens to verify, {info.max_steps_in_flight} steps in flight"),
+        ("calls go by", "the local link" if info.is_linked else "gRPC"),
         ("inline tensors", f"at most {readable_bytes(info.inline_limit_bytes)}"),
         ("leases", f"{info.default_lease_s:g} s, at most {info.max_lease_s:g} s"),
         ("adapters", adapters),

@@ -19,7 +19,7 @@ from rigs.served import served
 from rigs.shared_memory import lies_in_shared_memory
 
 from deltaline import link
-from deltaline_cli import health
+from deltaline_cli import health, main
 from deltaline_client import (
     AsyncClient,
     Client,
@@ -272,15 +272,18 @@ def test_tensors_beyond_a_packet_lie_in_link_memory_by_themselves(driven: Driven
     driven.do(client.disconnect())
 
 
-def test_health_is_asked_by_the_link_too(linked: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_go_by_the_link_too(linked: Server, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"link:{linked.link.path}"
     assert health.main([address]) == 0 == health.main([address, "--liveness"])
     assert health.main([address + "x"]) == 1
-    assert capsys.readouterr().out.splitlines() == [
+    assert main.main(["info", address]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
         f"{address}: SERVING",
         f"{address}: SERVING",
         f"{address}x: UNAVAILABLE: [Errno 2] No such file or directory",
     ]
+    assert "calls go by     the local link" in lines
 
 
 def test_a_server_that_took_another_s_place_has_lost_its_state(
