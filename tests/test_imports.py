@@ -23,6 +23,10 @@ CASES = {
         ["deltaline_server.tables.sequences", "deltaline_server.scheduling.scheduler"],
         ["torch", "triton", "grpc"],
     ),
+    "front end": (
+        ["deltaline_server.front.ends.__main__"],
+        ["torch", "triton", "prometheus_client", "safetensors", "re2", "deltaline_kernels", "deltaline_client"],
+    ),
     "engine": (["deltaline_server.engine.engine"], ["triton", "grpc", "deltaline", "deltaline_client"]),
 }
 

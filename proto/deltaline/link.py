@@ -6,6 +6,7 @@ gRPC: a message of a call is the same bytes. One that does not fit a packet lies
 has made and the client hands out: the packet then has its Place for a body.
 
     from the client   CALL, MESSAGE, CANCEL, ROOM (a Place for a reply), MEMORY (asks; a Place without region)
+    a front end also  TAKEN
     from the server   WELCOME, MESSAGE, STATUS, ROOM (asks), MEMORY (a Place, and the file), TAKEN, GOODBYE
 """
 
@@ -25,6 +26,9 @@ MAX_PACKET_BYTES = 128 << 10
 STREAM_MESSAGES = 64
 """Most messages of a call that the server has not taken, the first one included: TAKEN gives their number back."""
 
+UNREAD_BYTES = 1 << 20
+"""Bytes of replies from which on a stream of a front end's waits until its client has read some: TAKEN says so."""
+
 MAX_CALLS = 64
 """Most calls of a connection at a time."""
 
@@ -34,7 +38,7 @@ CALL = 1
 MESSAGE = 2
 """One more message of a call. LAST from the server says that the call ended well."""
 CANCEL = 3
-"""The client gives the call up."""
+"""The client gives the call up; its STATUS still comes, or its LAST message."""
 ROOM = 4
 """From the server: a reply waits for memory; its Place has the size alone. From the client: the Place for it."""
 MEMORY = 5
@@ -44,7 +48,8 @@ WELCOME = 6
 STATUS = 7
 """The call ended: a google.rpc.Status, empty where it ended well. It also refuses MEMORY."""
 TAKEN = 8
-"""The server has taken so many more messages of a call; PLACED: one, which no longer needs its Place."""
+"""The server has taken so many more messages of a call; PLACED: one, which no longer needs its Place. From a front end:
+its client has read so many more bytes of replies."""
 GOODBYE = 9
 """The server ends the connection: why, in UTF-8."""
 
@@ -129,11 +134,18 @@ class Envelope(NamedTuple):
 
 
 def pack(
-    kind: int, call: int = 0, *, flags: int = 0, amount: int = 0, method: bytes = b"", metadata: bytes = b""
+    kind: int,
+    call: int = 0,
+    *,
+    flags: int = 0,
+    amount: int = 0,
+    method: bytes = b"",
+    metadata: bytes = b"",
+    client: bytes = b"",
 ) -> bytes:
     """Return an envelope; the body goes behind it."""
-    head = ENVELOPE.pack(kind, flags, len(method), len(metadata), 0, call, amount)
-    return head + method + metadata if method or metadata else head
+    head = ENVELOPE.pack(kind, flags, len(method), len(metadata), len(client), call, amount)
+    return b"".join((head, method, metadata, client)) if method else head
 
 
 def read(packet: memoryview) -> Envelope:

@@ -6,14 +6,14 @@ Life: start (load, listen, ready) -> serve -> drain -> stop.
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import logging
 import os
 import platform
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -23,15 +23,21 @@ from google.protobuf.internal import api_implementation
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from deltaline import link
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_server.config import Config
 from deltaline_server.front import adapter_service, admin_service, health, layer_service
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.admin_service import AdminService
+from deltaline_server.front.ends.processes import FrontEndError, FrontEnds
+from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, grpc_options, system_reason, why_not_bound
 from deltaline_server.front.health import Health
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
+from deltaline_server.front.link.connection import Served
+from deltaline_server.front.link.held import HELD_BYTES, Held
 from deltaline_server.front.link.listener import Listener
+from deltaline_server.front.link.methods import Methods
 from deltaline_server.front.link.socket_file import SocketFileError, open_link
 from deltaline_server.log import event
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
@@ -47,9 +53,6 @@ STOP_GRACE_S = 2.0
 # A device thread that has not taken a turn for so long is stuck. Compiling kernels on first use takes less.
 STUCK_S = 120.0
 WATCH_TICK_S = 0.05
-# What a message has besides its tensor.
-MESSAGE_SLACK_BYTES = 1 << 20
-MAX_METADATA_BYTES = 16 << 10
 
 
 class StartError(RuntimeError):
@@ -68,6 +71,7 @@ class Server:
         self.port = self.metrics_port = 0
         self.address = ""
         self._clock = clock
+        self._message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
         self.metrics = Metrics(
             [
                 layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"],
@@ -79,6 +83,7 @@ class Server:
         )
         self._http: HttpPort | None = None
         self.link = Listener(None)
+        self.front_ends = FrontEnds(clock)
         self.has_started = self._is_ready = self._is_interrupted = self._has_failed = False
         self._drain_until_s = 0.0
         self._over = asyncio.Event()
@@ -103,18 +108,22 @@ class Server:
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
         interceptor = Interceptor(self.metrics, self._tracing)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=grpc_options(self.config))
+        self._server = grpc.aio.server(interceptors=[interceptor], options=grpc_options(self._message_bytes))
         runtime: Runtime | None = None
         try:
             self._listen()
             self.runtime = runtime = await self._load()
             runtime.engine.start()
             await self._prepare(runtime)
-            self._register(runtime, interceptor)
+            served = self._register(runtime, interceptor)
             await self._server.start()
+            try:
+                await self.front_ends.start(self.config.front_ends, served, self._front_end())
+            except FrontEndError as error:
+                raise StartError(f"--front-ends: {error}") from error
         except BaseException:
             await self._server.stop(None)
-            await self.link.stop(0.0)
+            await asyncio.gather(self.link.stop(0.0), self.front_ends.stop(0.0))
             if runtime is not None:
                 await runtime.close()
             await self._close_telemetry()
@@ -165,7 +174,7 @@ class Server:
         self._health.close()
         self.runtime.scheduler.stop()
         self._layer_service.end_streams()
-        await asyncio.gather(self._server.stop(self._grace_s), self.link.stop(self._grace_s))
+        await asyncio.gather(*(one.stop(self._grace_s) for one in (self._server, self.link, self.front_ends)))
         with suppress(TimeoutError):
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
@@ -180,9 +189,12 @@ class Server:
         config = self.config
         host = f"[{config.host}]" if ":" in config.host else config.host
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{config.port}")
-        except RuntimeError as error:
-            why = _why_not_bound(config.host, config.port)
+            if config.front_ends:
+                self.port = self.front_ends.take_port(config.host, config.port)
+            else:
+                self.port = self._server.add_insecure_port(f"{host}:{config.port}")
+        except (OSError, RuntimeError) as error:
+            why = system_reason(error) if isinstance(error, OSError) else why_not_bound(config.host, config.port)
             raise StartError(f"--host, --port: can't listen on {host}:{config.port}{why}") from error
         self.address = f"{host}:{self.port}"
         if config.uds is not None:
@@ -206,7 +218,7 @@ class Server:
                     is_ready=self._takes_work,
                 )
             except OSError as error:
-                why = f"{host}:{config.metrics_port}{_system_reason(error, '--metrics-port')}"
+                why = f"{host}:{config.metrics_port}{system_reason(error, '--metrics-port')}"
                 raise StartError(f"--metrics-port: can't listen on {why}") from error
             self.metrics_port = self._http.port
 
@@ -257,8 +269,14 @@ class Server:
         preparing.result()
         event(_log, "prepared", seconds=self._clock() - begin_s, graphs=progress[0])
 
-    def _register(self, runtime: Runtime, interceptor: Interceptor) -> None:
-        """Hand the services and gauges to gRPC and to the metrics."""
+    def _front_end(self) -> list[str]:
+        """What starts a front end."""
+        config = self.config
+        options = (self.address, str(self._message_bytes), config.log_level, config.log_format)
+        return [sys.executable, "-P", "-m", "deltaline_server.front.ends", *options]
+
+    def _register(self, runtime: Runtime, interceptor: Interceptor) -> Served:
+        """Hand the services and gauges to gRPC, to the link and to the metrics; return what the link serves."""
         table, scheduler, info = runtime.table, runtime.scheduler, runtime.info()
         info.link_path, info.link_uid = self.link.path, os.geteuid()
         self._layer_service = LayerService(
@@ -274,18 +292,20 @@ class Server:
             {"": self._is_live, layer_service.NAME: self._takes_work, adapter_service.NAME: self._takes_adapters}
         )
         adapters = AdapterService(runtime.adapters).handlers()
-        handlers = (self._layer_service.handlers(), adapters, admin.handlers(), self._health.handlers())
+        own = (self._layer_service.handlers(), adapters, admin.handlers(), self._health.handlers())
+        names = (layer_service.NAME, adapter_service.NAME, admin_service.NAME, health.NAME, reflection.SERVICE_NAME)
+        handlers = (*own, _reflection(names))
         self._server.add_generic_rpc_handlers(handlers)
-        self.link.serve(
-            handlers,
-            interceptor,
+        served = Served(
+            find=Methods(handlers, interceptor).find,
             regions=runtime.link_regions,
+            held=Held(HELD_BYTES),
             observer=self.metrics,
             server_epoch=table.server_epoch,
-            message_bytes=self.config.inline_limit_bytes + MESSAGE_SLACK_BYTES,
+            message_bytes=self._message_bytes,
+            buffer=memoryview(bytearray(link.MAX_PACKET_BYTES)),
         )
-        names = (layer_service.NAME, adapter_service.NAME, admin_service.NAME, health.NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        self.link.serve(served)
         runs = {"version": info.version, "python": platform.python_version(), **info.versions, "device": info.device}
         self.metrics.build_info(runs)
         add_gauges(
@@ -297,7 +317,9 @@ class Server:
             link_connections=lambda: self.link.num_connections,
             counts=runtime.executor.counts,
             adapters=None if runtime.adapters is None else runtime.adapters.registry,
+            front_ends=self.front_ends,
         )
+        return served
 
     def _is_live(self) -> bool:
         """Whether the device thread takes its turns; a start may take as long as it does."""
@@ -345,40 +367,15 @@ class Server:
             self._over.set()
 
 
-def grpc_options(config: Config) -> list[tuple[str, int]]:
-    """gRPC's options: every limit is explicit, and clients may keep idle connections alive."""
-    message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
-    return [
-        ("grpc.max_receive_message_length", message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        # Two servers on one port would each hold half of the sequences.
-        ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # Identity only: a small compressed message could unfold to any size.
-        ("grpc.compression_enabled_algorithms_bitset", 1),
-    ]
-
-
-def _system_reason(error: OSError, flag: str) -> str:
-    """What the system says of a port, in parentheses, and what to do when it is in use; `flag` is the port's."""
-    hint = f": another server runs there; stop it, or give {flag}" if error.errno == errno.EADDRINUSE else ""
-    return f" ({error.strerror}){hint}"
-
-
-def _why_not_bound(host: str, port: int) -> str:
-    """Why nothing can listen on the port of --port, as a plain socket reports it; gRPC does not."""
-    try:
-        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as error:
-        return _system_reason(error, "--port")
-    return ""
+def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
+    """The library's reflection, as the link takes it too."""
+    servicer = reflection.aio.ReflectionServicer(names)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": handler})
 
 
 def _answers(path: str) -> bool:

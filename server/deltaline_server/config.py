@@ -138,6 +138,7 @@ class Config:
 
     host: str = setting("127.0.0.1", "network", "address to listen on, for steps and metrics")
     port: int = setting(50051, "network", "port of gRPC; 0 for any", low=0, high=65535)
+    front_ends: int = setting(0, "network", "processes that speak gRPC; 0: this one does", low=0, high=64)
     uds: str | None = setting(None, "network", "listen on this Unix socket as well", metavar="PATH")
     link: str | None = setting(None, "network", local_socket.LINK, metavar="PATH")
     link_group: str | None = setting(None, "network", local_socket.GROUP, metavar="NAME")
@@ -181,6 +182,8 @@ class Config:
             raise ConfigError(
                 f"--shared-memory-bytes: expected 0, as only Linux has it, got {self.shared_memory_bytes}"
             )
+        if self.front_ends and not local_socket.has_link():
+            raise ConfigError(f"--front-ends: expected 0, as only Linux has them, got {self.front_ends}")
         if self.adapter_root is not None and not self.adapter_bytes:
             raise ConfigError("--adapter-root: expected --adapter-bytes above 0 beside it, got 0")
         if self.adapter_root is not None and not Path(self.adapter_root).is_dir():

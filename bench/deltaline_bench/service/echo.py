@@ -25,8 +25,8 @@ import torch
 
 from deltaline_bench.service.size import CPU
 from deltaline_kernels import Rows
-from deltaline_server.app import grpc_options
 from deltaline_server.config import Config
+from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, grpc_options
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import ModelOptions, load_model
@@ -86,7 +86,7 @@ def handlers(name: str, answer: Answer) -> dict[str, Any]:
 
 async def serve(path: str, model_file: Path | None = None) -> None:
     """Serve until the process is ended. The options are the server's."""
-    server = grpc.aio.server(options=grpc_options(Config(random_init="none")))
+    server = grpc.aio.server(options=grpc_options(Config.inline_limit_bytes + MESSAGE_SLACK_BYTES))
     served = handlers("", echo)
     if model_file is not None:
         served |= handlers("-around-layer", echo_around(layer_work(model_file)))

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from deltaline import wire
+from deltaline.arena import Arena, map_sealed
 from deltaline.link import MAX_PACKET_BYTES
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
-from deltaline_client._arena import Arena, map_sealed
 from deltaline_client._arrays import Array, Shape
 from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
 from deltaline_client._transport.flow import Flow, Sleep, TakeMemory, call

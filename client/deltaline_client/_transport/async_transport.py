@@ -13,11 +13,12 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from deltaline.address import link_path, with_port
+from deltaline.conversation import Region
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disconnected, Unavailable
 from deltaline_client._transport.async_stream import AsyncStepStream, Mailbox
 from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
-from deltaline_client._transport.flow import Answer, Call, Found, Region, TakeMemory
+from deltaline_client._transport.flow import Answer, Call, Found, TakeMemory
 from deltaline_client._transport.link.asynchronous import AsyncLink
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.tracing import metadata

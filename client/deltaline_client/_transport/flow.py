@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import mmap
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast
@@ -92,9 +91,6 @@ class TakeMemory:
     size_bytes: int
     timeout_s: float
 
-
-Region: TypeAlias = tuple[int, mmap.mmap]
-"""Link memory: its number, and the mapping."""
 
 Answer: TypeAlias = tuple[int, Any]
 """The number of a Send, and its StepAnswer or the DeltalineError that took its place."""

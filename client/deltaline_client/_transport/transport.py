@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import grpc
 
 from deltaline.address import link_path, with_port
+from deltaline.conversation import Region
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeltalineError, Disconnected
 from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
-from deltaline_client._transport.flow import Answer, Call, Found, Region, TakeMemory
+from deltaline_client._transport.flow import Answer, Call, Found, TakeMemory
 from deltaline_client._transport.link.blocking import BlockingLink
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.stream import Mailbox, StepStream

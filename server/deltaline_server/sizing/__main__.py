@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.errors import shown
+from deltaline_server.front.ends.memory import link_bytes, most_bytes
+from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
 from deltaline_server.local_socket import OFF
 from deltaline_server.option import ConfigError, flag
 from deltaline_server.sizing.host import on_host
@@ -82,6 +84,10 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     lines.append("")
     if config.link not in (None, OFF):
         lines.append(f"on the host, for the local link's clients, at most: {_exact(config.link_memory_bytes)}")
+    if config.front_ends:
+        message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
+        bound = most_bytes(message_bytes) + link_bytes(message_bytes)
+        lines.append(f"on the host, for each of {_plural(config.front_ends, 'front end')}, at most: {_exact(bound)}")
     lines += [f"a line of all layers: {_exact(state.line_bytes)}"]
     if state.kv is not None:
         pages = _plural(sizes.pages_per_sequence, "page")

@@ -25,6 +25,19 @@ class DeviceCounts(Protocol):
     def bytes(self) -> int: ...
 
 
+class FrontEnds(Protocol):
+    """The processes that speak gRPC, where there are some."""
+
+    num_restarts: int
+
+    @property
+    def pids(self) -> list[int]: ...
+    @property
+    def num_calls(self) -> int: ...
+    @property
+    def cpu_s(self) -> float: ...
+
+
 def add_gauges(
     metrics: Metrics,
     *,
@@ -35,6 +48,7 @@ def add_gauges(
     link_connections: Callable[[], int],
     counts: Callable[[], DeviceCounts],
     adapters: AdapterRegistry | None,
+    front_ends: FrontEnds,
 ) -> None:
     """Let the metrics read these numbers. adapters: None where the server keeps none."""
     pages = table.pages
@@ -52,6 +66,8 @@ def add_gauges(
         ("queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows),
         ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),
         ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
+        ("front_ends", "Front ends that serve.", lambda: len(front_ends.pids)),
+        ("front_end_calls", "Calls in flight that came by front ends.", lambda: front_ends.num_calls),
         ("shared_memory_bytes", "Bytes of shared memory.", lambda: regions.used_bytes),
         ("link_connections", "Connections of the local link.", link_connections),
         ("link_memory_bytes", "Bytes of link memory.", lambda: link_regions.used_bytes),
@@ -72,6 +88,8 @@ def add_gauges(
         ("adapter_evictions", "Adapters that left the host.", of_adapters(lambda a: a.num_evicted)),
         ("adapter_slot_copies", "Copies of adapters to the device.", of_adapters(lambda a: a.places.num_copies)),
         ("adapter_slot_evictions", "Adapters that left the device.", of_adapters(lambda a: a.places.num_evicted)),
+        ("front_end_cpu_seconds", "Processor time of front ends.", lambda: front_ends.cpu_s),
+        ("front_end_restarts", "Front ends that ended and were started again.", lambda: front_ends.num_restarts),
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
     ):
         metrics.total(f"deltaline_{name}", text, read)

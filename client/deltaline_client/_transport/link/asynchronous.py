@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from deltaline import link
+from deltaline.conversation import Conversation, Region
+from deltaline.link_socket import LinkSocket
 from deltaline.wire import Buffer
-from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Unavailable
-from deltaline_client._transport.flow import Answer, Call, Region
-from deltaline_client._transport.link.connect import FD_SPACE, received_files
-from deltaline_client._transport.link.conversation import Conversation, answer_of
+from deltaline_client._exceptions import DeadlineExceeded, DeltalineError
+from deltaline_client._transport.flow import Answer, Call
+from deltaline_client._transport.link.answer import answer_of
 from deltaline_client._transport.link.steps import LinkSteps
+from deltaline_client._transport.statuses import from_status
 from deltaline_client._transport.tracing import metadata
 
 T = TypeVar("T")
@@ -26,30 +28,27 @@ class AsyncLink:
     """A connection, of one event loop. `send` raises nothing for one that broke: its mailbox gets the error."""
 
     def __init__(self, connected: socket.socket, welcome: link.Welcome) -> None:
-        self._socket, self._loop = connected, asyncio.get_running_loop()
-        self._conversation = Conversation(welcome.message_bytes)
+        self._conversation = Conversation(welcome.message_bytes, from_status)
+        self._socket = LinkSocket(connected, self._conversation)
         self._steps = LinkSteps(self._conversation)
-        self._buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
-        self._is_full = False
-        # Set whenever packets have come or gone.
-        self._moved = asyncio.Event()
-        self._loop.add_reader(connected, self._read)
 
     @property
     def is_over(self) -> bool:
         """Whether it carries nothing more."""
-        return self._conversation.error is not None
+        return self._socket.is_over
 
     def send(self, number: int, request: Sequence[Buffer], mailbox: asyncio.Queue[Answer]) -> None:
         """Send a step; its answer comes to the mailbox under `number`."""
         self._steps.send(number, request, mailbox.put_nowait)
-        self._flush()
+        self._socket.flush()
 
     async def call(self, command: Call) -> Any:
         """Make one attempt at a method. Raises DeltalineError."""
         bodies: list[bytes] = []
-        ended: asyncio.Future[DeltalineError | None] = self._loop.create_future()
+        ended: asyncio.Future[DeltalineError | None] = asyncio.get_running_loop().create_future()
         conversation, method, request = self._conversation, command.method, command.request
+        if conversation.error is not None:
+            raise conversation.error
         call = conversation.begin(
             method.path,
             bodies.append,
@@ -65,25 +64,24 @@ class AsyncLink:
                     # In a thread: the next part may have to be read from a disk first.
                     while (part := await asyncio.to_thread(next, request, None)) is not None and not ended.done():
                         conversation.send(call, part.SerializeToString())
-                        self._flush()
+                        self._socket.flush()
                         while call.outbox and not ended.done():
-                            self._moved.clear()
-                            await self._moved.wait()
+                            await self._socket.until_moved()
                     conversation.send(call, None, is_last=True)
-                self._flush()
+                self._socket.flush()
                 error = await ended
         except TimeoutError as late:
             raise DeadlineExceeded("no answer in time") from late
         finally:
             conversation.cancel(call)
-            self._flush()
+            self._socket.flush()
         return answer_of(method, bodies, error)
 
     async def memory(self, size_bytes: int, timeout_s: float) -> Region:
         """Link memory of at least so many bytes, for as long as the connection lives. Raises DeltalineError."""
-        made: asyncio.Future[Region | DeltalineError] = self._loop.create_future()
+        made: asyncio.Future[Region | DeltalineError] = asyncio.get_running_loop().create_future()
         self._conversation.ask_memory(size_bytes, partial(_settle, made))
-        self._flush()
+        self._socket.flush()
         try:
             async with asyncio.timeout(timeout_s):
                 result = await made
@@ -95,53 +93,7 @@ class AsyncLink:
 
     def close(self, error: DeltalineError) -> None:
         """End it: what waits gets the error. Idempotent."""
-        if self._socket.fileno() >= 0:
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
-            self._socket.close()
-        self._conversation.fail(error)
-        self._moved.set()
-
-    def _read(self) -> None:
-        """Take a packet."""
-        try:
-            size, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], FD_SPACE)
-        except (BlockingIOError, ConnectionResetError):  # told once, ahead of the last packets
-            return
-        except OSError:
-            size, ancillary = 0, []
-        if size:
-            self._conversation.received(self._buffer[:size], received_files(ancillary) if ancillary else ())
-        self._moved.set()
-        if size and self._conversation.error is None:
-            if self._conversation.unsent or self._conversation.control:
-                self._flush()
-        else:
-            self.close(Unavailable("the local link broke"))
-
-    def _flush(self) -> None:
-        if self._conversation.error is not None:
-            return
-        is_full = not self._conversation.flush(self._write)
-        if is_full != self._is_full:
-            self._is_full = is_full
-            if is_full:
-                self._loop.add_writer(self._socket, self._write_more)
-            else:
-                self._loop.remove_writer(self._socket)
-
-    def _write_more(self) -> None:
-        self._flush()
-        self._moved.set()
-
-    def _write(self, pieces: Sequence[Buffer]) -> bool:
-        try:
-            self._socket.sendmsg(pieces)
-        except BlockingIOError:
-            return False
-        except OSError:  # what the server said before is read first
-            return True
-        return True
+        self._socket.close(error)
 
 
 def _settle(waiting: asyncio.Future[T], result: T) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 from google.protobuf.message import Message
 
 from deltaline import link
+from deltaline.conversation import Conversation, Region
+from deltaline.link_socket import FD_SPACE, received_files
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Unavailable
-from deltaline_client._transport.flow import Answer, Call, Region
-from deltaline_client._transport.link.connect import FD_SPACE, received_files
-from deltaline_client._transport.link.conversation import Conversation, answer_of
+from deltaline_client._transport.flow import Answer, Call
+from deltaline_client._transport.link.answer import answer_of
 from deltaline_client._transport.link.steps import LinkSteps
+from deltaline_client._transport.statuses import from_status
 from deltaline_client._transport.tracing import metadata
 
 _LONGEST_POLL_S = 3600.0
@@ -30,7 +32,7 @@ class BlockingLink:
 
     def __init__(self, connected: socket.socket, welcome: link.Welcome) -> None:
         self._socket = connected
-        self._conversation = Conversation(welcome.message_bytes)
+        self._conversation = Conversation(welcome.message_bytes, from_status)
         self._steps = LinkSteps(self._conversation)
         self._buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
         self._poll = select.poll()
@@ -60,6 +62,8 @@ class BlockingLink:
         ends: list[DeltalineError | None] = []
         until_s = time.monotonic() + command.timeout_s
         conversation, method, request = self._conversation, command.method, command.request
+        if conversation.error is not None:
+            raise conversation.error
         call = conversation.begin(
             method.path, bodies.append, ends.append, timeout_s=command.timeout_s, metadata=metadata()
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from deltaline import link
 from deltaline_client._exceptions import Unavailable
 
 WELCOME_TIMEOUT_S = 5.0
-# Room for the descriptors of a packet: it has one at most.
-FD_SPACE = 64
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -50,12 +47,6 @@ def connect(where: Where) -> tuple[socket.socket, link.Welcome]:
         raise
     connected.setblocking(False)
     return connected, welcome
-
-
-def received_files(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors that came with a packet."""
-    is_files = socket.SOL_SOCKET, getattr(socket, "SCM_RIGHTS", None)
-    return [fd for level, kind, data in ancillary if (level, kind) == is_files for fd in memoryview(data).cast("i")]
 
 
 def _check_user(connected: socket.socket, where: Where) -> None:

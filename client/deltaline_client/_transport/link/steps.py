@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from deltaline.conversation import Conversation, LinkCall
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._transport.flow import Answer
-from deltaline_client._transport.link.conversation import Conversation, LinkCall
 from deltaline_client._transport.messages import read_stream_response, stream_request
 from deltaline_client._transport.methods import STEP_STREAM
 from deltaline_client._transport.pending import Pending
@@ -17,9 +17,9 @@ from deltaline_client._transport.tracing import metadata, traceparent
 class LinkSteps:
     """Sends steps, and hands their answers to whom they are for."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation[DeltalineError]) -> None:
         self._conversation = conversation
-        self._call: LinkCall | None = None
+        self._call: LinkCall[DeltalineError] | None = None
         self._pending = Pending()
 
     def send(self, number: int, request: Sequence[Buffer], deliver: Callable[[Answer], object]) -> None:

@@ -17,14 +17,13 @@ from deltaline import link
 from deltaline_server.errors import RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.interceptor import Context, bug
+from deltaline_server.front.link.held import Share
 
 _DETAILS = "grpc-status-details-bin"
 
 
 class Line(Protocol):
     """What a call needs of its connection."""
-
-    peer: str
 
     def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> bytes:
         """The bytes of a message that came; num_taken: what the client may send for it. Raises RequestError."""
@@ -37,14 +36,18 @@ class Line(Protocol):
 
 
 class Call:
-    """A call, from its packet to its status. room: set while a reply waits for the client's Place.
+    """A call, from its packet to its status. share: what it makes the server hold counts to it. room: set while a reply
+    waits for the client's Place.
 
     To handlers it is what grpc.aio's context is to them: `read`, `abort`, `time_remaining` and their kin.
     """
 
-    def __init__(self, line: Line, number: int, handler: Any, metadata: link.Metadata, timeout_us: int) -> None:
-        """handler: one that the Interceptor has wrapped."""
-        self._line, self.number, self._handler, self._metadata = line, number, handler, metadata
+    def __init__(
+        self, line: Line, number: int, handler: Any, metadata: link.Metadata, timeout_us: int, client: str, share: Share
+    ) -> None:
+        """handler: one that the Interceptor has wrapped. client: who it is from."""
+        self._line, self.number, self._client, self.share = line, number, client, share
+        self._handler, self._metadata = handler, metadata
         self._deadline_s = time.monotonic() + timeout_us * 1e-6 if timeout_us else None
         self._messages: deque[bytes | link.Place] = deque()
         self._has_all = False
@@ -52,6 +55,7 @@ class Call:
         self._num_taken = 0
         self._code, self._text, self._trailing = grpc.StatusCode.OK, "", cast("Sequence[tuple[str, str | bytes]]", ())
         self.room: asyncio.Future[link.Place] | None = None
+        self._unread_bytes, self._has_read = 0, asyncio.Event()
         self.is_over = False
 
     # -- what comes from the client --------------------------------------------------------------------------------
@@ -68,11 +72,25 @@ class Call:
         if self._came is not None and not self._came.done():
             self._came.set_result(None)
 
-    def drop(self) -> int:
-        """Let go of the messages that the handler did not read; return the bytes of those that came in packets."""
+    def was_read(self, num_bytes: int) -> None:
+        """The front end's client has read so many bytes of replies."""
+        self._unread_bytes -= num_bytes
+        self._has_read.set()
+
+    async def until_read(self, num_bytes: int) -> None:
+        """A reply of so many bytes went to a front end: wait until its client has few to read."""
+        self._unread_bytes += num_bytes
+        while self._unread_bytes >= link.UNREAD_BYTES:
+            self._has_read.clear()
+            await self._has_read.wait()
+
+    def drop(self) -> tuple[int, list[link.Place]]:
+        """Let go of the messages that the handler did not read: the bytes of those that came in packets, and where the
+        others lie."""
         num_bytes = sum(len(message) for message in self._messages if isinstance(message, bytes))
+        places = [message for message in self._messages if isinstance(message, link.Place)]
         self._messages.clear()
-        return num_bytes
+        return num_bytes, places
 
     async def run(self) -> None:
         """Let the handler answer."""
@@ -124,7 +142,8 @@ class Call:
             await self._came
         message = self._messages.popleft()
         self._num_taken += 1
-        is_due = isinstance(message, link.Place) or self._num_taken >= link.STREAM_MESSAGES // 2
+        is_due = len(message) > link.MAX_PACKET_BYTES if isinstance(message, bytes) else True
+        is_due = is_due or self._num_taken >= link.STREAM_MESSAGES // 2
         num_taken, self._num_taken = (self._num_taken, 0) if is_due else (0, self._num_taken)
         return self._line.read_message(self, message, num_taken)
 
@@ -141,7 +160,7 @@ class Call:
 
     def peer(self) -> str:
         """Who is at the other end."""
-        return self._line.peer
+        return self._client
 
     def invocation_metadata(self) -> link.Metadata:
         """What came with the call."""

@@ -24,6 +24,8 @@ from deltaline_server.log import event
 from deltaline_server.memory.regions import Regions
 from deltaline_server.scheduling.observer import Observer
 
+# Calls of a front end at a time: they are those of all its clients.
+MAX_FRONT_END_CALLS = 16_384
 # Regions of link memory that a connection may have at a time.
 MAX_REGIONS = 8
 
@@ -45,12 +47,25 @@ class Served:
 
 
 class Connection:
-    """A client's socket. It belongs to the event loop; `end` ends it, and its calls with it."""
+    """A client's socket, or a front end's. It belongs to the event loop; `end` ends it, and its calls with it.
+
+    A front end says whom its calls are from. None of its clients should suffer for another, so what a call makes the
+    server hold counts to the call, and its messages don't stay in memory that all of them need.
+    """
 
     def __init__(
-        self, served: Served, connected: socket.socket, peer: str, on_end: Callable[[Connection], None]
+        self,
+        served: Served,
+        connected: socket.socket,
+        peer: str,
+        on_end: Callable[[Connection], None],
+        *,
+        is_front_end: bool = False,
     ) -> None:
-        self.peer, self._served, self._socket, self._on_end = peer, served, connected, on_end
+        self._peer, self._served, self._socket, self._on_end = peer, served, connected, on_end
+        self._is_front_end = is_front_end
+        self._max_calls = MAX_FRONT_END_CALLS if is_front_end else link.MAX_CALLS
+        self._kinds = {link.MESSAGE, link.CANCEL, link.ROOM} | ({link.TAKEN} if is_front_end else set())
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, Call] = {}
         self._tasks: dict[Call, asyncio.Task[None]] = {}
@@ -86,7 +101,7 @@ class Connection:
         if why:
             if not self._outbox:
                 self._write(link.pack(link.GOODBYE), why.encode())
-            event(_log, "link connection ended", peer=self.peer, why=why)
+            event(_log, "link connection ended", peer=self._peer, why=why)
         self._is_over = True
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
@@ -132,7 +147,7 @@ class Connection:
         """Do what a packet says. Raises LinkError."""
         envelope = link.read(packet)
         kind, number = envelope.kind, envelope.call
-        if envelope.client:
+        if envelope.client and not self._is_front_end:
             raise link.LinkError("expected no asserted client on a socket that clients connect to")
         if kind == link.CALL:
             if number <= self._last_call:
@@ -148,17 +163,20 @@ class Connection:
             self._makers.add(making)
             making.add_done_callback(self._makers.discard)
             return
-        if kind not in (link.MESSAGE, link.CANCEL, link.ROOM):
+        if kind not in self._kinds:
             raise link.LinkError(f"expected a packet of a client, got the kind {kind}")
         call = self._calls.get(number)
         if call is None:  # over, and the client did not know yet
             if number > self._last_call:
                 raise link.LinkError(f"expected a call that has begun, got {number}")
+            if envelope.flags & link.PLACED:
+                self._let_go(number, link.Place.read(packet[envelope.body_at :]))
         elif kind == link.MESSAGE:
-            call.add(self._message(envelope, packet), bool(envelope.flags & link.LAST))
+            call.add(self._message(call, envelope, packet), bool(envelope.flags & link.LAST))
+        elif kind == link.TAKEN:
+            call.was_read(envelope.amount)
         elif kind == link.CANCEL:
-            self._forget(call)
-            self._tasks[call].cancel()
+            self._tasks[call].cancel()  # its status says when memory for its reply is no longer written to
         elif call.room is None or call.room.done():
             raise link.LinkError(f"expected no room for a reply of call {number}, which asked for none")
         else:
@@ -167,14 +185,20 @@ class Connection:
     def _begin(self, envelope: link.Envelope, packet: memoryview) -> None:
         """Begin a call. Raises LinkError."""
         handler, timeout_us = self._served.find(envelope.method), envelope.amount
-        call = Call(self, envelope.call, handler, link.read_metadata(envelope.metadata), timeout_us)
-        call.add(self._message(envelope, packet), bool(envelope.flags & link.LAST))
-        if handler is None:
+        client, share = self._peer, self._share
+        if self._is_front_end:
+            client, share = envelope.client.decode(), self._served.held.join(lambda why: self._overfull(call, why))
+        metadata = link.read_metadata(envelope.metadata)
+        call = Call(self, envelope.call, handler, metadata, timeout_us, client, share)
+        call.add(self._message(call, envelope, packet), bool(envelope.flags & link.LAST))
+        if call.is_over:
+            self._drop(call)
+        elif handler is None:
             self._refuse(call, status_pb2.Status(code=_UNIMPLEMENTED, message="the method is not known"))
         elif self._is_stopping:
             self._refuse(call, self._counted(Refusal(Reason.STOPPING, "the server is stopping")))
-        elif len(self._tasks) == link.MAX_CALLS:
-            why = f"{link.MAX_CALLS} calls of this connection are in flight, which is the most"
+        elif len(self._tasks) == self._max_calls:
+            why = f"{self._max_calls} calls of this connection are in flight, which is the most"
             self._refuse(call, self._counted(Refusal(Reason.TOO_MANY_IN_FLIGHT, why, retry_after_s=0.01)))
         else:
             self._calls[call.number] = call
@@ -183,22 +207,34 @@ class Connection:
             if timeout_us:
                 self._timers[call] = self._loop.call_later(timeout_us * 1e-6, self._expire, call)
 
-    def _message(self, envelope: link.Envelope, packet: memoryview) -> bytes | link.Place | None:
+    def _message(self, call: Call, envelope: link.Envelope, packet: memoryview) -> bytes | link.Place | None:
         """What a packet has for a handler. Raises LinkError."""
         if envelope.flags & link.EMPTY:
             return None
-        body = packet[envelope.body_at :]
+        body: memoryview | bytes = packet[envelope.body_at :]
         if envelope.flags & link.PLACED:
-            return link.Place.read(body)
-        self._served.held.take(self._share, len(body))
+            place = link.Place.read(body)
+            if not self._is_front_end:
+                return place
+            if place.size > self._served.message_bytes:
+                raise link.LinkError(f"expected at most {self._served.message_bytes} bytes, got {place.size}")
+            body = self._served.regions.copy_out(*place)
+            self._let_go(call.number, place)
+        self._served.held.take(call.share, len(body))
         if self._is_over:
             raise link.LinkError("the connection was ended: it held the most")
         return bytes(body)
 
+    def _overfull(self, call: Call, why: str) -> None:
+        """End a call, which may have no task yet."""
+        self.end_call(call, status_pb2.Status(code=_UNAVAILABLE, message=why))
+        if call in self._tasks:
+            self._tasks[call].cancel()
+
     def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> bytes:
         """The bytes of a message; num_taken: what the client may send for it. Raises RequestError."""
         if isinstance(message, bytes):
-            self._served.held.give_back(self._share, len(message))
+            self._served.held.give_back(call.share, len(message))
             if num_taken:
                 self._write(link.pack(link.TAKEN, call.number, amount=num_taken))
             return message
@@ -208,8 +244,21 @@ class Connection:
                 Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
             )
         body = self._served.regions.copy_out(*message)
-        self._write(link.pack(link.TAKEN, call.number, amount=num_taken, flags=link.PLACED), message.packed())
+        self._let_go(call.number, message, num_taken)
         return body
+
+    def _let_go(self, number: int, place: link.Place, num_taken: int = 0) -> None:
+        """Tell the client that the place of a call's message is its own again."""
+        self._write(link.pack(link.TAKEN, number, amount=num_taken, flags=link.PLACED), place.packed())
+
+    def _drop(self, call: Call) -> None:
+        """Let go of what a call's handler did not read."""
+        num_bytes, places = call.drop()
+        self._served.held.give_back(call.share, num_bytes)
+        for place in places:
+            self._let_go(call.number, place)
+        if call.share is not self._share:
+            self._served.held.leave(call.share)
 
     async def _make_memory(self, number: int, size: int) -> None:
         """Give the client link memory, or a status that says why not."""
@@ -231,27 +280,31 @@ class Connection:
 
     async def reply(self, call: Call, body: bytes, flags: int) -> None:
         """Send a message of a call, and return once its reader has room for another. Raises RequestError."""
-        if len(body) + link.ENVELOPE.size > link.MAX_PACKET_BYTES:
+        num_bytes = len(body)
+        if num_bytes + link.ENVELOPE.size > link.MAX_PACKET_BYTES:
             body, flags = await self._placed(call, body), flags | link.PLACED
         if call.is_over:
             return
         self._write(link.pack(link.MESSAGE, call.number, flags=flags), body)
         if flags & link.LAST:
             self._forget(call)
-        elif self._outbox:
+            return
+        if self._outbox:
             await self._drained.wait()
+        if self._is_front_end:
+            await call.until_read(num_bytes)
 
     async def _placed(self, call: Call, body: bytes) -> bytes:
         """Write a message into memory that the client names for it; return the Place. Raises RequestError."""
         num_bytes = len(body)
         call.room = self._loop.create_future()
-        self._served.held.take(self._share, num_bytes)
+        self._served.held.take(call.share, num_bytes)
         try:
             self._write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
             place = (await call.room)._replace(size=num_bytes)
             self._served.regions.copy_in(place.region, place.offset, body)
         finally:
-            self._served.held.give_back(self._share, num_bytes)
+            self._served.held.give_back(call.share, num_bytes)
         return place.packed()
 
     def end_call(self, call: Call, status: status_pb2.Status) -> None:
@@ -266,7 +319,7 @@ class Connection:
     def _refuse(self, call: Call, status: status_pb2.Status) -> None:
         """End a call whose handler has not begun."""
         self.end_call(call, status)
-        self._served.held.give_back(self._share, call.drop())
+        self._drop(call)
 
     def _counted(self, refusal: Refusal) -> status_pb2.Status:
         self._served.observer.refused(refusal.reason, 1)
@@ -289,7 +342,7 @@ class Connection:
         """The call's handler is over: of one that was cancelled, what it left goes back here."""
         del self._tasks[call]
         self.end_call(call, status_pb2.Status(code=_CANCELLED, message="the call was cancelled"))
-        self._served.held.give_back(self._share, call.drop())
+        self._drop(call)
 
     def _write(self, *pieces: bytes, fd: int = -1) -> None:
         """Send a packet, behind those that wait. While any wait the client is not read: it has to read first."""
@@ -333,7 +386,12 @@ class Connection:
         self._drained.set()
 
 
-_UNIMPLEMENTED, _DEADLINE_EXCEEDED, _CANCELLED = (
+_UNIMPLEMENTED, _DEADLINE_EXCEEDED, _CANCELLED, _UNAVAILABLE = (
     code.value[0]
-    for code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+    for code in (
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNAVAILABLE,
+    )
 )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+# Of replies that are not read and of messages that wait for handlers, all connections together.
+HELD_BYTES = 256 * 2**20
+
 
 @dataclass(eq=False)
 class Share:

@@ -1,4 +1,4 @@
-"""The link's server: takes connections, and finds the handlers of their calls."""
+"""The link's server: takes connections."""
 
 from __future__ import annotations
 
@@ -6,36 +6,17 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
-
-import grpc
 
 from deltaline import link
-from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.link.connection import Connection, Served
-from deltaline_server.front.link.held import Held
 from deltaline_server.front.link.socket_file import SocketFile
-from deltaline_server.memory.regions import Regions
-from deltaline_server.scheduling.observer import Observer
 
 MAX_CONNECTIONS = 256
-# Of replies that are not read and of messages that wait for handlers, all connections together.
-HELD_BYTES = 256 * 2**20
 # How long to wait when the process has no file descriptor to spare.
 RETRY_ACCEPT_S = 0.1
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
-
-
-@dataclass(frozen=True)
-class _Details(grpc.HandlerCallDetails):
-    """What a handler is looked up by."""
-
-    method: str
-    invocation_metadata: tuple[()] = ()
 
 
 class Listener:
@@ -44,7 +25,6 @@ class Listener:
     def __init__(self, file: SocketFile | None) -> None:
         """file: None where there is no link."""
         self._file, self._connections = file, set[Connection]()
-        self._wrapped: dict[bytes, Any] = {}
         self._retry: asyncio.TimerHandle | None = None
 
     @property
@@ -57,24 +37,11 @@ class Listener:
         """Connections that are open."""
         return len(self._connections)
 
-    def serve(
-        self,
-        handlers: Sequence[grpc.GenericRpcHandler],
-        interceptor: Interceptor,
-        *,
-        regions: Regions,
-        observer: Observer,
-        server_epoch: int,
-        message_bytes: int,
-    ) -> None:
-        """Take connections. handlers: of the services, as gRPC gets them. regions: link memory. message_bytes: most
-        bytes of a request."""
-        if self._file is None:
-            return
-        self._handlers, self._interceptor = handlers, interceptor
-        buffer, held = memoryview(bytearray(link.MAX_PACKET_BYTES)), Held(HELD_BYTES)
-        self._served = Served(self._find, regions, held, observer, server_epoch, message_bytes, buffer)
-        self._listen(self._file)
+    def serve(self, served: Served) -> None:
+        """Take connections."""
+        if self._file is not None:
+            self._served = served
+            self._listen(self._file)
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections and calls, give those in flight so many seconds, and end all. Idempotent."""
@@ -92,16 +59,6 @@ class Listener:
         for connection in list(self._connections):
             connection.end("the server stops")
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _find(self, method: bytes) -> Any:
-        """The wrapped handler of a method, None for an unknown one."""
-        found = self._wrapped.get(method)
-        if found is None:
-            name = method.decode(errors="replace")
-            handler = next(filter(None, (one.service(_Details(name)) for one in self._handlers)), None)
-            if handler is not None:
-                self._wrapped[method] = found = self._interceptor.wrap(handler, name)
-        return found
 
     def _listen(self, file: SocketFile) -> None:
         asyncio.get_running_loop().add_reader(file.socket, self._accept, file)

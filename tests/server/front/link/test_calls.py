@@ -85,6 +85,8 @@ async def test_health_answers_and_watches(raw: RawLink) -> None:
     first = await raw.receive()
     assert first is not None and (first.kind, first.envelope.call) == (link.MESSAGE, number)
     await raw.send(link.pack(link.CANCEL, number))
+    ended = await raw.receive()
+    assert ended is not None and (ended.envelope.call, ended.status.code) == (number, code_pb2.CANCELLED)
     assert await raw.call("/grpc.health.v1.Health/Check")
 
 

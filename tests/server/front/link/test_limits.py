@@ -59,10 +59,12 @@ async def test_a_step_has_until_its_deadline_and_no_longer(raw: RawLink) -> None
     assert again.outcome[0] != pb.ROW_OUTCOME_REFUSED
 
 
-async def test_a_cancelled_call_is_over_and_says_nothing(raw: RawLink, server: Server) -> None:
+async def test_a_cancelled_call_says_when_it_is_over_and_nothing_more(raw: RawLink, server: Server) -> None:
     number = await raw.begin(STREAM, flags=link.EMPTY)
     await raw.send(link.pack(link.CANCEL, number))
-    await until(lambda: handled(server, "StepStream", "Canceled") == 1)
+    over = await raw.receive()
+    assert over is not None and (over.envelope.call, over.status.code) == (number, code_pb2.CANCELLED)
+    assert handled(server, "StepStream", "Canceled") == 1
     for late in (link.pack(link.CANCEL, number), link.pack(link.MESSAGE, number), link.pack(link.ROOM, number)):
         await raw.send(late)
     assert await raw.call(INFO)  # and nothing came before its answer

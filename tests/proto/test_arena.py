@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from deltaline_client._arena import ALIGNMENT, Arena
+from deltaline.arena import ALIGNMENT, Arena
 
 SIZE = 1 << 16
 

@@ -1,75 +1,90 @@
-"""What is said on one connection of the link, without the socket: calls that go out, answers that come in.
+"""What a client says and hears on one connection of the link, without the socket.
 
-Whoever has the socket hands packets to `received` and lets `flush` write; both may call back.
+Whoever has the socket hands packets to `received` and lets `flush` write; both may call back. What an error is, is the
+client's to say (E): it makes one of a google.rpc.Status.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from google.rpc import status_pb2
+from google.rpc import code_pb2, status_pb2
+from numpy.typing import NDArray
 
 from deltaline import link
+from deltaline.arena import Arena, map_sealed
 from deltaline.wire import Buffer
-from deltaline_client._arena import Arena, map_sealed
-from deltaline_client._arrays import Array
-from deltaline_client._exceptions import DeltalineError, ProtocolError, Unavailable
-from deltaline_client._transport.flow import Method, Region
-from deltaline_client._transport.statuses import from_status
+
+E = TypeVar("E")
+Array: TypeAlias = NDArray[Any]
 
 Write: TypeAlias = Callable[[Sequence[Buffer]], bool]
 """Writes a packet, given in pieces. False when the socket is full: nothing is written."""
 
+_NO_HEAD: dict[str, Any] = {}
 _MAX_TIMEOUT_S = 1e9
 _MAX_BODY = link.MAX_PACKET_BYTES - link.ENVELOPE.size
 
 
-class LinkCall:
+class Region(NamedTuple):
+    """Link memory: its number, and the mapping."""
+
+    number: int
+    mapping: mmap.mmap
+
+
+class LinkCall(Generic[E]):
     """A call. on_message: gets each message that comes. on_end: gets its error, None where it ended well; called once,
     and nothing is called after it."""
 
     def __init__(
         self,
-        number: int,
         head: dict[str, Any],
         on_message: Callable[[bytes], object],
-        on_end: Callable[[DeltalineError | None], object],
+        on_end: Callable[[E | None], object],
     ) -> None:
-        self.number, self.head, self.on_message, self.on_end = number, head, on_message, on_end
+        self.head, self.on_message, self.on_end = head, on_message, on_end
+        # Its number, from when it goes: calls that wait for memory are overtaken, and numbers have to rise. 0 before.
+        self.number = 0
+        self.head_bytes = sum(len(head[name]) for name in ("method", "metadata", "client"))
         # Messages, None for the mere end, each with its flags.
         self.outbox: deque[tuple[bytes | None, int]] = deque()
         self.credit = link.STREAM_MESSAGES
-        self.is_begun = self.is_over = False
-        # The packet of the first message in the outbox, once it is made: it may hold memory.
-        self.packet: tuple[bytes, bytes] | None = None
+        self.is_over = False
+        # The body and flags of the first message in the outbox, once they are made: it may hold memory.
+        self.body: tuple[bytes, int] | None = None
         # Memory for a reply that the server has asked for: its size, and the array once there was room.
         self.room_bytes = 0
         self.room: Array | None = None
 
 
-class Conversation:
+class Conversation(Generic[E]):
     """The calls of a connection. For one thread at a time; `error` is set when it is over."""
 
-    def __init__(self, message_bytes: int) -> None:
-        """message_bytes: most bytes of a message, as the server has told."""
+    def __init__(self, message_bytes: int, read_status: Callable[[status_pb2.Status], E]) -> None:
+        """message_bytes: most bytes of a message, as the server has told. read_status: makes the error of a status."""
+        self._read_status = read_status
         self._arena_bytes = 2 * message_bytes
-        self._calls: dict[int, LinkCall] = {}
+        self._calls: dict[int, LinkCall[E]] = {}
         # What waits to be sent: calls with messages, and packets that go ahead of them.
-        self.unsent: dict[int, LinkCall] = {}
+        self.unsent: dict[LinkCall[E], None] = {}
         self.control: deque[bytes] = deque()
-        self._waiting_for_room: list[LinkCall] = []
-        self._makers: dict[int, Callable[[Region | DeltalineError], object]] = {}
+        self._waiting_for_room: list[LinkCall[E]] = []
+        self._makers: dict[int, Callable[[Region | E], object]] = {}
         self._last = 0
         self._arena: tuple[int, Arena] | None = None
         self._is_arena_asked = False
         # What lies in memory until the server has copied it out, by offset.
         self._placed: dict[int, Array] = {}
-        self.error: DeltalineError | None = None
+        # Of calls that were given up, what the server may still write a reply to.
+        self._given_up: dict[int, Array] = {}
+        self.error: E | None = None
 
     # -- out -------------------------------------------------------------------------------------------------------
 
@@ -77,36 +92,40 @@ class Conversation:
         self,
         path: str,
         on_message: Callable[[bytes], object],
-        on_end: Callable[[DeltalineError | None], object],
+        on_end: Callable[[E | None], object],
         *,
         timeout_s: float | None = None,
         metadata: link.Metadata | None = None,
-    ) -> LinkCall:
-        """Begin a call; its first `send` goes with it. timeout_s: None for none. Raises `error`."""
-        if self.error is not None:
-            raise self.error
-        self._last += 1
+        client: bytes = b"",
+    ) -> LinkCall[E]:
+        """Begin a call of a connection that is not over; its first `send` goes with it. timeout_s: None for none.
+        client: who it is from, where a front end says so."""
         amount = 0 if timeout_s is None else round(min(max(timeout_s, 1e-6), _MAX_TIMEOUT_S) * 1e6)
-        head = {"amount": amount, "method": path.encode(), "metadata": link.pack_metadata(metadata)}
-        call = self._calls[self._last] = LinkCall(self._last, head, on_message, on_end)
-        return call
+        head = {"amount": amount, "method": path.encode(), "metadata": link.pack_metadata(metadata), "client": client}
+        return LinkCall(head, on_message, on_end)
 
-    def send(self, call: LinkCall, message: bytes | None, *, is_last: bool = False) -> None:
+    def send(self, call: LinkCall[E], message: bytes | None, *, is_last: bool = False) -> None:
         """Let a message go with the next `flush`; None for the mere end. Of a call that is over, nothing goes."""
         if call.is_over:
             return
         flags = (link.LAST if is_last else 0) | (link.EMPTY if message is None else 0)
         call.outbox.append((message, flags))
-        self.unsent[call.number] = call
+        self.unsent[call] = None
 
-    def cancel(self, call: LinkCall) -> None:
+    def cancel(self, call: LinkCall[E]) -> None:
         """Give a call up: nothing is called back for it any more."""
         if not call.is_over:
             self._forget(call)
-            if call.is_begun:
+            if call.room is not None:
+                self._given_up[call.number], call.room = call.room, None
+            if call.number:
                 self.control.append(link.pack(link.CANCEL, call.number))
 
-    def ask_memory(self, size: int, on_done: Callable[[Region | DeltalineError], object]) -> None:
+    def took(self, call: LinkCall[E], num_bytes: int) -> None:
+        """A front end's client has read so many bytes of a call's replies."""
+        self.control.append(link.pack(link.TAKEN, call.number, amount=num_bytes))
+
+    def ask_memory(self, size: int, on_done: Callable[[Region | E], object]) -> None:
         """Ask for link memory of at least so many bytes."""
         if self.error is not None:
             on_done(self.error)
@@ -121,27 +140,32 @@ class Conversation:
             if not write((self.control[0],)):
                 return False
             self.control.popleft()
-        for call in list(self.unsent.values()):
+        for call in list(self.unsent):
             while call.outbox and call.credit:
-                if call.packet is None:
-                    call.packet = self._packet(call)
-                if call.packet is None:
+                call.body = call.body or self._body(call)
+                if call.body is None:
                     break  # until there is memory
-                if not write(call.packet):
+                body, flags = call.body
+                number, kind, head = call.number, link.MESSAGE, _NO_HEAD
+                if not number:
+                    number, kind, head = self._last + 1, link.CALL, call.head
+                if not write((link.pack(kind, number, flags=flags, **head), body)):
                     return False
-                call.packet, call.is_begun = None, True
+                if kind == link.CALL:
+                    self._last = call.number = number
+                    self._calls[number] = call
+                call.body = None
                 call.credit -= call.outbox.popleft()[0] is not None
             if not call.outbox:
-                self.unsent.pop(call.number, None)
+                self.unsent.pop(call, None)
         # What memory was asked for just now goes as well.
         return not self.control or self.flush(write)
 
-    def _packet(self, call: LinkCall) -> tuple[bytes, bytes] | None:
-        """The packet of a call's next message; None while there is no memory for it."""
+    def _body(self, call: LinkCall[E]) -> tuple[bytes, int] | None:
+        """The body of a call's next message, and its flags; None while there is no memory for it."""
         message, flags = call.outbox[0]
-        kind, head = (link.MESSAGE, {}) if call.is_begun else (link.CALL, call.head)
         body = message or b""
-        if len(body) > _MAX_BODY - sum(map(len, (head.get("method", b""), head.get("metadata", b"")))):
+        if len(body) > _MAX_BODY - (0 if call.number else call.head_bytes):
             array = self._memory(len(body))
             if array is None or self._arena is None:
                 return None
@@ -149,8 +173,8 @@ class Conversation:
             number, arena = self._arena
             place = link.Place(number, arena.offset(array) or 0, len(body))
             self._placed[place.offset] = array
-            body, flags = place.packed(), flags | link.PLACED
-        return link.pack(kind, call.number, flags=flags, **head), body
+            return place.packed(), flags | link.PLACED
+        return body, flags
 
     def _memory(self, size: int) -> Array | None:
         """An array uint8 [size] in link memory, None while there is none."""
@@ -161,12 +185,12 @@ class Conversation:
             return None
         return self._arena[1].empty((size,), "u1")
 
-    def _take_arena(self, made: Region | DeltalineError) -> None:
-        if isinstance(made, DeltalineError):
-            # Other ways than this connection may have room.
-            self.fail(Unavailable(f"the server gives no link memory: {made}"))
+    def _take_arena(self, made: Region | E) -> None:
+        if isinstance(made, Region):
+            self._arena = made.number, Arena(made.mapping)
         else:
-            self._arena = made[0], Arena(made[1])
+            # Other ways than this connection may have room.
+            self.end(code_pb2.UNAVAILABLE, f"the server gives no link memory: {made}")
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -175,7 +199,7 @@ class Conversation:
         try:
             self._take(packet, fds)
         except (link.LinkError, DecodeError, OSError, ValueError) as error:
-            self.fail(ProtocolError(f"the server's packet can't be read: {error}"))
+            self.end(code_pb2.UNKNOWN, f"the server's packet can't be read: {error}")
         finally:
             for fd in fds:
                 os.close(fd)
@@ -189,13 +213,15 @@ class Conversation:
         if kind == link.TAKEN and envelope.flags & link.PLACED:
             self._placed.pop(link.Place.read(body).offset, None)
         if kind == link.GOODBYE:
-            self.fail(Unavailable(f"the server ended the link: {bytes(body).decode(errors='replace')}"))
+            self.end(code_pb2.UNAVAILABLE, f"the server ended the link: {bytes(body).decode(errors='replace')}")
         elif number in self._makers:
             self._take_memory(self._makers.pop(number), kind, body, fds)
         elif (call := self._calls.get(number)) is not None:
             self._take_of_call(call, envelope, body)
+        elif kind == link.STATUS or envelope.flags & link.LAST:
+            self._given_up.pop(number, None)
 
-    def _take_of_call(self, call: LinkCall, envelope: link.Envelope, body: memoryview) -> None:
+    def _take_of_call(self, call: LinkCall[E], envelope: link.Envelope, body: memoryview) -> None:
         """Raises LinkError, DecodeError."""
         if envelope.kind == link.MESSAGE:
             is_last = envelope.flags & link.LAST
@@ -207,7 +233,7 @@ class Conversation:
         elif envelope.kind == link.STATUS:
             self._forget(call)
             status = status_pb2.Status.FromString(bytes(body))
-            call.on_end(from_status(status) if status.code else None)
+            call.on_end(self._read_status(status) if status.code else None)
         elif envelope.kind == link.TAKEN:
             call.credit += envelope.amount
         elif envelope.kind == link.ROOM:
@@ -217,17 +243,17 @@ class Conversation:
             raise link.LinkError(f"expected a packet of a server, got the kind {envelope.kind}")
 
     def _take_memory(
-        self, on_done: Callable[[Region | DeltalineError], object], kind: int, body: memoryview, fds: Sequence[int]
+        self, on_done: Callable[[Region | E], object], kind: int, body: memoryview, fds: Sequence[int]
     ) -> None:
         if kind == link.STATUS:
-            on_done(from_status(status_pb2.Status.FromString(bytes(body))))
+            on_done(self._read_status(status_pb2.Status.FromString(bytes(body))))
         elif kind == link.MEMORY and len(fds) == 1:
             place = link.Place.read(body)
-            on_done((place.region, map_sealed(fds[0], place.size)))
+            on_done(Region(place.region, map_sealed(fds[0], place.size)))
         else:
             raise link.LinkError("expected memory with its file")
 
-    def _room_of(self, call: LinkCall, body: memoryview) -> bytes:
+    def _room_of(self, call: LinkCall[E], body: memoryview) -> bytes:
         """A message out of the memory that was given for it. Raises LinkError."""
         place, room = link.Place.read(body), call.room
         if room is None or place.size > len(room):
@@ -243,7 +269,8 @@ class Conversation:
                 continue
             if self._arena is not None and call.room_bytes > self._arena[1].size:
                 self.cancel(call)
-                call.on_end(ProtocolError(f"the reply has {call.room_bytes} bytes, more than this link carries"))
+                why = f"the reply has {call.room_bytes} bytes, more than this link carries"
+                call.on_end(self._read_status(status_pb2.Status(code=code_pb2.UNKNOWN, message=why)))
                 continue
             call.room = self._memory(call.room_bytes)
             if call.room is not None and self._arena is not None:
@@ -253,29 +280,24 @@ class Conversation:
             else:
                 self._waiting_for_room.append(call)
 
-    def _forget(self, call: LinkCall) -> None:
+    def _forget(self, call: LinkCall[E]) -> None:
         call.is_over = True
         self._calls.pop(call.number, None)
-        self.unsent.pop(call.number, None)
+        self.unsent.pop(call, None)
+        if call.body is not None and call.body[1] & link.PLACED:
+            self._placed.pop(link.Place.read(call.body[0]).offset, None)
 
-    def fail(self, error: DeltalineError) -> None:
+    def end(self, code: int, why: str) -> None:
+        """The connection is over, for a reason with a code of google.rpc. Idempotent."""
+        self.fail(self._read_status(status_pb2.Status(code=code, message=why)))
+
+    def fail(self, error: E) -> None:
         """The connection is over: all calls end with the error. Idempotent."""
         if self.error is None:
             self.error = error
-            for call in list(self._calls.values()):
+            for call in {**dict.fromkeys(self._calls.values()), **self.unsent}:
                 self._forget(call)
                 call.on_end(error)
             makers, self._makers = self._makers, {}
             for on_done in makers.values():
                 on_done(error)
-
-
-def answer_of(method: Method[Any, Any], bodies: Sequence[bytes], error: DeltalineError | None) -> Any:
-    """The response of a call that is over: it has one. Raises its error; ProtocolError for none that can be read."""
-    if error is not None:
-        raise error
-    try:
-        (body,) = bodies
-        return method.response_type.FromString(body)
-    except (ValueError, DecodeError) as wrong:
-        raise ProtocolError("the reply can't be parsed") from wrong

@@ -1,0 +1,78 @@
+"""A front end, as the core starts it: `python -m deltaline_server.front.ends ADDRESS BYTES LEVEL FORMAT FD`.
+
+ADDRESS is where it listens beside others, BYTES the most of a request, LEVEL and FORMAT the log's, FD its end of a
+socket to the core. It says a word on standard output when it serves, and ends when the core does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import resource
+import signal
+import socket
+import sys
+
+import grpc
+from google.rpc import code_pb2, status_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from deltaline import link
+from deltaline.conversation import Conversation
+from deltaline.link_socket import LinkSocket
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
+from deltaline_server import log
+from deltaline_server.front.ends.forward import Forward
+from deltaline_server.front.ends.memory import most_bytes
+from deltaline_server.front.grpc_port import grpc_options
+
+# Time for the last replies to leave when the core has ended.
+GRACE_S = 0.5
+_PR_SET_PDEATHSIG = 1
+_SERVICES = [
+    service
+    for module in (layer_service_pb2, adapter_service_pb2, admin_service_pb2, health_pb2, reflection_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+]
+
+
+def main() -> int:
+    """Serve until the core ends."""
+    address, message_bytes, level, log_format, fd = sys.argv[1:]
+    # It ends with the core, whose drain it is to serve: signals to the whole group are the core's.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    limit = most_bytes(int(message_bytes))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    log.configure(level, log_format)
+    with socket.socket(fileno=int(fd)) as core:
+        asyncio.run(_serve(core, address, int(message_bytes)))
+    return 0
+
+
+async def _serve(core: socket.socket, address: str, message_bytes: int) -> None:
+    core.recv(link.MAX_PACKET_BYTES)  # the welcome of who started this process: it tells nothing new
+    core.setblocking(False)
+    conversation: Conversation[status_pb2.Status] = Conversation(message_bytes, _told)
+    connection = LinkSocket(core, conversation)
+    server = grpc.aio.server(options=grpc_options(message_bytes, shares_port=True))
+    server.add_generic_rpc_handlers((Forward(connection, _SERVICES),))
+    server.add_insecure_port(address)
+    await server.start()
+    print("serving", flush=True)
+    while not connection.is_over:
+        await connection.until_moved()
+    await server.stop(GRACE_S)
+
+
+def _told(status: status_pb2.Status) -> status_pb2.Status:
+    """What clients are told: a fault of the link is a lost answer to them."""
+    if status.code == code_pb2.UNKNOWN:
+        return status_pb2.Status(code=code_pb2.UNAVAILABLE, message=status.message)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

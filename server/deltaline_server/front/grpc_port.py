@@ -1,0 +1,48 @@
+"""gRPC's port: the options of its servers, and why a port can't be had."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+# What a message has besides its tensor.
+MESSAGE_SLACK_BYTES = 1 << 20
+MAX_METADATA_BYTES = 16 << 10
+
+
+def grpc_options(message_bytes: int, *, shares_port: bool = False) -> list[tuple[str, int]]:
+    """gRPC's options: every limit is explicit, and clients may keep idle connections alive.
+
+    message_bytes: most bytes of a request. shares_port: whether other processes listen on the same port.
+    """
+    return [
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        # Two servers on one port would each hold half of the sequences.
+        ("grpc.so_reuseport", int(shares_port)),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Identity only: a small compressed message could unfold to any size.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+    ]
+
+
+def system_reason(error: OSError, flag: str = "--port") -> str:
+    """What the system says of a port, in parentheses, and what to do when it is in use; `flag` is the port's."""
+    hint = f": another server runs there; stop it, or give {flag}" if error.errno == errno.EADDRINUSE else ""
+    return f" ({error.strerror}){hint}"
+
+
+def why_not_bound(host: str, port: int) -> str:
+    """Why nothing can listen on the port of --port, as a plain socket reports it; gRPC does not."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        return system_reason(error)
+    return ""

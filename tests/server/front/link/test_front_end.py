@@ -1,0 +1,162 @@
+"""What a front end's connection may do that a client's may not, and that none of its clients suffers for another."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+from rigs.raw_link import TIMEOUT_S, Packet, RawLink
+from rigs.until import until
+
+from deltaline import link
+from deltaline_server.front.link.connection import Connection, Served
+from deltaline_server.front.link.held import Held, Share
+from deltaline_server.memory.regions import Regions
+
+HELD_BYTES = 1_000_000
+
+
+class NotedHeld(Held):
+    """Knows whose parts were not given back."""
+
+    def __init__(self) -> None:
+        super().__init__(HELD_BYTES)
+        self.joined: set[Share] = set()
+
+    def join(self, end: Callable[[str], None]) -> Share:
+        share = super().join(end)
+        self.joined.add(share)
+        return share
+
+    def leave(self, share: Share) -> None:
+        super().leave(share)
+        self.joined.discard(share)
+
+
+class Rig(RawLink):
+    """The front end's end of a connection. The method `ask` tells whom a call is from; `hold` reads its first message
+    and no other; `flood` answers with replies until it is cancelled."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(ours)
+        ours.settimeout(TIMEOUT_S)
+        theirs.setblocking(False)
+        self.may_read, self.num_replies = asyncio.Event(), 0
+        self.held = NotedHeld()
+        self.regions = Regions(
+            limit_bytes=1 << 20, default_lease_s=math.inf, max_lease_s=math.inf, clock=time.monotonic
+        )
+        handlers: dict[bytes, Any] = {
+            b"ask": grpc.unary_unary_rpc_method_handler(self._ask),
+            b"hold": grpc.stream_unary_rpc_method_handler(self._hold),
+            b"flood": grpc.unary_stream_rpc_method_handler(self._flood),
+        }
+        observer: Any = SimpleNamespace(refused=lambda reason, count: None)
+        buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
+        served = Served(handlers.get, self.regions, self.held, observer, 1, 1 << 19, buffer)
+        self.connection = Connection(served, theirs, "front end", lambda connection: None, is_front_end=True)
+
+    async def _ask(self, body: bytes, context: Any) -> bytes:
+        return bytes(context.peer(), "utf-8")
+
+    async def _hold(self, _: Any, context: Any) -> bytes:
+        await context.read()
+        await self.may_read.wait()
+        num_bytes = 0
+        while (body := await context.read()) is not grpc.aio.EOF:
+            num_bytes += len(body)
+        return b"%d" % num_bytes
+
+    async def _flood(self, body: bytes, context: Any) -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(100_000)
+            self.num_replies += 1
+
+    async def go(self, number: int, method: bytes, client: bytes, body: bytes = b"", flags: int = 0) -> None:
+        """Begin a call of a client."""
+        await self.send(link.pack(link.CALL, number, flags=flags, method=method, client=client) + body)
+
+    async def packet(self, kind: int) -> Packet:
+        packet = await self.receive()
+        assert packet is not None and packet.kind == kind, packet
+        return packet
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
+    made.connection.start()
+    await made.packet(link.WELCOME)
+    yield made
+    made.connection.end("")
+    made.close()
+    await asyncio.gather(*made.connection.tasks, return_exceptions=True)
+    await asyncio.sleep(0)
+    await made.regions.close()
+    assert made.held.num_bytes == 0 and made.held.joined == set()
+
+
+async def test_calls_are_from_whom_it_says(rig: Rig) -> None:
+    for number, client in ((1, b"ipv4:10.0.0.1:5"), (2, b"ipv4:10.0.0.2:5")):
+        await rig.go(number, b"ask", client, flags=link.LAST)
+        assert (await rig.packet(link.MESSAGE)).body == client
+
+
+async def test_more_calls_are_in_flight_than_a_client_has(rig: Rig) -> None:
+    for number in range(1, link.MAX_CALLS + 2):
+        await rig.go(number, b"hold", b"a")
+    await rig.go(link.MAX_CALLS + 2, b"ask", b"b", flags=link.LAST)
+    assert (await rig.packet(link.MESSAGE)).body == b"b"
+
+
+async def test_the_call_that_makes_it_hold_most_ends_and_no_other(rig: Rig) -> None:
+    body = bytes(100_000)
+    for number, client, count in ((1, b"a", 3), (2, b"b", 9)):
+        await rig.go(number, b"hold", client, body)
+        for _ in range(count):
+            await rig.send(link.pack(link.MESSAGE, number) + body)
+    ended = await rig.packet(link.STATUS)
+    assert (ended.envelope.call, ended.status.code) == (2, code_pb2.UNAVAILABLE)
+    assert "holds too much" in ended.status.message
+    await until(lambda: rig.held.num_bytes == 3 * len(body))
+    rig.may_read.set()
+    await rig.send(link.pack(link.MESSAGE, 1, flags=link.LAST | link.EMPTY))
+    assert (await rig.packet(link.MESSAGE)).body == b"%d" % (3 * len(body))
+
+
+async def test_a_large_message_leaves_its_memory_before_it_is_read(rig: Rig) -> None:
+    await rig.go(1, b"hold", b"a")
+    place, fd = await rig.memory(1 << 19)
+    os.close(fd)
+    large = place._replace(size=200_000)
+    await rig.send(link.pack(link.MESSAGE, 1, flags=link.PLACED) + large.packed())
+    let_go = await rig.packet(link.TAKEN)
+    assert (let_go.place, let_go.envelope.amount) == (large, 0)
+    rig.may_read.set()
+    taken = await rig.packet(link.TAKEN)  # large ones are told of one by one, with all before
+    assert taken.envelope.amount == 2
+    await rig.send(link.pack(link.MESSAGE, 1, flags=link.LAST | link.EMPTY))
+    assert (await rig.packet(link.MESSAGE)).body == b"200000"
+
+
+async def test_a_stream_waits_for_its_reader(rig: Rig) -> None:
+    await rig.go(1, b"flood", b"a", flags=link.LAST)
+    most = -(-link.UNREAD_BYTES // 100_000)
+    for _ in range(most):
+        await rig.packet(link.MESSAGE)
+    await rig.go(2, b"ask", b"b", flags=link.LAST)
+    assert (await rig.packet(link.MESSAGE)).body == b"b"  # and nothing of the stream came before
+    assert rig.num_replies == most - 1
+    await rig.send(link.pack(link.TAKEN, 1, amount=200_000))
+    for _ in range(2):
+        assert (await rig.packet(link.MESSAGE)).envelope.call == 1
