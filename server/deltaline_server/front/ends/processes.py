@@ -166,6 +166,8 @@ class FrontEnds:
         if not (await asyncio.wait((exits,), timeout=END_S))[0]:
             process.kill()
         await asyncio.gather(exits, says)
+        if says.result() and not first.done():  # it served, and ended at once
+            first.set_result(None)
         return exits.result()
 
 

@@ -102,6 +102,8 @@ class Connection:
             if not self._outbox:
                 self._write(link.pack(link.GOODBYE), why.encode())
             event(_log, "link connection ended", peer=self._peer, why=why)
+            if self._is_over:  # the peer was gone: that ended it
+                return
         self._is_over = True
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)

@@ -53,6 +53,7 @@ class Rig(RawLink):
         theirs.setblocking(False)
         self.may_read, self.num_replies = asyncio.Event(), 0
         self.held = NotedHeld()
+        self.ends: list[Connection] = []
         self.regions = Regions(
             limit_bytes=1 << 20, default_lease_s=math.inf, max_lease_s=math.inf, clock=time.monotonic
         )
@@ -64,7 +65,7 @@ class Rig(RawLink):
         observer: Any = SimpleNamespace(refused=lambda reason, count: None)
         buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
         served = Served(handlers.get, self.regions, self.held, observer, 1, 1 << 19, buffer)
-        self.connection = Connection(served, theirs, "front end", lambda connection: None, is_front_end=True)
+        self.connection = Connection(served, theirs, "front end", self.ends.append, is_front_end=True)
 
     async def _ask(self, body: bytes, context: Any) -> bytes:
         return bytes(context.peer(), "utf-8")
@@ -160,3 +161,9 @@ async def test_a_stream_waits_for_its_reader(rig: Rig) -> None:
     await rig.send(link.pack(link.TAKEN, 1, amount=200_000))
     for _ in range(2):
         assert (await rig.packet(link.MESSAGE)).envelope.call == 1
+
+
+async def test_a_reason_that_nobody_is_there_to_hear_ends_it_once(rig: Rig) -> None:
+    rig.close()
+    rig.connection.end("the server stops")
+    assert rig.ends == [rig.connection]
