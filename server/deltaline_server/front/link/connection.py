@@ -8,6 +8,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,17 +84,17 @@ class Connection:
         """Close it, saying why; "" where the client did. Its calls are cancelled, its memory is given back."""
         if self._is_over:
             return
+        self._is_over = True
         if why:
             if not self._outbox:
-                self._write(link.pack(link.GOODBYE), why.encode())
+                with suppress(OSError):  # it may have gone, and is not waited for
+                    self._send((link.pack(link.GOODBYE), why.encode()), -1)
             event(_log, "link connection ended", peer=self.peer, why=why)
-        self._is_over = True
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
         for _, fd in self._outbox:
-            if fd >= 0:
-                os.close(fd)
+            _close(fd)
         self._outbox.clear()
         for call in list(self._calls.values()):
             self._forget(call)
@@ -303,6 +304,7 @@ class Connection:
                 self._loop.add_writer(self._socket, self._flush)
                 self._drained.clear()
             except OSError:
+                _close(fd)
                 return self.end("")
         packet = b"".join(pieces)
         self._outbox.append((packet, fd))
@@ -314,7 +316,7 @@ class Connection:
             self._socket.sendmsg(pieces)
             return
         socket.send_fds(self._socket, pieces, [fd])
-        os.close(fd)
+        _close(fd)
 
     def _flush(self) -> None:
         """The socket has room."""
@@ -331,6 +333,12 @@ class Connection:
         self._loop.remove_writer(self._socket)
         self._loop.add_reader(self._socket, self._read)
         self._drained.set()
+
+
+def _close(fd: int) -> None:
+    """Close a file; -1 for none."""
+    if fd >= 0:
+        os.close(fd)
 
 
 _UNIMPLEMENTED, _DEADLINE_EXCEEDED, _CANCELLED = (

@@ -179,3 +179,10 @@ async def test_the_group_s_users_are_served(
         async with raw_link(server.link.path) as raw:
             assert await raw.call(INFO.decode())
         monkeypatch.undo()
+
+
+async def test_memory_for_a_client_that_hears_nothing_is_given_back(server: Server) -> None:
+    async with raw_link(server.link.path) as raw:
+        raw.socket.shutdown(socket.SHUT_RD)  # it can still be heard
+        await raw.send(link.pack(link.MEMORY, 1) + link.Place(0, 0, 1 << 20).packed())
+        await until(lambda: server.link.num_connections == 1)

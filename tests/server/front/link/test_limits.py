@@ -160,6 +160,20 @@ async def test_a_server_that_stops_ends_its_links_with_a_reason(
         assert not os.listdir(os.path.dirname(link_option))
 
 
+async def test_a_server_stops_though_its_clients_hear_nothing(
+    make_server: Callable[..., Server], link_option: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = make_server(link=link_option)
+    async with started as server, raw_link(server.link.path) as wrong, raw_link(server.link.path) as waiting:
+        for raw in (wrong, waiting):
+            raw.socket.shutdown(socket.SHUT_RD)
+        await wrong.send(b"x")
+        await until(lambda: server.link.num_connections == 1)
+        await server.stop()
+        assert server.link.num_connections == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 class Rig:
     """A connection over a socket pair, whose calls a handler of the test answers."""
 
