@@ -44,7 +44,10 @@ WELCOME = 6
 STATUS = 7
 """The call ended: a google.rpc.Status, empty where it ended well. It also refuses MEMORY."""
 TAKEN = 8
-"""The server has taken so many more messages of a call; PLACED: one, which no longer needs its Place."""
+"""The server has taken so many more messages of a call. PLACED: it no longer needs a Place.
+
+Each Place that the client names comes back once, for a call that is over too: so, or with the reply that lies in it.
+"""
 GOODBYE = 9
 """The server ends the connection: why, in UTF-8."""
 

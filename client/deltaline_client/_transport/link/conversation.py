@@ -47,9 +47,9 @@ class LinkCall:
         self.is_begun = self.is_over = False
         # The packet of the first message in the outbox, once it is made: it may hold memory.
         self.packet: tuple[bytes, bytes] | None = None
-        # Memory for a reply that the server has asked for: its size, and the array once there was room.
+        self.packet_place: link.Place | None = None
+        # The size of a reply that the server has asked for memory for.
         self.room_bytes = 0
-        self.room: Array | None = None
 
 
 class Conversation:
@@ -67,7 +67,7 @@ class Conversation:
         self._last = 0
         self._arena: tuple[int, Arena] | None = None
         self._is_arena_asked = False
-        # What lies in memory until the server has copied it out, by offset.
+        # Memory that the server may still read or write, by offset: until it gives it back, or a reply in it.
         self._placed: dict[int, Array] = {}
         self.error: DeltalineError | None = None
 
@@ -129,7 +129,7 @@ class Conversation:
                     break  # until there is memory
                 if not write(call.packet):
                     return False
-                call.packet, call.is_begun = None, True
+                call.packet, call.packet_place, call.is_begun = None, None, True
                 call.credit -= call.outbox.popleft()[0] is not None
             if not call.outbox:
                 self.unsent.pop(call.number, None)
@@ -147,7 +147,7 @@ class Conversation:
                 return None
             array[:] = np.frombuffer(body, np.uint8)
             number, arena = self._arena
-            place = link.Place(number, arena.offset(array) or 0, len(body))
+            call.packet_place = place = link.Place(number, arena.offset(array) or 0, len(body))
             self._placed[place.offset] = array
             body, flags = place.packed(), flags | link.PLACED
         return link.pack(kind, call.number, flags=flags, **head), body
@@ -186,8 +186,11 @@ class Conversation:
         """Raises LinkError, DecodeError, OSError, ValueError."""
         envelope = link.read(packet)
         kind, number, body = envelope.kind, envelope.call, packet[envelope.body_at :]
-        if kind == link.TAKEN and envelope.flags & link.PLACED:
-            self._placed.pop(link.Place.read(body).offset, None)
+        if kind in (link.TAKEN, link.MESSAGE) and envelope.flags & link.PLACED:
+            place = link.Place.read(body)
+            array = self._placed.pop(place.offset, None)
+            if kind == link.MESSAGE:
+                body = _read(array, place)
         if kind == link.GOODBYE:
             self.fail(Unavailable(f"the server ended the link: {bytes(body).decode(errors='replace')}"))
         elif number in self._makers:
@@ -201,7 +204,7 @@ class Conversation:
             is_last = envelope.flags & link.LAST
             if is_last:
                 self._forget(call)
-            call.on_message(self._room_of(call, body) if envelope.flags & link.PLACED else bytes(body))
+            call.on_message(bytes(body))
             if is_last:
                 call.on_end(None)
         elif envelope.kind == link.STATUS:
@@ -227,14 +230,6 @@ class Conversation:
         else:
             raise link.LinkError("expected memory with its file")
 
-    def _room_of(self, call: LinkCall, body: memoryview) -> bytes:
-        """A message out of the memory that was given for it. Raises LinkError."""
-        place, room = link.Place.read(body), call.room
-        if room is None or place.size > len(room):
-            raise link.LinkError("expected a message in the memory that was given for it")
-        call.room = None
-        return room[: place.size].tobytes()
-
     def _give_room(self) -> None:
         """Give replies that wait the memory that there is."""
         waiting, self._waiting_for_room = self._waiting_for_room, []
@@ -245,10 +240,11 @@ class Conversation:
                 self.cancel(call)
                 call.on_end(ProtocolError(f"the reply has {call.room_bytes} bytes, more than this link carries"))
                 continue
-            call.room = self._memory(call.room_bytes)
-            if call.room is not None and self._arena is not None:
+            room = self._memory(call.room_bytes)
+            if room is not None and self._arena is not None:
                 number, arena = self._arena
-                place = link.Place(number, arena.offset(call.room) or 0, call.room_bytes)
+                place = link.Place(number, arena.offset(room) or 0, call.room_bytes)
+                self._placed[place.offset] = room
                 self.control.append(link.pack(link.ROOM, call.number) + place.packed())
             else:
                 self._waiting_for_room.append(call)
@@ -257,6 +253,8 @@ class Conversation:
         call.is_over = True
         self._calls.pop(call.number, None)
         self.unsent.pop(call.number, None)
+        if call.packet_place is not None:  # nobody was told of it
+            self._placed.pop(call.packet_place.offset, None)
 
     def fail(self, error: DeltalineError) -> None:
         """The connection is over: all calls end with the error. Idempotent."""
@@ -268,6 +266,13 @@ class Conversation:
             makers, self._makers = self._makers, {}
             for on_done in makers.values():
                 on_done(error)
+
+
+def _read(array: Array | None, place: link.Place) -> memoryview:
+    """A message in the memory that was given for it. Raises LinkError."""
+    if array is None or place.size > len(array):
+        raise link.LinkError("expected a message in the memory that was given for it")
+    return array[: place.size].data
 
 
 def answer_of(method: Method[Any, Any], bodies: Sequence[bytes], error: DeltalineError | None) -> Any:

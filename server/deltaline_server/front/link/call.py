@@ -68,11 +68,11 @@ class Call:
         if self._came is not None and not self._came.done():
             self._came.set_result(None)
 
-    def drop(self) -> int:
-        """Let go of the messages that the handler did not read; return the bytes of those that came in packets."""
-        num_bytes = sum(len(message) for message in self._messages if isinstance(message, bytes))
+    def drop(self) -> list[bytes | link.Place]:
+        """Let go of the messages that the handler did not read, and return them."""
+        left = list(self._messages)
         self._messages.clear()
-        return num_bytes
+        return left
 
     async def run(self) -> None:
         """Let the handler answer."""

@@ -155,6 +155,8 @@ class Connection:
         if call is None:  # over, and the client did not know yet
             if number > self._last_call:
                 raise link.LinkError(f"expected a call that has begun, got {number}")
+            if kind == link.ROOM or (kind == link.MESSAGE and envelope.flags & link.PLACED):
+                self._give_back(number, link.Place.read(packet[envelope.body_at :]))
         elif kind == link.MESSAGE:
             call.add(self._message(envelope, packet), bool(envelope.flags & link.LAST))
         elif kind == link.CANCEL:
@@ -204,13 +206,18 @@ class Connection:
                 self._write(link.pack(link.TAKEN, call.number, amount=num_taken))
             return message
         limit = self._served.message_bytes
-        if message.size > limit:
-            raise RequestError(
-                Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
-            )
-        body = self._served.regions.copy_out(*message)
-        self._write(link.pack(link.TAKEN, call.number, amount=num_taken, flags=link.PLACED), message.packed())
-        return body
+        try:
+            if message.size > limit:
+                raise RequestError(
+                    Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
+                )
+            return self._served.regions.copy_out(*message)
+        finally:
+            self._give_back(call.number, message, num_taken)
+
+    def _give_back(self, number: int, place: link.Place, num_taken: int = 0) -> None:
+        """Say that a place of a call, which may be over, is the client's again."""
+        self._write(link.pack(link.TAKEN, number, amount=num_taken, flags=link.PLACED), place.packed())
 
     async def _make_memory(self, number: int, size: int) -> None:
         """Give the client link memory, or a status that says why not."""
@@ -244,15 +251,19 @@ class Connection:
 
     async def _placed(self, call: Call, body: bytes) -> bytes:
         """Write a message into memory that the client names for it; return the Place. Raises RequestError."""
-        num_bytes = len(body)
-        call.room = self._loop.create_future()
+        num_bytes, is_used = len(body), False
+        room: asyncio.Future[link.Place] = self._loop.create_future()
+        call.room = room
         self._served.held.take(self._share, num_bytes)
         try:
             self._write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
-            place = (await call.room)._replace(size=num_bytes)
+            place = (await room)._replace(size=num_bytes)
             self._served.regions.copy_in(place.region, place.offset, body)
+            is_used = True
         finally:
             self._served.held.give_back(self._share, num_bytes)
+            if not is_used and room.done() and not room.cancelled():
+                self._give_back(call.number, room.result())
         return place.packed()
 
     def end_call(self, call: Call, status: status_pb2.Status) -> None:
@@ -267,7 +278,7 @@ class Connection:
     def _refuse(self, call: Call, status: status_pb2.Status) -> None:
         """End a call whose handler has not begun."""
         self.end_call(call, status)
-        self._served.held.give_back(self._share, call.drop())
+        self._drop(call)
 
     def _counted(self, refusal: Refusal) -> status_pb2.Status:
         self._served.observer.refused(refusal.reason, 1)
@@ -290,7 +301,15 @@ class Connection:
         """The call's handler is over: of one that was cancelled, what it left goes back here."""
         del self._tasks[call]
         self.end_call(call, status_pb2.Status(code=_CANCELLED, message="the call was cancelled"))
-        self._served.held.give_back(self._share, call.drop())
+        self._drop(call)
+
+    def _drop(self, call: Call) -> None:
+        """Let go of what the handler did not read."""
+        for message in call.drop():
+            if isinstance(message, bytes):
+                self._served.held.give_back(self._share, len(message))
+            else:
+                self._give_back(call.number, message)
 
     def _write(self, *pieces: bytes, fd: int = -1) -> None:
         """Send a packet, behind those that wait. While any wait the client is not read: it has to read first."""
