@@ -114,8 +114,11 @@ class Transport:
             if not connection.is_over and not self._is_closed:
                 self._free.append(connection)
                 return
-            self._links.discard(connection)
-        connection.close()
+            # What broke one has likely broken all, which would cost an attempt each.
+            ended, self._free = [connection, *self._free], []
+            self._links.difference_update(ended)
+        for one in ended:
+            one.close()
 
     def _take(self, where: Where) -> BlockingLink:
         """A connection that no flow has. Raises Unavailable, Disconnected."""
