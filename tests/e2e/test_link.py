@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -277,6 +278,16 @@ def test_a_server_that_restarts_costs_its_idle_connections_one_attempt(
         assert again.call(ask).server_epoch
         again.close()
     transport.close()
+
+
+def test_a_forked_process_is_told_to_make_its_own_client(linked: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Client(f"link:{linked.link.path}") as client:
+        sequence = client.open()
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: 1)
+            with pytest.raises(RuntimeError, match="before the process forked: make another"):
+                sequence.decode(tokens(1))
+        assert sequence.decode(tokens(1)).shape == (1, HIDDEN)
 
 
 def test_tensors_beyond_a_packet_lie_in_link_memory_by_themselves(driven: Driven, linked: Server) -> None:
