@@ -34,7 +34,8 @@ class Client(ClientState):
     Leaving `with Client` closes the channel, not the sequences: they live until they are closed, which leaving
     `with client.open()` does, or until their lease ends. So the sequences of a client that crashed keep their adapter
     from being unloaded until their lease ends.
-    Threads may share a client; two calls at once on the same span of the same sequence raise SequenceBusy.
+    Threads may share a client; two calls at once on the same span of the same sequence raise SequenceBusy. A
+    process that was forked since makes one of its own: calls of this one raise RuntimeError there.
 
     A client on the server's host goes by the server's local link, if it has one, without being told: `info().is_linked`
     says so. Where the link ends, calls go by gRPC.

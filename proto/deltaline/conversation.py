@@ -59,9 +59,8 @@ class LinkCall(Generic[E]):
         self.is_over = False
         # The body and flags of the first message in the outbox, once they are made: it may hold memory.
         self.body: tuple[bytes, int] | None = None
-        # Memory for a reply that the server has asked for: its size, and the array once there was room.
+        # The size of a reply that the server has asked for memory for.
         self.room_bytes = 0
-        self.room: Array | None = None
 
 
 class Conversation(Generic[E]):
@@ -80,10 +79,8 @@ class Conversation(Generic[E]):
         self._last = 0
         self._arena: tuple[int, Arena] | None = None
         self._is_arena_asked = False
-        # What lies in memory until the server has copied it out, by offset.
+        # Memory that the server may still read or write, by offset: until it gives it back, or a reply in it.
         self._placed: dict[int, Array] = {}
-        # Of calls that were given up, what the server may still write a reply to.
-        self._given_up: dict[int, Array] = {}
         self.error: E | None = None
 
     # -- out -------------------------------------------------------------------------------------------------------
@@ -116,8 +113,6 @@ class Conversation(Generic[E]):
         """Give a call up: nothing is called back for it any more."""
         if not call.is_over:
             self._forget(call)
-            if call.room is not None:
-                self._given_up[call.number], call.room = call.room, None
             if call.number:
                 self.control.append(link.pack(link.CANCEL, call.number))
 
@@ -210,16 +205,17 @@ class Conversation(Generic[E]):
         """Raises LinkError, DecodeError, OSError, ValueError."""
         envelope = link.read(packet)
         kind, number, body = envelope.kind, envelope.call, packet[envelope.body_at :]
-        if kind == link.TAKEN and envelope.flags & link.PLACED:
-            self._placed.pop(link.Place.read(body).offset, None)
+        if kind in (link.TAKEN, link.MESSAGE) and envelope.flags & link.PLACED:
+            place = link.Place.read(body)
+            array = self._placed.pop(place.offset, None)
+            if kind == link.MESSAGE:
+                body = _read(array, place)
         if kind == link.GOODBYE:
             self.end(code_pb2.UNAVAILABLE, f"the server ended the link: {bytes(body).decode(errors='replace')}")
         elif number in self._makers:
             self._take_memory(self._makers.pop(number), kind, body, fds)
         elif (call := self._calls.get(number)) is not None:
             self._take_of_call(call, envelope, body)
-        elif kind == link.STATUS or envelope.flags & link.LAST:
-            self._given_up.pop(number, None)
 
     def _take_of_call(self, call: LinkCall[E], envelope: link.Envelope, body: memoryview) -> None:
         """Raises LinkError, DecodeError."""
@@ -227,7 +223,7 @@ class Conversation(Generic[E]):
             is_last = envelope.flags & link.LAST
             if is_last:
                 self._forget(call)
-            call.on_message(self._room_of(call, body) if envelope.flags & link.PLACED else bytes(body))
+            call.on_message(bytes(body))
             if is_last:
                 call.on_end(None)
         elif envelope.kind == link.STATUS:
@@ -253,14 +249,6 @@ class Conversation(Generic[E]):
         else:
             raise link.LinkError("expected memory with its file")
 
-    def _room_of(self, call: LinkCall[E], body: memoryview) -> bytes:
-        """A message out of the memory that was given for it. Raises LinkError."""
-        place, room = link.Place.read(body), call.room
-        if room is None or place.size > len(room):
-            raise link.LinkError("expected a message in the memory that was given for it")
-        call.room = None
-        return room[: place.size].tobytes()
-
     def _give_room(self) -> None:
         """Give replies that wait the memory that there is."""
         waiting, self._waiting_for_room = self._waiting_for_room, []
@@ -272,10 +260,11 @@ class Conversation(Generic[E]):
                 why = f"the reply has {call.room_bytes} bytes, more than this link carries"
                 call.on_end(self._read_status(status_pb2.Status(code=code_pb2.UNKNOWN, message=why)))
                 continue
-            call.room = self._memory(call.room_bytes)
-            if call.room is not None and self._arena is not None:
+            room = self._memory(call.room_bytes)
+            if room is not None and self._arena is not None:
                 number, arena = self._arena
-                place = link.Place(number, arena.offset(call.room) or 0, call.room_bytes)
+                place = link.Place(number, arena.offset(room) or 0, call.room_bytes)
+                self._placed[place.offset] = room
                 self.control.append(link.pack(link.ROOM, call.number) + place.packed())
             else:
                 self._waiting_for_room.append(call)
@@ -301,3 +290,10 @@ class Conversation(Generic[E]):
             makers, self._makers = self._makers, {}
             for on_done in makers.values():
                 on_done(error)
+
+
+def _read(array: Array | None, place: link.Place) -> memoryview:
+    """A message in the memory that was given for it. Raises LinkError."""
+    if array is None or place.size > len(array):
+        raise link.LinkError("expected a message in the memory that was given for it")
+    return array[: place.size].data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from rigs.served import served
 from rigs.shared_memory import lies_in_shared_memory
 
 from deltaline import link
+from deltaline.v1.admin_service_pb2 import GetServerInfoRequest
 from deltaline_cli import health, main
 from deltaline_client import (
     AsyncClient,
@@ -30,10 +32,13 @@ from deltaline_client import (
     StateLost,
     Unavailable,
 )
+from deltaline_client._transport.flow import Call
 from deltaline_client._transport.link import asynchronous, blocking, steps
 from deltaline_client._transport.link.connect import Where, connect
+from deltaline_client._transport.methods import INFO
+from deltaline_client._transport.transport import Transport
 from deltaline_server.app import Server
-from deltaline_server.front.link.call import Call
+from deltaline_server.front.link.call import Call as ServerCall
 
 HIDDEN = 64
 FAST = Retry(initial_backoff_s=0.001, max_backoff_s=0.01)
@@ -257,6 +262,34 @@ def test_threads_have_a_connection_each_and_share_them(linked: Server) -> None:
         assert 1 <= by_link(linked) <= 4
 
 
+def test_a_server_that_restarts_costs_its_idle_connections_one_attempt(
+    make_server: Callable[..., Server], link_option: str
+) -> None:
+    transport, ask = Transport(f"link:{link_option}"), Call(INFO, GetServerInfoRequest(), 60.0)
+    with served(make_server(link=link_option)):
+        for session in [transport.session() for _ in range(4)]:
+            session.close()
+    with served(make_server(link=link_option)):
+        broken = transport.session()
+        with pytest.raises(Unavailable):
+            broken.call(ask)
+        broken.close()
+        again = transport.session()
+        assert again.call(ask).server_epoch
+        again.close()
+    transport.close()
+
+
+def test_a_forked_process_is_told_to_make_its_own_client(linked: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Client(f"link:{linked.link.path}") as client:
+        sequence = client.open()
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: 1)
+            with pytest.raises(RuntimeError, match="before the process forked: make another"):
+                sequence.decode(tokens(1))
+        assert sequence.decode(tokens(1)).shape == (1, HIDDEN)
+
+
 def test_tensors_beyond_a_packet_lie_in_link_memory_by_themselves(driven: Driven, linked: Server) -> None:
     client = driven.make(f"link:{linked.link.path}")
     regions = linked.runtime.link_regions
@@ -315,13 +348,13 @@ def test_a_trace_goes_with_its_calls(driven: Driven, linked: Server, monkeypatch
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     for module in (blocking, asynchronous, steps):
         monkeypatch.setattr(module, "metadata", lambda: (("traceparent", traceparent),))
-    invocation_metadata = Call.invocation_metadata
+    invocation_metadata = ServerCall.invocation_metadata
 
-    def peer(call: Call) -> str:
+    def peer(call: ServerCall) -> str:
         seen.append(invocation_metadata(call))
         return "peer"
 
-    monkeypatch.setattr(Call, "peer", peer)
+    monkeypatch.setattr(ServerCall, "peer", peer)
     client = driven.make(f"link:{linked.link.path}")
     driven.do(driven.do(client.open()).decode(tokens(1)))
     driven.do(client.disconnect())

@@ -99,11 +99,13 @@ def test_memory_for_a_reply_stays_until_the_server_is_done_with_a_call_given_up(
     call, _, _ = server.begin(b"asks")
     server.take(link.CALL)
     server.say(link.ROOM, call.number, link.Place(0, 0, len(LARGE)).packed())
-    server.take(link.ROOM)
+    ((_, place),) = server.take(link.ROOM)
     server.conversation.cancel(call)
     server.begin(LARGE)  # it must not lie where the server may still write
     server.take(link.CANCEL)
     server.say(link.STATUS, call.number, status_pb2.Status(code=code_pb2.CANCELLED).SerializeToString())
+    server.take()
+    server.say(link.TAKEN, call.number, place, flags=link.PLACED)
     server.take(link.CALL)
 
 

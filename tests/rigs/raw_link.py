@@ -96,6 +96,12 @@ class RawLink:
         (fd,) = packet.fds
         return packet.place, fd
 
+    async def given_back(self) -> link.Place:
+        """The place that comes back with the next packet."""
+        packet = await self.receive()
+        assert packet is not None and packet.kind == link.TAKEN and packet.envelope.flags == link.PLACED, packet
+        return packet.place
+
     def _receive(self) -> Packet | None:
         for _ in range(2):  # an end with packets unread is told once, before what came ahead of it
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections import deque
@@ -56,6 +57,7 @@ class Transport:
     def __init__(self, address: str) -> None:
         """address: of gRPC or of a link. Raises ValueError."""
         path = link_path(address)
+        self._pid = os.getpid()
         self._where = None if path is None else Where(path)
         self._channel = None if path is not None else grpc.insecure_channel(with_port(address), options=OPTIONS)
         self._methods = {} if self._channel is None else bind(self._channel)
@@ -67,7 +69,9 @@ class Transport:
         self._is_closed = False
 
     def session(self) -> Session:
-        """What carries a flow from now on."""
+        """What carries a flow from now on. Raises RuntimeError in a forked process."""
+        if os.getpid() != self._pid:  # whose answers, and link memory, would be the parent's too
+            raise RuntimeError("this client was made before the process forked: make another one behind the fork")
         where = self._where
         if where is not None and not self._is_closed:
             try:
@@ -115,8 +119,11 @@ class Transport:
             if not connection.is_over and not self._is_closed:
                 self._free.append(connection)
                 return
-            self._links.discard(connection)
-        connection.close()
+            # What broke one has likely broken all, which would cost an attempt each.
+            ended, self._free = [connection, *self._free], []
+            self._links.difference_update(ended)
+        for one in ended:
+            one.close()
 
     def _take(self, where: Where) -> BlockingLink:
         """A connection that no flow has. Raises Unavailable, Disconnected."""

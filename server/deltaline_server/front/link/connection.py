@@ -8,11 +8,11 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-from google.rpc import status_pb2
+from google.rpc import code_pb2, status_pb2
 
 from deltaline import link
 from deltaline_server.errors import Reason, Refusal, RequestError
@@ -98,19 +98,17 @@ class Connection:
         """Close it, saying why; "" where the client did. Its calls are cancelled, its memory is given back."""
         if self._is_over:
             return
+        self._is_over = True
         if why:
             if not self._outbox:
-                self._write(link.pack(link.GOODBYE), why.encode())
+                with suppress(OSError):  # it may have gone, and is not waited for
+                    self._send((link.pack(link.GOODBYE), why.encode()), -1)
             event(_log, "link connection ended", peer=self._peer, why=why)
-            if self._is_over:  # the peer was gone: that ended it
-                return
-        self._is_over = True
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
         for _, fd in self._outbox:
-            if fd >= 0:
-                os.close(fd)
+            _close(fd)
         self._outbox.clear()
         for call in list(self._calls.values()):
             self._forget(call)
@@ -171,7 +169,7 @@ class Connection:
         if call is None:  # over, and the client did not know yet
             if number > self._last_call:
                 raise link.LinkError(f"expected a call that has begun, got {number}")
-            if envelope.flags & link.PLACED:
+            if kind == link.ROOM or (kind == link.MESSAGE and envelope.flags & link.PLACED):
                 self._let_go(number, link.Place.read(packet[envelope.body_at :]))
         elif kind == link.MESSAGE:
             call.add(self._message(call, envelope, packet), bool(envelope.flags & link.LAST))
@@ -196,7 +194,7 @@ class Connection:
         if call.is_over:
             self._drop(call)
         elif handler is None:
-            self._refuse(call, status_pb2.Status(code=_UNIMPLEMENTED, message="the method is not known"))
+            self._refuse(call, status_pb2.Status(code=code_pb2.UNIMPLEMENTED, message="the method is not known"))
         elif self._is_stopping:
             self._refuse(call, self._counted(Refusal(Reason.STOPPING, "the server is stopping")))
         elif len(self._tasks) == self._max_calls:
@@ -229,7 +227,7 @@ class Connection:
 
     def _overfull(self, call: Call, why: str) -> None:
         """End a call, which may have no task yet."""
-        self.end_call(call, status_pb2.Status(code=_UNAVAILABLE, message=why))
+        self.end_call(call, status_pb2.Status(code=code_pb2.UNAVAILABLE, message=why))
         if call in self._tasks:
             self._tasks[call].cancel()
 
@@ -241,13 +239,14 @@ class Connection:
                 self._write(link.pack(link.TAKEN, call.number, amount=num_taken))
             return message
         limit = self._served.message_bytes
-        if message.size > limit:
-            raise RequestError(
-                Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
-            )
-        body = self._served.regions.copy_out(*message)
-        self._let_go(call.number, message, num_taken)
-        return body
+        try:
+            if message.size > limit:
+                raise RequestError(
+                    Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
+                )
+            return self._served.regions.copy_out(*message)
+        finally:
+            self._let_go(call.number, message, num_taken)
 
     def _let_go(self, number: int, place: link.Place, num_taken: int = 0) -> None:
         """Tell the client that the place of a call's message is its own again."""
@@ -298,15 +297,19 @@ class Connection:
 
     async def _placed(self, call: Call, body: bytes) -> bytes:
         """Write a message into memory that the client names for it; return the Place. Raises RequestError."""
-        num_bytes = len(body)
-        call.room = self._loop.create_future()
+        num_bytes, is_used = len(body), False
+        room: asyncio.Future[link.Place] = self._loop.create_future()
+        call.room = room
         self._served.held.take(call.share, num_bytes)
         try:
             self._write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
-            place = (await call.room)._replace(size=num_bytes)
+            place = (await room)._replace(size=num_bytes)
             self._served.regions.copy_in(place.region, place.offset, body)
+            is_used = True
         finally:
             self._served.held.give_back(call.share, num_bytes)
+            if not is_used and room.done() and not room.cancelled():
+                self._let_go(call.number, room.result())
         return place.packed()
 
     def end_call(self, call: Call, status: status_pb2.Status) -> None:
@@ -329,7 +332,9 @@ class Connection:
 
     def _expire(self, call: Call) -> None:
         """The call's deadline has passed."""
-        self.end_call(call, status_pb2.Status(code=_DEADLINE_EXCEEDED, message="the call's deadline has passed"))
+        self.end_call(
+            call, status_pb2.Status(code=code_pb2.DEADLINE_EXCEEDED, message="the call's deadline has passed")
+        )
         self._tasks[call].cancel()
 
     def _forget(self, call: Call) -> None:
@@ -343,7 +348,7 @@ class Connection:
     def _done(self, call: Call) -> None:
         """The call's handler is over: of one that was cancelled, what it left goes back here."""
         del self._tasks[call]
-        self.end_call(call, status_pb2.Status(code=_CANCELLED, message="the call was cancelled"))
+        self.end_call(call, status_pb2.Status(code=code_pb2.CANCELLED, message="the call was cancelled"))
         self._drop(call)
 
     def _write(self, *pieces: bytes, fd: int = -1) -> None:
@@ -358,6 +363,7 @@ class Connection:
                 self._loop.add_writer(self._socket, self._flush)
                 self._drained.clear()
             except OSError:
+                _close(fd)
                 return self.end("")
         packet = b"".join(pieces)
         self._outbox.append((packet, fd))
@@ -369,7 +375,7 @@ class Connection:
             self._socket.sendmsg(pieces)
             return
         socket.send_fds(self._socket, pieces, [fd])
-        os.close(fd)
+        _close(fd)
 
     def _flush(self) -> None:
         """The socket has room."""
@@ -388,12 +394,7 @@ class Connection:
         self._drained.set()
 
 
-_UNIMPLEMENTED, _DEADLINE_EXCEEDED, _CANCELLED, _UNAVAILABLE = (
-    code.value[0]
-    for code in (
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.UNAVAILABLE,
-    )
-)
+def _close(fd: int) -> None:
+    """Close a file; -1 for none."""
+    if fd >= 0:
+        os.close(fd)

@@ -131,12 +131,14 @@ async def test_random_bytes_harm_nobody(server: Server, seed: int) -> None:
 async def test_memory_that_is_not_the_clients_is_refused(raw: RawLink) -> None:
     for place in (link.Place(5, 0, 64), link.Place(2**64 - 1, 2**64 - 1, 2**64 - 1), link.Place(0, 0, 2**63)):
         await raw.begin(INFO.decode(), place.packed(), flags=link.LAST | link.PLACED)
+        assert await raw.given_back() == place
         packet = await raw.receive()
         assert packet is not None and packet.status.code in (3, 8)
     place, fd = await raw.memory(4096)
     os.close(fd)
     for wrong in (place._replace(offset=4096, size=64), place._replace(size=4097), place._replace(offset=1, size=8)):
         await raw.begin(INFO.decode(), wrong.packed(), flags=link.LAST | link.PLACED)
+        assert await raw.given_back() == wrong
         packet = await raw.receive()
         assert packet is not None and packet.status.code == 3 and "place" in packet.status.message
 
@@ -179,3 +181,10 @@ async def test_the_group_s_users_are_served(
         async with raw_link(server.link.path) as raw:
             assert await raw.call(INFO.decode())
         monkeypatch.undo()
+
+
+async def test_memory_for_a_client_that_hears_nothing_is_given_back(server: Server) -> None:
+    async with raw_link(server.link.path) as raw:
+        raw.socket.shutdown(socket.SHUT_RD)  # it can still be heard
+        await raw.send(link.pack(link.MEMORY, 1) + link.Place(0, 0, 1 << 20).packed())
+        await until(lambda: server.link.num_connections == 1)

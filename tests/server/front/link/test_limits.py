@@ -65,7 +65,7 @@ async def test_a_cancelled_call_says_when_it_is_over_and_nothing_more(raw: RawLi
     over = await raw.receive()
     assert over is not None and (over.envelope.call, over.status.code) == (number, code_pb2.CANCELLED)
     assert handled(server, "StepStream", "Canceled") == 1
-    for late in (link.pack(link.CANCEL, number), link.pack(link.MESSAGE, number), link.pack(link.ROOM, number)):
+    for late in (link.pack(link.CANCEL, number), link.pack(link.MESSAGE, number)):
         await raw.send(late)
     assert await raw.call(INFO)  # and nothing came before its answer
 
@@ -122,9 +122,53 @@ async def test_large_messages_lie_in_link_memory(raw: RawLink, server: Server) -
     os.close(fd)
 
 
+@pytest.mark.parametrize("how", ["refused", "unread", "late", "too large", "late room", "wrong room"])
+async def test_a_place_comes_back_once_whatever_became_of_its_call(raw: RawLink, how: str) -> None:
+    opened = pb.OpenSequencesResponse.FromString(
+        await raw.call(LAYER + "OpenSequences", pb.OpenSequencesRequest(count=1).SerializeToString())
+    )
+    region, fd = await raw.memory(1 << 20)
+    mine, placed = region._replace(offset=4096, size=64), link.LAST | link.PLACED
+    if how == "refused":
+        await raw.begin("/no.Service/Method", mine.packed(), flags=placed)
+    elif how == "unread":  # one message is expected
+        number = await raw.begin(LAYER + "CloseSequences", flags=link.EMPTY)
+        await raw.send(link.pack(link.MESSAGE, number))
+        await raw.send(link.pack(link.MESSAGE, number, flags=placed) + mine.packed())
+    elif how == "late":
+        number = await raw.begin(STREAM, flags=link.EMPTY)
+        await raw.send(link.pack(link.CANCEL, number))
+        await raw.send(link.pack(link.MESSAGE, number, flags=placed) + mine.packed())
+    elif how == "too large":
+        mine = mine._replace(size=1 << 40)
+        await raw.begin(INFO, mine.packed(), flags=placed)
+    else:
+        body = large_step(opened, 2000).SerializeToString()
+        os.pwrite(fd, body, 0)
+        number = await raw.begin(LAYER + "Step", region._replace(size=len(body)).packed(), flags=placed)
+        for kind in (link.TAKEN, link.ROOM):
+            packet = await raw.receive()
+            assert packet is not None and packet.kind == kind
+        if how == "late room":
+            await raw.send(link.pack(link.CANCEL, number))
+        else:
+            mine = mine._replace(offset=1 << 20)
+        await raw.send(link.pack(link.ROOM, number) + mine.packed())
+    os.close(fd)
+    watched = await raw.begin(LOAD)
+    came: list[link.Place] = []
+    while (packet := await raw.receive()) is not None and packet.envelope.call != watched:
+        came += [packet.place] if packet.kind == link.TAKEN else []
+    if not came:  # its call ends behind
+        packet = await raw.receive()
+        came += [packet.place] if packet is not None else []
+    assert came == [mine]
+
+
 async def test_a_request_beyond_the_limit_is_refused_before_it_is_copied(raw: RawLink, server: Server) -> None:
     limit = server.config.inline_limit_bytes + (1 << 20)
     await raw.begin(INFO, link.Place(1, 0, limit + 1).packed(), flags=link.LAST | link.PLACED)
+    assert (await raw.given_back()).size == limit + 1
     packet = await raw.receive()
     assert packet is not None and packet.status.code == code_pb2.RESOURCE_EXHAUSTED
     assert packet.status.message == f"expected a message of at most {limit} bytes, got {limit + 1}"
@@ -160,6 +204,20 @@ async def test_a_server_that_stops_ends_its_links_with_a_reason(
         await server.stop()
         assert await raw.goodbye() == "the server stops"
         assert not os.listdir(os.path.dirname(link_option))
+
+
+async def test_a_server_stops_though_its_clients_hear_nothing(
+    make_server: Callable[..., Server], link_option: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = make_server(link=link_option)
+    async with started as server, raw_link(server.link.path) as wrong, raw_link(server.link.path) as waiting:
+        for raw in (wrong, waiting):
+            raw.socket.shutdown(socket.SHUT_RD)
+        await wrong.send(b"x")
+        await until(lambda: server.link.num_connections == 1)
+        await server.stop()
+        assert server.link.num_connections == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 class Rig:
