@@ -332,9 +332,7 @@ class Connection:
 
     def _expire(self, call: Call) -> None:
         """The call's deadline has passed."""
-        self.end_call(
-            call, status_pb2.Status(code=code_pb2.DEADLINE_EXCEEDED, message="the call's deadline has passed")
-        )
+        self.end_call(call, status_pb2.Status(code=code_pb2.DEADLINE_EXCEEDED, message="the deadline has passed"))
         self._tasks[call].cancel()
 
     def _forget(self, call: Call) -> None:
