@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 from google.rpc import code_pb2
@@ -15,14 +16,35 @@ from deltaline.wire import Buffer
 
 E = TypeVar("E")
 
-FD_SPACE = 64
-"""Room for the descriptors of a packet: it has one at most."""
+# Room for the descriptors of a packet: it has one at most.
+_FD_SPACE = 64
+_FILES = socket.SOL_SOCKET, getattr(socket, "SCM_RIGHTS", None)
 
 
-def received_files(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors that came with a packet."""
-    is_files = socket.SOL_SOCKET, getattr(socket, "SCM_RIGHTS", None)
-    return [fd for level, kind, data in ancillary if (level, kind) == is_files for fd in memoryview(data).cast("i")]
+def receive(connected: socket.socket, buffer: memoryview, conversation: Conversation[E]) -> bool:
+    """Take a packet for a conversation, if there is one; False where the connection is over. buffer: room for one."""
+    try:
+        size, ancillary, _, _ = connected.recvmsg_into([buffer], _FD_SPACE)
+    except (BlockingIOError, ConnectionResetError):  # told once, ahead of the last packets
+        return True
+    except OSError:
+        return False
+    if not size:
+        return False
+    fds = [fd for level, kind, data in ancillary if (level, kind) == _FILES for fd in memoryview(data).cast("i")]
+    conversation.received(buffer[:size], fds)
+    return True
+
+
+def send(connected: socket.socket, pieces: Sequence[Buffer]) -> bool:
+    """Send a packet; False where the socket is full. What ends a connection shows where it is read."""
+    try:
+        connected.sendmsg(pieces)
+    except BlockingIOError:
+        return False
+    except OSError:  # what the server said before is read first
+        return True
+    return True
 
 
 class LinkSocket(Generic[E]):
@@ -46,7 +68,7 @@ class LinkSocket(Generic[E]):
         """Send what can go now; the rest goes by itself."""
         if self.is_over:
             return
-        is_full = not self.conversation.flush(self._write)
+        is_full = not self.conversation.flush(partial(send, self._socket))
         if is_full != self._is_full:
             self._is_full = is_full
             if is_full:
@@ -73,15 +95,7 @@ class LinkSocket(Generic[E]):
 
     def _read(self) -> None:
         """Take a packet."""
-        try:
-            size, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], FD_SPACE)
-        except (BlockingIOError, ConnectionResetError):  # told once, ahead of the last packets
-            return
-        except OSError:
-            size, ancillary = 0, []
-        if size:
-            self.conversation.received(self._buffer[:size], received_files(ancillary) if ancillary else ())
-        else:
+        if not receive(self._socket, self._buffer, self.conversation):
             self.conversation.end(code_pb2.UNAVAILABLE, "the local link broke")
         self.moved.set()
         if self.is_over:
@@ -92,12 +106,3 @@ class LinkSocket(Generic[E]):
     def _write_more(self) -> None:
         self.flush()
         self.moved.set()
-
-    def _write(self, pieces: Sequence[Buffer]) -> bool:
-        try:
-            self._socket.sendmsg(pieces)
-        except BlockingIOError:
-            return False
-        except OSError:  # what the server said before is read first
-            return True
-        return True

@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
 
 from deltaline import link
 from deltaline.conversation import Conversation, Region
-from deltaline.link_socket import FD_SPACE, received_files
+from deltaline.link_socket import receive, send
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Unavailable
 from deltaline_client._transport.flow import Answer, Call
@@ -126,28 +127,11 @@ class BlockingLink:
 
     def _read(self) -> None:
         """Take a packet, if there is one."""
-        try:
-            size, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], FD_SPACE)
-        except (BlockingIOError, ConnectionResetError):  # told once, ahead of the last packets
-            return
-        except OSError:
-            size, ancillary = 0, []
-        if size:
-            self._conversation.received(self._buffer[:size], received_files(ancillary) if ancillary else ())
-        else:
+        if not receive(self._socket, self._buffer, self._conversation):
             self._conversation.fail(self._why)
 
     def _flush(self) -> None:
-        is_full = not self._conversation.flush(self._write)
+        is_full = not self._conversation.flush(partial(send, self._socket))
         if is_full != self._is_full:
             self._is_full = is_full
             self._poll.modify(self._socket, select.POLLIN | select.POLLOUT if is_full else select.POLLIN)
-
-    def _write(self, pieces: Sequence[Buffer]) -> bool:
-        try:
-            self._socket.sendmsg(pieces)
-        except BlockingIOError:
-            return False
-        except OSError:  # what the server said before is read first
-            return True
-        return True
