@@ -11,9 +11,8 @@ import pytest
 from google.rpc import code_pb2
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
-from deltaline_server.config import Config
+from deltaline_server.config import Config, flag, kind_of, shown
 from deltaline_server.errors import Reason
-from deltaline_server.option import flag, kind_of, shown
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/*.md")])

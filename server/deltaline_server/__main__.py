@@ -10,8 +10,7 @@ import sys
 
 from deltaline_server import log
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config, asked_log_format, unknown_variables
-from deltaline_server.option import ConfigError
+from deltaline_server.config import Config, ConfigError, asked_log_format, unknown_variables
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ import pytest
 import yaml
 from rigs.image import ROOT, stages
 
-from deltaline_server.config import Config
-from deltaline_server.option import flag
+from deltaline_server.config import Config, flag
 
 PAGE = (ROOT / "deploy" / "README.md").read_text(encoding="utf-8")
 

@@ -32,8 +32,7 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server import __main__, app
 from deltaline_server.app import Server, StartError
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config
-from deltaline_server.option import ConfigError
+from deltaline_server.config import Config, ConfigError
 from deltaline_server.runtime import Runtime
 from deltaline_server.sizing import host
 

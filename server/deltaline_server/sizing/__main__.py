@@ -12,12 +12,11 @@ import sys
 from collections.abc import Sequence
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.config import Config
+from deltaline_server.config import Config, ConfigError, flag
 from deltaline_server.errors import shown
 from deltaline_server.front.ends.memory import link_bytes, most_bytes
 from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
 from deltaline_server.local_socket import OFF
-from deltaline_server.option import ConfigError, flag
 from deltaline_server.sizing.host import on_host
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
 

@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from deltaline_server.config import Config
-from deltaline_server.option import ConfigError
+from deltaline_server.config import Config, ConfigError
 
 if TYPE_CHECKING:
     from deltaline_server.telemetry.tracing import Tracing

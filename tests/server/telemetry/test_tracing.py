@@ -32,10 +32,9 @@ from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_client import AsyncClient, Client
 from deltaline_server import app
 from deltaline_server.app import Server
-from deltaline_server.config import Config
+from deltaline_server.config import Config, ConfigError
 from deltaline_server.front import layer_service
 from deltaline_server.log import JsonFormatter
-from deltaline_server.option import ConfigError
 from deltaline_server.telemetry.collector import begin_tracing
 from deltaline_server.telemetry.tracing import Tracing, parent_of
 
@@ -452,9 +451,8 @@ def test_without_traces_nothing_of_them_is_imported() -> None:
             "sys.modules['opentelemetry'] = None",
             "from deltaline_server.app import Server",
             "from deltaline_server.telemetry.collector import begin_tracing",
-            "from deltaline_server.config import Config",
+            "from deltaline_server.config import Config, ConfigError",
             "assert begin_tracing(Config(random_init='x'), lambda: 0.0) is None",
-            "from deltaline_server.option import ConfigError",
             "try: begin_tracing(Config(random_init='x', otlp_endpoint='http://x:1'), lambda: 0.0)",
             "except ConfigError as error: print(error)",
             "from deltaline_client import Client",

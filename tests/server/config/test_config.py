@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deltaline_server.config import MAX_CONFIG_BYTES, Config, asked_log_format, unknown_variables
-from deltaline_server.option import ConfigError
+from deltaline_server.config import MAX_CONFIG_BYTES, Config, ConfigError, asked_log_format, unknown_variables
 
 BASE = ["--model", "somewhere"]
 

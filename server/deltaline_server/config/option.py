@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import Field, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from deltaline_server import errors
+from deltaline_server.config.paths import why_refused
 from deltaline_server.log import FORMATS
-from deltaline_server.paths import why_refused
 
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _BYTES = "a number of bytes such as 4MiB, its unit KiB, MiB, GiB, TiB, KB, MB, GB, TB or none"
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+# More than any host or device has, and within 64 bits however it is multiplied by an element's size.
+MAX_BYTES = 2**50
 # What the help calls a value that is a path.
 PATHS = ("PATH", "DIR", "DIR|ORG/NAME")
 
@@ -26,6 +28,16 @@ class ConfigError(ValueError):
     """
 
     log_format = FORMATS[0]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one theme, which checks what they mean together. Raises ConfigError."""
+
+    def __post_init__(self) -> None:
+        """Check each by itself."""
+        for option in fields(self):
+            check_limits(option, getattr(self, option.name))
 
 
 def setting(
