@@ -9,7 +9,8 @@
 
 Each figure says who saw it: "raw" sends bytes that were made before the clock started, "client" is the Python client.
 
-    python bench/service.py [--part NAME]... [--size h200|small|cpu] [--link] [--soak-seconds N] [--output FILE.json]
+    python bench/service.py [--part NAME]... [--size h200|small|cpu] [--link] [--front-ends N] [--soak-seconds N]
+                            [--output FILE.json]
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ async def run(
     measures: Mapping[str, Measure] = PARTS,
     output: Path | None = None,
     has_link: bool = False,
+    front_ends: int = 0,
 ) -> list[Figure]:
     """Measure parts one after the other on one server; a part that fails is a miss. Raises HostError.
 
-    has_link: the server has a local link, which the Python client then goes by.
+    has_link: the server has a local link, which steps then go by. front_ends: how many speak gRPC.
 
     Figures are told, and written to `output`, after each part: a run that is cut short leaves those it had.
     """
     figures: list[Figure] = []
     print("the server starts ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="deltaline-bench-") as folder:
-        async with running(size, Path(folder), has_link=has_link) as host:
+        async with running(size, Path(folder), has_link=has_link, front_ends=front_ends) as host:
             for part in parts:
                 print(f"{part} ...", file=sys.stderr, flush=True)
                 new = await measure_part(part, measures[part], host)
@@ -108,14 +110,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=SIZES, default="h200", help=text)
     parser.add_argument("--soak-seconds", type=float, help="how long the soak takes (default 600; 2 for small)")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
-    text = "give the server a local link: the Python client goes by it, and raw decode steps do as well"
+    text = "give the server a local link: clients and raw decode steps go by it"
     parser.add_argument("--link", action="store_true", help=text)
+    text = "give the server so many front ends that speak gRPC (default 0: it does itself)"
+    parser.add_argument("--front-ends", type=int, default=0, metavar="N", help=text)
     options = parser.parse_args(arguments)
     size = SIZES[options.size]
     if options.soak_seconds is not None:
         size = replace(size, soak_s=options.soak_seconds)
     try:
-        figures = asyncio.run(run(size, options.part or size.parts, output=options.output, has_link=options.link))
+        parts, ways = options.part or size.parts, {"has_link": options.link, "front_ends": options.front_ends}
+        figures = asyncio.run(run(size, parts, output=options.output, **ways))
     except HostError as error:
         print(f"service bench: error: {error}", file=sys.stderr)
         return 1

@@ -64,8 +64,8 @@ def running(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server is started."""
 
     @asynccontextmanager
-    async def nothing(size: object, folder: Path, *, has_link: bool) -> AsyncIterator[Host]:
-        assert size is SMALL and not has_link
+    async def nothing(size: object, folder: Path, *, has_link: bool, front_ends: int) -> AsyncIterator[Host]:
+        assert size is SMALL and not has_link and not front_ends
         yield HOST
 
     monkeypatch.setattr(service, "running", nothing)
@@ -129,16 +129,26 @@ def test_decode_is_held_to_its_bars() -> None:
     def judged(samples: Samples, echo_us: float = 400, size: Any = H200) -> list[Figure]:
         return decode.judge(size, "stream", samples, echoes(echo_us), None)
 
-    assert names(judged(steps(1200))) == []
-    assert names(judged(steps(1215))) == ["stream, added by the server, p50"]
-    assert names(judged(steps(1050), 300)) == ["stream, end to end less compute, p50"]
-    slow = judged(steps(1200, slowest_us=3700))
+    assert names(judged(steps(1139))) == []
+    assert names(judged(steps(1715), 900)) == ["stream, added by the server, p50"]
+    assert names(judged(steps(1000), 300)) == ["stream, end to end less compute, p50"]
+    slow = judged(steps(1139, slowest_us=3700))
     assert names(slow) == ["stream, end to end, p99"]
-    assert values(slow)["stream, added by the server, p50"] == pytest.approx(1200 - 560 - 400)
+    assert values(slow)["stream, added by the server, p50"] == pytest.approx(1139 - 560 - 400)
     # Others are only held to their echoes, and to fewer of them.
     assert names(judged(steps(1101, slowest_us=9000), size=SMALL)) == ["stream, end to end less compute, p50"]
     around = decode.judge(CPU, "unary", steps(1200), echoes(400), steps(1000))
     assert values(around)["unary, the same, the echo around the same layer"] == pytest.approx(700 / 500)
+
+
+def test_the_link_is_held_to_its_bars() -> None:
+    assert names(decode.judge_link(H200, steps(950, slowest_us=1900), echoes(410))) == []
+    assert names(decode.judge_link(H200, steps(951, slowest_us=1903), echoes(400))) == [
+        "link, end to end, p99",
+        "link, end to end less compute, p50",
+        "link, less compute beside it",
+    ]
+    assert names(decode.judge_link(SMALL, steps(951, slowest_us=1903), echoes(410))) == []
 
 
 def test_the_client_is_held_to_what_it_adds_to_raw_steps() -> None:
@@ -151,22 +161,26 @@ def test_the_client_is_held_to_what_it_adds_to_raw_steps() -> None:
 
 def test_throughput_is_held_to_the_engine() -> None:
     engine = (100.0, 0.99)
-    runs = {"inline": report(10), "shared memory": report(86)}
-    assert names(throughput.judge(H200, runs, engine)) == []
-    runs = {"inline": report(90), "shared memory": report(84)}
-    assert names(throughput.judge(H200, runs, engine)) == ["shared memory / the engine alone"]
-    assert names(throughput.judge(SMALL, runs, engine)) == []
+    runs = {"inline": report(70), "shared memory": report(89)}
+    assert names(throughput.judge(H200, runs, engine, by_link=False)) == []
+    assert names(throughput.judge(H200, runs, engine, by_link=True)) == ["shared memory / the engine alone"]
+    runs = {"inline": report(69), "shared memory": report(90)}
+    assert names(throughput.judge(H200, runs, engine, by_link=False)) == ["inline / the engine alone"]
+    assert names(throughput.judge(H200, runs, engine, by_link=True)) == []
+    assert names(throughput.judge(SMALL, runs, engine, by_link=False)) == []
 
 
 def test_prefill_is_held_to_echo_and_copies() -> None:
-    assert names(prefill.judge(H200, (1.3, 0.5), (0.74, 0.5), 0.5, 0.1)) == []
+    assert names(prefill.judge(H200, (1.25, 0.5), (0.74, 0.5), 0.5, 0.1, by_link=False)) == []
     both = ["inline / (echo + compute)", "shared memory / (compute + copies)"]
-    assert names(prefill.judge(H200, (1.31, 0.5), (0.76, 0.5), 0.5, 0.1)) == both
+    assert names(prefill.judge(H200, (1.26, 0.5), (0.76, 0.5), 0.5, 0.1, by_link=False)) == both
+    assert names(prefill.judge(H200, (1.25, 0.5), (0.65, 0.5), 0.5, 0.1, by_link=True)) == []
+    assert names(prefill.judge(H200, (1.25, 0.5), (0.67, 0.5), 0.5, 0.1, by_link=True)) == both[1:]
 
 
 def test_mixed_load_is_held_to_each_alone() -> None:
-    assert names(mixed.judge(H200, steps(500), steps(1400, slowest_us=1500), 1000.0, 701.0)) == []
-    assert names(mixed.judge(H200, steps(500), steps(1400, slowest_us=1501), 1000.0, 699.0)) == [
+    assert names(mixed.judge(H200, steps(500), steps(1400, slowest_us=5200), 1000.0, 801.0)) == []
+    assert names(mixed.judge(H200, steps(500), steps(1400, slowest_us=5201), 1000.0, 799.0)) == [
         "decode beside prefills, p99",
         "prefills beside decode / alone",
     ]

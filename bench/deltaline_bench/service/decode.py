@@ -34,7 +34,7 @@ async def measure(host: Host) -> list[Figure]:
     for way in size.ways:
         figures += judge(size, way, *await _beside_echoes(host, way))
     if host.link_address is not None:
-        figures += judge_link(*await _link_beside_echo(host, host.link_address))
+        figures += judge_link(size, *await _link_beside_echo(host, host.link_address))
     client = await host.load(clients=1, rows=size.decode_rows, steps=size.client_steps, ramp_up_s=0.2)
     figures += judge_client(client.samples)
     if size.is_beside_layer:
@@ -59,7 +59,9 @@ async def _measure_copying(host: Host) -> list[Figure]:
 async def _beside_raw(host: Host) -> list[Samples]:
     """Samples of raw steps with their outputs, and of the Python client's: as one array, and as rows."""
     size = host.size
-    async with decoding(host.address, size.decode_rows) as raw, AsyncClient(host.address) as client:
+    address = host.link_address or host.address
+    steps = decoding_by_link if host.link_address else decoding
+    async with steps(address, size.decode_rows) as raw, AsyncClient(address) as client:
         info = await client.info()
         hidden = np.zeros((size.decode_rows, *info.input_shape()), info.dtype)
         sequences = await client.open_many(size.decode_rows)
@@ -106,15 +108,20 @@ async def _link_beside_echo(host: Host, address: str) -> tuple[Samples, Samples]
     return service, bare
 
 
-def judge_link(steps: Samples, echo: Samples) -> list[Figure]:
+def judge_link(size: Size, steps: Samples, echo: Samples) -> list[Figure]:
     """Make the figures of steps by the local link."""
     total, rest = steps.stages_s("decode")["total"], besides_compute(steps)
     echo_p50 = percentile_us(besides_compute(echo), 50)
     ratio = percentile_us(rest, 50) / echo_p50
+    p50, rest_p50 = percentile_us(total, 50), percentile_us(rest, 50)
     return [
-        Figure(PART, "link, end to end, p50", percentile_us(total, 50), "us", "raw"),
-        Figure(PART, "link, end to end, p99", percentile_us(total, 99), "us", "raw"),
-        Figure(PART, "link, end to end less compute, p50", percentile_us(rest, 50), "us", "raw"),
+        Figure(PART, "link, end to end, p50", p50, "us", "raw"),
+        Figure(PART, "link, end to end, p99", percentile_us(total, 99), "us", "raw", size.bar(2 * p50), "2 x p50"),
+        Figure(PART, "link, end to end less compute, p50", rest_p50, "us", "raw", size.bar(450.0), "aim 250"),
+        *(
+            Figure(PART, f"link, {stage}, p50", percentile_us(steps.stages_s("decode")[stage], 50), "us", "raw")
+            for stage in SERVER_STAGES
+        ),
         Figure(PART, "link, bare unary echo by gRPC, p50", echo_p50, "us", "raw"),
         Figure(PART, "link, less compute beside it", ratio, "echoes", "raw", Bar(MAX_LINK_ECHOES), "aim 0.8"),
     ]

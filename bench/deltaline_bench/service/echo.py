@@ -1,6 +1,8 @@
-"""A bare grpc.aio echo of raw bytes on a Unix socket: what a message costs without a service. A process of its own.
+"""A bare grpc.aio echo of raw bytes: what a message costs without a service. A process of its own.
 
 python -m deltaline_bench.service.echo PATH [CONFIG.json]
+
+It listens on a Unix socket and on a port of the loopback, and says so on its output.
 
 Calls are `unary` or a `stream`. With the model of a CPU's size there are also `unary-around-layer` and
 `stream-around-layer`: those compute a decode step of its layers between request and reply, in a thread as the service
@@ -92,7 +94,9 @@ async def serve(path: str, model_file: Path | None = None) -> None:
         served |= handlers("-around-layer", echo_around(layer_work(model_file)))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Echo", served),))
     server.add_insecure_port(f"unix:{path}")
+    port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    print(f"echoes on unix:{path} 127.0.0.1:{port}", flush=True)
     try:
         await server.wait_for_termination()
     finally:

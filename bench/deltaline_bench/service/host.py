@@ -1,4 +1,7 @@
-"""The processes that are judged: a server and a bare echo on Unix sockets, and what can be read of them."""
+"""The processes that are judged: a server and a bare echo, and what can be read of them.
+
+On Unix sockets; where front ends speak gRPC, on ports of the loopback, which is where they listen.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ class HostError(RuntimeError):
     """A process did not start, or does not tell what it should; the message says what."""
 
 
-def server_options(size: Size, model: Path, folder: Path, has_link: bool = False) -> dict[str, Any]:
-    """The options of the server that is judged, by the names of its configuration. has_link: clients go by it."""
+def server_options(size: Size, model: Path, folder: Path, has_link: bool, front_ends: int) -> dict[str, Any]:
+    """The options of the server that is judged, by the names of its configuration."""
     return {
         "random_init": str(model),
         "scope": size.scope,
@@ -48,6 +51,7 @@ def server_options(size: Size, model: Path, folder: Path, has_link: bool = False
         "shared_memory_bytes": SHARED_BYTES,
         "link": str(folder / "run" / "link.sock") if has_link else "off",
         "link_memory_bytes": SHARED_BYTES,
+        "front_ends": front_ends,
     }
 
 
@@ -65,14 +69,16 @@ class Host:
     has_layer_echo: bool
     echo: subprocess.Popen[bytes]
     link_address: str | None
-    """None where there is no link."""
+    """None where there is no link. Where there is one, loads go by it."""
 
     async def load(self, **options: Any) -> Report:
         """Load the server as `deltaline bench` does: with decode steps, unless the options of BenchOptions say more.
 
         Raises HostError for a load that is no measurement.
         """
-        report = await asyncio.to_thread(measured, self.address, BenchOptions(**{"mix": {"decode": 1.0}} | options))
+        report = await asyncio.to_thread(
+            measured, self.link_address or self.address, BenchOptions(**{"mix": {"decode": 1.0}} | options)
+        )
         if report.verdict.refusal:
             raise HostError(f"the load tells nothing: {report.verdict.refusal}")
         return report
@@ -92,35 +98,40 @@ class Host:
 
 @asynccontextmanager
 async def running(
-    size: Size, folder: Path, server_module: str = "deltaline_server", has_link: bool = False
+    size: Size,
+    folder: Path,
+    server_module: str = "deltaline_server",
+    has_link: bool = False,
+    front_ends: int = 0,
 ) -> AsyncIterator[Host]:
     """Start server and echo, wait until both answer, and end them after the block. Raises HostError.
 
-    server_module: the server, or one whose layers are others; the echo then has none.
+    server_module: the server, or one whose layers are others; the echo then has none. has_link: clients go by it.
+    front_ends: how many speak gRPC.
     """
     has_layer_echo = size.is_beside_layer and server_module == "deltaline_server"
     model = folder / "config.json"
     model.write_text(json.dumps(size.model()), encoding="utf-8")
-    options = server_options(size, model, folder, has_link)
+    options = server_options(size, model, folder, has_link, front_ends)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     log = folder / "server.log"
     log.unlink(missing_ok=True)
-    echo_path = folder / "echo.sock"
-    echo_command = ["deltaline_bench.service.echo", str(echo_path)]
+    echo_log = folder / "echo.log"
+    echo_command = ["deltaline_bench.service.echo", str(folder / "echo.sock")]
     with (
         _process([server_module, *flags], log) as server,
-        _process([*echo_command, *[str(model)] * has_layer_echo], folder / "echo.log") as echo,
+        _process([*echo_command, *[str(model)] * has_layer_echo], echo_log) as echo,
     ):
-        port = re.compile(r" ready .*metrics_port=(\d+)")
-        found = None
+        is_ready, echoes = re.compile(r" ready .*address=(\S+) metrics_port=(\d+)"), re.compile(r"echoes on (\S+) (\S+)")
+        found = echo_found = None
         begin_s = time.monotonic()
-        while found is None or not echo_path.exists():
+        while found is None or echo_found is None:
             if server.poll() is not None or echo.poll() is not None or time.monotonic() - begin_s > START_TIMEOUT_S:
                 raise HostError(f"the server or the echo did not start:\n{log.read_text()[-2000:]}")
             await asyncio.sleep(0.1)
-            found = port.search(log.read_text())
-        url = f"http://127.0.0.1:{found[1]}/metrics"
-        address, echo_address = f"unix:{options['uds']}", f"unix:{echo_path}"
+            found, echo_found = is_ready.search(log.read_text()), echoes.search(echo_log.read_text())
+        url = f"http://127.0.0.1:{found[2]}/metrics"
+        address, echo_address = (found[1], echo_found[2]) if front_ends else (f"unix:{options['uds']}", echo_found[1])
         link_address = f"link:{options['link']}" if has_link else None
         yield Host(size, model, folder, server, address, echo_address, url, has_layer_echo, echo, link_address)
 

@@ -25,11 +25,17 @@ async def measure(host: Host) -> list[Figure]:
     inline, shared = [await _prefill_s(host, num_bytes) for num_bytes in (0, size.shared_bytes(size.prefill_tokens))]
     num_bytes = size.prefill_tokens * size.token_bytes
     echo_s = await echo_s_of(host.echo_address, num_bytes, size.prefill_rounds)
-    return judge(size, inline, shared, echo_s, copies_s(num_bytes))
+    return judge(size, inline, shared, echo_s, copies_s(num_bytes), by_link=host.link_address is not None)
 
 
 def judge(
-    size: Size, inline: tuple[float, float], shared: tuple[float, float], echo_s: float, copy_s: float | None
+    size: Size,
+    inline: tuple[float, float],
+    shared: tuple[float, float],
+    echo_s: float,
+    copy_s: float | None,
+    *,
+    by_link: bool,
 ) -> list[Figure]:
     """Make the figures. inline, shared: seconds end to end and computed; copy_s: both ways, None without a device."""
     total_s, compute_s = inline
@@ -38,9 +44,9 @@ def judge(
         Figure(PART, "inline", total_s * 1e3, "ms", "client", note=f"{size.prefill_tokens} tokens, {megabytes:g} MiB"),
         Figure(PART, "inline, compute", compute_s * 1e3, "ms", "client", note="sum of its chunks"),
         Figure(PART, "echo of the same bytes", echo_s * 1e3, "ms", "raw", note="messages of 1 MiB"),
-        Figure(PART, "inline / (echo + compute)", total_s / (echo_s + compute_s), "", "client", size.bar(1.3)),
+        Figure(PART, "inline / (echo + compute)", total_s / (echo_s + compute_s), "", "client", size.bar(1.25)),
     ]
-    bar, name = size.bar(1.25), "shared memory / (compute + copies)"
+    bar, name = size.bar(1.1 if by_link else 1.25), "shared memory / (compute + copies)"
     total_s, compute_s = shared
     figures += [
         Figure(PART, "shared memory", total_s * 1e3, "ms", "client"),

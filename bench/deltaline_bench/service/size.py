@@ -91,7 +91,7 @@ class Size:
 H200 = Size(
     name="h200",
     is_judged=True,
-    max_echoes=1.8,
+    max_echoes=1.6,
     hidden=2048,
     intermediate=5632,
     layers=4,

@@ -1,4 +1,4 @@
-"""Part `throughput`: many clients, each a process, in a closed loop through shared memory; beside the bare engine."""
+"""Part `throughput`: many clients, each a process, in a closed loop; beside the bare engine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from deltaline_bench.service.size import Size
 from deltaline_cli.bench.report import Report
 
 PART = "throughput"
+INLINE, SHARED = "inline", "shared memory"
 
 
 async def measure(host: Host) -> list[Figure]:
-    """Load the server inline and through shared memory, then drive the engine in this process."""
+    """Load the server with tensors in messages and in shared memory, then drive the engine in this process."""
     size = host.size
     room_bytes = max(64 * size.decode_rows * size.token_bytes, 2**24)
-    runs = {"inline": await _load(host, 0), "shared memory": await _load(host, room_bytes)}
+    runs = {way: await _load(host, num_bytes) for way, num_bytes in ((INLINE, 0), (SHARED, room_bytes))}
     engine = await rows_per_second(size, host.model, size.clients * size.decode_rows)
-    return judge(size, runs, engine)
+    return judge(size, runs, engine, by_link=host.link_address is not None)
 
 
-def judge(size: Size, runs: dict[str, Report], engine: tuple[float, float]) -> list[Figure]:
-    """Make the figures. runs: what came of the load by way; engine: rows per second, share computed."""
+def judge(size: Size, runs: dict[str, Report], engine: tuple[float, float], *, by_link: bool) -> list[Figure]:
+    """Make the figures. runs: what came of the load by way; engine: rows per second, share computed.
+
+    The link is held to tensors that a client makes in place, gRPC to those that come in its messages.
+    """
     engine_rows, engine_busy = engine
     clients = f"{size.clients} clients x {size.decode_rows} rows"
     figures = [
@@ -37,8 +41,11 @@ def judge(size: Size, runs: dict[str, Report], engine: tuple[float, float]) -> l
             Figure(PART, f"{way}, p50", p50_ms * 1e3, "us", "client"),
             Figure(PART, f"{way}, device busy", busy, "", "metrics", note=why),
         ]
-    share, bar = rows["shared memory"] / engine_rows, size.bar(0.85, is_least=True)
-    return [*figures, Figure(PART, "shared memory / the engine alone", share, "", "client", bar)]
+    bars = {SHARED: size.bar(0.9, is_least=True)} if by_link else {INLINE: size.bar(0.7, is_least=True)}
+    shares = [
+        Figure(PART, f"{way} / the engine alone", rows[way] / engine_rows, "", "client", bars.get(way)) for way in rows
+    ]
+    return [*figures, *shares]
 
 
 async def _load(host: Host, shared_memory_bytes: int) -> Report:
