@@ -5,6 +5,8 @@ channels of the output:
 
     S = scale K Q^T, modified;  P = exp2(S log2 e - m);  O = O exp2(m' - m) + V^T P
 
+Scores that nothing modifies are made exponents of 2 with their scale, by one product for both.
+
 So the left operands come from shared memory as they are, and what is rounded, P, is a right one: an assembler that may
 overwrite a left operand in registers too early has none.
 
@@ -88,6 +90,7 @@ def attend_kernel(
     TOKENS: tl.constexpr = BLOCK_M // PADDED
     COLUMNS: tl.constexpr = TOKENS * GROUP
     ITEM: tl.constexpr = COLUMNS * DV + (2 * COLUMNS + 3) // 4 * 4
+    MODIFIED: tl.constexpr = num_scores(SPEC) > 0
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
@@ -228,9 +231,11 @@ def attend_kernel(
             at_v = key_offsets(own, start, o_n, i_kv, table_stride, HKV, DV, PAGE, DENSE, HEADS_FIRST, BLOCK_N)
             b_k = tl.load(k + at_k[:, None] + o_d[None, :], mask=in_n[:, None] & (o_d < D)[None, :], other=0.0)
             b_v = tl.load(v + at_v[:, None] + o_v[None, :], mask=in_n[:, None] & (o_v < DV)[None, :], other=0.0)
-            s = tl.dot(b_k, b_q, input_precision="ieee") * SCALE
-            if num_scores(SPEC) > 0:
-                s = modify(s, score_values, line, h_m, q_m, kv[:, None], SPEC)
+            s = tl.dot(b_k, b_q, input_precision="ieee")
+            if MODIFIED:
+                s = modify(s * SCALE, score_values, line, h_m, q_m, kv[:, None], SPEC)
+            else:
+                s *= SCALE * LOG2_E
             seen = in_n[:, None] & (o_m >= 0)[None, :]
             if num_clauses(SPEC) > 0:
                 allowed = sees(mask_values, line, h_m, q_m, kv[:, None], SPEC)
@@ -238,13 +243,14 @@ def attend_kernel(
                     allowed = allowed | is_full
                 seen = seen & allowed
             s = tl.where(seen, s, float("-inf"))
-            # The maximum becomes an exponent of 2, the scores don't: a bias makes them large, and one more rounding of
-            # them would show in p.
-            new_m = tl.maximum(m, tl.max(s, 0) * LOG2_E)
+            # Of modified scores the maximum alone becomes an exponent of 2: a bias makes them large, and one more rounding
+            # of them would show in p.
+            top = tl.max(s, 0)
+            new_m = tl.maximum(m, top * LOG2_E if MODIFIED else top)
             # Where nothing was seen yet the difference of two infinities would be no number.
             safe = tl.where(new_m == float("-inf"), 0.0, new_m)
             decay = tl.exp2(m - safe)
-            p = tl.exp2(tl.fma(s, LOG2_E, -safe[None, :]))
+            p = tl.exp2(tl.fma(s, LOG2_E, -safe[None, :]) if MODIFIED else s - safe[None, :])
             total = total * decay + tl.sum(p, 0)
             acc = tl.dot(tl.trans(b_v), p.to(b_v.dtype), acc=acc * decay[None, :], input_precision="ieee")
             m = new_m
