@@ -9,8 +9,8 @@
 
 Each figure says who saw it: "raw" sends bytes that were made before the clock started, "client" is the Python client.
 
-    python bench/service.py [--part NAME]... [--size h200|small|cpu] [--link] [--front-ends N] [--soak-seconds N]
-                            [--output FILE.json]
+    python bench/service.py [--part NAME]... [--size h200|small|cpu] [--link] [--front-ends N] [--pretend]
+                            [--soak-seconds N] [--output FILE.json]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from deltaline_bench.device import name_device, provenance
-from deltaline_bench.service import decode, mixed, prefill, soak, steady, throughput
+from deltaline_bench.service import decode, mixed, prefill, pretending, soak, steady, throughput
 from deltaline_bench.service.figure import Bar, Figure, missed, to_json, write_table
 from deltaline_bench.service.host import Host, HostError, running
 from deltaline_bench.service.size import SIZES, Size
@@ -48,17 +48,22 @@ async def run(
     output: Path | None = None,
     has_link: bool = False,
     front_ends: int = 0,
+    pretends: bool = False,
 ) -> list[Figure]:
     """Measure parts one after the other on one server; a part that fails is a miss. Raises HostError.
 
-    has_link: the server has a local link, which steps then go by. front_ends: how many speak gRPC.
+    has_link: the server has a local link, which steps then go by. front_ends: how many speak gRPC. pretends: the device
+    only waits, here too.
 
     Figures are told, and written to `output`, after each part: a run that is cut short leaves those it had.
     """
     figures: list[Figure] = []
+    module = pretending.__name__ if pretends else "deltaline_server"
+    if pretends:
+        pretending.pretend()
     print("the server starts ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="deltaline-bench-") as folder:
-        async with running(size, Path(folder), has_link=has_link, front_ends=front_ends) as host:
+        async with running(size, Path(folder), module, has_link=has_link, front_ends=front_ends) as host:
             for part in parts:
                 print(f"{part} ...", file=sys.stderr, flush=True)
                 new = await measure_part(part, measures[part], host)
@@ -114,12 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--link", action="store_true", help=text)
     text = "give the server so many front ends that speak gRPC (default 0: it does itself)"
     parser.add_argument("--front-ends", type=int, default=0, metavar="N", help=text)
+    text = "without a GPU: the device only waits, as long as an H200 computes; what it takes to launch is left out"
+    parser.add_argument("--pretend", action="store_true", help=text)
     options = parser.parse_args(arguments)
     size = SIZES[options.size]
     if options.soak_seconds is not None:
         size = replace(size, soak_s=options.soak_seconds)
     try:
-        parts, ways = options.part or size.parts, {"has_link": options.link, "front_ends": options.front_ends}
+        parts = options.part or size.parts
+        ways = {"has_link": options.link, "front_ends": options.front_ends, "pretends": options.pretend}
         figures = asyncio.run(run(size, parts, output=options.output, **ways))
     except HostError as error:
         print(f"service bench: error: {error}", file=sys.stderr)

@@ -64,7 +64,9 @@ def running(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server is started."""
 
     @asynccontextmanager
-    async def nothing(size: object, folder: Path, *, has_link: bool, front_ends: int) -> AsyncIterator[Host]:
+    async def nothing(
+        size: object, folder: Path, server_module: str, *, has_link: bool, front_ends: int
+    ) -> AsyncIterator[Host]:
         assert size is SMALL and not has_link and not front_ends
         yield HOST
 

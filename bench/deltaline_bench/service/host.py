@@ -122,7 +122,10 @@ async def running(
         _process([server_module, *flags], log) as server,
         _process([*echo_command, *[str(model)] * has_layer_echo], echo_log) as echo,
     ):
-        is_ready, echoes = re.compile(r" ready .*address=(\S+) metrics_port=(\d+)"), re.compile(r"echoes on (\S+) (\S+)")
+        is_ready, echoes = (
+            re.compile(r" ready .*address=(\S+) metrics_port=(\d+)"),
+            re.compile(r"echoes on (\S+) (\S+)"),
+        )
         found = echo_found = None
         begin_s = time.monotonic()
         while found is None or echo_found is None:
