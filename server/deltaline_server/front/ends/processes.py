@@ -22,8 +22,8 @@ from deltaline_server.memory.regions import Regions
 # How long to wait before a front end that ended is started again; doubled each time, up to the most, unless the last
 # one lived so long.
 FIRST_DELAY_S = 0.1
-MAX_DELAY_S = 10.0
-STEADY_S = 30.0
+MAX_DELAY_S = 1.0
+STEADY_S = 2.0
 # How long a front end may take to end once its connection is over.
 END_S = 5.0
 

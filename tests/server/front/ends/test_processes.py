@@ -70,17 +70,17 @@ async def make_front_ends() -> AsyncIterator[Callable[..., FrontEnds]]:
 
 
 async def test_one_that_crashes_is_started_later_and_later(make_front_ends: Callable[..., FrontEnds]) -> None:
-    time = Time(9)
+    time = Time(6)
     front_ends = make_front_ends(time)
     await front_ends.start(1, SERVED, command(CRASHES))
     await asyncio.wait_for(time.is_enough.wait(), 60)
-    assert time.waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    assert front_ends.num_restarts == 8 and front_ends.pids == []
+    assert time.waits == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert front_ends.num_restarts == 5 and front_ends.pids == []
 
 
 async def test_one_that_lived_long_is_started_again_soon(make_front_ends: Callable[..., FrontEnds]) -> None:
     time = Time(4)
-    time.life_s = 31.0
+    time.life_s = 2.5
     await make_front_ends(time).start(1, SERVED, command(CRASHES))
     await asyncio.wait_for(time.is_enough.wait(), 60)
     assert time.waits == [0.1] * 4
