@@ -166,6 +166,8 @@ async def test_front_ends_that_are_killed_under_clients_lose_nothing(
         assert b"deltaline_front_ends 2.0" in page
         assert f"deltaline_front_end_restarts_total {len(killed):.1f}".encode() in page
         assert re.search(rb"^deltaline_front_end_cpu_seconds_total [0-9.]*[1-9]", page, re.M)
+        (used,) = re.findall(rb"^deltaline_front_end_memory_bytes (\S+)", page, re.M)
+        assert 2 * 2**24 < float(used) < 2 * most_bytes(1 << 20)
         assert b'grpc_method="OpenSequences",grpc_service="deltaline.v1.LayerService"' in page
         calm = [await run([program]) for program in programs]
         for (outputs, spans), (expected, expected_spans) in zip(disturbed, calm, strict=True):

@@ -26,6 +26,7 @@ from deltaline_server.front.ends.forward import HELD_BYTES
 from deltaline_server.front.ends.memory import link_bytes, most_bytes
 from deltaline_server.front.ends.reader import GIVEN_BYTES
 from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
+from deltaline_server.front.link.held import HELD_BYTES as CORE_HELD_BYTES
 
 NUM_CLIENTS, NUM_TOKENS = 3, 16_000
 REPLY_BYTES = NUM_TOKENS * HIDDEN * 4  # what a default client takes, nearly
@@ -86,11 +87,15 @@ async def test_replies_that_nobody_reads_are_bounded(server: ServerProcess, num_
             assert (await (await reads.open()).prefill(np.ones((NUM_TOKENS, HIDDEN), np.float32))).shape[
                 0
             ] == NUM_TOKENS
-        core, most = own_bytes(server.pid, "VmHWM") - core_before, own_bytes(pid, "VmHWM") - before
-        print(f"{total} replies: the core took {core / MIB:.0f} MiB at most, the front end {most / MIB:.0f} MiB")
+        figures = [own_bytes(server.pid) - core_before, own_bytes(server.pid, "VmHWM") - core_before]
+        figures += [own_bytes(pid) - before, own_bytes(pid, "VmHWM") - before]
+        core, core_most, _, most = figures
+        print(
+            f"{total} replies, MiB that the core took, at most, the front end, at most:", *(n // MIB for n in figures)
+        )
     assert server.front_ends == [pid]
     message_bytes = Config(random_init="config.json").inline_limit_bytes + MESSAGE_SLACK_BYTES
     assert own_bytes(pid, "VmHWM") < most_bytes(message_bytes) + link_bytes(message_bytes)  # what `deltaline size` says
     given = NUM_CLIENTS * (GIVEN_BYTES + REPLY_BYTES)
     assert most < HELD_BYTES + given + link_bytes(message_bytes) + 64 * MIB
-    assert core < 128 * MIB
+    assert core < 64 * MIB and core_most < CORE_HELD_BYTES + 64 * MIB

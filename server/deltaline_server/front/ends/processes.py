@@ -72,6 +72,15 @@ class FrontEnds:
                 self._cpu_ticks[pid] = int(fields[11]) + int(fields[12])
         return sum(list(self._cpu_ticks.values())) / os.sysconf("SC_CLK_TCK")
 
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory of those that serve now, what they share with this process included."""
+        num_pages = 0
+        for pid in self.pids:
+            with suppress(OSError):
+                num_pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return num_pages * os.sysconf("SC_PAGE_SIZE")
+
     def take_port(self, host: str, port: int) -> int:
         """Keep the port that they will listen on, 0 for any; return it. Raises OSError."""
         self._port = SharedPort(host, port)
