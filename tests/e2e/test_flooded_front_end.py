@@ -34,15 +34,24 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
-async def flood(address: str) -> set[grpc.StatusCode]:
+async def flood(address: str, num_clients: int, calls_each: int) -> set[grpc.StatusCode]:
     """Clients that all send large messages at once; how their calls ended."""
     async with AsyncExitStack() as stack:
         calls = []
-        for _ in range(NUM_FLOODERS):
+        for _ in range(num_clients):
             made = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
             channel: Any = await stack.enter_async_context(made)
-            calls += [channel.unary_unary(LAYER + "Step")(MESSAGE) for _ in range(REQUESTS)]
+            calls += [channel.unary_unary(LAYER + "Step")(MESSAGE) for _ in range(calls_each)]
         return {await call.code() for call in calls}
+
+
+async def test_of_a_client_s_requests_some_are_read_at_a_time(make_server: Callable[..., Server]) -> None:
+    async with make_server(front_ends=1) as server:
+        (pid,) = server.front_ends.pids
+        resource.prlimit(pid, resource.RLIMIT_DATA, (2 * LIMIT_BYTES,) * 2)
+        num_calls = 3 * LIMIT_BYTES // len(MESSAGE)
+        assert await flood(server.address, 1, num_calls) == {grpc.StatusCode.INVALID_ARGUMENT}
+        assert server.front_ends.pids == [pid]
 
 
 async def test_a_flooded_front_end_ends_alone(make_server: Callable[..., Server]) -> None:
@@ -56,7 +65,7 @@ async def test_a_flooded_front_end_ends_alone(make_server: Callable[..., Server]
         expected = await run(server.address, programs)
         flooded, other = server.front_ends.pids
         resource.prlimit(flooded, resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
-        flooding = asyncio.create_task(flood(server.address))
+        flooding = asyncio.create_task(flood(server.address, NUM_FLOODERS, REQUESTS))
         outputs = await asyncio.gather(*(run(server.address, [program]) for program in programs))
         codes = await flooding
         assert codes == {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT}
