@@ -81,6 +81,8 @@ class Forward(grpc.GenericRpcHandler):
             yield call
         except _Ended as ended:
             await _abort(context, ended.status)
+        except (grpc.aio.AbortError, grpc.aio.InternalError):  # its client has left
+            raise
         except MemoryError:
             os.abort()  # as gRPC does: what is left of this process answers nobody in time
         except Exception:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from deltaline_server.front.link.held import Held
 
-# From so many bytes on that gRPC has of a client's replies, others wait here: what gRPC was given can't be dropped.
-GIVEN_BYTES = 4 * 2**20
+# From so many bytes on that gRPC has of a client's replies, other large ones wait here: what gRPC was given can't be
+# dropped. Small ones go at once, since a client may wait for one of them before it reads what is large.
+GIVEN_BYTES = 16 * 2**20
+SMALL_BYTES = 128 * 2**10
 # Of calls with one request, so many requests of a client are read at a time; others stay with it.
 REQUESTS = 16
 
@@ -28,7 +30,7 @@ class Unread:
 
 
 class Reader:
-    """A client's connection. Its replies go to gRPC one after the other, as it reads; those that wait are counted in
+    """A client's connection. Its large replies go to gRPC in their order, as it reads; those that wait are counted in
     `held`, and lost when it is this client that has most there."""
 
     def __init__(self, held: Held) -> None:
@@ -61,7 +63,7 @@ class Reader:
 
     async def turn(self, unread: Unread, num_bytes: int) -> None:
         """Return when gRPC may be given a reply of so many bytes, or the call is cut."""
-        if self._given_bytes < GIVEN_BYTES and not self._waiting:
+        if num_bytes <= SMALL_BYTES or (self._given_bytes < GIVEN_BYTES and not self._waiting):
             self._give(unread, num_bytes)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
