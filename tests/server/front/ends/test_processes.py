@@ -78,6 +78,7 @@ async def test_one_that_crashes_is_started_later_and_later(make_front_ends: Call
     await asyncio.wait_for(time.is_enough.wait(), 60)
     assert time.waits == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
     assert front_ends.num_restarts == 5 and front_ends.pids == []
+    assert front_ends.cpu_s > 0
 
 
 async def test_one_that_does_not_start_again_is_tried_later_and_later(
