@@ -62,8 +62,8 @@ class StartError(RuntimeError):
 class Server:
     """One server: `async with Server(config) as server` starts it, and stops it at the end of the block.
 
-    Attributes: has_started, false until it is ready. Once started: port and metrics_port (0 when there is none) as
-    bound, address of gRPC, link, runtime, metrics.
+    Attributes: has_started, true once clients may come, a moment before it is ready. Once started: port and
+    metrics_port (0 when there is none) as bound, address of gRPC, link, runtime, metrics.
     """
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,10 +117,6 @@ class Server:
             await self._prepare(runtime)
             served = self._register(runtime, interceptor)
             await self._server.start()
-            try:
-                await self.front_ends.start(self.config.front_ends, served, self._front_end())
-            except FrontEndError as error:
-                raise StartError(f"--front-ends: {error}") from error
         except BaseException:
             await self._server.stop(None)
             await asyncio.gather(self.link.stop(0.0), self.front_ends.stop(0.0))
@@ -131,13 +127,33 @@ class Server:
         # What is there now stays: the garbage collector need not look at it again while steps wait.
         gc.collect()
         gc.freeze()
-        self.has_started = self._is_ready = True
+        self.has_started = True
         self._tasks = [
             asyncio.create_task(self._every(LEASE_TICK_S, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
         ]
+        try:
+            await self._start_front_ends(served)
+        except BaseException:
+            await self.stop()
+            raise
+        self._is_ready = True
         uds, link_path = self.config.uds or "none", self.link.path or "none"
         event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=uds, link=link_path)
+
+    async def _start_front_ends(self, served: Served) -> None:
+        """Start them, unless it is over meanwhile: clients of the first may drain it. Raises StartError."""
+        starting = asyncio.create_task(self.front_ends.start(self.config.front_ends, served, self._front_end()))
+        over = asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait((starting, over), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                await starting
+        except FrontEndError as error:
+            raise StartError(f"--front-ends: {error}") from error
+        finally:
+            over.cancel()
+            starting.cancel()
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Begin the drain: not ready, no new sequences; over when none is open or the time is. Idempotent."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import resource
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from rigs.adapter_fleet import MAX_RANK, Fleet, Tenant
 from rigs.programs import Program, run_together
-from rigs.small_models import GATED_DELTA_NET
+from rigs.server_process import ServerProcess, is_alive
 from rigs.until import until
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
@@ -105,9 +103,8 @@ async def test_results_are_those_without_a_front_end(both: tuple[Server, list[st
     fleet, hashes, results = Fleet(server.config, 1), list[bytes](), list[list[list[Any]]]()
     programs = [Program.draw(seed, 6, 64, lengths=(1, 17, 900)) for seed in range(3)]
     for number, address in enumerate(addresses):
-        shared = (1 << 20) * number
         async with (
-            AsyncClient(address, shared_memory_bytes=shared) as client,
+            AsyncClient(address, shared_memory_bytes=1 << 20) as client,
             grpc.aio.insecure_channel(address) as channel,
         ):
             tenant = Tenant(client, channel)
@@ -115,6 +112,7 @@ async def test_results_are_those_without_a_front_end(both: tuple[Server, list[st
             sequences = [*await client.open_many(2), *await client.open_many(1, adapter=f"a{number}")]
             hashes.append(loaded.adapter.content_hash)
             results.append(await run_together(client, sequences, programs))
+            assert server.runtime.regions.used_bytes
     assert hashes[0] == hashes[1]
     for mine, theirs in zip(*(chain(*outputs) for outputs in results), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -168,6 +166,8 @@ async def test_front_ends_that_are_killed_under_clients_lose_nothing(
         assert b"deltaline_front_ends 2.0" in page
         assert f"deltaline_front_end_restarts_total {len(killed):.1f}".encode() in page
         assert re.search(rb"^deltaline_front_end_cpu_seconds_total [0-9.]*[1-9]", page, re.M)
+        (used,) = re.findall(rb"^deltaline_front_end_memory_bytes (\S+)", page, re.M)
+        assert 2 * 2**24 < float(used) < 2 * most_bytes(1 << 20)
         assert b'grpc_method="OpenSequences",grpc_service="deltaline.v1.LayerService"' in page
         calm = [await run([program]) for program in programs]
         for (outputs, spans), (expected, expected_spans) in zip(disturbed, calm, strict=True):
@@ -218,35 +218,10 @@ async def test_a_second_server_on_the_port_is_refused(
             await client.open()
 
 
-@contextmanager
-def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A server with two front ends as a process of its own, and their numbers."""
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps(GATED_DELTA_NET))
-    options = ["--random-init", str(model), "--device", "cpu", "--port", "0", "--metrics-port", "-1", "--link", "off"]
-    command = [sys.executable, "-m", "deltaline_server", *options, "--front-ends", "2", "--log-format", "json"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as core:
-        pids, event = [], {"message": ""}
-        while event["message"] != "ready":
-            event = json.loads((core.stderr or sys.stdin).readline())
-            pids += [event["pid"]] if event["message"] == "front end serves" else []
-        try:
-            yield core, pids
-        finally:
-            core.kill()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process has not ended; one that nobody has waited for has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 async def test_front_ends_end_with_a_core_that_is_killed(tmp_path: Path) -> None:
-    with process(tmp_path) as (core, pids):
-        assert len(pids) == 2 and all(map(is_alive, pids))
+    async with ServerProcess(tmp_path, "--front-ends", "2") as core:
+        pids = core.front_ends
+        assert len(pids) == 2
         os.kill(pids[0], signal.SIGSTOP)  # it can't see the end of its socket
         core.kill()
         await until(lambda: not any(map(is_alive, pids)))

@@ -29,7 +29,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # A server that comes back is found within the first retries.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
 

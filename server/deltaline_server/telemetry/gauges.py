@@ -36,6 +36,8 @@ class FrontEnds(Protocol):
     def num_calls(self) -> int: ...
     @property
     def cpu_s(self) -> float: ...
+    @property
+    def memory_bytes(self) -> int: ...
 
 
 def add_gauges(
@@ -68,6 +70,7 @@ def add_gauges(
         ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
         ("front_ends", "Front ends that serve.", lambda: len(front_ends.pids)),
         ("front_end_calls", "Calls in flight that came by front ends.", lambda: front_ends.num_calls),
+        ("front_end_memory_bytes", "Host memory of front ends.", lambda: front_ends.memory_bytes),
         ("shared_memory_bytes", "Bytes of shared memory.", lambda: regions.used_bytes),
         ("link_connections", "Connections of the local link.", link_connections),
         ("link_memory_bytes", "Bytes of link memory.", lambda: link_regions.used_bytes),

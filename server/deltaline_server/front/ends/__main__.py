@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import resource
 import signal
 import socket
 import sys
+from typing import Any
 
 import grpc
 from google.rpc import code_pb2, status_pb2
@@ -29,6 +31,8 @@ from deltaline_server.front.grpc_port import grpc_options
 
 # Time for the last replies to leave when the core has ended.
 GRACE_S = 0.5
+# gRPC would else let each call that nobody reads yet fill a window of megabytes, where a client's link is fast.
+_NO_PROBE = ("grpc.http2.bdp_probe", 0)
 _PR_SET_PDEATHSIG = 1
 _SERVICES = [
     service
@@ -52,12 +56,20 @@ def main() -> int:
     return 0
 
 
+def _fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A callback failed. Without memory packets are lost, and calls would wait for them: they end with the process."""
+    if isinstance(context.get("exception"), MemoryError):
+        os.abort()
+    loop.default_exception_handler(context)
+
+
 async def _serve(core: socket.socket, address: str, message_bytes: int) -> None:
+    asyncio.get_running_loop().set_exception_handler(_fault)
     core.recv(link.MAX_PACKET_BYTES)  # the welcome of who started this process: it tells nothing new
     core.setblocking(False)
     conversation: Conversation[status_pb2.Status] = Conversation(message_bytes, _told)
     connection = LinkSocket(core, conversation)
-    server = grpc.aio.server(options=grpc_options(message_bytes, shares_port=True))
+    server = grpc.aio.server(options=[*grpc_options(message_bytes, shares_port=True), _NO_PROBE])
     server.add_generic_rpc_handlers((Forward(connection, _SERVICES),))
     server.add_insecure_port(address)
     await server.start()

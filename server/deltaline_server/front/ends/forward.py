@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -17,9 +18,10 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from deltaline import link
 from deltaline.conversation import LinkCall
 from deltaline.link_socket import LinkSocket
+from deltaline_server.front.ends.reader import Reader
 from deltaline_server.front.link.held import Held
 
-# Replies that clients are slow to read, all together: beyond it the call that has most of them is ended.
+# Replies that clients are slow to read, all together: beyond it the client that has most of them loses those that wait.
 HELD_BYTES = 256 * 2**20
 # What a stream may send ahead of what the core's handler has taken: more than the small messages that the core takes
 # before it says so.
@@ -35,6 +37,7 @@ class Forward(grpc.GenericRpcHandler):
 
     def __init__(self, core: LinkSocket[status_pb2.Status], services: Iterable[ServiceDescriptor]) -> None:
         self._core, self._held = core, Held(HELD_BYTES)
+        self._readers: dict[str, Reader] = {}
         self._handlers = {
             path: self._handler(path, method)
             for service in services
@@ -47,45 +50,41 @@ class Forward(grpc.GenericRpcHandler):
         return self._handlers.get(handler_call_details.method)
 
     def _handler(self, path: str, method: MethodDescriptor) -> Any:
-        # Not by a lambda: gRPC looks what kind of function it is.
-        one = partial(self._one, path, method.client_streaming)
-        many = partial(self._many, path, method.client_streaming)
-        if method.client_streaming:
-            if method.server_streaming:
-                return grpc.stream_stream_rpc_method_handler(many)
-            return grpc.stream_unary_rpc_method_handler(one)
+        # A stream of requests to gRPC even where there is one: it is read when there is room for it. Not by a lambda:
+        # gRPC looks what kind of function it is.
         if method.server_streaming:
-            return grpc.unary_stream_rpc_method_handler(many)
-        return grpc.unary_unary_rpc_method_handler(one)
+            return grpc.stream_stream_rpc_method_handler(partial(self._many, path, method.client_streaming))
+        return grpc.stream_unary_rpc_method_handler(partial(self._one, path, method.client_streaming))
 
-    async def _one(self, path: str, is_stream: bool, body: Any, context: Any) -> bytes:
-        """A call with one reply. body: its message, or gRPC's iterator of a stream of them."""
-        async with self._begun(path, is_stream, body, context) as call:
-            del body
+    async def _one(self, path: str, is_stream: bool, _: Any, context: Any) -> bytes:
+        """A call with one reply."""
+        async with self._begun(path, is_stream, context) as call:
             return await call.reply() or b""
         raise AssertionError("abort() raises")
 
-    async def _many(self, path: str, is_stream: bool, body: Any, context: Any) -> AsyncIterator[bytes]:
+    async def _many(self, path: str, is_stream: bool, _: Any, context: Any) -> AsyncIterator[bytes]:
         """A call with many replies."""
-        async with self._begun(path, is_stream, body, context) as call:
-            del body
+        async with self._begun(path, is_stream, context) as call:
             while (reply := await call.reply()) is not None:
                 yield reply  # goes on when gRPC has taken it
                 call.given(reply)
 
     @asynccontextmanager
-    async def _begun(self, path: str, is_stream: bool, body: Any, context: Any) -> AsyncIterator[_Call]:
+    async def _begun(self, path: str, is_stream: bool, context: Any) -> AsyncIterator[_Call]:
         """A call whose messages go to the core; it ends with the block."""
-        call, sending = _Call(self._core, self._held, path, context), None
+        call, sending = self._call(path, context), None
         try:
             if is_stream:
                 sending = asyncio.create_task(call.send_all(context))
             else:
-                call.send(body, is_last=True)
-                del body
+                await call.send_one(context)
             yield call
         except _Ended as ended:
             await _abort(context, ended.status)
+        except (grpc.aio.AbortError, grpc.aio.InternalError):  # its client has left
+            raise
+        except MemoryError:
+            os.abort()  # as gRPC does: what is left of this process answers nobody in time
         except Exception:
             _log.exception("a call failed")
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the front end failed")
@@ -94,6 +93,22 @@ class Forward(grpc.GenericRpcHandler):
             if sending is not None:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
+
+    def _call(self, path: str, context: Any) -> _Call:
+        """A call that begins. What gRPC has of its replies is its client's until gRPC is done with it."""
+        peer = context.peer()
+        reader = self._readers.get(peer)
+        if reader is None:
+            reader = self._readers[peer] = Reader(self._held)
+        call = _Call(self._core, reader, path, peer, context)
+
+        def over(_: object) -> None:
+            call.close()  # a generator's own end comes later
+            if reader.leave(call.unread):
+                del self._readers[peer]
+
+        context.add_done_callback(over)
+        return call
 
 
 class _Ended(Exception):
@@ -107,8 +122,8 @@ class _Ended(Exception):
 class _Call:
     """A call on its way to the core and back."""
 
-    def __init__(self, core: LinkSocket[status_pb2.Status], held: Held, path: str, context: Any) -> None:
-        self._core, self._held, self._share = core, held, held.join(self._cut)
+    def __init__(self, core: LinkSocket[status_pb2.Status], reader: Reader, path: str, peer: str, context: Any) -> None:
+        self._core, self._reader, self.unread = core, reader, reader.join(self._cut)
         self._replies: deque[bytes | status_pb2.Status | None] = deque()
         self._came = asyncio.Event()
         self._ahead: deque[int] = deque()
@@ -119,12 +134,21 @@ class _Call:
             self._end,
             timeout_s=context.time_remaining(),
             metadata=tuple(pair for pair in context.invocation_metadata() or () if isinstance(pair[1], str)),
-            client=context.peer().encode(),
+            client=peer.encode(),
         )
         if core.conversation.error is not None:
             self._end(core.conversation.error)
 
-    def send(self, body: bytes | None, *, is_last: bool) -> None:
+    async def send_one(self, context: Any) -> None:
+        """Send the one message of a client that does not stream, when there is room for it."""
+        async with self._reader.requests:
+            body = await context.read()
+            self._send(None if body is grpc.aio.EOF else body, is_last=True)
+            del body
+            while self._call.outbox and not self._replies:
+                await self._core.until_moved()
+
+    def _send(self, body: bytes | None, *, is_last: bool) -> None:
         """Send a message, None for none."""
         self._core.conversation.send(self._call, body, is_last=is_last)
         self._core.flush()
@@ -133,11 +157,11 @@ class _Call:
         """Send what the client sends, as fast as the core takes it."""
         while (body := await context.read()) is not grpc.aio.EOF:
             self._ahead.append(len(body))
-            self.send(body, is_last=False)
+            self._send(body, is_last=False)
             del body
             while not self._call.is_over and self._is_ahead():
                 await self._core.until_moved()
-        self.send(None, is_last=True)
+        self._send(None, is_last=True)
 
     def _is_ahead(self) -> bool:
         """Whether the client has to wait."""
@@ -151,14 +175,16 @@ class _Call:
         while not self._replies:
             self._came.clear()
             await self._came.wait()
+        if isinstance(self._replies[0], bytes):
+            await self._reader.turn(self.unread, len(self._replies[0]))
         reply = self._replies.popleft()
         if isinstance(reply, status_pb2.Status):
             raise _Ended(reply)
         return reply
 
     def given(self, reply: bytes) -> None:
-        """The client has taken a reply."""
-        self._held.give_back(self._share, len(reply))
+        """gRPC has sent a reply."""
+        self._reader.was_read(self.unread, len(reply))
         self._read_bytes += len(reply)
         if self._read_bytes >= link.UNREAD_BYTES // 2:
             self._core.conversation.took(self._call, self._read_bytes)
@@ -169,22 +195,20 @@ class _Call:
         """The call is over for the client. Idempotent."""
         self._core.conversation.cancel(self._call)
         self._core.flush()
-        self._held.leave(self._share)
 
     def _take(self, body: bytes) -> None:
         self._replies.append(body)
         self._came.set()
-        self._held.take(self._share, len(body))
+        self._reader.came(self.unread, len(body))
 
     def _end(self, status: status_pb2.Status | None) -> None:
         self._replies.append(status)
         self._came.set()
 
     def _cut(self, why: str) -> None:
-        """It holds too much: what its client has not read is dropped."""
+        """Its client has too much unread: the replies that gRPC does not have are dropped."""
         self._core.conversation.cancel(self._call)
         self._replies.clear()
-        self._held.leave(self._share)
         self._end(status_pb2.Status(code=code_pb2.UNAVAILABLE, message=why))
 
 

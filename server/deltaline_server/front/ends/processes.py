@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import resource
 import socket
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,8 +23,8 @@ from deltaline_server.memory.regions import Regions
 # How long to wait before a front end that ended is started again; doubled each time, up to the most, unless the last
 # one lived so long.
 FIRST_DELAY_S = 0.1
-MAX_DELAY_S = 10.0
-STEADY_S = 30.0
+MAX_DELAY_S = 1.0
+STEADY_S = 2.0
 # How long a front end may take to end once its connection is over.
 END_S = 5.0
 
@@ -50,7 +51,9 @@ class FrontEnds:
         self._stopping = asyncio.Event()
         # Of those connections, the ones whose front end takes calls, and its process.
         self._serving: dict[Connection, int] = {}
-        self._cpu_ticks: dict[int, int] = {}
+        # All that are not over, as the kernel counts their time; that of children before them.
+        self._running: set[int] = set()
+        self._others_s = 0.0
         self.num_restarts = 0
 
     @property
@@ -65,12 +68,22 @@ class FrontEnds:
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of processor time that they took, those that ended included as far as it was asked before."""
-        for pid in self.pids:
+        """Seconds of processor time that they took, those that ended included."""
+        num_ticks = 0
+        for pid in list(self._running):
             with suppress(OSError):
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                self._cpu_ticks[pid] = int(fields[11]) + int(fields[12])
-        return sum(list(self._cpu_ticks.values())) / os.sysconf("SC_CLK_TCK")
+                num_ticks += int(fields[11]) + int(fields[12])
+        return _ended_s() - self._others_s + num_ticks / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory of those that serve now, what they share with this process included."""
+        num_pages = 0
+        for pid in self.pids:
+            with suppress(OSError):
+                num_pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return num_pages * os.sysconf("SC_PAGE_SIZE")
 
     def take_port(self, host: str, port: int) -> int:
         """Keep the port that they will listen on, 0 for any; return it. Raises OSError."""
@@ -87,6 +100,7 @@ class FrontEnds:
             max_lease_s=math.inf,
             clock=self._clock,
         )
+        self._others_s = _ended_s()
         served, loop = replace(served, regions=self._regions), asyncio.get_running_loop()
         firsts: list[asyncio.Future[None]] = [loop.create_future() for _ in range(count)]
         self._tasks = [asyncio.create_task(self._keep(served, command, first)) for first in firsts]
@@ -149,6 +163,7 @@ class FrontEnds:
             ended.set_result(None)
 
         ours, process, output = await _spawn(command)
+        self._running.add(process.pid)
         connection = Connection(served, ours, f"front end {process.pid}", end, is_front_end=True)
         self._connections.add(connection)
         connection.start()
@@ -166,9 +181,16 @@ class FrontEnds:
         if not (await asyncio.wait((exits,), timeout=END_S))[0]:
             process.kill()
         await asyncio.gather(exits, says)
+        self._running.discard(process.pid)
         if says.result() and not first.done():  # it served, and ended at once
             first.set_result(None)
         return exits.result()
+
+
+def _ended_s() -> float:
+    """Processor time of this process's children that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime
 
 
 async def _spawn(command: Sequence[str]) -> tuple[socket.socket, asyncio.subprocess.Process, asyncio.StreamReader]:

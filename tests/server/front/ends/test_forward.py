@@ -170,7 +170,7 @@ async def test_the_core_is_told_what_of_a_stream_was_read(front: Front) -> None:
     assert (await front.receive(link.TAKEN)).envelope.amount == total
 
 
-async def test_of_replies_that_nobody_reads_the_call_that_has_most_is_ended(
+async def test_replies_that_nobody_reads_are_dropped(
     make_front: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "HELD_BYTES", 20_000_000)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,17 +72,32 @@ async def make_front_ends() -> AsyncIterator[Callable[..., FrontEnds]]:
 
 
 async def test_one_that_crashes_is_started_later_and_later(make_front_ends: Callable[..., FrontEnds]) -> None:
-    time = Time(9)
+    time = Time(6)
     front_ends = make_front_ends(time)
     await front_ends.start(1, SERVED, command(CRASHES))
     await asyncio.wait_for(time.is_enough.wait(), 60)
-    assert time.waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    assert front_ends.num_restarts == 8 and front_ends.pids == []
+    assert time.waits == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert front_ends.num_restarts == 5 and front_ends.pids == []
+    assert front_ends.cpu_s > 0
+
+
+async def test_one_that_does_not_start_again_is_tried_later_and_later(
+    make_front_ends: Callable[..., FrontEnds], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    once = f"import os; os.mkdir({str(tmp_path / 'once')!r}); {CRASHES}"  # then it fails, as where its port is taken
+    time = Time(4)
+    front_ends = make_front_ends(time)
+    with caplog.at_level(logging.WARNING):
+        await front_ends.start(1, SERVED, command(once))
+        await asyncio.wait_for(time.is_enough.wait(), 60)
+    assert time.waits == [0.1, 0.2, 0.4, 0.8] and front_ends.num_restarts == 3
+    said = [record for record in caplog.records if record.message.startswith("front end ended")]
+    assert len(said) == 4
 
 
 async def test_one_that_lived_long_is_started_again_soon(make_front_ends: Callable[..., FrontEnds]) -> None:
     time = Time(4)
-    time.life_s = 31.0
+    time.life_s = 2.5
     await make_front_ends(time).start(1, SERVED, command(CRASHES))
     await asyncio.wait_for(time.is_enough.wait(), 60)
     assert time.waits == [0.1] * 4
