@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.link.call import Call
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.link.memory import ClientMemory
 from deltaline_server.front.link.packet_socket import PacketSocket
 from deltaline_server.log import event
 from deltaline_server.memory.regions import Regions
@@ -24,8 +24,6 @@ from deltaline_server.scheduling.observer import Observer
 
 # Calls of a front end at a time: they are those of all its clients.
 MAX_FRONT_END_CALLS = 16_384
-# Regions of link memory that a connection may have at a time.
-MAX_REGIONS = 8
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +67,9 @@ class Connection:
         self._tasks: dict[Call, asyncio.Task[None]] = {}
         self._timers: dict[Call, asyncio.TimerHandle] = {}
         self._last_call = 0
-        self._makers: set[asyncio.Task[None]] = set()
-        self._regions: set[int] = set()
         self._share = served.held.join(self.end)
         self._socket = PacketSocket(connected, served.buffer, served.held, self._share, self._take, self.end)
+        self._memory = ClientMemory(served.regions, self._socket)
         self._is_over = self._is_stopping = False
 
     def start(self) -> None:
@@ -100,10 +97,9 @@ class Connection:
             event(_log, "link connection ended", peer=self._peer, why=why)
         for call in list(self._calls.values()):
             self._forget(call)
-        for task in (*self._tasks.values(), *self._makers):
+        for task in self._tasks.values():
             task.cancel()
-        for number in self._regions:
-            self._served.regions.release(number)
+        self._memory.end()
         self._served.held.leave(self._share)
         self._on_end(self)
 
@@ -122,12 +118,7 @@ class Connection:
             self._begin(envelope, packet)
             return
         if kind == link.MEMORY:
-            place = link.Place.read(packet[envelope.body_at :])
-            if len(self._makers) == MAX_REGIONS:
-                raise link.LinkError(f"expected at most {MAX_REGIONS} requests for memory at a time")
-            making = asyncio.create_task(self._make_memory(number, place.size))
-            self._makers.add(making)
-            making.add_done_callback(self._makers.discard)
+            self._memory.ask(number, link.Place.read(packet[envelope.body_at :]).size)
             return
         if kind not in self._kinds:
             raise link.LinkError(f"expected a packet of a client, got the kind {kind}")
@@ -226,22 +217,6 @@ class Connection:
             self._let_go(call.number, place)
         if call.share is not self._share:
             self._served.held.leave(call.share)
-
-    async def _make_memory(self, number: int, size: int) -> None:
-        """Give the client link memory, or a status that says why not."""
-        regions = self._served.regions
-        try:
-            if sum(map(regions.has, self._regions)) >= MAX_REGIONS:
-                raise RequestError(
-                    Reason.SHARED_MEMORY_EXHAUSTED, f"this connection has {MAX_REGIONS} regions, which is the most"
-                )
-            region = await regions.create(size, None)
-        except RequestError as error:
-            self._socket.write(link.pack(link.STATUS, number), replies.status(error.refusal).SerializeToString())
-            return
-        self._regions.add(region.id)
-        place = link.Place(region.id, 0, len(region.memory))
-        self._socket.write(link.pack(link.MEMORY, number), place.packed(), fd=os.dup(region.fd))
 
     # -- what goes -------------------------------------------------------------------------------------------------
 

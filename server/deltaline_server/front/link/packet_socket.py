@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -32,7 +31,7 @@ class PacketSocket:
         self._socket, self._buffer, self._held, self._share = connected, buffer, held, share
         self._take, self._end = take, end
         self._loop = asyncio.get_running_loop()
-        # Packets that the socket did not take, each with a file to go with it, -1 for none.
+        # Packets that the socket did not take, each with the file that goes with it.
         self._outbox: deque[tuple[bytes, int]] = deque()
         self._drained = asyncio.Event()
         self._is_closed = False
@@ -42,7 +41,8 @@ class PacketSocket:
         self._loop.add_reader(self._socket, self._read)
 
     def write(self, *pieces: bytes, fd: int = -1) -> None:
-        """Send a packet, behind those that wait, and a file of the caller's to keep: it is closed here."""
+        """Send a packet, behind those that wait. fd: a file to go with it, the caller's, open until `close`; -1 for
+        none."""
         if self._is_closed:
             return
         if not self._outbox:
@@ -53,7 +53,6 @@ class PacketSocket:
                 self._loop.add_writer(self._socket, self._flush)
                 self._drained.clear()
             except OSError:
-                _close(fd)
                 return self._end("")
         packet = b"".join(pieces)
         self._outbox.append((packet, fd))
@@ -75,8 +74,6 @@ class PacketSocket:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
-        for _, fd in self._outbox:
-            _close(fd)
         self._outbox.clear()
 
     def _read(self) -> None:
@@ -105,9 +102,8 @@ class PacketSocket:
         """Raises OSError."""
         if fd < 0:
             self._socket.sendmsg(pieces)
-            return
-        socket.send_fds(self._socket, pieces, [fd])
-        _close(fd)
+        else:
+            socket.send_fds(self._socket, pieces, [fd])
 
     def _flush(self) -> None:
         """The socket has room."""
@@ -124,9 +120,3 @@ class PacketSocket:
         self._loop.remove_writer(self._socket)
         self._loop.add_reader(self._socket, self._read)
         self._drained.set()
-
-
-def _close(fd: int) -> None:
-    """Close a file; -1 for none."""
-    if fd >= 0:
-        os.close(fd)
