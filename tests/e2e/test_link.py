@@ -28,6 +28,7 @@ from deltaline_client import (
     DeadlineExceeded,
     Disconnected,
     InvalidAdapter,
+    MessageTooLarge,
     Retry,
     StateLost,
     Unavailable,
@@ -163,6 +164,35 @@ def test_a_found_link_that_ends_leaves_grpc(
     told = [record.getMessage() for record in caplog.records if record.name.startswith("deltaline_client")]
     assert told[0] == f"this client's calls go by the local link {path}"
     assert told[1].startswith("no local link, calls go by gRPC: no server answers")
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
+def test_a_found_link_without_memory_leaves_grpc(
+    driven: Driven, make_server: Callable[..., Server], link_option: str, memory_bytes: int
+) -> None:
+    with served(make_server(link=link_option, link_memory_bytes=memory_bytes)) as address:
+        client = driven.make(address, retry=FAST)
+        small, large = driven.do(client.open_many(2))
+        driven.do(small.decode(tokens(1)))
+        assert driven.do(client.info()).is_linked
+        assert driven.do(large.prefill(tokens(1500))).shape == (1500, HIDDEN)
+        assert driven.do(small.decode(tokens(1))).shape == (1, HIDDEN)
+        driven.do(client.disconnect())
+        named = driven.make(f"link:{link_option}", retry=Retry(max_attempts=1))
+        with pytest.raises(Unavailable, match="the server gives no link memory: "):
+            driven.do(named.adapters.load("large", config=bytes(200_000), tensors=b"x"))
+        assert driven.do(driven.do(named.open()).decode(tokens(1))).shape == (1, HIDDEN)
+        driven.do(named.disconnect())
+
+
+def test_a_message_that_no_server_takes_is_refused_at_once(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}")
+    most = linked.config.inline_limit_bytes + (1 << 20)
+    for size in (most + 1, 4 * most):
+        with pytest.raises(MessageTooLarge, match=f"expected a message of at most {most} bytes, got "):
+            driven.do(client.adapters.load("large", config=bytes(size), tensors=b"x", timeout_s=10.0))
+    assert by_link(linked) == 1
+    driven.do(client.disconnect())
 
 
 def test_a_stream_outlives_its_window(driven: Driven, linked: Server) -> None:

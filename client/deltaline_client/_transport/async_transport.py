@@ -65,6 +65,9 @@ class AsyncTransport:
         """What carries a flow from now on."""
         if self.is_closed:
             return _NoSession(Disconnected())
+        if self._link is not None and self._link.lacks_memory and self._address is not None:
+            self._link = None
+            self._give_up("the server gives it no memory")
         if self._where is not None:
             try:
                 return _LinkSession(await self._connected(self._where))
@@ -117,10 +120,10 @@ class AsyncTransport:
                 self._link = AsyncLink(connected, welcome)
             return self._link
 
-    def _give_up(self, error: DeltalineError) -> None:
+    def _give_up(self, why: object) -> None:
         """Go by gRPC from now on, until a link is found anew."""
         self._where = None
-        _log.info("no local link, calls go by gRPC: %s", error)
+        _log.info("no local link, calls go by gRPC: %s", why)
 
 
 class _LinkSession:

@@ -115,6 +115,8 @@ class Transport:
 
     def give_back(self, connection: BlockingLink) -> None:
         """A flow no longer needs a connection."""
+        if connection.lacks_memory and self._stream is not None:
+            self._give_up("the server gives it no memory")
         with self._lock:
             if not connection.is_over and not self._is_closed:
                 self._free.append(connection)
@@ -138,10 +140,10 @@ class Transport:
         connection.close()
         raise Disconnected
 
-    def _give_up(self, error: DeltalineError) -> None:
+    def _give_up(self, why: object) -> None:
         """Go by gRPC from now on, until a link is found anew."""
         self._where = None
-        _log.info("no local link, calls go by gRPC: %s", error)
+        _log.info("no local link, calls go by gRPC: %s", why)
 
 
 class _LinkSession:

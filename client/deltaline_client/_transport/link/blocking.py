@@ -46,6 +46,11 @@ class BlockingLink:
         """Whether it carries nothing more."""
         return self._conversation.error is not None
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether it is over since the server gave no memory for messages."""
+        return self._conversation.lacks_memory
+
     def send(self, number: int, request: Sequence[Buffer], answers: deque[Answer]) -> None:
         """Send a step; its answer comes to `answers` under `number`, in a later `receive`."""
         self._steps.send(number, request, answers.append)
