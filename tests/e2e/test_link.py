@@ -207,14 +207,19 @@ def test_a_server_that_restarts_costs_its_idle_connections_one_attempt(
     transport.close()
 
 
-def test_a_forked_process_is_told_to_make_its_own_client(linked: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Client(f"link:{linked.link.path}") as client:
-        sequence = client.open()
-        with monkeypatch.context() as child:
-            child.setattr(os, "getpid", lambda: 1)
+def test_a_forked_process_is_told_to_make_its_own_client(
+    driven: Driven, linked: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = driven.make(f"link:{linked.link.path}")
+    sequence = driven.do(client.open())
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 1)
+        for call in (lambda: sequence.decode(tokens(1)), client.disconnect):
             with pytest.raises(RuntimeError, match="before the process forked: make another"):
-                sequence.decode(tokens(1))
-        assert sequence.decode(tokens(1)).shape == (1, HIDDEN)
+                driven.do(call())
+    assert driven.do(sequence.decode(tokens(1))).shape == (1, HIDDEN)
+    assert by_link(linked) == 1  # the same connection
+    driven.do(client.disconnect())
 
 
 def test_tensors_beyond_a_packet_lie_in_link_memory_by_themselves(driven: Driven, linked: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, erro
 from deltaline_client._transport.flow import Answer, Call, Found, TakeMemory
 from deltaline_client._transport.link.asynchronous import AsyncLink
 from deltaline_client._transport.link.connect import Where, connect
+from deltaline_client._transport.process import check_process
 from deltaline_client._transport.tracing import metadata
 
 _log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class AsyncTransport:
     def __init__(self, address: str) -> None:
         """address: of gRPC or of a link. Raises ValueError."""
         path = link_path(address)
+        self._pid = os.getpid()
         self._where = None if path is None else Where(path)
         self._address = None if path is not None else with_port(address)
         self._channel: grpc.aio.Channel | None = None
@@ -62,7 +65,8 @@ class AsyncTransport:
         self.is_closed = False
 
     async def session(self) -> AsyncSession:
-        """What carries a flow from now on."""
+        """What carries a flow from now on. Raises RuntimeError in a forked process."""
+        check_process(self._pid)
         if self.is_closed:
             return _NoSession(Disconnected())
         if self._link is not None and self._link.lacks_memory and self._address is not None:

@@ -22,6 +22,7 @@ from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, erro
 from deltaline_client._transport.flow import Answer, Call, Found, TakeMemory
 from deltaline_client._transport.link.blocking import BlockingLink
 from deltaline_client._transport.link.connect import Where, connect
+from deltaline_client._transport.process import check_process
 from deltaline_client._transport.stream import Mailbox, StepStream
 from deltaline_client._transport.tracing import metadata
 
@@ -70,8 +71,7 @@ class Transport:
 
     def session(self) -> Session:
         """What carries a flow from now on. Raises RuntimeError in a forked process."""
-        if os.getpid() != self._pid:  # whose answers, and link memory, would be the parent's too
-            raise RuntimeError("this client was made before the process forked: make another one behind the fork")
+        check_process(self._pid)
         where = self._where
         if where is not None and not self._is_closed:
             try:
