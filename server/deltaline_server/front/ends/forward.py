@@ -108,7 +108,7 @@ class _Call:
     """A call on its way to the core and back."""
 
     def __init__(self, core: LinkSocket[status_pb2.Status], held: Held, path: str, context: Any) -> None:
-        self._core, self._held, self._share = core, held, held.join(self._cut)
+        self._core, self._share = core, held.join(self._cut)
         self._replies: deque[bytes | status_pb2.Status | None] = deque()
         self._came = asyncio.Event()
         self._ahead: deque[int] = deque()
@@ -158,7 +158,7 @@ class _Call:
 
     def given(self, reply: bytes) -> None:
         """The client has taken a reply."""
-        self._held.give_back(self._share, len(reply))
+        self._share.give_back(len(reply))
         self._read_bytes += len(reply)
         if self._read_bytes >= link.UNREAD_BYTES // 2:
             self._core.conversation.took(self._call, self._read_bytes)
@@ -169,12 +169,12 @@ class _Call:
         """The call is over for the client. Idempotent."""
         self._core.conversation.cancel(self._call)
         self._core.flush()
-        self._held.leave(self._share)
+        self._share.leave()
 
     def _take(self, body: bytes) -> None:
         self._replies.append(body)
         self._came.set()
-        self._held.take(self._share, len(body))
+        self._share.take(len(body))
 
     def _end(self, status: status_pb2.Status | None) -> None:
         self._replies.append(status)
@@ -184,7 +184,7 @@ class _Call:
         """It holds too much: what its client has not read is dropped."""
         self._core.conversation.cancel(self._call)
         self._replies.clear()
-        self._held.leave(self._share)
+        self._share.leave()
         self._end(status_pb2.Status(code=code_pb2.UNAVAILABLE, message=why))
 
 

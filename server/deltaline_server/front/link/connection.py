@@ -68,7 +68,7 @@ class Connection:
         self._timers: dict[Call, asyncio.TimerHandle] = {}
         self._last_call = 0
         self._share = served.held.join(self.end)
-        self._socket = PacketSocket(connected, served.buffer, served.held, self._share, self._take, self.end)
+        self._socket = PacketSocket(connected, served.buffer, self._share, self._take, self.end)
         self._memory = ClientMemory(served.regions, self._socket)
         self._is_over = self._is_stopping = False
 
@@ -100,7 +100,7 @@ class Connection:
         for task in self._tasks.values():
             task.cancel()
         self._memory.end()
-        self._served.held.leave(self._share)
+        self._share.leave()
         self._on_end(self)
 
     # -- what comes ------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Connection:
                 raise link.LinkError(f"expected at most {self._served.message_bytes} bytes, got {place.size}")
             body = self._served.regions.copy_out(*place)
             self._let_go(call.number, place)
-        self._served.held.take(call.share, len(body))
+        call.share.take(len(body))
         if self._is_over:
             raise link.LinkError("the connection was ended: it held the most")
         return bytes(body)
@@ -191,7 +191,6 @@ class Connection:
     def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> bytes:
         """The bytes of a message; num_taken: what the client may send for it. Raises RequestError."""
         if isinstance(message, bytes):
-            self._served.held.give_back(call.share, len(message))
             if num_taken:
                 self._socket.write(link.pack(link.TAKEN, call.number, amount=num_taken))
             return message
@@ -201,6 +200,10 @@ class Connection:
                 raise RequestError(
                     Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
                 )
+            call.in_hand_bytes = message.size
+            call.share.take(message.size)
+            if self._is_over:
+                raise asyncio.CancelledError  # as it is: it held the most
             return self._served.regions.copy_out(*message)
         finally:
             self._let_go(call.number, message, num_taken)
@@ -212,11 +215,11 @@ class Connection:
     def _drop(self, call: Call) -> None:
         """Let go of what a call's handler did not read."""
         num_bytes, places = call.drop()
-        self._served.held.give_back(call.share, num_bytes)
+        call.share.give_back(num_bytes)
         for place in places:
             self._let_go(call.number, place)
         if call.share is not self._share:
-            self._served.held.leave(call.share)
+            call.share.leave()
 
     # -- what goes -------------------------------------------------------------------------------------------------
 
@@ -240,14 +243,14 @@ class Connection:
         num_bytes, is_used = len(body), False
         room: asyncio.Future[link.Place] = self._loop.create_future()
         call.room = room
-        self._served.held.take(call.share, num_bytes)
+        call.share.take(num_bytes)
         try:
             self._socket.write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
             place = (await room)._replace(size=num_bytes)
             self._served.regions.copy_in(place.region, place.offset, body)
             is_used = True
         finally:
-            self._served.held.give_back(call.share, num_bytes)
+            call.share.give_back(num_bytes)
             if not is_used and room.done() and not room.cancelled():
                 self._let_go(call.number, room.result())
         return place.packed()

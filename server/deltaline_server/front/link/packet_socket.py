@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from deltaline import link
 from deltaline_server.front.interceptor import bug
-from deltaline_server.front.link.held import Held, Share
+from deltaline_server.front.link.held import Share
 
 
 class PacketSocket:
@@ -21,14 +21,13 @@ class PacketSocket:
         self,
         connected: socket.socket,
         buffer: memoryview,
-        held: Held,
         share: Share,
         take: Callable[[memoryview], None],
         end: Callable[[str], None],
     ) -> None:
         """buffer: room for a packet, while it is taken. take: gets each packet; may raise LinkError. end: told why
         nothing more can be had from the client, "" when it is gone; it has to `close`."""
-        self._socket, self._buffer, self._held, self._share = connected, buffer, held, share
+        self._socket, self._buffer, self._share = connected, buffer, share
         self._take, self._end = take, end
         self._loop = asyncio.get_running_loop()
         # Packets that the socket did not take, each with the file that goes with it.
@@ -56,7 +55,7 @@ class PacketSocket:
                 return self._end("")
         packet = b"".join(pieces)
         self._outbox.append((packet, fd))
-        self._held.take(self._share, len(packet))
+        self._share.take(len(packet))
 
     async def drain(self) -> None:
         """Return once no packet waits."""
@@ -112,7 +111,7 @@ class PacketSocket:
                 packet, fd = self._outbox[0]
                 self._send((packet,), fd)
                 self._outbox.popleft()
-                self._held.give_back(self._share, len(packet))
+                self._share.give_back(len(packet))
         except BlockingIOError:
             return
         except OSError:
