@@ -6,6 +6,7 @@ client's to say (E): it makes one of a google.rpc.Status.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections import deque
@@ -195,7 +196,8 @@ class Conversation(Generic[E]):
             self._arena = made.number, Arena(made.mapping)
         else:
             self.lacks_memory = True
-            self.end(code_pb2.UNAVAILABLE, f"the server gives no link memory: {made}")
+            why = made.message if isinstance(made, status_pb2.Status) else made
+            self.end(code_pb2.UNAVAILABLE, f"no link memory is to be had: {why}")
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -253,9 +255,15 @@ class Conversation(Generic[E]):
     ) -> None:
         if kind == link.STATUS:
             on_done(self._read_status(status_pb2.Status.FromString(bytes(body))))
-        elif kind == link.MEMORY and len(fds) == 1:
+        elif kind == link.MEMORY and len(fds) <= 1:
             place = link.Place.read(body)
-            on_done(Region(place.region, map_sealed(fds[0], place.size)))
+            try:
+                if not fds:  # the kernel drops what it has no number for
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                on_done(Region(place.region, map_sealed(fds[0], place.size)))
+            except OSError as error:
+                why = f"this process can't map it: {error.strerror}"
+                on_done(self._read_status(status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message=why)))
         else:
             raise link.LinkError("expected memory with its file")
 

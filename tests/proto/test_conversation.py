@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from deltaline import link
+from deltaline import conversation, link
 from deltaline.conversation import Conversation, LinkCall
 from deltaline.wire import Buffer
 
@@ -163,3 +164,24 @@ def test_a_connection_without_memory_says_so(server: Server) -> None:
     server.say(link.STATUS, asked.call, refusal.SerializeToString())
     assert server.conversation.lacks_memory
     assert [end and end.code for end in ends] == [code_pb2.UNAVAILABLE]
+
+
+@pytest.mark.parametrize("what", ["no descriptor", "no map"])
+def test_memory_that_this_process_has_no_room_for_is_none(
+    server: Server, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    _, _, ends = server.begin(LARGE)
+    if what == "no descriptor":
+        ((asked, body),) = server.take(link.MEMORY)
+        server.say(link.MEMORY, asked.call, body)  # the file was dropped on its way
+    else:
+
+        def map_sealed(fd: int, size: int) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(conversation, "map_sealed", map_sealed)
+        server.give_memory()
+    assert server.conversation.lacks_memory
+    (end,) = ends
+    assert end is not None and end.code == code_pb2.UNAVAILABLE
+    assert end.message == "no link memory is to be had: this process can't map it: Too many open files"

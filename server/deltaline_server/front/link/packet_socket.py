@@ -84,11 +84,11 @@ class PacketSocket:
             return
         except OSError:
             size, flags = 0, 0
-        if size == 0:
-            return self._end("")
         try:
             if flags & socket.MSG_CTRUNC:
                 raise link.LinkError("expected no descriptors, which go from the server to the client only")
+            if size == 0:
+                return self._end("")
             if flags & socket.MSG_TRUNC:
                 raise link.LinkError(f"expected packets of at most {link.MAX_PACKET_BYTES} bytes")
             self._take(self._buffer[:size])
