@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rigs.link_proxy import LinkProxy
-from rigs.linked import FAST, HIDDEN, Driven, by_link, hidden_link, tokens
+from rigs.linked import FAST, HIDDEN, Driven, hidden_link, tokens
 from rigs.served import served
 
 from deltaline_client import Disconnected, Retry, Unavailable
@@ -34,6 +34,7 @@ def test_a_found_link_that_ends_leaves_grpc(
             assert driven.do(sequence.decode(tokens(1, position))).shape == (1, HIDDEN)
         assert proxy.kills == 1
         assert driven.do(client.describe([sequence]))[0].spans[0].position == 60
+        assert driven.do(client.info()).is_linked is False
         assert driven.do(client.info(refresh=True)).is_linked is False
         driven.do(client.disconnect())
     told = [record.getMessage() for record in caplog.records if record.name.startswith("deltaline_client")]
@@ -52,12 +53,14 @@ def test_where_sockets_have_no_room_for_packets_calls_go_by_grpc(
     client = driven.make(linked.address)
     assert driven.do(client.info()).is_linked is False
     assert driven.do(driven.do(client.open()).decode(tokens(1))).shape == (1, HIDDEN)
+    monkeypatch.setattr(side, "make_room", lambda connected: None)
+    assert driven.do(client.info(refresh=True)).is_linked
+    monkeypatch.setattr(side, "make_room", make_room)
     named = driven.make(f"link:{linked.link.path}", retry=Retry(max_attempts=1))
     with pytest.raises(Unavailable, match="a socket may have too few bytes"):
         driven.do(named.info())
     for one in (client, named):
         driven.do(one.disconnect())
-    assert not by_link(linked)
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
@@ -70,6 +73,7 @@ def test_a_found_link_without_memory_leaves_grpc(
         driven.do(small.decode(tokens(1)))
         assert driven.do(client.info()).is_linked
         assert driven.do(large.prefill(tokens(1500))).shape == (1500, HIDDEN)
+        assert not driven.do(client.info()).is_linked
         assert driven.do(small.decode(tokens(1))).shape == (1, HIDDEN)
         driven.do(client.disconnect())
         named = driven.make(f"link:{link_option}", retry=Retry(max_attempts=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -51,9 +51,10 @@ class AsyncSession(Protocol):
 class AsyncTransport:
     """Opens sessions. It belongs to the event loop in which it is first used."""
 
-    def __init__(self, address: str) -> None:
-        """address: of gRPC or of a link. Raises ValueError."""
-        path = link_path(address)
+    def __init__(self, address: str, on_leave: Callable[[], object] = lambda: None) -> None:
+        """address: of gRPC or of a link. on_leave: called when calls no longer go by a link that was found. Raises
+        ValueError."""
+        path, self._on_leave = link_path(address), on_leave
         self._pid = os.getpid()
         self._where = None if path is None else Where(path)
         self._address = None if path is not None else with_port(address)
@@ -127,6 +128,7 @@ class AsyncTransport:
     def _give_up(self, why: object) -> None:
         """Go by gRPC from now on, until a link is found anew."""
         self._where = None
+        self._on_leave()
         _log.info("no local link, calls go by gRPC: %s", why)
 
 

@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -55,9 +55,10 @@ class Session(Protocol):
 class Transport:
     """Opens sessions; several threads may have one each."""
 
-    def __init__(self, address: str) -> None:
-        """address: of gRPC or of a link. Raises ValueError."""
-        path = link_path(address)
+    def __init__(self, address: str, on_leave: Callable[[], object] = lambda: None) -> None:
+        """address: of gRPC or of a link. on_leave: called when calls no longer go by a link that was found. Raises
+        ValueError."""
+        path, self._on_leave = link_path(address), on_leave
         self._pid = os.getpid()
         self._where = None if path is None else Where(path)
         self._channel = None if path is not None else grpc.insecure_channel(with_port(address), options=OPTIONS)
@@ -143,6 +144,7 @@ class Transport:
     def _give_up(self, why: object) -> None:
         """Go by gRPC from now on, until a link is found anew."""
         self._where = None
+        self._on_leave()
         _log.info("no local link, calls go by gRPC: %s", why)
 
 
