@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import threading
@@ -16,6 +17,7 @@ from rigs.link_proxy import LinkProxy
 from rigs.linked import FAST, HIDDEN, Driven, by_link, hidden_link, tokens
 from rigs.served import served
 from rigs.shared_memory import lies_in_shared_memory
+from rigs.until import until
 
 from deltaline import link
 from deltaline.v1.admin_service_pb2 import GetServerInfoRequest
@@ -121,6 +123,21 @@ def test_an_upload_goes_by_the_link(driven: Driven, linked: Server) -> None:
         )
     assert sent[-1] == size
     driven.do(client.disconnect())
+
+
+def test_an_upload_that_is_interrupted_is_over_on_the_server(linked: Server) -> None:
+    client = Client(f"link:{linked.link.path}")
+
+    def interrupt(count: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client.adapters.load("odd", config=b"{}", tensors=bytes(24 << 20), progress=interrupt)
+    labels = {"grpc_type": "client_stream", "grpc_service": "deltaline.v1.AdapterService", "grpc_method": "LoadAdapter"}
+    get = linked.metrics.registry.get_sample_value
+    asyncio.run(until(lambda: get("grpc_server_handled_total", labels | {"grpc_code": "Canceled"}), 10.0))
+    assert client.info().is_linked and by_link(linked) == 1
+    client.disconnect()
 
 
 def test_tensors_lie_in_link_memory_where_the_client_asks_for_it(driven: Driven, linked: Server) -> None:

@@ -77,21 +77,24 @@ class BlockingLink:
         def wait(is_done: Callable[[], object]) -> None:
             self._wait(lambda: ends or is_done(), until_s - time.monotonic())
             if not (ends or is_done()):
-                conversation.cancel(call)
-                self._flush()
                 raise DeadlineExceeded("no answer in time")
 
-        if isinstance(request, Message):
-            conversation.send(call, request.SerializeToString(), is_last=True)
-        else:
-            for part in request:
-                conversation.send(call, part.SerializeToString())
-                wait(lambda: not call.outbox)  # the next may have to be read from a disk, when this one is gone
-                if ends:
-                    break
+        try:
+            if isinstance(request, Message):
+                conversation.send(call, request.SerializeToString(), is_last=True)
             else:
-                conversation.send(call, None, is_last=True)
-        wait(lambda: False)
+                for part in request:
+                    conversation.send(call, part.SerializeToString())
+                    wait(lambda: not call.outbox)  # the next may have to be read from a disk, when this one is gone
+                    if ends:
+                        break
+                else:
+                    conversation.send(call, None, is_last=True)
+            wait(lambda: False)
+        finally:
+            if not call.is_over:
+                conversation.cancel(call)
+                self._flush()
         return answer_of(method, bodies, ends[0])
 
     def memory(self, size_bytes: int, timeout_s: float) -> Region:
