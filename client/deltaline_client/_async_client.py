@@ -35,7 +35,7 @@ class AsyncClient(ClientState):
         self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._transport = AsyncTransport(address)
+        self._transport = AsyncTransport(address, self._leave_link)
 
     async def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""

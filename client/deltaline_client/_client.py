@@ -51,7 +51,7 @@ class Client(ClientState):
         self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._transport = Transport(address)
+        self._transport = Transport(address, self._leave_link)
 
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""

@@ -146,7 +146,7 @@ class ContextExceeded(RequestError, reason="CONTEXT_EXCEEDED"):
 
 
 class MessageTooLarge(RequestError, reason="MESSAGE_TOO_LARGE"):
-    """The tensor is larger than the server takes inline, or than all that may wait there."""
+    """The message or its tensor is larger than the server takes inline, or the tensor than all that may wait there."""
 
 
 class InvalidAdapter(RequestError, reason="INVALID_ADAPTER"):

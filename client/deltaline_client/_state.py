@@ -38,6 +38,11 @@ class ClientState:
         """Drive a flow to its end: gives its result, or a coroutine that does."""
         raise NotImplementedError
 
+    def _leave_link(self) -> None:
+        """Calls no longer go by the local link."""
+        if self._info is not None:
+            self._info = replace(self._info, is_linked=False)
+
     def _attempts(self, timeout_s: float | None = None, retry: Retry | None = None) -> Attempts:
         """The attempts at a call. timeout_s, retry: None for the client's own. Raises ValueError."""
         if timeout_s is not None:
@@ -69,7 +74,7 @@ def retried(client: ClientState, method: Method[Request, Response], request: Req
 def info(client: ClientState, *, refresh: bool = False) -> Flow[ServerInfo]:
     """What the server serves, and its limits. Asked for once and remembered; refresh=True asks again.
 
-    `is_linked` says whether the local link carried this client's calls from then on.
+    `is_linked` says whether the local link carries this client's calls; refresh=True finds one again that it left.
     """
     if client._info is None or refresh:
         message = yield from retried(client, INFO, admin.GetServerInfoRequest())

@@ -6,6 +6,7 @@ client's to say (E): it makes one of a google.rpc.Status.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections import deque
@@ -14,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from google.rpc import code_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 from numpy.typing import NDArray
 
 from deltaline import link
@@ -69,7 +70,7 @@ class Conversation(Generic[E]):
     def __init__(self, message_bytes: int, read_status: Callable[[status_pb2.Status], E]) -> None:
         """message_bytes: most bytes of a message, as the server has told. read_status: makes the error of a status."""
         self._read_status = read_status
-        self._arena_bytes = 2 * message_bytes
+        self._message_bytes, self._memory_bytes = message_bytes, link.memory_bytes(message_bytes)
         self._calls: dict[int, LinkCall[E]] = {}
         # What waits to be sent: calls with messages, and packets that go ahead of them.
         self.unsent: dict[LinkCall[E], None] = {}
@@ -79,6 +80,8 @@ class Conversation(Generic[E]):
         self._last = 0
         self._arena: tuple[int, Arena] | None = None
         self._is_arena_asked = False
+        # Whether the server gave no memory for messages: it may have some later, and other ways need none.
+        self.lacks_memory = False
         # Memory that the server may still read or write, by offset: until it gives it back, or a reply in it.
         self._placed: dict[int, Array] = {}
         self.error: E | None = None
@@ -121,7 +124,7 @@ class Conversation(Generic[E]):
         self.control.append(link.pack(link.TAKEN, call.number, amount=num_bytes))
 
     def ask_memory(self, size: int, on_done: Callable[[Region | E], object]) -> None:
-        """Ask for link memory of at least so many bytes."""
+        """Ask for link memory of at least so many bytes. on_done: may raise LinkError, which ends the connection."""
         if self.error is not None:
             on_done(self.error)
             return
@@ -157,9 +160,14 @@ class Conversation(Generic[E]):
         return not self.control or self.flush(write)
 
     def _body(self, call: LinkCall[E]) -> tuple[bytes, int] | None:
-        """The body of a call's next message, and its flags; None while there is no memory for it."""
+        """The body of a call's next message, and its flags; None while there is no memory for it, or when it is too
+        large, which ends the call."""
         message, flags = call.outbox[0]
         body = message or b""
+        if len(body) > self._message_bytes:
+            why = f"expected a message of at most {self._message_bytes} bytes, got {len(body)}"
+            self._refuse(call, code_pb2.RESOURCE_EXHAUSTED, why, "MESSAGE_TOO_LARGE")
+            return None
         if len(body) > _MAX_BODY - (0 if call.number else call.head_bytes):
             array = self._memory(len(body))
             if array is None or self._arena is None:
@@ -176,16 +184,20 @@ class Conversation(Generic[E]):
         if self._arena is None:
             if not self._is_arena_asked:
                 self._is_arena_asked = True
-                self.ask_memory(max(self._arena_bytes, 2 * size), self._take_arena)
+                self.ask_memory(self._memory_bytes, self._take_arena)
             return None
         return self._arena[1].empty((size,), "u1")
 
     def _take_arena(self, made: Region | E) -> None:
+        """Raises LinkError."""
         if isinstance(made, Region):
+            if len(made.mapping) < self._memory_bytes:
+                raise link.LinkError(f"expected memory of {self._memory_bytes} bytes, got {len(made.mapping)}")
             self._arena = made.number, Arena(made.mapping)
         else:
-            # Other ways than this connection may have room.
-            self.end(code_pb2.UNAVAILABLE, f"the server gives no link memory: {made}")
+            self.lacks_memory = True
+            why = made.message if isinstance(made, status_pb2.Status) else made
+            self.end(code_pb2.UNAVAILABLE, f"no link memory is to be had: {why}")
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -243,9 +255,15 @@ class Conversation(Generic[E]):
     ) -> None:
         if kind == link.STATUS:
             on_done(self._read_status(status_pb2.Status.FromString(bytes(body))))
-        elif kind == link.MEMORY and len(fds) == 1:
+        elif kind == link.MEMORY and len(fds) <= 1:
             place = link.Place.read(body)
-            on_done(Region(place.region, map_sealed(fds[0], place.size)))
+            try:
+                if not fds:  # the kernel drops what it has no number for
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                on_done(Region(place.region, map_sealed(fds[0], place.size)))
+            except OSError as error:
+                why = f"this process can't map it: {error.strerror}"
+                on_done(self._read_status(status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message=why)))
         else:
             raise link.LinkError("expected memory with its file")
 
@@ -255,10 +273,9 @@ class Conversation(Generic[E]):
         for call in waiting:
             if call.is_over:
                 continue
-            if self._arena is not None and call.room_bytes > self._arena[1].size:
-                self.cancel(call)
+            if call.room_bytes > self._memory_bytes:
                 why = f"the reply has {call.room_bytes} bytes, more than this link carries"
-                call.on_end(self._read_status(status_pb2.Status(code=code_pb2.UNKNOWN, message=why)))
+                self._refuse(call, code_pb2.UNKNOWN, why)
                 continue
             room = self._memory(call.room_bytes)
             if room is not None and self._arena is not None:
@@ -268,6 +285,14 @@ class Conversation(Generic[E]):
                 self.control.append(link.pack(link.ROOM, call.number) + place.packed())
             else:
                 self._waiting_for_room.append(call)
+
+    def _refuse(self, call: LinkCall[E], code: int, why: str, reason: str = "") -> None:
+        """End a call on this side. code: of google.rpc. reason: of the ErrorInfo that a server would send, if any."""
+        self.cancel(call)
+        status = status_pb2.Status(code=code, message=why)
+        if reason:
+            status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="deltaline"))
+        call.on_end(self._read_status(status))
 
     def _forget(self, call: LinkCall[E]) -> None:
         call.is_over = True

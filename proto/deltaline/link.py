@@ -32,6 +32,9 @@ UNREAD_BYTES = 1 << 20
 MAX_CALLS = 64
 """Most calls of a connection at a time."""
 
+REPLY_BYTES = 4 << 20
+"""Most bytes of a reply, of a server whose requests have fewer."""
+
 # Kinds of packets.
 CALL = 1
 """Begins a call: method, metadata and timeout, and its first message unless EMPTY."""
@@ -77,6 +80,11 @@ _WELCOME = struct.Struct("<IIQQ")
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
+def memory_bytes(message_bytes: int) -> int:
+    """How much link memory a client asks for where messages have so many bytes: one each way."""
+    return 2 * max(message_bytes, REPLY_BYTES)
+
+
 class LinkError(ValueError):
     """A packet is not one of the link's. The message says in words what was expected."""
 
@@ -101,7 +109,7 @@ class Place(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """What the server tells first. message_bytes: most bytes of a message of a call, 0 for no limit."""
+    """What the server tells first. message_bytes: most bytes of a message of a call."""
 
     version: int
     server_epoch: int

@@ -1,10 +1,12 @@
-"""The socket of a client's connection of the link, on an event loop."""
+"""Sockets of the link: room for its packets, and a client's connection on an event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -19,6 +21,20 @@ E = TypeVar("E")
 # Room for the descriptors of a packet: it has one at most.
 _FD_SPACE = 64
 _FILES = socket.SOL_SOCKET, getattr(socket, "SCM_RIGHTS", None)
+# What the kernel keeps of a socket's buffer for itself.
+_KERNEL_BYTES = 32
+
+
+def make_room(connected: socket.socket) -> None:
+    """Let a socket send the largest packet. Raises OSError where the system gives it less."""
+    needed, option = link.MAX_PACKET_BYTES + _KERNEL_BYTES, (socket.SOL_SOCKET, socket.SO_SNDBUF)
+    if connected.getsockopt(*option) >= needed:
+        return
+    connected.setsockopt(*option, needed)
+    granted = connected.getsockopt(*option)
+    if granted < needed:
+        why = f"a socket may have {granted} bytes to send (net.core.wmem_max), packets of the link need {needed}"
+        raise OSError(errno.EMSGSIZE, why)
 
 
 def receive(connected: socket.socket, buffer: memoryview, conversation: Conversation[E]) -> bool:
@@ -42,8 +58,9 @@ def send(connected: socket.socket, pieces: Sequence[Buffer]) -> bool:
         connected.sendmsg(pieces)
     except BlockingIOError:
         return False
-    except OSError:  # what the server said before is read first
-        return True
+    except OSError:  # what the server said before is read first, and then the end
+        with suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
     return True
 
 

@@ -315,7 +315,8 @@ class Server:
         served = Served(
             find=Methods(handlers, interceptor).find,
             regions=runtime.link_regions,
-            held=Held(HELD_BYTES),
+            # What waits in the queue counts in both.
+            held=Held(HELD_BYTES + self.config.queue_bytes),
             observer=self.metrics,
             server_epoch=table.server_epoch,
             message_bytes=self._message_bytes,

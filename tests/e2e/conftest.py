@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from rigs.linked import Driven
+from rigs.served import served
 from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
 from rigs.target import Target, target_of
 
+from deltaline_client import AsyncClient, Client
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 
@@ -64,3 +68,26 @@ async def target(tmp_path_factory: pytest.TempPathFactory, device: str) -> Async
     options = {"inline_limit_bytes": 1 << 16, "drain_timeout_s": 600, "adapter_bytes": 1 << 20}
     async with target_of(server_of(GATED_DELTA_NET, tmp_path_factory.mktemp("target"), device, **options)) as target:
         yield target
+
+
+@pytest.fixture(params=["sync", "async"])
+def driven(request: pytest.FixtureRequest) -> Iterator[Driven]:
+    if request.param == "sync":
+        yield Driven(Client, lambda result: result)
+        return
+    loop = asyncio.new_event_loop()
+    yield Driven(AsyncClient, lambda result: loop.run_until_complete(result))
+    loop.close()
+
+
+@pytest.fixture
+def link_option(tmp_path: Path) -> str:
+    return str(tmp_path / "run" / "link.sock")
+
+
+@pytest.fixture
+def linked(make_server: Callable[..., Server], link_option: str) -> Iterator[Server]:
+    """A server with a link, on a thread; small messages are all that go by packets."""
+    server = make_server(link=link_option, adapter_bytes=1 << 26)
+    with served(server):
+        yield server

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rigs.link_proxy import LinkProxy
+from rigs.linked import FAST, HIDDEN, Driven, by_link, hidden_link, tokens
 from rigs.served import served
 from rigs.shared_memory import lies_in_shared_memory
+from rigs.until import until
 
 from deltaline import link
 from deltaline.v1.admin_service_pb2 import GetServerInfoRequest
 from deltaline_cli import health, main
 from deltaline_client import (
-    AsyncClient,
     Client,
     DeadlineExceeded,
     Disconnected,
     InvalidAdapter,
+    MessageTooLarge,
     Retry,
     StateLost,
     Unavailable,
@@ -39,56 +39,6 @@ from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.transport import Transport
 from deltaline_server.app import Server
 from deltaline_server.front.link.call import Call as ServerCall
-
-HIDDEN = 64
-FAST = Retry(initial_backoff_s=0.001, max_backoff_s=0.01)
-
-
-@dataclass
-class Driven:
-    """Clients of one kind; `do` finishes what their methods return."""
-
-    make: Callable[..., Any]
-    do: Callable[[Any], Any]
-
-
-@pytest.fixture(params=["sync", "async"])
-def driven(request: pytest.FixtureRequest) -> Iterator[Driven]:
-    if request.param == "sync":
-        yield Driven(Client, lambda result: result)
-        return
-    loop = asyncio.new_event_loop()
-    yield Driven(AsyncClient, lambda result: loop.run_until_complete(result))
-    loop.close()
-
-
-@pytest.fixture
-def link_option(tmp_path: Path) -> str:
-    return str(tmp_path / "run" / "link.sock")
-
-
-@pytest.fixture
-def linked(make_server: Callable[..., Server], link_option: str) -> Iterator[Server]:
-    """A server with a link, on a thread; small messages are all that go by packets."""
-    server = make_server(link=link_option, adapter_bytes=1 << 26)
-    with served(server):
-        yield server
-
-
-def tokens(count: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal((count, HIDDEN)).astype(np.float32)
-
-
-def by_link(server: Server) -> float:
-    """Connections of the link that are open."""
-    return server.metrics.registry.get_sample_value("deltaline_link_connections") or 0.0
-
-
-def hidden_link(server: Server) -> Path:
-    """Rename the socket, so that clients do not see it, as in another container; its path before."""
-    path = Path(server.link.path)
-    path.rename(path.with_name("hidden.sock"))
-    return path
 
 
 def run_some(driven: Driven, client: Any) -> list[Any]:
@@ -143,26 +93,14 @@ def test_steps_over_links_that_break_are_applied_once(driven: Driven, linked: Se
     linked.runtime.table.check_integrity()
 
 
-def test_a_found_link_that_ends_leaves_grpc(
-    driven: Driven, linked: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tmp_path.chmod(0o700)
-    path = hidden_link(linked)
-    with LinkProxy(tmp_path, str(path.with_name("hidden.sock")), [30]) as proxy, caplog.at_level(logging.INFO):
-        Path(proxy.path).rename(path)
-        client = driven.make(linked.address, retry=FAST)
-        sequence = driven.do(client.open())
-        assert driven.do(client.info()).is_linked
-        path.unlink()  # no other connection comes
-        for position in range(60):
-            assert driven.do(sequence.decode(tokens(1, position))).shape == (1, HIDDEN)
-        assert proxy.kills == 1
-        assert driven.do(client.describe([sequence]))[0].spans[0].position == 60
-        assert driven.do(client.info(refresh=True)).is_linked is False
-        driven.do(client.disconnect())
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("deltaline_client")]
-    assert told[0] == f"this client's calls go by the local link {path}"
-    assert told[1].startswith("no local link, calls go by gRPC: no server answers")
+def test_a_message_that_no_server_takes_is_refused_at_once(driven: Driven, linked: Server) -> None:
+    client = driven.make(f"link:{linked.link.path}")
+    most = linked.config.inline_limit_bytes + (1 << 20)
+    for size in (most + 1, 4 * most):
+        with pytest.raises(MessageTooLarge, match=f"expected a message of at most {most} bytes, got "):
+            driven.do(client.adapters.load("large", config=bytes(size), tensors=b"x", timeout_s=10.0))
+    assert by_link(linked) == 1
+    driven.do(client.disconnect())
 
 
 def test_a_stream_outlives_its_window(driven: Driven, linked: Server) -> None:
@@ -185,6 +123,21 @@ def test_an_upload_goes_by_the_link(driven: Driven, linked: Server) -> None:
         )
     assert sent[-1] == size
     driven.do(client.disconnect())
+
+
+def test_an_upload_that_is_interrupted_is_over_on_the_server(linked: Server) -> None:
+    client = Client(f"link:{linked.link.path}")
+
+    def interrupt(count: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client.adapters.load("odd", config=b"{}", tensors=bytes(24 << 20), progress=interrupt)
+    labels = {"grpc_type": "client_stream", "grpc_service": "deltaline.v1.AdapterService", "grpc_method": "LoadAdapter"}
+    get = linked.metrics.registry.get_sample_value
+    asyncio.run(until(lambda: get("grpc_server_handled_total", labels | {"grpc_code": "Canceled"}), 10.0))
+    assert client.info().is_linked and by_link(linked) == 1
+    client.disconnect()
 
 
 def test_tensors_lie_in_link_memory_where_the_client_asks_for_it(driven: Driven, linked: Server) -> None:
@@ -217,15 +170,6 @@ def test_tensors_lie_in_link_memory_where_the_client_asks_for_it(driven: Driven,
 def test_a_link_to_another_server_is_not_taken(linked: Server, where: Callable[..., Where], words: str) -> None:
     with pytest.raises(Unavailable, match=words):
         connect(where(linked.link.path, linked))
-
-
-def test_without_a_server_calls_say_so_in_words(driven: Driven, tmp_path: Path) -> None:
-    client = driven.make(f"link:{tmp_path}/none.sock", retry=Retry(max_attempts=1))
-    with pytest.raises(Unavailable, match=r"no server answers on the local link: .*No such file"):
-        driven.do(client.info())
-    driven.do(client.disconnect())
-    with pytest.raises(Disconnected):
-        driven.do(client.info())
 
 
 def test_a_call_of_another_thread_ends_with_the_disconnect(linked: Server) -> None:
@@ -280,14 +224,19 @@ def test_a_server_that_restarts_costs_its_idle_connections_one_attempt(
     transport.close()
 
 
-def test_a_forked_process_is_told_to_make_its_own_client(linked: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Client(f"link:{linked.link.path}") as client:
-        sequence = client.open()
-        with monkeypatch.context() as child:
-            child.setattr(os, "getpid", lambda: 1)
+def test_a_forked_process_is_told_to_make_its_own_client(
+    driven: Driven, linked: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = driven.make(f"link:{linked.link.path}")
+    sequence = driven.do(client.open())
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 1)
+        for call in (lambda: sequence.decode(tokens(1)), client.disconnect):
             with pytest.raises(RuntimeError, match="before the process forked: make another"):
-                sequence.decode(tokens(1))
-        assert sequence.decode(tokens(1)).shape == (1, HIDDEN)
+                driven.do(call())
+    assert driven.do(sequence.decode(tokens(1))).shape == (1, HIDDEN)
+    assert by_link(linked) == 1  # the same connection
+    driven.do(client.disconnect())
 
 
 def test_tensors_beyond_a_packet_lie_in_link_memory_by_themselves(driven: Driven, linked: Server) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Sequence
 
 import pytest
-from google.rpc import code_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from deltaline import link
+from deltaline import conversation, link
 from deltaline.conversation import Conversation, LinkCall
 from deltaline.wire import Buffer
 
-LARGE = bytes(200_000)
-REGION, REGION_BYTES = 7, 3 * 4096 * 25  # one large message, and less than another
+LARGE = bytes(5 << 20)  # memory has room for two
+REGION = 7
 
 
 class Server:
@@ -22,7 +23,7 @@ class Server:
 
     def __init__(self) -> None:
         self.packets: list[tuple[link.Envelope, bytes]] = []
-        self.conversation = Conversation(len(LARGE) // 2, lambda status: status)
+        self.conversation = Conversation(len(LARGE), lambda status: status)
 
     def begin(self, message: bytes) -> tuple[LinkCall[status_pb2.Status], list[bytes], list[status_pb2.Status | None]]:
         """A call with one message, what comes for it, and how it ends."""
@@ -51,20 +52,20 @@ class Server:
         assert [envelope.kind for envelope, _ in taken] == list(kinds)
         return taken
 
-    def give_memory(self) -> None:
+    def give_memory(self, less: int = 0) -> None:
         """Answer the request for memory, the last packet."""
+        ((asked, body),) = self.take(link.MEMORY)
+        size = link.Place.read(body).size - less
         fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
-        os.truncate(fd, REGION_BYTES)
+        os.truncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        ((asked, _),) = self.take(link.MEMORY)
-        self.say(link.MEMORY, asked.call, link.Place(REGION, 0, REGION_BYTES).packed(), fds=[fd])
+        self.say(link.MEMORY, asked.call, link.Place(REGION, 0, size).packed(), fds=[fd])
 
     def get_memory(self) -> None:
-        """Let a large message go by, so that there is memory, and all of it is free."""
+        """Let a large message go, so that there is memory, with room for one more."""
         self.begin(LARGE)
         self.give_memory()
-        ((begun, place),) = self.take(link.CALL)
-        self.say(link.TAKEN, begun.call, place, flags=link.PLACED)
+        self.take(link.CALL)
 
 
 @pytest.fixture
@@ -113,3 +114,74 @@ def test_the_end_of_the_connection_ends_calls_that_have_not_gone(server: Server)
     _, _, ends = server.begin(LARGE)
     server.conversation.end(code_pb2.UNAVAILABLE, "gone")
     assert ends == [status_pb2.Status(code=code_pb2.UNAVAILABLE, message="gone")]
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_message_beyond_the_most_is_refused_at_once(server: Server, has_memory: bool, has_begun: bool) -> None:
+    if has_memory:
+        server.get_memory()
+    if has_begun:
+        call, _, ends = server.begin(b"begins")
+        server.take(link.CALL)
+        server.conversation.send(call, bytes(len(LARGE) + 1))
+        server.flush()
+        server.take(link.CANCEL)
+    else:
+        _, _, ends = server.begin(bytes(len(LARGE) + 1))
+        server.take()
+    (end,) = ends
+    info = error_details_pb2.ErrorInfo()
+    assert end is not None and end.code == code_pb2.RESOURCE_EXHAUSTED and end.details[0].Unpack(info)
+    assert end.message == "expected a message of at most 5242880 bytes, got 5242881"
+    assert (info.reason, info.domain) == ("MESSAGE_TOO_LARGE", "deltaline")
+    server.begin(b"goes on")
+    server.take(link.CALL)
+    assert server.conversation.error is None
+
+
+def test_a_reply_that_memory_has_no_room_for_ends_its_call_at_once(server: Server) -> None:
+    call, _, ends = server.begin(b"asks")
+    server.take(link.CALL)
+    server.say(link.ROOM, call.number, link.Place(0, 0, 2**64 - 1).packed())
+    server.take(link.CANCEL)
+    assert [end and end.message for end in ends] == [f"the reply has {2**64 - 1} bytes, more than this link carries"]
+
+
+def test_memory_that_is_less_than_was_asked_for_ends_the_connection(server: Server) -> None:
+    _, _, ends = server.begin(LARGE)
+    server.give_memory(less=4096)
+    assert [end and end.message for end in ends] == [
+        f"the server's packet can't be read: expected memory of {2 * len(LARGE)} bytes, got {2 * len(LARGE) - 4096}"
+    ]
+
+
+def test_a_connection_without_memory_says_so(server: Server) -> None:
+    _, _, ends = server.begin(LARGE)
+    ((asked, _),) = server.take(link.MEMORY)
+    assert not server.conversation.lacks_memory
+    refusal = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="none is left")
+    server.say(link.STATUS, asked.call, refusal.SerializeToString())
+    assert server.conversation.lacks_memory
+    assert [end and end.code for end in ends] == [code_pb2.UNAVAILABLE]
+
+
+@pytest.mark.parametrize("what", ["no descriptor", "no map"])
+def test_memory_that_this_process_has_no_room_for_is_none(
+    server: Server, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    _, _, ends = server.begin(LARGE)
+    if what == "no descriptor":
+        ((asked, body),) = server.take(link.MEMORY)
+        server.say(link.MEMORY, asked.call, body)  # the file was dropped on its way
+    else:
+
+        def map_sealed(fd: int, size: int) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(conversation, "map_sealed", map_sealed)
+        server.give_memory()
+    assert server.conversation.lacks_memory
+    (end,) = ends
+    assert end is not None and end.code == code_pb2.UNAVAILABLE
+    assert end.message == "no link memory is to be had: this process can't map it: Too many open files"

@@ -13,8 +13,8 @@ from deltaline import link
 from deltaline.conversation import Conversation, LinkCall
 from deltaline.wire import Buffer
 
-MESSAGE_BYTES = 1 << 20
-SIZE = MESSAGE_BYTES + 5  # two don't fit the client's memory beside each other with another
+MESSAGE_BYTES = 5 << 20
+REPLY_BYTES = 2 * MESSAGE_BYTES  # all of the client's memory
 REGION = 7
 
 
@@ -70,7 +70,7 @@ def peer() -> Peer:
 
 
 def asks_room(peer: Peer, call: LinkCall[status_pb2.Status]) -> None:
-    peer.receive(link.ROOM, call.number, link.Place(0, 0, SIZE).packed())
+    peer.receive(link.ROOM, call.number, link.Place(0, 0, REPLY_BYTES).packed())
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
@@ -88,12 +88,12 @@ def test_the_room_of_a_cancelled_call_is_held_until_it_comes_back(peer: Peer, is
 
 
 def test_a_message_that_was_not_sent_leaves_no_place_taken(peer: Peer) -> None:
-    first = peer.begin(bytes(SIZE))
+    first = peer.begin(bytes(MESSAGE_BYTES))
     peer.is_full = True
     peer_memory = peer.sent[-1]
     assert peer_memory[0].kind == link.MEMORY
     peer.give_memory()
     peer.conversation.cancel(first)
     peer.is_full = False
-    peer.begin(bytes(SIZE))
+    peer.begin(bytes(MESSAGE_BYTES))
     assert [place.offset for place in peer.places(link.CALL)] == [0]

@@ -123,7 +123,11 @@ def connected_socket(path: str | os.PathLike[str]) -> socket.socket:
     """A socket of the link's kind, connected."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(TIMEOUT_S)
-    made.connect(os.fspath(path))
+    try:
+        made.connect(os.fspath(path))
+    except OSError:
+        made.close()
+        raise
     return made
 
 

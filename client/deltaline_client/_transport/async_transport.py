@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, erro
 from deltaline_client._transport.flow import Answer, Call, Found, TakeMemory
 from deltaline_client._transport.link.asynchronous import AsyncLink
 from deltaline_client._transport.link.connect import Where, connect
+from deltaline_client._transport.process import check_process
 from deltaline_client._transport.tracing import metadata
 
 _log = logging.getLogger(__name__)
@@ -49,9 +51,11 @@ class AsyncSession(Protocol):
 class AsyncTransport:
     """Opens sessions. It belongs to the event loop in which it is first used."""
 
-    def __init__(self, address: str) -> None:
-        """address: of gRPC or of a link. Raises ValueError."""
-        path = link_path(address)
+    def __init__(self, address: str, on_leave: Callable[[], object] = lambda: None) -> None:
+        """address: of gRPC or of a link. on_leave: called when calls no longer go by a link that was found. Raises
+        ValueError."""
+        path, self._on_leave = link_path(address), on_leave
+        self._pid = os.getpid()
         self._where = None if path is None else Where(path)
         self._address = None if path is not None else with_port(address)
         self._channel: grpc.aio.Channel | None = None
@@ -62,9 +66,13 @@ class AsyncTransport:
         self.is_closed = False
 
     async def session(self) -> AsyncSession:
-        """What carries a flow from now on."""
+        """What carries a flow from now on. Raises RuntimeError in a forked process."""
+        check_process(self._pid)
         if self.is_closed:
             return _NoSession(Disconnected())
+        if self._link is not None and self._link.lacks_memory and self._address is not None:
+            self._link = None
+            self._give_up("the server gives it no memory")
         if self._where is not None:
             try:
                 return _LinkSession(await self._connected(self._where))
@@ -117,10 +125,11 @@ class AsyncTransport:
                 self._link = AsyncLink(connected, welcome)
             return self._link
 
-    def _give_up(self, error: DeltalineError) -> None:
+    def _give_up(self, why: object) -> None:
         """Go by gRPC from now on, until a link is found anew."""
         self._where = None
-        _log.info("no local link, calls go by gRPC: %s", error)
+        self._on_leave()
+        _log.info("no local link, calls go by gRPC: %s", why)
 
 
 class _LinkSession:

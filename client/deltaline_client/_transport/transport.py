@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, erro
 from deltaline_client._transport.flow import Answer, Call, Found, TakeMemory
 from deltaline_client._transport.link.blocking import BlockingLink
 from deltaline_client._transport.link.connect import Where, connect
+from deltaline_client._transport.process import check_process
 from deltaline_client._transport.stream import Mailbox, StepStream
 from deltaline_client._transport.tracing import metadata
 
@@ -54,9 +55,10 @@ class Session(Protocol):
 class Transport:
     """Opens sessions; several threads may have one each."""
 
-    def __init__(self, address: str) -> None:
-        """address: of gRPC or of a link. Raises ValueError."""
-        path = link_path(address)
+    def __init__(self, address: str, on_leave: Callable[[], object] = lambda: None) -> None:
+        """address: of gRPC or of a link. on_leave: called when calls no longer go by a link that was found. Raises
+        ValueError."""
+        path, self._on_leave = link_path(address), on_leave
         self._pid = os.getpid()
         self._where = None if path is None else Where(path)
         self._channel = None if path is not None else grpc.insecure_channel(with_port(address), options=OPTIONS)
@@ -70,8 +72,7 @@ class Transport:
 
     def session(self) -> Session:
         """What carries a flow from now on. Raises RuntimeError in a forked process."""
-        if os.getpid() != self._pid:  # whose answers, and link memory, would be the parent's too
-            raise RuntimeError("this client was made before the process forked: make another one behind the fork")
+        check_process(self._pid)
         where = self._where
         if where is not None and not self._is_closed:
             try:
@@ -115,6 +116,8 @@ class Transport:
 
     def give_back(self, connection: BlockingLink) -> None:
         """A flow no longer needs a connection."""
+        if connection.lacks_memory and self._stream is not None:
+            self._give_up("the server gives it no memory")
         with self._lock:
             if not connection.is_over and not self._is_closed:
                 self._free.append(connection)
@@ -138,10 +141,11 @@ class Transport:
         connection.close()
         raise Disconnected
 
-    def _give_up(self, error: DeltalineError) -> None:
+    def _give_up(self, why: object) -> None:
         """Go by gRPC from now on, until a link is found anew."""
         self._where = None
-        _log.info("no local link, calls go by gRPC: %s", error)
+        self._on_leave()
+        _log.info("no local link, calls go by gRPC: %s", why)
 
 
 class _LinkSession:

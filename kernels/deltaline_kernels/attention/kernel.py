@@ -243,8 +243,8 @@ def attend_kernel(
                     allowed = allowed | is_full
                 seen = seen & allowed
             s = tl.where(seen, s, float("-inf"))
-            # Of modified scores the maximum alone becomes an exponent of 2: a bias makes them large, and one more rounding
-            # of them would show in p.
+            # Of modified scores the maximum alone becomes an exponent of 2: a bias makes them large, and one more
+            # rounding of them would show in p.
             top = tl.max(s, 0)
             new_m = tl.maximum(m, top * LOG2_E if MODIFIED else top)
             # Where nothing was seen yet the difference of two infinities would be no number.

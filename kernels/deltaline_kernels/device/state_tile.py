@@ -94,8 +94,8 @@ def to_fp32(tensors, COUNT: tl.constexpr):
 @triton.jit
 def multiply(tile, first: tl.constexpr, key, BLOCKS: tl.constexpr):
     """Return the sums over K of the tensors of `tile` from `first` on times those of `key`, fp32 `[SUB, 1]`."""
-    # Fused with nothing: a plain product that is the only one would be fused with one sum or another of those over K, as
-    # the compiler pleases, and kernels that compute the same differ in the last bit.
+    # Fused with nothing: a plain product that is the only one would be fused with one sum or another of those over K,
+    # as the compiler pleases, and kernels that compute the same differ in the last bit.
     total = tl.fma(tile[first], key[0], 0.0)
     for j in tl.static_range(1, BLOCKS):
         total = tl.fma(tile[first + j], key[j], total)

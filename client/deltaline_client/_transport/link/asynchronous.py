@@ -37,6 +37,11 @@ class AsyncLink:
         """Whether it carries nothing more."""
         return self._socket.is_over
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether it is over since the server gave no memory for messages."""
+        return self._conversation.lacks_memory
+
     def send(self, number: int, request: Sequence[Buffer], mailbox: asyncio.Queue[Answer]) -> None:
         """Send a step; its answer comes to the mailbox under `number`."""
         self._steps.send(number, request, mailbox.put_nowait)

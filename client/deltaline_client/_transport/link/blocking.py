@@ -46,6 +46,11 @@ class BlockingLink:
         """Whether it carries nothing more."""
         return self._conversation.error is not None
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether it is over since the server gave no memory for messages."""
+        return self._conversation.lacks_memory
+
     def send(self, number: int, request: Sequence[Buffer], answers: deque[Answer]) -> None:
         """Send a step; its answer comes to `answers` under `number`, in a later `receive`."""
         self._steps.send(number, request, answers.append)
@@ -72,21 +77,24 @@ class BlockingLink:
         def wait(is_done: Callable[[], object]) -> None:
             self._wait(lambda: ends or is_done(), until_s - time.monotonic())
             if not (ends or is_done()):
-                conversation.cancel(call)
-                self._flush()
                 raise DeadlineExceeded("no answer in time")
 
-        if isinstance(request, Message):
-            conversation.send(call, request.SerializeToString(), is_last=True)
-        else:
-            for part in request:
-                conversation.send(call, part.SerializeToString())
-                wait(lambda: not call.outbox)  # the next may have to be read from a disk, when this one is gone
-                if ends:
-                    break
+        try:
+            if isinstance(request, Message):
+                conversation.send(call, request.SerializeToString(), is_last=True)
             else:
-                conversation.send(call, None, is_last=True)
-        wait(lambda: False)
+                for part in request:
+                    conversation.send(call, part.SerializeToString())
+                    wait(lambda: not call.outbox)  # the next may have to be read from a disk, when this one is gone
+                    if ends:
+                        break
+                else:
+                    conversation.send(call, None, is_last=True)
+            wait(lambda: False)
+        finally:
+            if not call.is_over:
+                conversation.cancel(call)
+                self._flush()
         return answer_of(method, bodies, ends[0])
 
     def memory(self, size_bytes: int, timeout_s: float) -> Region:

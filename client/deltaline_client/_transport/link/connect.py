@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltaline import link
+from deltaline.link_socket import make_room
 from deltaline_client._exceptions import Unavailable
 
 WELCOME_TIMEOUT_S = 5.0
@@ -34,6 +35,7 @@ def connect(where: Where) -> tuple[socket.socket, link.Welcome]:
         raise Unavailable("this system has no local link") from error
     try:
         connected.settimeout(WELCOME_TIMEOUT_S)
+        make_room(connected)
         connected.connect(where.path)
         _check_user(connected, where)
         welcome = _welcome(connected.recv(link.MAX_PACKET_BYTES))

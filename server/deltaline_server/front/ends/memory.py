@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from deltaline import link
+
 # Of messages on their way at a time, beside what the process itself takes.
 _MESSAGES = 64
 _BASE_BYTES = 2**30
@@ -16,4 +18,4 @@ def most_bytes(message_bytes: int) -> int:
 def link_bytes(message_bytes: int) -> int:
     """Link memory that a front end may have, shared with the core: twice what it asks for, since that of one that ended
     is given back a little later. message_bytes: most bytes of a request."""
-    return 2 * 2 * message_bytes
+    return 2 * link.memory_bytes(message_bytes)

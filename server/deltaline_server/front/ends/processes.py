@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from deltaline.link_socket import make_room
 from deltaline_server.front.ends.memory import link_bytes
 from deltaline_server.front.ends.port import SharedPort
 from deltaline_server.front.link.connection import Connection, Served
@@ -198,6 +199,8 @@ async def _spawn(command: Sequence[str]) -> tuple[socket.socket, asyncio.subproc
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
+            make_room(ours)
+            make_room(theirs)
             process = await asyncio.create_subprocess_exec(
                 *command, str(theirs.fileno()), stdin=DEVNULL, stdout=PIPE, pass_fds=(theirs.fileno(),)
             )

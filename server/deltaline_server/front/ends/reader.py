@@ -34,7 +34,7 @@ class Reader:
     `held`, and lost when it is this client that has most there."""
 
     def __init__(self, held: Held) -> None:
-        self._held, self._share = held, held.join(self._cut)
+        self._share = held.join(self._cut)
         self._calls: set[Unread] = set()
         self._given_bytes = 0
         self.requests = asyncio.Semaphore(REQUESTS)
@@ -53,13 +53,13 @@ class Reader:
         self._let_go(unread, unread.held_bytes - unread.given_bytes)
         self.was_read(unread, unread.given_bytes)
         if not self._calls:
-            self._held.leave(self._share)
+            self._share.leave()
         return not self._calls
 
     def came(self, unread: Unread, num_bytes: int) -> None:
         """A reply came. May cut this call, or others."""
         unread.held_bytes += num_bytes
-        self._held.take(self._share, num_bytes)
+        self._share.take(num_bytes)
 
     async def turn(self, unread: Unread, num_bytes: int) -> None:
         """Return when gRPC may be given a reply of so many bytes, or the call is cut."""
@@ -87,7 +87,7 @@ class Reader:
 
     def _let_go(self, unread: Unread, num_bytes: int) -> None:
         unread.held_bytes -= num_bytes
-        self._held.give_back(self._share, num_bytes)
+        self._share.give_back(num_bytes)
 
     def _cut(self, why: str) -> None:
         for unread in [one for one in self._calls if one.held_bytes > one.given_bytes]:

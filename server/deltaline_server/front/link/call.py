@@ -37,7 +37,7 @@ class Line(Protocol):
 
 class Call:
     """A call, from its packet to its status. share: what it makes the server hold counts to it. room: set while a reply
-    waits for the client's Place.
+    waits for the client's Place. in_hand_bytes: of the message that the handler has, as counted.
 
     To handlers it is what grpc.aio's context is to them: `read`, `abort`, `time_remaining` and their kin.
     """
@@ -53,6 +53,7 @@ class Call:
         self._has_all = False
         self._came: asyncio.Future[None] | None = None
         self._num_taken = 0
+        self.in_hand_bytes = 0
         self._code, self._text, self._trailing = grpc.StatusCode.OK, "", cast("Sequence[tuple[str, str | bytes]]", ())
         self.room: asyncio.Future[link.Place] | None = None
         self._unread_bytes, self._has_read = 0, asyncio.Event()
@@ -85,9 +86,9 @@ class Call:
             await self._has_read.wait()
 
     def drop(self) -> tuple[int, list[link.Place]]:
-        """Let go of the messages that the handler did not read: the bytes of those that came in packets, and where the
-        others lie."""
-        num_bytes = sum(len(message) for message in self._messages if isinstance(message, bytes))
+        """Let go of the messages: the bytes of those that were copied, the one in hand included, and where the others
+        lie."""
+        num_bytes = self.in_hand_bytes + sum(len(message) for message in self._messages if isinstance(message, bytes))
         places = [message for message in self._messages if isinstance(message, link.Place)]
         self._messages.clear()
         return num_bytes, places
@@ -134,13 +135,16 @@ class Call:
     # -- the context -----------------------------------------------------------------------------------------------
 
     async def read(self) -> Any:
-        """The next message, or EOF behind the last."""
+        """The next message, or EOF behind the last. The handler is done with the one before."""
+        self.share.give_back(self.in_hand_bytes)
+        self.in_hand_bytes = 0
         while not self._messages:
             if self._has_all:
                 return EOF
             self._came = asyncio.get_running_loop().create_future()
             await self._came
         message = self._messages.popleft()
+        self.in_hand_bytes = len(message) if isinstance(message, bytes) else 0
         self._num_taken += 1
         is_due = len(message) > link.MAX_PACKET_BYTES if isinstance(message, bytes) else True
         is_due = is_due or self._num_taken >= link.STREAM_MESSAGES // 2

@@ -1,14 +1,11 @@
-"""One connection of the link: packets in and out, its calls, its memory. Whatever is wrong with it ends it alone."""
+"""One connection of the link: its calls, and its memory. Whatever is wrong with it ends it alone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +14,16 @@ from google.rpc import code_pb2, status_pb2
 from deltaline import link
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
-from deltaline_server.front.interceptor import bug
 from deltaline_server.front.link.call import Call
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.link.memory import ClientMemory
+from deltaline_server.front.link.packet_socket import PacketSocket
 from deltaline_server.log import event
 from deltaline_server.memory.regions import Regions
 from deltaline_server.scheduling.observer import Observer
 
 # Calls of a front end at a time: they are those of all its clients.
 MAX_FRONT_END_CALLS = 16_384
-# Regions of link memory that a connection may have at a time.
-MAX_REGIONS = 8
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +58,7 @@ class Connection:
         *,
         is_front_end: bool = False,
     ) -> None:
-        self._peer, self._served, self._socket, self._on_end = peer, served, connected, on_end
+        self._peer, self._served, self._on_end = peer, served, on_end
         self._is_front_end = is_front_end
         self._max_calls = MAX_FRONT_END_CALLS if is_front_end else link.MAX_CALLS
         self._kinds = {link.MESSAGE, link.CANCEL, link.ROOM} | ({link.TAKEN} if is_front_end else set())
@@ -71,19 +67,16 @@ class Connection:
         self._tasks: dict[Call, asyncio.Task[None]] = {}
         self._timers: dict[Call, asyncio.TimerHandle] = {}
         self._last_call = 0
-        self._makers: set[asyncio.Task[None]] = set()
-        self._regions: set[int] = set()
         self._share = served.held.join(self.end)
-        # Packets that the socket did not take, each with a file to go with it, -1 for none.
-        self._outbox: deque[tuple[bytes, int]] = deque()
-        self._drained = asyncio.Event()
+        self._socket = PacketSocket(connected, served.buffer, self._share, self._take, self.end)
+        self._memory = ClientMemory(served.regions, self._socket)
         self._is_over = self._is_stopping = False
 
     def start(self) -> None:
         """Greet the client, and take what it sends."""
-        self._loop.add_reader(self._socket, self._read)
+        self._socket.start()
         welcome = link.Welcome(link.VERSION, self._served.server_epoch, self._served.message_bytes)
-        self._write(link.pack(link.WELCOME), welcome.packed())
+        self._socket.write(link.pack(link.WELCOME), welcome.packed())
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -99,49 +92,18 @@ class Connection:
         if self._is_over:
             return
         self._is_over = True
+        self._socket.close(link.pack(link.GOODBYE) + why.encode() if why else b"")
         if why:
-            if not self._outbox:
-                with suppress(OSError):  # it may have gone, and is not waited for
-                    self._send((link.pack(link.GOODBYE), why.encode()), -1)
             event(_log, "link connection ended", peer=self._peer, why=why)
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        self._socket.close()
-        for _, fd in self._outbox:
-            _close(fd)
-        self._outbox.clear()
         for call in list(self._calls.values()):
             self._forget(call)
-        for task in (*self._tasks.values(), *self._makers):
+        for task in self._tasks.values():
             task.cancel()
-        for number in self._regions:
-            self._served.regions.release(number)
-        self._served.held.leave(self._share)
+        self._memory.end()
+        self._share.leave()
         self._on_end(self)
 
     # -- what comes ------------------------------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        """Take one packet: the loop comes back for the next, and to other connections before."""
-        try:
-            # No room for descriptors: the kernel drops those that come, and says so.
-            size, _, flags, _ = self._socket.recvmsg_into([self._served.buffer])
-        except BlockingIOError:
-            return
-        except OSError:
-            size, flags = 0, 0
-        if size == 0:
-            return self.end("")
-        try:
-            if flags & socket.MSG_CTRUNC:
-                raise link.LinkError("expected no descriptors, which go from the server to the client only")
-            if flags & socket.MSG_TRUNC:
-                raise link.LinkError(f"expected packets of at most {link.MAX_PACKET_BYTES} bytes")
-            self._take(self._served.buffer[:size])
-        except link.LinkError as error:
-            self.end(str(error))
-        except Exception as error:
-            self.end(bug(error).message)
 
     def _take(self, packet: memoryview) -> None:
         """Do what a packet says. Raises LinkError."""
@@ -156,12 +118,7 @@ class Connection:
             self._begin(envelope, packet)
             return
         if kind == link.MEMORY:
-            place = link.Place.read(packet[envelope.body_at :])
-            if len(self._makers) == MAX_REGIONS:
-                raise link.LinkError(f"expected at most {MAX_REGIONS} requests for memory at a time")
-            making = asyncio.create_task(self._make_memory(number, place.size))
-            self._makers.add(making)
-            making.add_done_callback(self._makers.discard)
+            self._memory.ask(number, link.Place.read(packet[envelope.body_at :]).size)
             return
         if kind not in self._kinds:
             raise link.LinkError(f"expected a packet of a client, got the kind {kind}")
@@ -220,7 +177,7 @@ class Connection:
                 raise link.LinkError(f"expected at most {self._served.message_bytes} bytes, got {place.size}")
             body = self._served.regions.copy_out(*place)
             self._let_go(call.number, place)
-        self._served.held.take(call.share, len(body))
+        call.share.take(len(body))
         if self._is_over:
             raise link.LinkError("the connection was ended: it held the most")
         return bytes(body)
@@ -234,9 +191,8 @@ class Connection:
     def read_message(self, call: Call, message: bytes | link.Place, num_taken: int) -> bytes:
         """The bytes of a message; num_taken: what the client may send for it. Raises RequestError."""
         if isinstance(message, bytes):
-            self._served.held.give_back(call.share, len(message))
             if num_taken:
-                self._write(link.pack(link.TAKEN, call.number, amount=num_taken))
+                self._socket.write(link.pack(link.TAKEN, call.number, amount=num_taken))
             return message
         limit = self._served.message_bytes
         try:
@@ -244,38 +200,26 @@ class Connection:
                 raise RequestError(
                     Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
                 )
+            call.in_hand_bytes = message.size
+            call.share.take(message.size)
+            if self._is_over:
+                raise asyncio.CancelledError  # as it is: it held the most
             return self._served.regions.copy_out(*message)
         finally:
             self._let_go(call.number, message, num_taken)
 
     def _let_go(self, number: int, place: link.Place, num_taken: int = 0) -> None:
         """Tell the client that the place of a call's message is its own again."""
-        self._write(link.pack(link.TAKEN, number, amount=num_taken, flags=link.PLACED), place.packed())
+        self._socket.write(link.pack(link.TAKEN, number, amount=num_taken, flags=link.PLACED), place.packed())
 
     def _drop(self, call: Call) -> None:
         """Let go of what a call's handler did not read."""
         num_bytes, places = call.drop()
-        self._served.held.give_back(call.share, num_bytes)
+        call.share.give_back(num_bytes)
         for place in places:
             self._let_go(call.number, place)
         if call.share is not self._share:
-            self._served.held.leave(call.share)
-
-    async def _make_memory(self, number: int, size: int) -> None:
-        """Give the client link memory, or a status that says why not."""
-        regions = self._served.regions
-        try:
-            if sum(map(regions.has, self._regions)) >= MAX_REGIONS:
-                raise RequestError(
-                    Reason.SHARED_MEMORY_EXHAUSTED, f"this connection has {MAX_REGIONS} regions, which is the most"
-                )
-            region = await regions.create(size, None)
-        except RequestError as error:
-            self._write(link.pack(link.STATUS, number), replies.status(error.refusal).SerializeToString())
-            return
-        self._regions.add(region.id)
-        place = link.Place(region.id, 0, len(region.memory))
-        self._write(link.pack(link.MEMORY, number), place.packed(), fd=os.dup(region.fd))
+            call.share.leave()
 
     # -- what goes -------------------------------------------------------------------------------------------------
 
@@ -286,12 +230,11 @@ class Connection:
             body, flags = await self._placed(call, body), flags | link.PLACED
         if call.is_over:
             return
-        self._write(link.pack(link.MESSAGE, call.number, flags=flags), body)
+        self._socket.write(link.pack(link.MESSAGE, call.number, flags=flags), body)
         if flags & link.LAST:
             self._forget(call)
             return
-        if self._outbox:
-            await self._drained.wait()
+        await self._socket.drain()
         if self._is_front_end:
             await call.until_read(num_bytes)
 
@@ -300,14 +243,14 @@ class Connection:
         num_bytes, is_used = len(body), False
         room: asyncio.Future[link.Place] = self._loop.create_future()
         call.room = room
-        self._served.held.take(call.share, num_bytes)
+        call.share.take(num_bytes)
         try:
-            self._write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
+            self._socket.write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
             place = (await room)._replace(size=num_bytes)
             self._served.regions.copy_in(place.region, place.offset, body)
             is_used = True
         finally:
-            self._served.held.give_back(call.share, num_bytes)
+            call.share.give_back(num_bytes)
             if not is_used and room.done() and not room.cancelled():
                 self._let_go(call.number, room.result())
         return place.packed()
@@ -318,7 +261,7 @@ class Connection:
             body = status.SerializeToString()
             if len(body) + link.ENVELOPE.size > link.MAX_PACKET_BYTES:
                 body = status_pb2.Status(code=status.code, message=status.message[:1000]).SerializeToString()
-            self._write(link.pack(link.STATUS, call.number), body)
+            self._socket.write(link.pack(link.STATUS, call.number), body)
             self._forget(call)
 
     def _refuse(self, call: Call, status: status_pb2.Status) -> None:
@@ -348,51 +291,3 @@ class Connection:
         del self._tasks[call]
         self.end_call(call, status_pb2.Status(code=code_pb2.CANCELLED, message="the call was cancelled"))
         self._drop(call)
-
-    def _write(self, *pieces: bytes, fd: int = -1) -> None:
-        """Send a packet, behind those that wait. While any wait the client is not read: it has to read first."""
-        if self._is_over:
-            return
-        if not self._outbox:
-            try:
-                return self._send(pieces, fd)
-            except BlockingIOError:
-                self._loop.remove_reader(self._socket)
-                self._loop.add_writer(self._socket, self._flush)
-                self._drained.clear()
-            except OSError:
-                _close(fd)
-                return self.end("")
-        packet = b"".join(pieces)
-        self._outbox.append((packet, fd))
-        self._served.held.take(self._share, len(packet))
-
-    def _send(self, pieces: tuple[bytes, ...], fd: int) -> None:
-        """Raises OSError."""
-        if fd < 0:
-            self._socket.sendmsg(pieces)
-            return
-        socket.send_fds(self._socket, pieces, [fd])
-        _close(fd)
-
-    def _flush(self) -> None:
-        """The socket has room."""
-        try:
-            while self._outbox:
-                packet, fd = self._outbox[0]
-                self._send((packet,), fd)
-                self._outbox.popleft()
-                self._served.held.give_back(self._share, len(packet))
-        except BlockingIOError:
-            return
-        except OSError:
-            return self.end("")
-        self._loop.remove_writer(self._socket)
-        self._loop.add_reader(self._socket, self._read)
-        self._drained.set()
-
-
-def _close(fd: int) -> None:
-    """Close a file; -1 for none."""
-    if fd >= 0:
-        os.close(fd)

@@ -9,6 +9,7 @@ import struct
 from contextlib import suppress
 
 from deltaline import link
+from deltaline.link_socket import make_room
 from deltaline_server.front.link.connection import Connection, Served
 from deltaline_server.front.link.socket_file import SocketFile
 
@@ -81,11 +82,22 @@ class Listener:
             _turn_away(connected, "this server's link is for its own user")
         elif len(self._connections) == MAX_CONNECTIONS:
             _turn_away(connected, f"the server has {MAX_CONNECTIONS} connections, which is the most")
+        elif why := _why_no_room(connected):
+            _turn_away(connected, why)
         else:
             # All connections of a process are one client, as those of a channel are.
             connection = Connection(self._served, connected, f"link:{uid}:{pid}", self._connections.discard)
             self._connections.add(connection)
             connection.start()
+
+
+def _why_no_room(connected: socket.socket) -> str:
+    """Why the link's packets can't go by a socket, "" where they can."""
+    try:
+        make_room(connected)
+    except OSError as error:
+        return f"on this server's host {error.strerror}"
+    return ""
 
 
 def _turn_away(connected: socket.socket, why: str) -> None:

@@ -71,6 +71,17 @@ async def make_front_ends() -> AsyncIterator[Callable[..., FrontEnds]]:
         await front_ends.stop(0.0)
 
 
+async def test_sockets_without_room_for_packets_end_the_start_in_words(
+    make_front_ends: Callable[..., FrontEnds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_room(connected: Any) -> None:
+        raise OSError(errno.EMSGSIZE, "a socket may have too few bytes")
+
+    monkeypatch.setattr(processes, "make_room", make_room)
+    with pytest.raises(FrontEndError, match=r"ended \(a socket may have too few bytes\) before it served"):
+        await make_front_ends(Time(1)).start(1, SERVED, command(SERVES))
+
+
 async def test_one_that_crashes_is_started_later_and_later(make_front_ends: Callable[..., FrontEnds]) -> None:
     time = Time(6)
     front_ends = make_front_ends(time)
