@@ -35,7 +35,7 @@ from deltaline_server.front.health import Health
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
 from deltaline_server.front.link.connection import Served
-from deltaline_server.front.link.held import HELD_BYTES, Held
+from deltaline_server.front.link.held import Held, most_bytes
 from deltaline_server.front.link.listener import Listener
 from deltaline_server.front.link.methods import Methods
 from deltaline_server.front.link.socket_file import SocketFileError, open_link
@@ -315,8 +315,7 @@ class Server:
         served = Served(
             find=Methods(handlers, interceptor).find,
             regions=runtime.link_regions,
-            # What waits in the queue counts in both.
-            held=Held(HELD_BYTES + self.config.queue_bytes),
+            held=Held(most_bytes(self.config.queue_bytes)),
             observer=self.metrics,
             server_epoch=table.server_epoch,
             message_bytes=self._message_bytes,

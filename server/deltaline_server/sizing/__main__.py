@@ -16,6 +16,7 @@ from deltaline_server.config import Config, ConfigError, flag
 from deltaline_server.errors import shown
 from deltaline_server.front.ends.memory import link_bytes, most_bytes
 from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
+from deltaline_server.front.link.held import most_bytes as held_bytes
 from deltaline_server.local_socket import OFF
 from deltaline_server.sizing.host import on_host
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
@@ -83,6 +84,9 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     lines.append("")
     if config.link not in (None, OFF):
         lines.append(f"on the host, for the local link's clients, at most: {_exact(config.link_memory_bytes)}")
+    if config.link not in (None, OFF) or config.front_ends:
+        held = _exact(held_bytes(config.queue_bytes))
+        lines.append(f"on the host, for messages and replies of link and front ends, at most: {held}")
     if config.front_ends:
         message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
         bound = most_bytes(message_bytes) + link_bytes(message_bytes)

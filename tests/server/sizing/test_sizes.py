@@ -178,6 +178,8 @@ def test_the_command_prints_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert lines[-3].startswith("a sequence of 100 tokens: ") and lines[-3].endswith(", 7 pages")
     assert lines[-1].startswith("--state-bytes 16777216: room for --max-sequences ")
     assert "on the host, for the local link's clients, at most: 268,435,456 bytes (256.0 MiB)" in lines
+    held = "on the host, for messages and replies of link and front ends, at most: 536,870,912 bytes (512.0 MiB)"
+    assert held in lines
     assert run("--front-ends", "2") == 0
     bound = "on the host, for each of 2 front ends, at most: 1,430,257,664 bytes (1.3 GiB)"
     assert bound in capsys.readouterr().out

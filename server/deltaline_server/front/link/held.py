@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 HELD_BYTES = 256 * 2**20
 
 
+def most_bytes(queue_bytes: int) -> int:
+    """What may be held: a message that waits in the queue counts here too."""
+    return HELD_BYTES + queue_bytes
+
+
 @dataclass
 class Held:
     """Counts bytes, at most `max_bytes`: beyond it the share that has most of them is ended, which loses nothing of
