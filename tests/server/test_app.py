@@ -25,6 +25,7 @@ from google.protobuf.internal import api_implementation
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from rigs.authority import Authority
 
 from deltaline.v1 import admin_service_pb2 as admin_pb
 from deltaline.v1 import admin_service_pb2_grpc, layer_service_pb2_grpc
@@ -299,7 +300,7 @@ async def test_two_servers_do_not_share_a_port(server: Server, make_server: Call
 
 async def test_host_of_another_machine_is_told(make_server: Callable[..., Server]) -> None:
     with pytest.raises(StartError, match=r"--host.*Cannot assign requested address"):
-        await make_server(host="203.0.113.1").start()
+        await make_server(host="203.0.113.1", insecure=True).start()
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "0.0.0.0", "::"])
@@ -312,7 +313,7 @@ async def test_http_listens_where_grpc_does(make_server: Callable[..., Server], 
         return found
 
     try:
-        server = make_server(host=host, metrics_port=0)
+        server = make_server(host=host, insecure=True, metrics_port=0)
         await server.start()
     except StartError:
         if ":" not in host:
@@ -385,6 +386,16 @@ def test_check_refuses_in_one_line(
     captured = capsys.readouterr()
     assert (captured.out, len(captured.err.splitlines())) == ("", 1)
     assert captured.err.startswith(f"deltaline-server: error: {argv[0]}: ")
+
+
+def test_check_looks_at_certificates(
+    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = Authority(tmp_path).issue("server")
+    argv = ["--check", "--random-init", model_file, "--tls-cert", str(pair.cert), "--tls-key"]
+    assert run_main(monkeypatch, *argv, str(pair.key)) == 0
+    assert run_main(monkeypatch, *argv, str(pair.cert)) == 1
+    assert "error: --tls-cert, --tls-key: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("check", [["--check"], []])

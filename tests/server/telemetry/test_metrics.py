@@ -37,6 +37,7 @@ NUMBERED = """
     device_allocations_total device_bytes link_connections link_memory_bytes
     front_ends front_end_calls front_end_restarts_total front_end_cpu_seconds_total
     front_end_memory_bytes
+    tls_expires_seconds tls_reloads_total tls_refusals_total
 """
 
 
@@ -122,6 +123,7 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
         counts=lambda: counts,
         adapters=adapters,
         front_ends=SimpleNamespace(pids=range(27), num_calls=28, num_restarts=29, cpu_s=30, memory_bytes=31),
+        tls=SimpleNamespace(expires_s=32, num_taken=33, num_refused=34),
     )
     names = re.findall(r"\w+", NUMBERED)
     read = {name: sample(metrics, f"deltaline_{name}") for name in names}
