@@ -39,11 +39,13 @@ from deltaline_server.front.link.held import HELD_BYTES, Held
 from deltaline_server.front.link.listener import Listener
 from deltaline_server.front.link.methods import Methods
 from deltaline_server.front.link.socket_file import SocketFileError, open_link
+from deltaline_server.front.port.descriptors import DescriptorError, connections
+from deltaline_server.front.port.gate import Gate
 from deltaline_server.log import event
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
 from deltaline_server.telemetry.gauges import add_gauges
-from deltaline_server.telemetry.http_port import HttpPort
+from deltaline_server.telemetry.http_port import MAX_CONNECTIONS, HttpPort
 from deltaline_server.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class Server:
                 reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
             ]
         )
+        self.gate = Gate()
         self._http: HttpPort | None = None
         self.link = Listener(None)
         self.front_ends = FrontEnds(clock)
@@ -107,8 +110,9 @@ class Server:
         if api_implementation.Type() != "upb":
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
-        interceptor = Interceptor(self.metrics, self._tracing)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=grpc_options(self._message_bytes))
+        interceptor = Interceptor(self.metrics, self._tracing, self.gate)
+        options = grpc_options(self._message_bytes, connections=self._connections())
+        self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
         try:
             self._listen()
@@ -183,6 +187,14 @@ class Server:
         await self._close_telemetry()
         gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
+
+    def _connections(self) -> int:
+        """How many connections each of gRPC's ports here may have."""
+        ports = (self.config.uds is not None) + (not self.config.front_ends)
+        try:
+            return connections(max(1, ports), MAX_CONNECTIONS if self.config.metrics_port >= 0 else 0)
+        except DescriptorError as error:
+            raise StartError(str(error)) from error
 
     def _listen(self) -> None:
         """Bind the ports before the long load, so that one in use is reported at once; calls wait for the start."""

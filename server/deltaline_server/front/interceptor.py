@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -20,6 +21,7 @@ from grpc.aio import ServicerContext
 
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
+from deltaline_server.front.port.gate import Entered, Gate
 from deltaline_server.front.requests import parse
 from deltaline_server.telemetry.metrics import Metrics, RpcMetrics
 
@@ -33,6 +35,7 @@ TRACED = "/deltaline.v1."
 # Subscripted in the type stubs only.
 Context: TypeAlias = "ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Enter: TypeAlias = Callable[[Any], Entered]
 
 
 def bug(error: BaseException) -> Refusal:
@@ -65,8 +68,9 @@ def empty_frames(error: BaseException | None) -> None:
 class Interceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all services of a server, the library's (reflection) included."""
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
-        self._metrics, self._tracing = metrics, tracing
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None, gate: Gate | None = None) -> None:
+        """gate: of the gRPC port; None for one whose clients are trusted."""
+        self._metrics, self._tracing, self._gate = metrics, tracing, gate
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -80,29 +84,38 @@ class Interceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
-            self._wrapped[method] = self.wrap(handler, method)
+            self._wrapped[method] = self.wrap(handler, method, self._gate)
         return self._wrapped[method]
 
-    def wrap(self, handler: Any, method: str) -> Handler:
-        """The same handler with everything that this module adds, taking and giving bytes."""
-        rpc = self._metrics.rpcs[method]
+    def wrap(self, handler: Any, method: str, gate: Gate | None = None) -> Handler:
+        """The same handler with everything that this module adds, taking and giving bytes.
+
+        gate: what counts its calls; then it takes the one message of a call itself, as it takes those of a stream.
+        """
+        rpc, enter = self._metrics.rpcs[method], None if gate is None else partial(gate.enter, method)
         deserialize = handler.request_deserializer or bytes
         serialize = handler.response_serializer or bytes
         # Probes are not worth a trace, and of a stream each step has its own (layer_service.py).
         traced = method if method.startswith(TRACED) else None
 
-        async def unary(body: bytes, context: Context) -> bytes:
-            async with self._call(rpc, context, traced):
+        async def unary(body: Any, context: Context) -> bytes:
+            async with self._call(rpc, enter, context, traced) as entered:
+                if entered is not None:
+                    body = await entered.request(context)
                 rpc.received.inc()
                 answer = handler.unary_unary(parse(deserialize, body), context)
                 del body  # see abort
                 response = serialize(await answer)
                 rpc.sent.inc()
+                if entered is not None:
+                    entered.hand_over(response)
                 return response
             raise AssertionError("abort() raises")
 
-        async def unary_stream(body: bytes, context: Context) -> AsyncIterator[bytes]:
-            async with self._call(rpc, context):
+        async def unary_stream(body: Any, context: Context) -> AsyncIterator[bytes]:
+            async with self._call(rpc, enter, context) as entered:
+                if entered is not None:
+                    body = await entered.request(context)
                 rpc.received.inc()
                 async with aclosing(handler.unary_stream(parse(deserialize, body), context)) as responses:
                     async for response in responses:
@@ -117,7 +130,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 del body
 
         async def stream_unary(_: AsyncIterator[bytes], context: Context) -> bytes:
-            async with self._call(rpc, context, traced):
+            async with self._call(rpc, enter, context, traced):
                 response = serialize(await handler.stream_unary(requests(context), context))
                 rpc.sent.inc()
                 return response
@@ -125,23 +138,26 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         async def stream_stream(_: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
             async with (
-                self._call(rpc, context),
+                self._call(rpc, enter, context),
                 aclosing(handler.stream_stream(requests(context), context)) as responses,
             ):
                 async for response in responses:
                     rpc.sent.inc()
                     yield serialize(response)
 
+        takes_stream = handler.request_streaming or gate is not None
         if handler.response_streaming:
-            if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(stream_stream)
-            return grpc.unary_stream_rpc_method_handler(unary_stream)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(stream_unary)
-        return grpc.unary_unary_rpc_method_handler(unary)
+            made: Any = stream_stream if handler.request_streaming else unary_stream
+            kinds = (grpc.unary_stream_rpc_method_handler, grpc.stream_stream_rpc_method_handler)
+        else:
+            made = stream_unary if handler.request_streaming else unary
+            kinds = (grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler)
+        return kinds[takes_stream](made)
 
     @asynccontextmanager
-    async def _call(self, rpc: RpcMetrics, context: Context, traced: str | None = None) -> AsyncIterator[None]:
+    async def _call(
+        self, rpc: RpcMetrics, enter: Enter | None, context: Context, traced: str | None = None
+    ) -> AsyncIterator[Entered | None]:
         """Count a call, and trace it if its path is given; turn what it raises into its status."""
         begin_s, span = time.perf_counter(), None
         if self._tracing is not None and traced is not None:
@@ -149,7 +165,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         rpc.started.inc()
         code = grpc.StatusCode.OK
         try:
-            yield
+            yield None if enter is None else enter(context)
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)
             if span is not None:
@@ -158,6 +174,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
             empty_frames(error)
             await abort(context, error.refusal)
         except (asyncio.CancelledError, GeneratorExit):
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except grpc.aio.InternalError:  # the client left while it was answered
             code = grpc.StatusCode.CANCELLED
             raise
         except grpc.aio.AbortError:  # a handler set its own status

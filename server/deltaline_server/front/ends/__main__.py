@@ -26,6 +26,8 @@ from deltaline_server import log
 from deltaline_server.front.ends.forward import Forward
 from deltaline_server.front.ends.memory import most_bytes
 from deltaline_server.front.grpc_port import grpc_options
+from deltaline_server.front.port.descriptors import connections
+from deltaline_server.front.port.gate import Gate
 
 # Time for the last replies to leave when the core has ended.
 GRACE_S = 0.5
@@ -57,8 +59,9 @@ async def _serve(core: socket.socket, address: str, message_bytes: int) -> None:
     core.setblocking(False)
     conversation: Conversation[status_pb2.Status] = Conversation(message_bytes, _told)
     connection = LinkSocket(core, conversation)
-    server = grpc.aio.server(options=grpc_options(message_bytes, shares_port=True))
-    server.add_generic_rpc_handlers((Forward(connection, _SERVICES),))
+    options = grpc_options(message_bytes, connections=connections(1, 0), shares_port=True)
+    server = grpc.aio.server(options=options)
+    server.add_generic_rpc_handlers((Forward(connection, _SERVICES, Gate()),))
     server.add_insecure_port(address)
     await server.start()
     print("serving", flush=True)

@@ -17,7 +17,10 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from deltaline import link
 from deltaline.conversation import LinkCall
 from deltaline.link_socket import LinkSocket
+from deltaline_server.errors import RequestError
+from deltaline_server.front import replies
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.port.gate import Entered, Gate
 
 # Replies that clients are slow to read, all together: beyond it the call that has most of them is ended.
 HELD_BYTES = 256 * 2**20
@@ -33,8 +36,8 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 class Forward(grpc.GenericRpcHandler):
     """Handles the methods of services by forwarding them; parses nothing."""
 
-    def __init__(self, core: LinkSocket[status_pb2.Status], services: Iterable[ServiceDescriptor]) -> None:
-        self._core, self._held = core, Held(HELD_BYTES)
+    def __init__(self, core: LinkSocket[status_pb2.Status], services: Iterable[ServiceDescriptor], gate: Gate) -> None:
+        self._core, self._held, self._gate = core, Held(HELD_BYTES), gate
         self._handlers = {
             path: self._handler(path, method)
             for service in services
@@ -50,47 +53,52 @@ class Forward(grpc.GenericRpcHandler):
         # Not by a lambda: gRPC looks what kind of function it is.
         one = partial(self._one, path, method.client_streaming)
         many = partial(self._many, path, method.client_streaming)
-        if method.client_streaming:
-            if method.server_streaming:
-                return grpc.stream_stream_rpc_method_handler(many)
-            return grpc.stream_unary_rpc_method_handler(one)
+        # The one message of a call is taken like those of a stream.
         if method.server_streaming:
-            return grpc.unary_stream_rpc_method_handler(many)
-        return grpc.unary_unary_rpc_method_handler(one)
+            return grpc.stream_stream_rpc_method_handler(many)
+        return grpc.stream_unary_rpc_method_handler(one)
 
-    async def _one(self, path: str, is_stream: bool, body: Any, context: Any) -> bytes:
-        """A call with one reply. body: its message, or gRPC's iterator of a stream of them."""
-        async with self._begun(path, is_stream, body, context) as call:
-            del body
-            return await call.reply() or b""
+    async def _one(self, path: str, is_stream: bool, _: object, context: Any) -> bytes:
+        """A call with one reply."""
+        async with self._begun(path, is_stream, context) as (call, entered):
+            reply = await call.reply() or b""
+            entered.hand_over(reply)
+            return reply
         raise AssertionError("abort() raises")
 
-    async def _many(self, path: str, is_stream: bool, body: Any, context: Any) -> AsyncIterator[bytes]:
+    async def _many(self, path: str, is_stream: bool, _: object, context: Any) -> AsyncIterator[bytes]:
         """A call with many replies."""
-        async with self._begun(path, is_stream, body, context) as call:
-            del body
+        async with self._begun(path, is_stream, context) as (call, _entered):
             while (reply := await call.reply()) is not None:
                 yield reply  # goes on when gRPC has taken it
                 call.given(reply)
 
     @asynccontextmanager
-    async def _begun(self, path: str, is_stream: bool, body: Any, context: Any) -> AsyncIterator[_Call]:
+    async def _begun(self, path: str, is_stream: bool, context: Any) -> AsyncIterator[tuple[_Call, Entered]]:
         """A call whose messages go to the core; it ends with the block."""
-        call, sending = _Call(self._core, self._held, path, context), None
+        call, sending = None, None
         try:
-            if is_stream:
+            entered = self._gate.enter(path, context)
+            body = None if is_stream else await entered.request(context)
+            call = _Call(self._core, self._held, path, context)
+            if body is None:
                 sending = asyncio.create_task(call.send_all(context))
             else:
                 call.send(body, is_last=True)
                 del body
-            yield call
+            yield call, entered
+        except RequestError as error:
+            await _abort(context, replies.status(error.refusal))
         except _Ended as ended:
             await _abort(context, ended.status)
+        except (grpc.aio.AbortError, grpc.aio.InternalError):  # ended already, by its client perhaps
+            raise
         except Exception:
             _log.exception("a call failed")
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the front end failed")
         finally:
-            call.close()
+            if call is not None:
+                call.close()
             if sending is not None:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)

@@ -1,0 +1,136 @@
+"""What clients may make a gRPC port hold, the core's and a front end's: floods, and clients that stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from rigs.raw_http2 import raw_http2
+from rigs.until import until
+
+from deltaline import wire
+from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import layer_service_pb2_grpc
+from deltaline_server.app import Server
+from deltaline_server.front.port.gate import CLIENT_UNREAD_BYTES
+
+LAYER = "/deltaline.v1.LayerService"
+TOKENS, HIDDEN = 2048, 64
+DESCRIBE = pb.DescribeSequencesRequest(server_epoch=1, sequence=[1]).SerializeToString()
+
+
+@pytest.fixture(params=[0, 1], ids=["core", "front_end"])
+async def server(
+    request: pytest.FixtureRequest, make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Server]:
+    """Whose port is the core's, or a front end's; a test leaves nothing behind in either."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    async with make_server(front_ends=request.param) as server:
+        yield server
+        await until(lambda: not (server.gate.calls.used or server.gate.unread.used or server.front_ends.num_calls))
+
+
+def resident_bytes(server: Server) -> int:
+    """Of the process that speaks gRPC."""
+    pid = (server.front_ends.pids or [os.getpid()])[0]
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def prefill(stub: Any, tokens: int = TOKENS) -> bytes:
+    """A step that is done, whose reply every repetition gets, of `tokens` x 256 bytes."""
+    opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
+    step = pb.StepRequest(
+        server_epoch=opened.server_epoch,
+        sequence=opened.sequence,
+        kind=[pb.ROW_KIND_PREFILL],
+        step=[1],
+        position=[0],
+        query_start_loc=[0, tokens],
+        hidden=wire.encode(np.ones((tokens, HIDDEN), np.float32)),
+    )
+    await stub.Step(step)
+    return step.SerializeToString()
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> tuple[str, str, bool]:
+    """Its code, its reason, and whether it says when to come again."""
+    made = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin", b"")
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    details = status_pb2.Status.FromString(made).details
+    return (
+        error.code().name,
+        "".join(info.reason for one in details if one.Unpack(info)),
+        any(one.Unpack(retry) for one in details),
+    )
+
+
+async def test_replies_that_nobody_reads_are_bounded(server: Server) -> None:
+    """A client that takes no reply is refused further ones, before anything is done for them; others are not."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
+        step = await prefill(stub)
+        before = resident_bytes(server)
+
+        def ask(count: int) -> int:
+            """Make calls one by one; how many were refused."""
+            for _ in range(count):
+                stream = stopped.call(f"{LAYER}/Step", step)
+                stopped.read_until(lambda stream=stream: stream in stopped.headers)  # type: ignore[misc]
+            return len(stopped.ended)
+
+        with raw_http2(server.address, window=0) as stopped:
+            num_calls = 4 * CLIENT_UNREAD_BYTES // len(step)
+            num_refused = await asyncio.to_thread(ask, num_calls)
+            assert abs((num_calls - num_refused) * len(step) - CLIENT_UNREAD_BYTES) <= 2 * len(step)
+            # gRPC has them twice, as Python's bytes and as its own.
+            assert resident_bytes(server) - before < 3 * CLIENT_UNREAD_BYTES
+            assert len(await channel.unary_unary(f"{LAYER}/Step")(step)) > TOKENS * HIDDEN * 4
+
+
+async def flood(
+    address: str, method: str, body: bytes, count: int, num_channels: int
+) -> Counter[tuple[str, str, bool]]:
+    """Make calls all at once; what became of them."""
+    async with AsyncExitStack() as stack:
+        alone = [("grpc.use_local_subchannel_pool", 1)]
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=alone))
+            for _ in range(num_channels)
+        ]
+        calls = [channels[i % num_channels].unary_unary(method)(body) for i in range(count)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+    return Counter(reason_of(end) if isinstance(end, grpc.aio.AioRpcError) else ("OK", "", False) for end in ends)
+
+
+@pytest.mark.parametrize("num_channels", [1, 20])
+async def test_thousands_of_calls_at_once_are_answered_or_refused(server: Server, num_channels: int) -> None:
+    """gRPC's own limit of calls that wait ended them as CANCELLED, without a word."""
+    ends = await flood(server.address, f"{LAYER}/DescribeSequences", DESCRIBE, 4000, num_channels)
+    assert set(ends) <= {("OK", "", False), ("RESOURCE_EXHAUSTED", "TOO_MANY_CALLS", True)}, ends
+    assert ends["OK", "", False] > 1000
+
+
+async def test_calls_that_are_cancelled_at_once_end_no_other_s(server: Server) -> None:
+    def cancel(count: int) -> None:
+        with raw_http2(server.address) as hostile:
+            for _ in range(count):
+                hostile.cancel(hostile.begin(f"{LAYER}/DescribeSequences"))
+
+    cancelling = asyncio.create_task(asyncio.to_thread(cancel, 5000))
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        describe = channel.unary_unary(f"{LAYER}/DescribeSequences")
+        num_answered = 0
+        while not cancelling.done() or num_answered < 50:
+            await describe(DESCRIBE, timeout=60)  # raises what it ends with
+            num_answered += 1
+    await cancelling
