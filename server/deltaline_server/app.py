@@ -43,6 +43,7 @@ from deltaline_server.front.port.descriptors import DescriptorError, connections
 from deltaline_server.front.port.gate import Gate
 from deltaline_server.log import event
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
+from deltaline_server.telemetry.audit import AuditError, open_audit
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
 from deltaline_server.telemetry.gauges import add_gauges
 from deltaline_server.telemetry.http_port import MAX_CONNECTIONS, HttpPort
@@ -110,8 +111,15 @@ class Server:
         if api_implementation.Type() != "upb":
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
-        interceptor = Interceptor(self.metrics, self._tracing, self.gate)
-        options = grpc_options(self._message_bytes, connections=self._connections())
+        config = self.config
+        try:
+            self._audit = open_audit(config.audit_log, self._clock, self.metrics)
+            num_ports = max(1, (config.uds is not None) + (not config.front_ends))
+            num_connections = connections(num_ports, MAX_CONNECTIONS if config.metrics_port >= 0 else 0)
+        except (AuditError, DescriptorError) as error:
+            raise StartError(str(error)) from error
+        interceptor = Interceptor(self.metrics, self._tracing, self.gate, self._audit)
+        options = grpc_options(self._message_bytes, connections=num_connections)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
         try:
@@ -122,7 +130,7 @@ class Server:
             served = self._register(runtime, interceptor)
             await self._server.start()
             try:
-                await self.front_ends.start(self.config.front_ends, served, self._front_end())
+                await self.front_ends.start(config.front_ends, served, self._front_end())
             except FrontEndError as error:
                 raise StartError(f"--front-ends: {error}") from error
         except BaseException:
@@ -187,14 +195,6 @@ class Server:
         await self._close_telemetry()
         gc.unfreeze()  # or what the server had would stay for as long as the process does
         event(_log, "stopped")
-
-    def _connections(self) -> int:
-        """How many connections each of gRPC's ports here may have."""
-        ports = (self.config.uds is not None) + (not self.config.front_ends)
-        try:
-            return connections(max(1, ports), MAX_CONNECTIONS if self.config.metrics_port >= 0 else 0)
-        except DescriptorError as error:
-            raise StartError(str(error)) from error
 
     def _listen(self) -> None:
         """Bind the ports before the long load, so that one in use is reported at once; calls wait for the start."""
@@ -366,6 +366,8 @@ class Server:
         if self._http is not None:
             await asyncio.to_thread(self._http.close)
         await end_tracing(self._tracing)
+        if self._audit is not None:
+            self._audit.close()
 
     async def _every(self, seconds: float, action: Callable[[], object]) -> None:
         """Call an action again and again; its failure is logged and ends the server."""

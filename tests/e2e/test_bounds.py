@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import grpc
 import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from rigs.raw_http2 import raw_http2
+from rigs.raw_http2 import RawHttp2, message, raw_http2
 from rigs.until import until
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server.app import Server
-from deltaline_server.front.port.gate import CLIENT_UNREAD_BYTES
+from deltaline_server.front.port import descriptors, gate
+from deltaline_server.front.port.gate import CLIENT_UNREAD_BYTES, RECEIVED
 
 LAYER = "/deltaline.v1.LayerService"
 TOKENS, HIDDEN = 2048, 64
@@ -44,6 +46,16 @@ def resident_bytes(server: Server) -> int:
     """Of the process that speaks gRPC."""
     pid = (server.front_ends.pids or [os.getpid()])[0]
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def refusals(server: Server, reason: str) -> float:
+    """How many the metrics count."""
+    return server.metrics.registry.get_sample_value("deltaline_refused_total", {"reason": reason}) or 0.0
+
+
+async def describe(channel: Any) -> None:
+    """A small call. Raises what it ends with."""
+    await channel.unary_unary(f"{LAYER}/DescribeSequences")(DESCRIBE, wait_for_ready=True, timeout=60)
 
 
 async def prefill(stub: Any, tokens: int = TOKENS) -> bytes:
@@ -94,7 +106,9 @@ async def test_replies_that_nobody_reads_are_bounded(server: Server) -> None:
             assert abs((num_calls - num_refused) * len(step) - CLIENT_UNREAD_BYTES) <= 2 * len(step)
             # gRPC has them twice, as Python's bytes and as its own.
             assert resident_bytes(server) - before < 3 * CLIENT_UNREAD_BYTES
-            assert len(await channel.unary_unary(f"{LAYER}/Step")(step)) > TOKENS * HIDDEN * 4
+            await until(lambda: refusals(server, "REPLIES_UNREAD") == num_refused)
+            again = await stub.Step(pb.StepRequest.FromString(step))
+            assert len(again.hidden.inline) == TOKENS * HIDDEN * 4
 
 
 async def flood(
@@ -102,9 +116,9 @@ async def flood(
 ) -> Counter[tuple[str, str, bool]]:
     """Make calls all at once; what became of them."""
     async with AsyncExitStack() as stack:
-        alone = [("grpc.use_local_subchannel_pool", 1)]
-        channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=alone))
+        apart = [("grpc.use_local_subchannel_pool", 1)]
+        channels: list[Any] = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=apart))
             for _ in range(num_channels)
         ]
         calls = [channels[i % num_channels].unary_unary(method)(body) for i in range(count)]
@@ -128,9 +142,74 @@ async def test_calls_that_are_cancelled_at_once_end_no_other_s(server: Server) -
 
     cancelling = asyncio.create_task(asyncio.to_thread(cancel, 5000))
     async with grpc.aio.insecure_channel(server.address) as channel:
-        describe = channel.unary_unary(f"{LAYER}/DescribeSequences")
         num_answered = 0
         while not cancelling.done() or num_answered < 50:
-            await describe(DESCRIBE, timeout=60)  # raises what it ends with
+            await describe(channel)
             num_answered += 1
     await cancelling
+
+
+async def test_requests_half_sent_hold_up_no_other(server: Server) -> None:
+    """Few are received at a time; where others wait, one that does not come makes way."""
+    half = message(bytes(100_000))[:1000]
+
+    def send() -> int:
+        for _ in range(2 * RECEIVED):
+            slow.send(slow.begin(f"{LAYER}/Step"), half, ends=False)
+        slow.read_until(lambda: len(slow.ended) >= RECEIVED)
+        return len(slow.ended)
+
+    with raw_http2(server.address) as slow:
+        sending = asyncio.create_task(asyncio.to_thread(send))
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            while not sending.done():
+                await describe(channel)
+        assert await sending >= RECEIVED
+        await until(lambda: refusals(server, "UPLOAD_TIMEOUT") >= RECEIVED)
+
+
+async def test_one_connection_leaves_calls_for_others(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it has in flight, it is refused more long before others are."""
+    monkeypatch.setattr(gate, "MAX_CALLS", 40)
+    async with make_server() as server:
+
+        def fill(connection: RawHttp2, most: int) -> None:
+            for _ in range(30):
+                connection.begin(f"{LAYER}/StepStream")
+            connection.read_until(lambda: len(connection.ended) == 30 - most)
+
+        with raw_http2(server.address) as greedy, raw_http2(server.address) as other:
+            await asyncio.to_thread(fill, greedy, 20)
+            await asyncio.to_thread(fill, other, 10)
+            assert server.gate.calls.used == 30 and refusals(server, "TOO_MANY_CALLS") == 30
+            async with grpc.aio.insecure_channel(server.address) as channel:
+                await describe(channel)
+        await until(lambda: not server.gate.calls.used)
+
+
+async def test_a_port_closes_connections_beyond_its_most(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(descriptors, "MAX_CONNECTIONS", 20)
+    async with make_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        await describe(channel)
+        host, _, port = server.address.rpartition(":")
+        with ExitStack() as stack:
+            connected = [stack.enter_context(socket.create_connection((host, int(port)), 60)) for _ in range(40)]
+
+            def num_closed() -> int:
+                closed = 0
+                for one in connected:
+                    one.settimeout(0)
+                    with suppress(BlockingIOError):
+                        while one.recv(1 << 16):
+                            pass
+                        closed += 1
+                return closed
+
+            await until(lambda: num_closed() == 21)
+            await describe(channel)
+        async with grpc.aio.insecure_channel(server.address) as late:
+            await describe(late)

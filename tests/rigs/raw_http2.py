@@ -93,7 +93,7 @@ class RawHttp2:
             self.received[stream] += len(content)
         if kind == RST_STREAM or (kind in (HEADERS, DATA) and flags & END_STREAM):
             self.ended.add(stream)
-        return kind != GOAWAY
+        return bool(kind != GOAWAY)
 
     def read_until(self, condition: Callable[[], bool]) -> None:
         """Read until a condition holds, or the server has ended the connection."""

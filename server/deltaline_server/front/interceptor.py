@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from traceback import clear_frames
@@ -21,8 +21,11 @@ from grpc.aio import ServicerContext
 
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
+from deltaline_server.front.audited import AUDITED
 from deltaline_server.front.port.gate import Entered, Gate
+from deltaline_server.front.principals import principal_of
 from deltaline_server.front.requests import parse
+from deltaline_server.telemetry.audit import Audit
 from deltaline_server.telemetry.metrics import Metrics, RpcMetrics
 
 if TYPE_CHECKING:
@@ -68,9 +71,15 @@ def empty_frames(error: BaseException | None) -> None:
 class Interceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all services of a server, the library's (reflection) included."""
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None = None, gate: Gate | None = None) -> None:
-        """gate: of the gRPC port; None for one whose clients are trusted."""
-        self._metrics, self._tracing, self._gate = metrics, tracing, gate
+    def __init__(
+        self,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
+        gate: Gate | None = None,
+        audit: Audit | None = None,
+    ) -> None:
+        """gate: of the gRPC port; None for one whose clients are trusted. audit: None where nobody reads it."""
+        self._metrics, self._tracing, self._gate, self._audit = metrics, tracing, gate, audit
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -97,23 +106,28 @@ class Interceptor(grpc.aio.ServerInterceptor):
         serialize = handler.response_serializer or bytes
         # Probes are not worth a trace, and of a stream each step has its own (layer_service.py).
         traced = method if method.startswith(TRACED) else None
+        audited = AUDITED.get(method) if self._audit is not None else None
 
         async def unary(body: Any, context: Context) -> bytes:
-            async with self._call(rpc, enter, context, traced) as entered:
+            async with self._call(method, rpc, enter, context, traced) as entered:
                 if entered is not None:
                     body = await entered.request(context)
                 rpc.received.inc()
-                answer = handler.unary_unary(parse(deserialize, body), context)
-                del body  # see abort
+                message = parse(deserialize, body)
+                values = {} if audited is None else audited.values(message)
+                answer = handler.unary_unary(message, context)
+                del body, message  # see abort
                 response = serialize(await answer)
                 rpc.sent.inc()
+                if audited is not None:
+                    self._did(audited.what, context, values)
                 if entered is not None:
                     entered.hand_over(response)
                 return response
             raise AssertionError("abort() raises")
 
         async def unary_stream(body: Any, context: Context) -> AsyncIterator[bytes]:
-            async with self._call(rpc, enter, context) as entered:
+            async with self._call(method, rpc, enter, context) as entered:
                 if entered is not None:
                     body = await entered.request(context)
                 rpc.received.inc()
@@ -130,15 +144,17 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 del body
 
         async def stream_unary(_: AsyncIterator[bytes], context: Context) -> bytes:
-            async with self._call(rpc, enter, context, traced):
+            async with self._call(method, rpc, enter, context, traced):
                 response = serialize(await handler.stream_unary(requests(context), context))
                 rpc.sent.inc()
+                if audited is not None:
+                    self._did(audited.what, context, audited.values(response))
                 return response
             raise AssertionError("abort() raises")
 
         async def stream_stream(_: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
             async with (
-                self._call(rpc, enter, context),
+                self._call(method, rpc, enter, context),
                 aclosing(handler.stream_stream(requests(context), context)) as responses,
             ):
                 async for response in responses:
@@ -154,9 +170,14 @@ class Interceptor(grpc.aio.ServerInterceptor):
             kinds = (grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler)
         return kinds[takes_stream](made)
 
+    def _did(self, what: str, context: Context, values: Mapping[str, object]) -> None:
+        """Tell the audit what a call did."""
+        assert self._audit is not None
+        self._audit.done(what, principal_of(context).name, context.peer(), **values)
+
     @asynccontextmanager
     async def _call(
-        self, rpc: RpcMetrics, enter: Enter | None, context: Context, traced: str | None = None
+        self, method: str, rpc: RpcMetrics, enter: Enter | None, context: Context, traced: str | None = None
     ) -> AsyncIterator[Entered | None]:
         """Count a call, and trace it if its path is given; turn what it raises into its status."""
         begin_s, span = time.perf_counter(), None
@@ -168,6 +189,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
             yield None if enter is None else enter(context)
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)
+            if self._audit is not None:
+                name = principal_of(context).name
+                self._audit.refused(method, name, context.peer(), error.refusal.reason.name)
             if span is not None:
                 span.refused(error.refusal)
             code = _CODES[error.refusal.reason.code]

@@ -1,13 +1,15 @@
 """A front end, as the core starts it: `python -m deltaline_server.front.ends ADDRESS BYTES LEVEL FORMAT FD`.
 
 ADDRESS is where it listens beside others, BYTES the most of a request, LEVEL and FORMAT the log's, FD its end of a
-socket to the core. It says a word on standard output when it serves, and ends when the core does.
+socket to the core. It says a word on standard output when it serves, then in lines of JSON how many calls it refused
+for which reason, and ends when the core does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import resource
 import signal
 import socket
@@ -31,6 +33,7 @@ from deltaline_server.front.port.gate import Gate
 
 # Time for the last replies to leave when the core has ended.
 GRACE_S = 0.5
+TELL_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _SERVICES = [
     service
@@ -61,13 +64,25 @@ async def _serve(core: socket.socket, address: str, message_bytes: int) -> None:
     connection = LinkSocket(core, conversation)
     options = grpc_options(message_bytes, connections=connections(1, 0), shares_port=True)
     server = grpc.aio.server(options=options)
-    server.add_generic_rpc_handlers((Forward(connection, _SERVICES, Gate()),))
+    forward = Forward(connection, _SERVICES, Gate())
+    server.add_generic_rpc_handlers((forward,))
     server.add_insecure_port(address)
     await server.start()
     print("serving", flush=True)
+    telling = asyncio.create_task(_tell(forward))
     while not connection.is_over:
         await connection.until_moved()
+    telling.cancel()
     await server.stop(GRACE_S)
+
+
+async def _tell(forward: Forward) -> None:
+    """Tell the core what is refused here, which counts it."""
+    while True:
+        await asyncio.sleep(TELL_S)
+        if forward.refused:
+            print(json.dumps(forward.refused), flush=True)
+            forward.refused.clear()
 
 
 def _told(status: status_pb2.Status) -> status_pb2.Status:

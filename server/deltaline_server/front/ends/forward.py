@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -34,10 +34,14 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Forward(grpc.GenericRpcHandler):
-    """Handles the methods of services by forwarding them; parses nothing."""
+    """Handles the methods of services by forwarding them; parses nothing.
+
+    refused: how many calls were refused here, by the name of the reason, and not told to the core yet.
+    """
 
     def __init__(self, core: LinkSocket[status_pb2.Status], services: Iterable[ServiceDescriptor], gate: Gate) -> None:
         self._core, self._held, self._gate = core, Held(HELD_BYTES), gate
+        self.refused = Counter[str]()
         self._handlers = {
             path: self._handler(path, method)
             for service in services
@@ -88,6 +92,7 @@ class Forward(grpc.GenericRpcHandler):
                 del body
             yield call, entered
         except RequestError as error:
+            self.refused[error.refusal.reason.name] += 1
             await _abort(context, replies.status(error.refusal))
         except _Ended as ended:
             await _abort(context, ended.status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -13,11 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from deltaline_server.errors import Reason
 from deltaline_server.front.ends.memory import link_bytes
 from deltaline_server.front.ends.port import SharedPort
 from deltaline_server.front.link.connection import Connection, Served
 from deltaline_server.log import event
 from deltaline_server.memory.regions import Regions
+from deltaline_server.scheduling.observer import Observer
 
 # How long to wait before a front end that ended is started again; doubled each time, up to the most, unless the last
 # one lived so long.
@@ -161,7 +164,9 @@ class FrontEnds:
             event(_log, "front end serves", pid=process.pid)
             if not first.done():
                 first.set_result(None)
+            counts = asyncio.create_task(_count(output, served.observer))
             await asyncio.wait((exits, ended), return_when=asyncio.FIRST_COMPLETED)
+            counts.cancel()
         connection.end("")
         if not (await asyncio.wait((exits,), timeout=END_S))[0]:
             process.kill()
@@ -169,6 +174,13 @@ class FrontEnds:
         if says.result() and not first.done():  # it served, and ended at once
             first.set_result(None)
         return exits.result()
+
+
+async def _count(output: asyncio.StreamReader, observer: Observer) -> None:
+    """Count what a front end says that it refused."""
+    async for line in output:
+        for name, count in json.loads(line).items():
+            observer.refused(Reason[name], count)
 
 
 async def _spawn(command: Sequence[str]) -> tuple[socket.socket, asyncio.subprocess.Process, asyncio.StreamReader]:
