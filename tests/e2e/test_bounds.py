@@ -23,6 +23,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server.app import Server
+from deltaline_server.front.grpc_port import MAX_STREAMS
 from deltaline_server.front.port import descriptors, gate
 from deltaline_server.front.port.gate import CLIENT_UNREAD_BYTES, RECEIVED
 
@@ -135,12 +136,13 @@ async def test_thousands_of_calls_at_once_are_answered_or_refused(server: Server
 
 
 async def test_calls_that_are_cancelled_at_once_end_no_other_s(server: Server) -> None:
-    def cancel(count: int) -> None:
-        with raw_http2(server.address) as hostile:
-            for _ in range(count):
-                hostile.cancel(hostile.begin(f"{LAYER}/DescribeSequences"))
+    def cancel() -> None:
+        for _ in range(5):
+            with raw_http2(server.address) as hostile:
+                for stream in [hostile.begin(f"{LAYER}/DescribeSequences") for _ in range(MAX_STREAMS)]:
+                    hostile.cancel(stream)
 
-    cancelling = asyncio.create_task(asyncio.to_thread(cancel, 5000))
+    cancelling = asyncio.gather(*(asyncio.to_thread(cancel) for _ in range(4)))
     async with grpc.aio.insecure_channel(server.address) as channel:
         num_answered = 0
         while not cancelling.done() or num_answered < 50:
@@ -162,8 +164,9 @@ async def test_requests_half_sent_hold_up_no_other(server: Server) -> None:
     with raw_http2(server.address) as slow:
         sending = asyncio.create_task(asyncio.to_thread(send))
         async with grpc.aio.insecure_channel(server.address) as channel:
-            while not sending.done():
-                await describe(channel)
+            async with asyncio.timeout(20):
+                while not sending.done():
+                    await describe(channel)
         assert await sending >= RECEIVED
         await until(lambda: refusals(server, "UPLOAD_TIMEOUT") >= RECEIVED)
 
