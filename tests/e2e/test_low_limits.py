@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.request import urlopen
 
 import grpc
 import pytest
+from rigs.limited_server import Limited, limited
 from rigs.raw_http2 import raw_http2
-from rigs.small_models import GATED_DELTA_NET
 
 from deltaline.v1 import layer_service_pb2 as pb
 
 DESCRIBE = "/deltaline.v1.LayerService/DescribeSequences"
 BODY = pb.DescribeSequencesRequest(server_epoch=1, sequence=[1]).SerializeToString()
 HALF = b"GET /metrics HTTP/1.1\r\n"
-
-
-class Limited(NamedTuple):
-    """A server's address, that of its metrics, and the file of its standard error."""
-
-    address: str
-    metrics_port: int
-    log: Path
-
-    def lines(self) -> list[dict[str, Any]]:
-        """What it has logged: JSON, every line."""
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
-
-
-@contextmanager
-def limited(tmp_path: Path, front_ends: int) -> Iterator[Limited]:
-    """Start one; without a link, of which our clients would go by."""
-    model, log = tmp_path / "config.json", tmp_path / "log"
-    model.write_text(json.dumps(GATED_DELTA_NET))
-    command = [sys.executable, "-m", "deltaline_server", "--random-init", str(model), "--device", "cpu", "--port", "0"]
-    command += ["--metrics-port", "0", "--link", "off", "--log-format", "json", "--front-ends", str(front_ends)]
-    environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *command], stderr=errors, env=environ) as core,
-    ):
-        try:
-            while not (ready := [line for line in log.read_text().splitlines() if '"ready"' in line]):
-                assert core.poll() is None, log.read_text()
-            told = json.loads(ready[0])
-            yield Limited(told["address"], told["metrics_port"], log)
-        finally:
-            core.kill()
 
 
 @pytest.fixture(params=[0, 1], ids=["core", "front_end"])
