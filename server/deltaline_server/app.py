@@ -113,7 +113,7 @@ class Server:
         self._tracing = begin_tracing(self.config, self._clock)
         config = self.config
         try:
-            self._audit = open_audit(config.audit_log, self._clock, self.metrics)
+            self._audit = open_audit(config.audit_log, self._clock)
             num_ports = max(1, (config.uds is not None) + (not config.front_ends))
             num_connections = connections(num_ports, MAX_CONNECTIONS if config.metrics_port >= 0 else 0)
         except (AuditError, DescriptorError) as error:

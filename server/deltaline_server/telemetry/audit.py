@@ -7,6 +7,7 @@ it tensors, tokens or handles.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -15,26 +16,27 @@ from logging.handlers import WatchedFileHandler
 from typing import Any, BinaryIO, cast
 
 from deltaline_server.log import JsonFormatter, event
-from deltaline_server.telemetry.metrics import Metrics
 
 # Refusals of a principal that have a line, a second; the next line says how many had none.
 REFUSALS_PER_S = 10
+# How often the log has a line when lines of the audit can't be written.
+TELL_LOST_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 
 class AuditError(RuntimeError):
     """The audit's file can't be written; the message is one line for the operator."""
 
 
-def open_audit(path: str | None, clock: Callable[[], float], metrics: Metrics) -> Audit | None:
-    """The audit in a file, None for none; the metrics count the lines that it loses. Raises AuditError."""
+def open_audit(path: str | None, clock: Callable[[], float]) -> Audit | None:
+    """The audit in a file, None for none. clock: monotonic seconds. Raises AuditError."""
     if path is None:
         return None
     try:
-        audit = Audit(path, clock)
+        return Audit(path, clock)
     except OSError as error:
         raise AuditError(f"--audit-log: can't write {path} ({error.strerror})") from error
-    metrics.total("deltaline_audit_lost", "Lines of the audit that were not written.", lambda: audit.num_lost)
-    return audit
 
 
 class Audit:
@@ -42,17 +44,12 @@ class Audit:
 
     def __init__(self, path: str, clock: Callable[[], float]) -> None:
         """clock: monotonic seconds. Raises OSError."""
-        self._file = _File(path)
+        self._file = _File(path, clock)
         self._file.setFormatter(JsonFormatter())
         self._logger = logging.Logger("audit")
         self._logger.addHandler(self._file)
         self._clock = clock
         self._refusals: dict[str, _Refusals] = {}
-
-    @property
-    def num_lost(self) -> int:
-        """Lines that could not be written."""
-        return self._file.num_lost
 
     def done(self, what: str, principal: str, client: str, **values: Any) -> None:
         """Write that a principal's call did something, by a word: "opened"."""
@@ -87,9 +84,10 @@ class _Refusals:
 
 
 class _File(WatchedFileHandler):
-    num_lost = 0
+    """num_lost: lines that could not be written."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, clock: Callable[[], float]) -> None:
+        self._clock, self._told_s, self.num_lost = clock, -math.inf, 0
         super().__init__(path, encoding="utf-8")
 
     def _open(self) -> TextIOWrapper:
@@ -98,5 +96,8 @@ class _File(WatchedFileHandler):
         return TextIOWrapper(cast("BinaryIO", file), encoding="utf-8", write_through=True)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk holds up no call, and fills no log."""
+        """A full disk holds up no call, and does not fill the log."""
         self.num_lost += 1
+        if self._clock() >= self._told_s + TELL_LOST_S:
+            self._told_s = self._clock()
+            event(_log, "lines of the audit are lost", level=logging.ERROR, lost=self.num_lost)

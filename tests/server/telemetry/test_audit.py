@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,16 @@ def test_a_file_that_was_moved_is_begun_anew(path: Path) -> None:
     assert [line["message"] for line in lines(path)] == ["opened"]
 
 
-def test_lines_that_a_full_disk_does_not_take_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    audit = Audit(os.devnull.replace("null", "full"), Clock())
+def test_lines_that_a_full_disk_does_not_take_are_told_once_a_minute(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    audit = Audit("/dev/full", clock)
+    for _ in range(3):
+        audit.done("opened", "a", "c")
+    clock.now_s += 60
     audit.done("opened", "a", "c")
     audit.close()
-    assert audit.num_lost == 1 and capsys.readouterr().err == ""
+    told = [(record.getMessage(), getattr(record, "fields", {})) for record in caplog.records]
+    assert told == [("lines of the audit are lost", {"lost": count}) for count in (1, 4)]
+    assert capsys.readouterr().err == ""

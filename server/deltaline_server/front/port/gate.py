@@ -71,10 +71,9 @@ class Entered:
     async def request(self, context: Any) -> bytes:
         """The one message of a call. Raises RequestError; AbortError where there is none."""
         try:
-            async with self._gate.received.place(self._client):
-                body = await context.read()
+            body = await self._gate.received.run(self._client, context.read)
         except TimeoutError as error:
-            message = f"expected the whole request within {REQUEST_S:g} seconds, or 1 where others wait"
+            message = f"expected the whole request within {REQUEST_S:g} seconds, or one where others wait"
             raise RequestError(Reason.UPLOAD_TIMEOUT, message, retry_after_s=CALLS_RETRY_S) from error
         if body is grpc.aio.EOF:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "expected one message")
