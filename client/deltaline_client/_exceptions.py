@@ -29,6 +29,8 @@ DeltalineError
 │   ├── QueueFull
 │   ├── ReplyBytesExhausted
 │   ├── TooManyInFlight
+│   ├── TooManyCalls
+│   ├── RepliesUnread
 │   ├── PagesExhausted
 │   └── SharedMemoryExhausted
 ├── StateError               the state of the sequence is gone
@@ -191,6 +193,14 @@ class ReplyBytesExhausted(CapacityError, reason="REPLY_BYTES_EXHAUSTED"):
 
 class TooManyInFlight(CapacityError, reason="TOO_MANY_IN_FLIGHT"):
     """Too many steps of one sequence are in flight."""
+
+
+class TooManyCalls(CapacityError, reason="TOO_MANY_CALLS"):
+    """As many calls are in flight as the server takes, of all clients or of this one."""
+
+
+class RepliesUnread(CapacityError, reason="REPLIES_UNREAD"):
+    """Replies to this client's connection wait to be read, more than the server keeps there."""
 
 
 class PagesExhausted(CapacityError, reason="PAGES_EXHAUSTED"):

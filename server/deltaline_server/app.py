@@ -37,13 +37,16 @@ from deltaline_server.front.link.connection import Served
 from deltaline_server.front.link.held import Held, most_bytes
 from deltaline_server.front.link.listener import Listener
 from deltaline_server.front.link.methods import Methods
+from deltaline_server.front.port.descriptors import DescriptorError, connections
+from deltaline_server.front.port.gate import Gate
 from deltaline_server.front.trust.tls import Tls
 from deltaline_server.log import event
 from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
+from deltaline_server.telemetry.audit import AuditError, open_audit
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
 from deltaline_server.telemetry.gauges import add_gauges
-from deltaline_server.telemetry.http_port import HttpPort
+from deltaline_server.telemetry.http_port import MAX_CONNECTIONS, HttpPort
 from deltaline_server.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -81,6 +84,7 @@ class Server:
                 reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
             ]
         )
+        self.gate = Gate()
         self._http: HttpPort | None = None
         self._tls: Tls | None = None
         self.link = Listener(None)
@@ -108,8 +112,15 @@ class Server:
         if api_implementation.Type() != "upb":
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
-        interceptor = Interceptor(self.metrics, self._tracing)
-        options = grpc_options(self._message_bytes, max_age_s=self.config.max_age_s)
+        config = self.config
+        try:
+            self._audit = open_audit(config.audit_log, self._clock)
+            num_ports = max(1, (config.uds is not None) + (not config.front_ends))
+            num_connections = connections(num_ports, MAX_CONNECTIONS if config.metrics_port >= 0 else 0)
+        except (AuditError, DescriptorError) as error:
+            raise StartError(str(error)) from error
+        interceptor = Interceptor(self.metrics, self._tracing, self.gate, self._audit)
+        options = grpc_options(self._message_bytes, connections=num_connections, max_age_s=config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
         try:
@@ -350,6 +361,8 @@ class Server:
         if self._http is not None:
             await asyncio.to_thread(self._http.close)
         await end_tracing(self._tracing)
+        if self._audit is not None:
+            self._audit.close()
 
     async def _every(self, seconds: float, action: Callable[[], object]) -> None:
         """Call an action again and again; its failure is logged and ends the server."""

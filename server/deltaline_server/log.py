@@ -14,6 +14,8 @@ from typing import Any
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 _FIELDS = "fields"
+# What gRPC raises then, in its own handlers and through ours.
+_CLIENT_LEFT = "ExecuteBatchError"
 
 
 def event(logger: logging.Logger, message: str, /, level: int = logging.INFO, **fields: object) -> None:
@@ -25,7 +27,13 @@ def configure(level: str, format: str) -> None:
     """Send the logs of the process to standard error, in one of FORMATS, from one of LEVELS up."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    handler.addFilter(_is_news)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record is worth a line: gRPC's traceback of a client that left while it was answered is not."""
+    return record.exc_info is None or getattr(record.exc_info[0], "__name__", "") != _CLIENT_LEFT
 
 
 class TextFormatter(logging.Formatter):

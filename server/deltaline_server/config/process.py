@@ -24,6 +24,12 @@ class ProcessOptions(Options):
     )
     log_level: str = setting("info", "process", "least level that is logged", choices=LEVELS)
     log_format: str = setting("text", "process", "one event a line, for people or for collectors", choices=FORMATS)
+    audit_log: str | None = setting(
+        None,
+        "process",
+        "file that gets a JSON line for each call that opened, loaded, drained or was refused; default none",
+        metavar="PATH",
+    )
     check: bool = setting(False, "process", "check the options and the model's files, then exit with 0 or 1")
 
     def __post_init__(self) -> None:

@@ -7,26 +7,51 @@ import socket
 
 import grpc
 
+from deltaline_server.front.port.descriptors import MAX_CONNECTIONS
+
 # How long what is under way when a connection is too old may go on: a step's time, and some more. Steps of a stream
 # that is cut are sent again.
 AGE_GRACE_MS = 60_000
+# Calls of a connection at a time, as it is told: its client holds the others back.
+MAX_STREAMS = 1024
+# Calls that wait to be looked at, beyond which gRPC ends them as CANCELLED.
+MAX_PENDING = 32_768
+# How long a new connection may take to begin, and one may be silent before it is asked for a sign of life.
+HANDSHAKE_MS = 10_000
+KEEPALIVE_MS = 60_000
+KEEPALIVE_TIMEOUT_MS = 20_000
 # What a message has besides its tensor.
 MESSAGE_SLACK_BYTES = 1 << 20
 MAX_METADATA_BYTES = 16 << 10
 
 
 def grpc_options(
-    message_bytes: int, *, shares_port: bool = False, max_age_s: int | None = None
+    message_bytes: int,
+    *,
+    connections: int = MAX_CONNECTIONS,
+    shares_port: bool = False,
+    max_age_s: int | None = None,
 ) -> list[tuple[str, int]]:
     """gRPC's options: every limit is explicit, and clients may keep idle connections alive.
 
-    message_bytes: most bytes of a request. shares_port: whether other processes listen on the same port. max_age_s: how
-    long a connection lasts, None for as long as it may.
+    message_bytes: most bytes of a request. connections: the most of an address; one more is closed. shares_port:
+    whether other processes listen on the same port. max_age_s: how long a connection lasts, None for as long as it may.
     """
     age: list[tuple[str, int]] = []
     if max_age_s is not None:
         age = [("grpc.max_connection_age_ms", 1000 * max_age_s), ("grpc.max_connection_age_grace_ms", AGE_GRACE_MS)]
     return [
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.http2.settings_timeout", HANDSHAKE_MS),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        # Else a call that is over counts until its memory is free, and one that comes before is refused, by a reset.
+        ("grpc.http.overload_protection", 0),
+        # gRPC's own, 1,000 and 3,000, are reached by a thousand calls at once, or by calls that are cancelled at once.
+        ("grpc.server.max_pending_requests", MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),

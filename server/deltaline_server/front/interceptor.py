@@ -10,8 +10,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -20,7 +21,11 @@ from grpc.aio import ServicerContext
 
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
+from deltaline_server.front.audited import AUDITED
+from deltaline_server.front.port.gate import Entered, Gate
+from deltaline_server.front.principals import principal_of
 from deltaline_server.front.requests import parse
+from deltaline_server.telemetry.audit import Audit
 from deltaline_server.telemetry.metrics import Metrics, RpcMetrics
 
 if TYPE_CHECKING:
@@ -33,6 +38,7 @@ TRACED = "/deltaline.v1."
 # Subscripted in the type stubs only.
 Context: TypeAlias = "ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Enter: TypeAlias = Callable[[Any], Entered]
 
 
 def bug(error: BaseException) -> Refusal:
@@ -65,8 +71,15 @@ def empty_frames(error: BaseException | None) -> None:
 class Interceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all services of a server, the library's (reflection) included."""
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
-        self._metrics, self._tracing = metrics, tracing
+    def __init__(
+        self,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
+        gate: Gate | None = None,
+        audit: Audit | None = None,
+    ) -> None:
+        """gate: of the gRPC port; None for one whose clients are trusted. audit: None where nobody reads it."""
+        self._metrics, self._tracing, self._gate, self._audit = metrics, tracing, gate, audit
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -80,29 +93,43 @@ class Interceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
-            self._wrapped[method] = self.wrap(handler, method)
+            self._wrapped[method] = self.wrap(handler, method, self._gate)
         return self._wrapped[method]
 
-    def wrap(self, handler: Any, method: str) -> Handler:
-        """The same handler with everything that this module adds, taking and giving bytes."""
-        rpc = self._metrics.rpcs[method]
+    def wrap(self, handler: Any, method: str, gate: Gate | None = None) -> Handler:
+        """The same handler with everything that this module adds, taking and giving bytes.
+
+        gate: what counts its calls; then it takes the one message of a call itself, as it takes those of a stream.
+        """
+        rpc, enter = self._metrics.rpcs[method], None if gate is None else partial(gate.enter, method)
         deserialize = handler.request_deserializer or bytes
         serialize = handler.response_serializer or bytes
         # Probes are not worth a trace, and of a stream each step has its own (layer_service.py).
         traced = method if method.startswith(TRACED) else None
+        audited = AUDITED.get(method) if self._audit is not None else None
 
-        async def unary(body: bytes, context: Context) -> bytes:
-            async with self._call(rpc, context, traced):
+        async def unary(body: Any, context: Context) -> bytes:
+            async with self._call(method, rpc, enter, context, traced) as entered:
+                if entered is not None:
+                    body = await entered.request(context)
                 rpc.received.inc()
-                answer = handler.unary_unary(parse(deserialize, body), context)
-                del body  # see abort
+                message = parse(deserialize, body)
+                values = {} if audited is None else audited.values(message)
+                answer = handler.unary_unary(message, context)
+                del body, message  # see abort
                 response = serialize(await answer)
                 rpc.sent.inc()
+                if audited is not None:
+                    self._did(audited.what, context, values)
+                if entered is not None:
+                    entered.hand_over(response)
                 return response
             raise AssertionError("abort() raises")
 
-        async def unary_stream(body: bytes, context: Context) -> AsyncIterator[bytes]:
-            async with self._call(rpc, context):
+        async def unary_stream(body: Any, context: Context) -> AsyncIterator[bytes]:
+            async with self._call(method, rpc, enter, context) as entered:
+                if entered is not None:
+                    body = await entered.request(context)
                 rpc.received.inc()
                 async with aclosing(handler.unary_stream(parse(deserialize, body), context)) as responses:
                     async for response in responses:
@@ -117,31 +144,41 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 del body
 
         async def stream_unary(_: AsyncIterator[bytes], context: Context) -> bytes:
-            async with self._call(rpc, context, traced):
+            async with self._call(method, rpc, enter, context, traced):
                 response = serialize(await handler.stream_unary(requests(context), context))
                 rpc.sent.inc()
+                if audited is not None:
+                    self._did(audited.what, context, audited.values(response))
                 return response
             raise AssertionError("abort() raises")
 
         async def stream_stream(_: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
             async with (
-                self._call(rpc, context),
+                self._call(method, rpc, enter, context),
                 aclosing(handler.stream_stream(requests(context), context)) as responses,
             ):
                 async for response in responses:
                     rpc.sent.inc()
                     yield serialize(response)
 
+        takes_stream = handler.request_streaming or gate is not None
         if handler.response_streaming:
-            if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(stream_stream)
-            return grpc.unary_stream_rpc_method_handler(unary_stream)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(stream_unary)
-        return grpc.unary_unary_rpc_method_handler(unary)
+            made: Any = stream_stream if handler.request_streaming else unary_stream
+            kinds = (grpc.unary_stream_rpc_method_handler, grpc.stream_stream_rpc_method_handler)
+        else:
+            made = stream_unary if handler.request_streaming else unary
+            kinds = (grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler)
+        return kinds[takes_stream](made)
+
+    def _did(self, what: str, context: Context, values: Mapping[str, object]) -> None:
+        """Tell the audit what a call did."""
+        assert self._audit is not None
+        self._audit.done(what, principal_of(context).name, context.peer(), **values)
 
     @asynccontextmanager
-    async def _call(self, rpc: RpcMetrics, context: Context, traced: str | None = None) -> AsyncIterator[None]:
+    async def _call(
+        self, method: str, rpc: RpcMetrics, enter: Enter | None, context: Context, traced: str | None = None
+    ) -> AsyncIterator[Entered | None]:
         """Count a call, and trace it if its path is given; turn what it raises into its status."""
         begin_s, span = time.perf_counter(), None
         if self._tracing is not None and traced is not None:
@@ -149,15 +186,21 @@ class Interceptor(grpc.aio.ServerInterceptor):
         rpc.started.inc()
         code = grpc.StatusCode.OK
         try:
-            yield
+            yield None if enter is None else enter(context)
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)
+            if self._audit is not None:
+                name = principal_of(context).name
+                self._audit.refused(method, name, context.peer(), error.refusal.reason.name)
             if span is not None:
                 span.refused(error.refusal)
             code = _CODES[error.refusal.reason.code]
             empty_frames(error)
             await abort(context, error.refusal)
         except (asyncio.CancelledError, GeneratorExit):
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except grpc.aio.InternalError:  # the client left while it was answered
             code = grpc.StatusCode.CANCELLED
             raise
         except grpc.aio.AbortError:  # a handler set its own status

@@ -17,6 +17,8 @@ from deltaline_server.errors import shown
 from deltaline_server.front.ends.memory import link_bytes, most_bytes
 from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
 from deltaline_server.front.link.held import most_bytes as held_bytes
+from deltaline_server.front.port.memory import most_bytes as port_bytes
+from deltaline_server.front.port.memory import most_half_sent_bytes
 from deltaline_server.local_socket import OFF
 from deltaline_server.sizing.host import on_host
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
@@ -87,8 +89,13 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     if config.link not in (None, OFF) or config.front_ends:
         held = _exact(held_bytes(config.queue_bytes))
         lines.append(f"on the host, for messages and replies of link and front ends, at most: {held}")
+    message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
+    if not config.front_ends or config.uds is not None:
+        half_sent = (
+            f"beside them {_readable(most_half_sent_bytes(message_bytes))} of streams' messages that are half sent"
+        )
+        lines.append(f"on the host, for gRPC's clients, at most: {_exact(port_bytes(message_bytes))}; {half_sent}")
     if config.front_ends:
-        message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
         bound = most_bytes(message_bytes) + link_bytes(message_bytes)
         lines.append(f"on the host, for each of {_plural(config.front_ends, 'front end')}, at most: {_exact(bound)}")
     lines += [f"a line of all layers: {_exact(state.line_bytes)}"]

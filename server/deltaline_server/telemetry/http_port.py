@@ -187,6 +187,8 @@ class Listener(ThreadingTCPServer):
     """One address of a port. Each connection has a thread: a client that reads nothing holds up itself alone."""
 
     allow_reuse_address = daemon_threads = True
+    # With fewer that wait to be taken a scrape among many would wait for seconds.
+    request_queue_size = 1024
 
     def __init__(self, port: HttpPort, family: socket.AddressFamily, address: tuple[str, int]) -> None:
         """Listen. Raises OSError."""

@@ -2,13 +2,15 @@
 
 ADDRESS is where it listens beside others, BYTES the most of a request, LEVEL and FORMAT the log's. TLS... is paths of a
 certificate, its key and the clients' authorities, each empty for none; AGE the seconds that a connection lasts, 0 for
-ever; FD its end of a socket to the core. It says a word on standard output when it serves, and ends when the core does.
+ever; FD its end of a socket to the core. It says a word on standard output when it serves, then in lines of JSON how
+many calls it refused for which reason, and ends when the core does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import resource
 import signal
@@ -29,10 +31,13 @@ from deltaline_server import log
 from deltaline_server.front.ends.forward import Forward
 from deltaline_server.front.ends.memory import most_bytes
 from deltaline_server.front.grpc_port import add_port, grpc_options
+from deltaline_server.front.port.descriptors import connections
+from deltaline_server.front.port.gate import Gate
 from deltaline_server.front.trust.tls import Tls
 
 # Time for the last replies to leave when the core has ended.
 GRACE_S = 0.5
+TELL_S = 0.5
 # gRPC would else let each call that nobody reads yet fill a window of megabytes, where a client's link is fast.
 _NO_PROBE = ("grpc.http2.bdp_probe", 0)
 _PR_SET_PDEATHSIG = 1
@@ -54,7 +59,8 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     log.configure(level, log_format)
     tls = Tls(cert, key, client_ca or None) if cert else None
-    options = grpc_options(int(message_bytes), shares_port=True, max_age_s=int(max_age_s) or None)
+    most = connections(1, 0)
+    options = grpc_options(int(message_bytes), connections=most, shares_port=True, max_age_s=int(max_age_s) or None)
     with socket.socket(fileno=int(fd)) as core:
         asyncio.run(_serve(core, address, int(message_bytes), options, tls))
     return 0
@@ -76,13 +82,25 @@ async def _serve(
     conversation: Conversation[status_pb2.Status] = Conversation(message_bytes, _told)
     connection = LinkSocket(core, conversation)
     server = grpc.aio.server(options=[*options, _NO_PROBE])
-    server.add_generic_rpc_handlers((Forward(connection, _SERVICES),))
+    forward = Forward(connection, _SERVICES, Gate())
+    server.add_generic_rpc_handlers((forward,))
     add_port(server, address, None if tls is None else tls.credentials())
     await server.start()
     print("serving", flush=True)
+    telling = asyncio.create_task(_tell(forward))
     while not connection.is_over:
         await connection.until_moved()
+    telling.cancel()
     await server.stop(GRACE_S)
+
+
+async def _tell(forward: Forward) -> None:
+    """Tell the core what is refused here, which counts it."""
+    while True:
+        await asyncio.sleep(TELL_S)
+        if forward.refused:
+            print(json.dumps(forward.refused), flush=True)
+            forward.refused.clear()
 
 
 def _told(status: status_pb2.Status) -> status_pb2.Status:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,8 +18,11 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from deltaline import link
 from deltaline.conversation import LinkCall
 from deltaline.link_socket import LinkSocket
+from deltaline_server.errors import RequestError
+from deltaline_server.front import replies
 from deltaline_server.front.ends.reader import Reader
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.port.gate import Entered, Gate
 
 # Replies that clients are slow to read, all together: beyond it the client that has most of them loses those that wait.
 HELD_BYTES = 256 * 2**20
@@ -33,11 +36,15 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Forward(grpc.GenericRpcHandler):
-    """Handles the methods of services by forwarding them; parses nothing."""
+    """Handles the methods of services by forwarding them; parses nothing.
 
-    def __init__(self, core: LinkSocket[status_pb2.Status], services: Iterable[ServiceDescriptor]) -> None:
-        self._core, self._held = core, Held(HELD_BYTES)
+    refused: how many calls were refused here, by the name of the reason, and not told to the core yet.
+    """
+
+    def __init__(self, core: LinkSocket[status_pb2.Status], services: Iterable[ServiceDescriptor], gate: Gate) -> None:
+        self._core, self._held, self._gate = core, Held(HELD_BYTES), gate
         self._readers: dict[str, Reader] = {}
+        self.refused = Counter[str]()
         self._handlers = {
             path: self._handler(path, method)
             for service in services
@@ -56,13 +63,13 @@ class Forward(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(partial(self._many, path, method.client_streaming))
         return grpc.stream_unary_rpc_method_handler(partial(self._one, path, method.client_streaming))
 
-    async def _one(self, path: str, is_stream: bool, _: Any, context: Any) -> bytes:
+    async def _one(self, path: str, is_stream: bool, _: object, context: Any) -> bytes:
         """A call with one reply."""
         async with self._begun(path, is_stream, context) as call:
             return await call.reply() or b""
         raise AssertionError("abort() raises")
 
-    async def _many(self, path: str, is_stream: bool, _: Any, context: Any) -> AsyncIterator[bytes]:
+    async def _many(self, path: str, is_stream: bool, _: object, context: Any) -> AsyncIterator[bytes]:
         """A call with many replies."""
         async with self._begun(path, is_stream, context) as call:
             while (reply := await call.reply()) is not None:
@@ -72,16 +79,21 @@ class Forward(grpc.GenericRpcHandler):
     @asynccontextmanager
     async def _begun(self, path: str, is_stream: bool, context: Any) -> AsyncIterator[_Call]:
         """A call whose messages go to the core; it ends with the block."""
-        call, sending = self._call(path, context), None
+        call, sending = None, None
         try:
+            entered = self._gate.enter(path, context)
+            call = self._call(path, context)
             if is_stream:
                 sending = asyncio.create_task(call.send_all(context))
             else:
-                await call.send_one(context)
+                await call.send_one(entered, context)
             yield call
+        except RequestError as error:
+            self.refused[error.refusal.reason.name] += 1
+            await _abort(context, replies.status(error.refusal))
         except _Ended as ended:
             await _abort(context, ended.status)
-        except (grpc.aio.AbortError, grpc.aio.InternalError):  # its client has left
+        except (grpc.aio.AbortError, grpc.aio.InternalError):  # ended already, by its client perhaps
             raise
         except MemoryError:
             os.abort()  # as gRPC does: what is left of this process answers nobody in time
@@ -89,17 +101,22 @@ class Forward(grpc.GenericRpcHandler):
             _log.exception("a call failed")
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the front end failed")
         finally:
-            call.close()
+            if call is not None:
+                call.close()
             if sending is not None:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
 
     def _call(self, path: str, context: Any) -> _Call:
-        """A call that begins. What gRPC has of its replies is its client's until gRPC is done with it."""
+        """A call that begins. What gRPC has of its replies is its client's until gRPC is done with it.
+
+        Raises RequestError REPLIES_UNREAD.
+        """
         peer = context.peer()
         reader = self._readers.get(peer)
         if reader is None:
             reader = self._readers[peer] = Reader(self._held)
+        reader.check()
         call = _Call(self._core, reader, path, peer, context)
 
         def over(_: object) -> None:
@@ -139,12 +156,11 @@ class _Call:
         if core.conversation.error is not None:
             self._end(core.conversation.error)
 
-    async def send_one(self, context: Any) -> None:
-        """Send the one message of a client that does not stream, when there is room for it."""
+    async def send_one(self, entered: Entered, context: Any) -> None:
+        """Send the one message of a client that does not stream, when there is room for it. Raises as `request`."""
         async with self._reader.requests:
-            body = await context.read()
-            self._send(None if body is grpc.aio.EOF else body, is_last=True)
-            del body
+            self._reader.check()  # more may have come while this one waited
+            self._send(await entered.request(context), is_last=True)
             while self._call.outbox and not self._replies:
                 await self._core.until_moved()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -15,11 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from deltaline.link_socket import make_room
+from deltaline_server.errors import Reason
 from deltaline_server.front.ends.memory import link_bytes
 from deltaline_server.front.ends.port import SharedPort
 from deltaline_server.front.link.connection import Connection, Served
 from deltaline_server.log import event
 from deltaline_server.memory.regions import Regions
+from deltaline_server.scheduling.observer import Observer
 
 # How long to wait before a front end that ended is started again; doubled each time, up to the most, unless the last
 # one lived so long.
@@ -177,7 +180,9 @@ class FrontEnds:
             event(_log, "front end serves", pid=process.pid)
             if not first.done():
                 first.set_result(None)
+            counts = asyncio.create_task(_count(output, served.observer))
             await asyncio.wait((exits, ended), return_when=asyncio.FIRST_COMPLETED)
+            counts.cancel()
         connection.end("")
         if not (await asyncio.wait((exits,), timeout=END_S))[0]:
             process.kill()
@@ -192,6 +197,13 @@ def _ended_s() -> float:
     """Processor time of this process's children that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return ended.ru_utime + ended.ru_stime
+
+
+async def _count(output: asyncio.StreamReader, observer: Observer) -> None:
+    """Count what a front end says that it refused."""
+    async for line in output:
+        for name, count in json.loads(line).items():
+            observer.refused(Reason[name], count)
 
 
 async def _spawn(command: Sequence[str]) -> tuple[socket.socket, asyncio.subprocess.Process, asyncio.StreamReader]:

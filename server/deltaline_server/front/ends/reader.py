@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.port.gate import CLIENT_UNREAD_BYTES, too_much_unread
 
 # From so many bytes on that gRPC has of a client's replies, other large ones wait here: what gRPC was given can't be
 # dropped. Small ones go at once, since a client may wait for one of them before it reads what is large.
@@ -40,6 +41,11 @@ class Reader:
         self.requests = asyncio.Semaphore(REQUESTS)
         # Whose turn is next, with a reply of so many bytes.
         self._waiting: deque[tuple[asyncio.Future[None], Unread, int]] = deque()
+
+    def check(self) -> None:
+        """Raises RequestError REPLIES_UNREAD where the client has too much to read."""
+        if self._share.num_bytes >= CLIENT_UNREAD_BYTES:
+            raise too_much_unread()
 
     def join(self, cut: Callable[[str], None]) -> Unread:
         """A call begins."""

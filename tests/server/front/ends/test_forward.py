@@ -20,6 +20,7 @@ from deltaline.link_socket import LinkSocket
 from deltaline.v1 import adapter_service_pb2, layer_service_pb2
 from deltaline_server.front.ends import forward
 from deltaline_server.front.ends.forward import Forward
+from deltaline_server.front.port.gate import Gate
 
 STEP, STREAM = "/deltaline.v1.LayerService/Step", "/deltaline.v1.LayerService/StepStream"
 UPLOAD = "/deltaline.v1.AdapterService/LoadAdapter"
@@ -57,7 +58,7 @@ async def make_front() -> AsyncIterator[Callable[[], Any]]:
         server = grpc.aio.server()
         modules = (layer_service_pb2, adapter_service_pb2)
         services = [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
-        server.add_generic_rpc_handlers((Forward(core, services),))
+        server.add_generic_rpc_handlers((Forward(core, services, Gate()),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

@@ -1,0 +1,38 @@
+"""Which calls the audit is told of, and what of them: never tensors, tokens or handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
+
+_LAYER, _ADAPTER, _ADMIN = (
+    f"/{module.DESCRIPTOR.services_by_name[name].full_name}"
+    for module, name in (
+        (layer_service_pb2, "LayerService"),
+        (adapter_service_pb2, "AdapterService"),
+        (admin_service_pb2, "AdminService"),
+    )
+)
+
+
+class Audited(NamedTuple):
+    """What a call did, in a word, and its values: of its one message, or of the reply to a stream."""
+
+    what: str
+    values: Callable[[Any], Mapping[str, object]]
+
+
+def _loaded(reply: bytes) -> dict[str, object]:
+    adapter = adapter_service_pb2.LoadAdapterResponse.FromString(reply).adapter
+    return {"adapter": adapter.name, "content": adapter.content_hash.hex()[:16]}
+
+
+AUDITED = {
+    f"{_LAYER}/OpenSequences": Audited("opened", lambda asked: {"count": asked.count, "adapter": asked.adapter}),
+    f"{_ADAPTER}/LoadAdapter": Audited("loaded", _loaded),
+    f"{_ADAPTER}/UnloadAdapter": Audited("unloaded", lambda asked: {"adapter": asked.name}),
+    f"{_ADMIN}/CreateSharedMemory": Audited("shared memory", lambda asked: {"size_bytes": asked.size_bytes}),
+    f"{_ADMIN}/Drain": Audited("drained", lambda asked: {"timeout_ms": asked.timeout_ms}),
+}
