@@ -31,6 +31,7 @@ def _drop_output() -> None:
 
 
 def _run() -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it says of a failed handshake comes with the error, too
     if sys.argv[1:2] == ["health"]:
         from deltaline_cli import health
 

@@ -6,6 +6,7 @@ Imports grpc alone: the probe's command uses it too.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from queue import Empty, SimpleQueue
@@ -13,10 +14,27 @@ from queue import Empty, SimpleQueue
 import grpc
 
 from deltaline.address import PORT, link_path, with_port
+from deltaline.tls import Tls, channel_of
 
 _CONNECT_S = 2.0
-# What gRPC says of a port that something else listens on.
-_NOT_HTTP2 = "Failed parsing HTTP/2"
+_TLS = (
+    ("--tls-ca", "FILE", "authorities that sign servers' certificates, PEM; default the public ones"),
+    ("--tls-cert", "FILE", "certificate to show, PEM"),
+    ("--tls-key", "FILE", "its key, PEM"),
+    ("--tls-name", "NAME", "the name in the server's certificate; default the host of its address"),
+)
+# What gRPC says, and what to do about it.
+_ADVICE = (
+    ("Failed parsing HTTP/2", "What answers at {} is no deltaline server: is it an HTTP port?"),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "The certificate of {} is not signed by one of --tls-ca, or has expired.",
+    ),
+    ("Hostname Verification", "The certificate of {} is for another name: give that as --tls-name."),
+    ("WRONG_VERSION_NUMBER", "What answers at {} speaks no TLS: leave --tls-ca and its like out."),
+)
+# What it says of one that takes a connection and ends it.
+_CUT = "Socket closed"
 
 
 def add_server(parser: argparse.ArgumentParser, name: str = "server", default: str = "127.0.0.1") -> None:
@@ -24,6 +42,16 @@ def add_server(parser: argparse.ArgumentParser, name: str = "server", default: s
     what = {"metavar": "ADDRESS"} if name.startswith("-") else {"nargs": "?"}
     text = f"host, host:port, unix:/path or link:/path; without a port {PORT} [%(default)s]"
     parser.add_argument(name, default=default, type=_address, help=text, **what)  # type: ignore[arg-type]
+    group = parser.add_argument_group("TLS", "where one of them is given, or is in the environment (DELTALINE_TLS_CA)")
+    for flag, metavar, text in _TLS:
+        variable = f"DELTALINE_{flag.removeprefix('--').replace('-', '_').upper()}"
+        group.add_argument(flag, default=os.environ.get(variable) or None, metavar=metavar, help=text)
+
+
+def tls_of(options: argparse.Namespace) -> Tls | None:
+    """How the server is known, None without TLS. Raises ValueError."""
+    given = (options.tls_ca, options.tls_cert, options.tls_key, options.tls_name)
+    return Tls(*given) if any(given) else None
 
 
 def _address(text: str) -> str:
@@ -33,23 +61,30 @@ def _address(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def advise(address: str, error: Exception) -> None:
+def advise(address: str, tls: Tls | None, error: Exception) -> None:
     """Tell on stderr what to do about an address that gave this error, unless a server listens there."""
-    if _NOT_HTTP2 in str(error):
-        print(f"What answers at {address} is no deltaline server: is it an HTTP port?", file=sys.stderr)
-    elif not _listens(address):
-        print(f"No server answers at {address}. Start one there: deltaline-server --model DIR", file=sys.stderr)
-        print("Or see one at work on this host: deltaline demo --keep", file=sys.stderr)
+    advice = [text.format(address) for said, text in _ADVICE if said in str(error)]
+    if not advice and not _listens(address, tls):
+        if _CUT in str(error):
+            what = "speak TLS? Give --tls-ca." if tls is None else "ask for another certificate? Give --tls-cert."
+            advice = [f"What answers at {address} ends the connection. Does it {what}"]
+        else:
+            advice = [
+                f"No server answers at {address}. Start one there: deltaline-server --model DIR",
+                "Or see one at work on this host: deltaline demo --keep",
+            ]
+    for line in advice:
+        print(line, file=sys.stderr)
 
 
-def _listens(address: str) -> bool:
+def _listens(address: str, tls: Tls | None) -> bool:
     path = link_path(address)
     if path is not None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             return probe.connect_ex(path) == 0
     states: SimpleQueue[grpc.ChannelConnectivity] = SimpleQueue()
     ready, failed = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
-    with grpc.insecure_channel(address) as channel:
+    with channel_of(grpc, address, tls) as channel:
         channel.subscribe(states.put, try_to_connect=True)
         try:
             while (state := states.get(timeout=_CONNECT_S)) not in (ready, failed):

@@ -6,8 +6,9 @@ import argparse
 import time
 from typing import Any
 
+from deltaline_cli.address import tls_of
 from deltaline_cli.text import plural
-from deltaline_client import Client, Stopping, Unavailable
+from deltaline_client import Client, Stopping, Tls, Unavailable
 
 POLL_S = 0.2
 # A server that has not answered for so long is gone.
@@ -39,18 +40,19 @@ def add_drain(commands: Any, served: argparse.ArgumentParser) -> None:
 
 def drain(options: argparse.Namespace) -> int:
     """Begin the drain, and see its end if asked to; 0. Raises DeltalineError as the client does."""
-    with Client(options.server, timeout=5.0) as client:
+    tls = tls_of(options)
+    with Client(options.server, timeout=5.0, tls=tls) as client:
         left = client.drain(options.timeout)
     print(f"{options.server} drains: {_open(left)}", flush=True)
     if options.wait:
-        _wait(options.server, left)
+        _wait(options.server, tls, left)
     return 0
 
 
-def _wait(address: str, left: int) -> None:
+def _wait(address: str, tls: Tls | None, left: int) -> None:
     """Tell how many sequences and rows are left when that changes, until the server is gone."""
     told = left, 0
-    with Client(address, timeout=GONE_S) as client:
+    with Client(address, timeout=GONE_S, tls=tls) as client:
         while True:
             try:
                 load = client.load()

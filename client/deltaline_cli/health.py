@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ import grpc
 
 from deltaline import link
 from deltaline.address import PORT, link_path
-from deltaline_cli.address import add_server
+from deltaline.tls import Tls, channel_of
+from deltaline_cli.address import add_server, tls_of
 
 SERVICE = "deltaline.v1.LayerService"
 _METHOD = "/grpc.health.v1.Health/Check"
@@ -43,17 +45,22 @@ def main(arguments: Sequence[str]) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="deltaline health", description=_ABOUT, formatter_class=raw)
     _add_options(parser)
-    return health(parser.parse_args(arguments))
+    options = parser.parse_args(arguments)
+    try:
+        return health(options)
+    except ValueError as error:
+        print(f"deltaline: error: {error}", file=sys.stderr)
+        return 1
 
 
 def health(options: argparse.Namespace) -> int:
     """Ask once and print the answer: 0 if the server serves, else 1."""
-    answer = ask(options.server, "" if options.liveness else SERVICE, options.timeout)
+    answer = ask(options.server, "" if options.liveness else SERVICE, options.timeout, tls_of(options))
     print(f"{options.server}: {answer}")
     return int(answer != "SERVING")
 
 
-def ask(address: str, service: str, timeout_s: float) -> str:
+def ask(address: str, service: str, timeout_s: float, tls: Tls | None = None) -> str:
     """Return the status of a service by its name in grpc.health.v1, or why there is none. A server that can't be
     reached is one line too."""
     request = _SERVICE_TAG + bytes([len(service)]) + service.encode() if service else b""
@@ -62,7 +69,7 @@ def ask(address: str, service: str, timeout_s: float) -> str:
         if path is not None:
             answer = _ask_link(path, request, timeout_s)
         else:
-            with grpc.insecure_channel(address) as channel:
+            with channel_of(grpc, address, tls) as channel:
                 call: Any = channel.unary_unary(_METHOD)
                 answer = call(request, timeout=timeout_s)
     except grpc.RpcError as error:

@@ -9,6 +9,7 @@ Every call is sent again by itself when that is safe and may help (see Retry). I
 or not at all. Knows the protocol; not models, not tokens, not torch (tensors are taken when the caller brings them).
 """
 
+from deltaline.tls import Tls
 from deltaline_client._adapters.types import Adapter, AdapterList, AdapterState, LoadedAdapter
 from deltaline_client._async_client import AsyncAdapters, AsyncClient, AsyncSequence
 from deltaline_client._client import Adapters, Client, Sequence
@@ -161,6 +162,7 @@ __all__ = [
     "StepTiming",
     "StepUnfinished",
     "Stopping",
+    "Tls",
     "TooManyInFlight",
     "TransportError",
     "Unavailable",

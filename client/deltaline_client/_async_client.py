@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self, TypeVar, cast
 
+from deltaline.tls import Tls
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeltalineError
@@ -32,10 +33,16 @@ class AsyncClient(ClientState):
     """
 
     def __init__(
-        self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
+        self,
+        address: str,
+        *,
+        timeout: float = 120.0,
+        retry: Retry | None = None,
+        shared_memory_bytes: int = 0,
+        tls: Tls | None = None,
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._transport = AsyncTransport(address)
+        self._transport = AsyncTransport(address, tls)
 
     async def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""

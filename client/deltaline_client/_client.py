@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Self, TypeVar, cast
 
+from deltaline.tls import Tls
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeltalineError
@@ -38,20 +39,27 @@ class Client(ClientState):
     process that was forked since makes one of its own: calls of this one raise RuntimeError there.
 
     A client on the server's host goes by the server's local link, if it has one, without being told: `info().is_linked`
-    says so. Where the link ends, calls go by gRPC.
+    says so. Where the link ends, calls go by gRPC. One that has a certificate goes by the link only where that is its
+    address: there it would be known by its user alone.
 
     Args: address, "host" (its port is 50051), "host:port", "unix:/path" or "link:/path"; timeout, seconds for a call
     with all its retries; retry, see Retry; shared_memory_bytes, how much memory to share with a server on this host
     that allows it, for the tensors of steps: room for those of all steps at a time, their outputs too; 0 for none. The
-    first call that needs it asks for it, and calls beside that one wait for it, no longer than their own timeout.
-    Raises ValueError.
+    first call that needs it asks for it, and calls beside that one wait for it, no longer than their own timeout; tls,
+    how it and the server know each other, None for plain text (see Tls). Raises ValueError.
     """
 
     def __init__(
-        self, address: str, *, timeout: float = 120.0, retry: Retry | None = None, shared_memory_bytes: int = 0
+        self,
+        address: str,
+        *,
+        timeout: float = 120.0,
+        retry: Retry | None = None,
+        shared_memory_bytes: int = 0,
+        tls: Tls | None = None,
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._transport = Transport(address)
+        self._transport = Transport(address, tls)
 
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""

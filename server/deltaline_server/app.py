@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from deltaline_server.front import adapter_service, admin_service, health, layer
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.admin_service import AdminService
 from deltaline_server.front.ends.processes import FrontEndError, FrontEnds
-from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, grpc_options, system_reason, why_not_bound
+from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, grpc_options
 from deltaline_server.front.health import Health
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
@@ -38,8 +37,9 @@ from deltaline_server.front.link.connection import Served
 from deltaline_server.front.link.held import HELD_BYTES, Held
 from deltaline_server.front.link.listener import Listener
 from deltaline_server.front.link.methods import Methods
-from deltaline_server.front.link.socket_file import SocketFileError, open_link
+from deltaline_server.front.trust.tls import Tls
 from deltaline_server.log import event
+from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
 from deltaline_server.telemetry.gauges import add_gauges
@@ -82,6 +82,7 @@ class Server:
             ]
         )
         self._http: HttpPort | None = None
+        self._tls: Tls | None = None
         self.link = Listener(None)
         self.front_ends = FrontEnds(clock)
         self.has_started = self._is_ready = self._is_interrupted = self._has_failed = False
@@ -108,7 +109,8 @@ class Server:
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
         interceptor = Interceptor(self.metrics, self._tracing)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=grpc_options(self._message_bytes))
+        options = grpc_options(self._message_bytes, max_age_s=self.config.max_age_s)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
         try:
             self._listen()
@@ -185,42 +187,18 @@ class Server:
         event(_log, "stopped")
 
     def _listen(self) -> None:
-        """Bind the ports before the long load, so that one in use is reported at once; calls wait for the start."""
-        config = self.config
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        """Bind everything that calls come by. Raises StartError."""
         try:
-            if config.front_ends:
-                self.port = self.front_ends.take_port(config.host, config.port)
-            else:
-                self.port = self._server.add_insecure_port(f"{host}:{config.port}")
-        except (OSError, RuntimeError) as error:
-            why = system_reason(error) if isinstance(error, OSError) else why_not_bound(config.host, config.port)
-            raise StartError(f"--host, --port: can't listen on {host}:{config.port}{why}") from error
-        self.address = f"{host}:{self.port}"
-        if config.uds is not None:
-            if _answers(config.uds):
-                raise StartError(f"--uds: another process listens on {config.uds}")
-            try:
-                self._server.add_insecure_port(f"unix:{config.uds}")
-            except RuntimeError as error:
-                raise StartError(f"--uds: can't listen on {config.uds}") from error
-        try:
-            self.link = Listener(open_link(config.link, config.link_group, self.port))
-        except SocketFileError as error:
-            raise StartError(f"--link: {error}") from error
-        if config.metrics_port >= 0:
-            try:
-                self._http = HttpPort(
-                    config.host,
-                    config.metrics_port,
-                    self.metrics.registry,
-                    is_live=self._is_live,
-                    is_ready=self._takes_work,
-                )
-            except OSError as error:
-                why = f"{host}:{config.metrics_port}{system_reason(error, '--metrics-port')}"
-                raise StartError(f"--metrics-port: can't listen on {why}") from error
-            self.metrics_port = self._http.port
+            self._tls = open_tls(self.config)
+            host, self.port = bind_grpc(self.config, self._server, self.front_ends, self._tls)
+            self.address = f"{host}:{self.port}"
+            self.link = bind_link(self.config, self.port)
+            self._http = bind_http(
+                self.config, self.metrics.registry, self._tls, is_live=self._is_live, is_ready=self._takes_work
+            )
+        except PortError as error:
+            raise StartError(str(error)) from error
+        self.metrics_port = 0 if self._http is None else self._http.port
 
     async def _load(self) -> Runtime:
         """Build the runtime in a thread, and say what is going on."""
@@ -273,7 +251,8 @@ class Server:
         """What starts a front end."""
         config = self.config
         options = (self.address, str(self._message_bytes), config.log_level, config.log_format)
-        return [sys.executable, "-P", "-m", "deltaline_server.front.ends", *options]
+        tls = (config.tls_cert or "", config.tls_key or "", config.tls_client_ca or "", str(config.max_age_s or 0))
+        return [sys.executable, "-P", "-m", "deltaline_server.front.ends", *options, *tls]
 
     def _register(self, runtime: Runtime, interceptor: Interceptor) -> Served:
         """Hand the services and gauges to gRPC, to the link and to the metrics; return what the link serves."""
@@ -318,6 +297,7 @@ class Server:
             counts=runtime.executor.counts,
             adapters=None if runtime.adapters is None else runtime.adapters.registry,
             front_ends=self.front_ends,
+            tls=self._tls,
         )
         return served
 
@@ -376,9 +356,3 @@ def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": handler})
-
-
-def _answers(path: str) -> bool:
-    """Whether a process listens on a Unix socket; gRPC would take the socket of one that does."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0

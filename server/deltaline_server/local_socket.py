@@ -26,7 +26,7 @@ MEMORY = "bytes of memory shared with the local link's clients, at most; 0 for n
 
 def default_folder(environ: Mapping[str, str], host: str, uds: str | None) -> str | None:
     """The folder of sockets of this user's servers; None where there is no link, or who connects is elsewhere."""
-    if not has_link() or not (uds is not None or _is_loopback(host)):
+    if not has_link() or not (uds is not None or is_loopback(host)):
         return None
     folder = environ.get("XDG_RUNTIME_DIR")
     made = f"{folder}/deltaline/" if folder else f"{environ.get('TMPDIR') or '/tmp'}/deltaline-{os.geteuid()}/"
@@ -66,7 +66,8 @@ def group_number(name: str) -> int:
         raise ValueError(f"--link-group: expected the name of a group, got {name!r}") from error
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether --host is reached by processes of this host alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

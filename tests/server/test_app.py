@@ -299,7 +299,7 @@ async def test_two_servers_do_not_share_a_port(server: Server, make_server: Call
 
 async def test_host_of_another_machine_is_told(make_server: Callable[..., Server]) -> None:
     with pytest.raises(StartError, match=r"--host.*Cannot assign requested address"):
-        await make_server(host="203.0.113.1").start()
+        await make_server(host="203.0.113.1", insecure=True).start()
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1", "0.0.0.0", "::"])
@@ -312,7 +312,7 @@ async def test_http_listens_where_grpc_does(make_server: Callable[..., Server], 
         return found
 
     try:
-        server = make_server(host=host, metrics_port=0)
+        server = make_server(host=host, insecure=True, metrics_port=0)
         await server.start()
     except StartError:
         if ":" not in host:

@@ -10,6 +10,8 @@ from http.client import HTTPException
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
+from deltaline_client import Tls
+
 BUSY = "deltaline_device_busy_seconds_total"
 """What a server counts the device's busy seconds in."""
 
@@ -20,13 +22,13 @@ _MOST_BYTES = 16 << 20
 _MOST_REASON_BYTES = 200
 
 
-def read_metrics(url: str) -> dict[str, float]:
-    """Return the samples of a Prometheus page by name with labels. Raises OSError, also where the other side does not
-    speak HTTP, as a gRPC port; ValueError."""
+def read_metrics(url: str, tls: Tls | None = None) -> dict[str, float]:
+    """Return the samples of a Prometheus page by name with labels. tls: of https://. Raises OSError, also where the
+    other side does not speak HTTP, as a gRPC port; ValueError."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--metrics-url: expected http://HOST:PORT/metrics, got {url!r}")
     try:
-        with urlopen(url, timeout=_TIMEOUT_S) as answer:
+        with urlopen(url, timeout=_TIMEOUT_S, context=None if tls is None else tls.context()) as answer:
             page, end_s = bytearray(), time.monotonic() + _TIMEOUT_S
             while piece := answer.read1(_MOST_BYTES):
                 page += piece
@@ -65,9 +67,9 @@ def busy_seconds(before: Mapping[str, float], after: Mapping[str, float]) -> flo
 class BusyMeter(threading.Thread):
     """Reads the metrics when the measuring begins and when it ends; `share` is what came of it."""
 
-    def __init__(self, url: str, begin_s: float, end_s: float | None) -> None:
+    def __init__(self, url: str, begin_s: float, end_s: float | None, tls: Tls | None = None) -> None:
         super().__init__(name="busy", daemon=True)
-        self._url, self._begin_s, self._end_s = url, begin_s, end_s
+        self._url, self._begin_s, self._end_s, self._tls = url, begin_s, end_s, tls
         self._finished = threading.Event()
         self._share: float | str = "the run was over before the metrics were read"
 
@@ -76,9 +78,9 @@ class BusyMeter(threading.Thread):
         try:
             if self._finished.wait(max(0.0, self._begin_s - time.monotonic())):
                 return
-            from_s, before = time.monotonic(), read_metrics(self._url)
+            from_s, before = time.monotonic(), read_metrics(self._url, self._tls)
             self._finished.wait(None if self._end_s is None else max(0.0, self._end_s - time.monotonic()))
-            to_s, after = time.monotonic(), read_metrics(self._url)
+            to_s, after = time.monotonic(), read_metrics(self._url, self._tls)
         except (URLError, OSError, ValueError) as error:
             self._share = f"no metrics: {error}"
             return

@@ -21,7 +21,9 @@ _BLOCK_TOKENS = 1024
 @asynccontextmanager
 async def connected(address: str, options: BenchOptions, seed: int) -> AsyncIterator[BenchClient]:
     """A client that has no sequences yet, and whose connection lasts for the block. Raises ValueError."""
-    connection = AsyncClient(address, timeout=options.timeout_s, shared_memory_bytes=options.shared_memory_bytes)
+    connection = AsyncClient(
+        address, timeout=options.timeout_s, shared_memory_bytes=options.shared_memory_bytes, tls=options.tls
+    )
     async with connection:
         yield BenchClient(connection, options, seed)
 

@@ -42,11 +42,11 @@ def measured(
     """
     if options.metrics_url is not None:
         try:
-            read_metrics(options.metrics_url)
+            read_metrics(options.metrics_url, options.tls)
         except (OSError, ValueError) as error:
             why = str(error).removeprefix("--metrics-url: ")
             raise ValueError(f"--metrics-url: {options.metrics_url}: {why}") from error
-    with Client(address, timeout=options.timeout_s) as client:
+    with Client(address, timeout=options.timeout_s, tls=options.tls) as client:
         info = client.info()
     options.check(info)
     meters: list[BusyMeter] = []
@@ -56,7 +56,7 @@ def measured(
         if options.metrics_url is not None:
             begin_s = start_s + options.ramp_up_s
             end_s = None if options.steps is not None else begin_s + options.duration_s
-            meters.append(BusyMeter(options.metrics_url, begin_s, end_s))
+            meters.append(BusyMeter(options.metrics_url, begin_s, end_s, options.tls))
             meters[0].start()
 
     try:

@@ -9,7 +9,7 @@ from typing import Literal, Self, get_args
 
 import numpy as np
 
-from deltaline_client import Output, ServerInfo
+from deltaline_client import Output, ServerInfo, Tls
 
 Kind = Literal["prefill", "decode", "verify"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -107,7 +107,8 @@ class BenchOptions:
 
     clients at once, each with `rows` sequences. duration_s: seconds that are measured; or steps: how many are, by all
     clients together. rate: steps per second that arrive in an open loop, None for a closed one. prefill_output: those
-    of a prefill's outputs that come back. timeout_s: for a step with all its retries.
+    of a prefill's outputs that come back. timeout_s: for a step with all its retries. tls: how the server is
+    known, its metrics too.
     """
 
     clients: int = 4
@@ -125,6 +126,7 @@ class BenchOptions:
     metrics_url: str | None = None
     output: Path | None = None
     timeout_s: float = 10.0
+    tls: Tls | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():

@@ -12,9 +12,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from deltaline_cli.address import tls_of
 from deltaline_cli.bench.busy import read_metrics
 from deltaline_cli.top.frame import Frame, Rates, Samples
-from deltaline_client import Client, DeltalineError, Retry
+from deltaline_client import Client, DeltalineError, Retry, Tls
 
 _ABOUT = """\
 Shows what a server is doing: sequences, state lines, pages, queue and kept replies against their limits, and its
@@ -59,8 +60,9 @@ def top(options: argparse.Namespace) -> int:
     from deltaline_cli.top.view import render
 
     console = Console()
-    with Client(options.server, timeout=_TIMEOUT_S, retry=Retry(max_attempts=1)) as client:
-        watch = Watch(client, options.server, options.metrics_url)
+    tls = tls_of(options)
+    with Client(options.server, timeout=_TIMEOUT_S, retry=Retry(max_attempts=1), tls=tls) as client:
+        watch = Watch(client, options.server, options.metrics_url, tls)
         frame = watch.frame()
         if options.metrics_url is not None:
             time.sleep(options.interval if options.once else min(options.interval, 1.0))
@@ -84,8 +86,8 @@ def top(options: argparse.Namespace) -> int:
 class Watch:
     """Asks a server for frames, and remembers what rates need."""
 
-    def __init__(self, client: Client, address: str, metrics_url: str | None) -> None:
-        self._client, self._address, self._url = client, address, metrics_url
+    def __init__(self, client: Client, address: str, metrics_url: str | None, tls: Tls | None = None) -> None:
+        self._client, self._address, self._url, self._tls = client, address, metrics_url, tls
         self._read: tuple[float, Samples] | None = None
 
     def frame(self, last: Frame | None = None) -> Frame:
@@ -106,7 +108,7 @@ class Watch:
         if self._url is None:
             return None
         try:
-            now = time.monotonic(), read_metrics(self._url)
+            now = time.monotonic(), read_metrics(self._url, self._tls)
         except (OSError, ValueError) as error:
             self._read = None
             if isinstance(error, ValueError) and str(error).startswith("--metrics-url"):

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from deltaline.address import link_path, with_port
 from deltaline.conversation import Region
+from deltaline.tls import Tls, channel_of
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disconnected, Unavailable
 from deltaline_client._transport.async_stream import AsyncStepStream, Mailbox
@@ -49,9 +50,12 @@ class AsyncSession(Protocol):
 class AsyncTransport:
     """Opens sessions. It belongs to the event loop in which it is first used."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: Tls | None = None) -> None:
         """address: of gRPC or of a link. Raises ValueError."""
         path = link_path(address)
+        self._tls, self._may_find = tls, tls is None or tls.cert is None
+        if tls is not None:
+            tls.credentials()  # now, not at the first call, is when files that can't be used are told
         self._where = None if path is None else Where(path)
         self._address = None if path is not None else with_port(address)
         self._channel: grpc.aio.Channel | None = None
@@ -75,7 +79,7 @@ class AsyncTransport:
         if self._address is None:
             return _NoSession(Disconnected())
         if self._channel is None or self._stream is None:  # a grpc.aio channel must be made inside its event loop
-            self._channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
+            self._channel = channel_of(grpc.aio, self._address, self._tls, OPTIONS)
             self._methods = bind(self._channel)
             self._stream = AsyncStepStream(bind_stream(self._channel))
         return _GrpcSession(self, self._stream, self._methods)
@@ -83,7 +87,7 @@ class AsyncTransport:
     async def find(self, found: Found) -> bool:
         """Go by a link from now on, if it can be had; return whether."""
         where = Where(found.path, found.uid, found.server_epoch)
-        if self._address is None or where == self._where:
+        if self._address is None or where == self._where or not self._may_find:
             return self._where is not None
         try:
             await self._connected(where)

@@ -16,6 +16,7 @@ import grpc
 
 from deltaline.address import link_path, with_port
 from deltaline.conversation import Region
+from deltaline.tls import Tls, channel_of
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeltalineError, Disconnected
 from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
@@ -54,12 +55,13 @@ class Session(Protocol):
 class Transport:
     """Opens sessions; several threads may have one each."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: Tls | None = None) -> None:
         """address: of gRPC or of a link. Raises ValueError."""
         path = link_path(address)
+        self._may_find = tls is None or tls.cert is None
         self._pid = os.getpid()
         self._where = None if path is None else Where(path)
-        self._channel = None if path is not None else grpc.insecure_channel(with_port(address), options=OPTIONS)
+        self._channel = None if path is not None else channel_of(grpc, with_port(address), tls, OPTIONS)
         self._methods = {} if self._channel is None else bind(self._channel)
         self._stream = None if self._channel is None else StepStream(bind_stream(self._channel))
         self._lock = threading.Lock()
@@ -87,7 +89,7 @@ class Transport:
     def find(self, found: Found) -> bool:
         """Go by a link from now on, if it can be had; return whether."""
         where = Where(found.path, found.uid, found.server_epoch)
-        if self._stream is None or where == self._where:
+        if self._stream is None or where == self._where or not self._may_find:
             return self._where is not None
         try:
             connection = self._take(where)

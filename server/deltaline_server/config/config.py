@@ -13,12 +13,14 @@ from deltaline_server.config import sources
 from deltaline_server.config.adapters import AdapterOptions
 from deltaline_server.config.batches import BatchOptions
 from deltaline_server.config.model import ModelOptions
-from deltaline_server.config.network import NetworkOptions
 from deltaline_server.config.option import ConfigError, check_path
 from deltaline_server.config.paths import HUB_NAME, cached_model
 from deltaline_server.config.process import ProcessOptions
 from deltaline_server.config.state import StateOptions
+from deltaline_server.config.trust import TrustOptions
 
+# What the command `deltaline` reads, which may run beside the server.
+_COMMAND = ("TLS_CA", "TLS_NAME")
 # What Kubernetes tells a pod of a Service.
 _SERVICE_LINK = re.compile(
     rf"{sources.PREFIX}(\w+_)?(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP)|PORT=(tcp|udp|sctp)://)"
@@ -27,7 +29,7 @@ _SERVICE_LINK = re.compile(
 
 # Fields and checks come in the order from the last of them to the first.
 @dataclass(frozen=True)
-class Config(ProcessOptions, NetworkOptions, AdapterOptions, BatchOptions, StateOptions, ModelOptions):
+class Config(ProcessOptions, TrustOptions, AdapterOptions, BatchOptions, StateOptions, ModelOptions):
     """What the server is started with. Raises ConfigError when made with values that can't be used."""
 
     @classmethod
@@ -59,7 +61,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     Not those that Kubernetes sets in every pod for a Service named deltaline or deltaline-*: DELTALINE_SERVICE_HOST,
     DELTALINE_PORT_50051_TCP.
     """
-    known = {sources.PREFIX + "CONFIG", *(sources.PREFIX + option.name.upper() for option in fields(Config))}
+    known = {sources.PREFIX + name for name in ("CONFIG", *_COMMAND, *(each.name.upper() for each in fields(Config)))}
     ours = (name for name in environ if name.startswith(sources.PREFIX) and name not in known)
     return sorted(name for name in ours if not _SERVICE_LINK.match(f"{name}={environ[name]}"))
 

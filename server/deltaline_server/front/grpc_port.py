@@ -5,16 +5,27 @@ from __future__ import annotations
 import errno
 import socket
 
+import grpc
+
+# How long what is under way when a connection is too old may go on: a step's time, and some more. Steps of a stream
+# that is cut are sent again.
+AGE_GRACE_MS = 60_000
 # What a message has besides its tensor.
 MESSAGE_SLACK_BYTES = 1 << 20
 MAX_METADATA_BYTES = 16 << 10
 
 
-def grpc_options(message_bytes: int, *, shares_port: bool = False) -> list[tuple[str, int]]:
+def grpc_options(
+    message_bytes: int, *, shares_port: bool = False, max_age_s: int | None = None
+) -> list[tuple[str, int]]:
     """gRPC's options: every limit is explicit, and clients may keep idle connections alive.
 
-    message_bytes: most bytes of a request. shares_port: whether other processes listen on the same port.
+    message_bytes: most bytes of a request. shares_port: whether other processes listen on the same port. max_age_s: how
+    long a connection lasts, None for as long as it may.
     """
+    age: list[tuple[str, int]] = []
+    if max_age_s is not None:
+        age = [("grpc.max_connection_age_ms", 1000 * max_age_s), ("grpc.max_connection_age_grace_ms", AGE_GRACE_MS)]
     return [
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -27,7 +38,15 @@ def grpc_options(message_bytes: int, *, shares_port: bool = False) -> list[tuple
         ("grpc.keepalive_permit_without_calls", 1),
         # Identity only: a small compressed message could unfold to any size.
         ("grpc.compression_enabled_algorithms_bitset", 1),
+        *age,
     ]
+
+
+def add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Listen on an address, by TLS where there are credentials; return the port. Raises RuntimeError."""
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
 
 
 def system_reason(error: OSError, flag: str = "--port") -> str:

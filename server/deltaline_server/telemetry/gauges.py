@@ -38,6 +38,16 @@ class FrontEnds(Protocol):
     def cpu_s(self) -> float: ...
 
 
+class Tls(Protocol):
+    """What protects the ports, where something does."""
+
+    num_taken: int
+    num_refused: int
+
+    @property
+    def expires_s(self) -> float: ...
+
+
 def add_gauges(
     metrics: Metrics,
     *,
@@ -49,13 +59,18 @@ def add_gauges(
     counts: Callable[[], DeviceCounts],
     adapters: AdapterRegistry | None,
     front_ends: FrontEnds,
+    tls: Tls | None,
 ) -> None:
-    """Let the metrics read these numbers. adapters: None where the server keeps none."""
+    """Let the metrics read these numbers. adapters, tls: None where the server has none."""
     pages = table.pages
 
     def of_adapters(read: Callable[[AdapterRegistry], float]) -> Callable[[], float]:
         """0 where the server keeps no adapters."""
         return lambda: 0.0 if adapters is None else read(adapters)
+
+    def of_tls(read: Callable[[Tls], float]) -> Callable[[], float]:
+        """0 where the server speaks no TLS."""
+        return lambda: 0.0 if tls is None else read(tls)
 
     for name, text, read in (
         ("lines_used", "State lines in use.", lambda: table.num_lines_used),
@@ -76,6 +91,7 @@ def add_gauges(
         ("adapter_bytes", "Host memory of adapters.", of_adapters(lambda a: a.used_bytes)),
         ("adapter_sequences", "Sequences open that have an adapter.", lambda: table.adapters.num_bound),
         ("adapter_rows_waiting", "Rows that wait for their adapter.", lambda: scheduler.adapter_wait.num_waiting),
+        ("tls_expires_seconds", "When the certificate expires, since the epoch.", of_tls(lambda t: t.expires_s)),
         ("device_bytes", "Device memory that tensors are given from.", lambda: counts().bytes),
     ):
         metrics.gauge(f"deltaline_{name}", text, read)
@@ -90,6 +106,8 @@ def add_gauges(
         ("adapter_slot_evictions", "Adapters that left the device.", of_adapters(lambda a: a.places.num_evicted)),
         ("front_end_cpu_seconds", "Processor time of front ends.", lambda: front_ends.cpu_s),
         ("front_end_restarts", "Front ends that ended and were started again.", lambda: front_ends.num_restarts),
+        ("tls_reloads", "Certificates that changed and were taken.", of_tls(lambda t: t.num_taken)),
+        ("tls_refusals", "Certificates that changed and can't be used.", of_tls(lambda t: t.num_refused)),
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
     ):
         metrics.total(f"deltaline_{name}", text, read)

@@ -7,6 +7,7 @@ import errno
 import gzip
 import logging
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -52,14 +53,16 @@ class HttpPort:
         host: str,
         port: int,
         registry: CollectorRegistry,
+        context: Callable[[], ssl.SSLContext] | None = None,
         *,
         is_live: Callable[[], bool],
         is_ready: Callable[[], bool],
     ) -> None:
         """Listen on the port, 0 for any. To be called on the event loop, which the probes are asked on: one that is
-        stuck is neither live nor ready. Raises: OSError.
+        stuck is neither live nor ready. context: of TLS for the next connection, None without; where it asks for a
+        client's certificate, metrics need one. Raises: OSError.
         """
-        self.port = port
+        self.port, self.context = port, context
         self.registry = registry
         self.probes = {"/healthz": ("live", is_live), "/readyz": ("ready", is_ready)}
         self.connections = Connections()
@@ -199,6 +202,14 @@ class Listener(ThreadingTCPServer):
             self.server_close()
             raise
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection. Its thread does what TLS takes, which waits for the client. Raises OSError."""
+        connection, address = super().get_request()
+        context = self.pages.context
+        if context is not None:
+            connection = context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
     def service_actions(self) -> None:
         """What is done every POLL_S."""
         self.pages.connections.cut_overdue()
@@ -237,7 +248,9 @@ class Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, pages = self.path.partition("?")[0], self.server.pages
-        if path == "/metrics":
+        if path == "/metrics" and self._lacks_certificate():
+            self._answer(403, b"expected a client certificate\n")
+        elif path == "/metrics":
             # Not what the header has beside it: the encoder reads versions that are none, and answers with them.
             types = [part.partition(";")[0].strip() for part in self._header("Accept").split(",")]
             encode, content_type = choose_encoder(_OPEN_METRICS if _OPEN_METRICS in types else "")
@@ -287,6 +300,15 @@ class Request(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def _lacks_certificate(self) -> bool:
+        """Whether the client has not shown the certificate that it was asked for."""
+        connection = self.connection
+        return (
+            isinstance(connection, ssl.SSLSocket)
+            and connection.context.verify_mode is not ssl.CERT_NONE
+            and not connection.getpeercert()
+        )
 
     def _header(self, name: str) -> str:
         """A header's value, "" where there is none, as of a request that ended before its headers."""

@@ -36,6 +36,7 @@ NUMBERED = """
     reply_bytes adapter_rows_waiting shared_memory_bytes compilations_total graph_captures_total
     device_allocations_total device_bytes link_connections link_memory_bytes
     front_ends front_end_calls front_end_restarts_total front_end_cpu_seconds_total
+    tls_expires_seconds tls_reloads_total tls_refusals_total
 """
 
 
@@ -121,6 +122,7 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
         counts=lambda: counts,
         adapters=adapters,
         front_ends=SimpleNamespace(pids=range(27), num_calls=28, num_restarts=29, cpu_s=30),
+        tls=SimpleNamespace(expires_s=31, num_taken=32, num_refused=33),
     )
     names = re.findall(r"\w+", NUMBERED)
     read = {name: sample(metrics, f"deltaline_{name}") for name in names}

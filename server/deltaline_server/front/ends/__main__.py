@@ -1,7 +1,8 @@
-"""A front end, as the core starts it: `python -m deltaline_server.front.ends ADDRESS BYTES LEVEL FORMAT FD`.
+"""A front end, as the core starts it: `python -m deltaline_server.front.ends ADDRESS BYTES LEVEL FORMAT TLS... AGE FD`.
 
-ADDRESS is where it listens beside others, BYTES the most of a request, LEVEL and FORMAT the log's, FD its end of a
-socket to the core. It says a word on standard output when it serves, and ends when the core does.
+ADDRESS is where it listens beside others, BYTES the most of a request, LEVEL and FORMAT the log's. TLS... is paths of a
+certificate, its key and the clients' authorities, each empty for none; AGE the seconds that a connection lasts, 0 for
+ever; FD its end of a socket to the core. It says a word on standard output when it serves, and ends when the core does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_p
 from deltaline_server import log
 from deltaline_server.front.ends.forward import Forward
 from deltaline_server.front.ends.memory import most_bytes
-from deltaline_server.front.grpc_port import grpc_options
+from deltaline_server.front.grpc_port import add_port, grpc_options
+from deltaline_server.front.trust.tls import Tls
 
 # Time for the last replies to leave when the core has ended.
 GRACE_S = 0.5
@@ -39,7 +41,7 @@ _SERVICES = [
 
 def main() -> int:
     """Serve until the core ends."""
-    address, message_bytes, level, log_format, fd = sys.argv[1:]
+    address, message_bytes, level, log_format, cert, key, client_ca, max_age_s, fd = sys.argv[1:]
     # It ends with the core, whose drain it is to serve: signals to the whole group are the core's.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -47,19 +49,23 @@ def main() -> int:
     limit = most_bytes(int(message_bytes))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     log.configure(level, log_format)
+    tls = Tls(cert, key, client_ca or None) if cert else None
+    options = grpc_options(int(message_bytes), shares_port=True, max_age_s=int(max_age_s) or None)
     with socket.socket(fileno=int(fd)) as core:
-        asyncio.run(_serve(core, address, int(message_bytes)))
+        asyncio.run(_serve(core, address, int(message_bytes), options, tls))
     return 0
 
 
-async def _serve(core: socket.socket, address: str, message_bytes: int) -> None:
+async def _serve(
+    core: socket.socket, address: str, message_bytes: int, options: list[tuple[str, int]], tls: Tls | None
+) -> None:
     core.recv(link.MAX_PACKET_BYTES)  # the welcome of who started this process: it tells nothing new
     core.setblocking(False)
     conversation: Conversation[status_pb2.Status] = Conversation(message_bytes, _told)
     connection = LinkSocket(core, conversation)
-    server = grpc.aio.server(options=grpc_options(message_bytes, shares_port=True))
+    server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((Forward(connection, _SERVICES),))
-    server.add_insecure_port(address)
+    add_port(server, address, None if tls is None else tls.credentials())
     await server.start()
     print("serving", flush=True)
     while not connection.is_over:

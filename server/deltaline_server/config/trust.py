@@ -1,0 +1,53 @@
+"""Options about trust: how connections are protected, and who is let in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deltaline_server import errors, local_socket
+from deltaline_server.config.network import NetworkOptions
+from deltaline_server.config.option import ConfigError, setting
+
+
+@dataclass(frozen=True)
+class TrustOptions(NetworkOptions):
+    """How what listens is protected."""
+
+    tls_cert: str | None = setting(
+        None,
+        "trust",
+        "certificate chain of this server, PEM; read anew when it changes; default no TLS",
+        metavar="PATH",
+    )
+    tls_key: str | None = setting(None, "trust", "its key, PEM, not encrypted; needed with --tls-cert", metavar="PATH")
+    tls_client_ca: str | None = setting(
+        None,
+        "trust",
+        "authorities, PEM, one of which has to have signed a client's certificate; default clients need none",
+        metavar="PATH",
+    )
+    max_connection_age_s: int = setting(
+        3600, "trust", "with TLS, how long a connection lasts before certificates are shown again", low=1, high=10**6
+    )
+    insecure: bool = setting(False, "trust", "listen beyond loopback without TLS: whoever reaches the port is trusted")
+
+    def __post_init__(self) -> None:
+        """Check that nobody reaches the server unprotected, unless it is meant."""
+        super().__post_init__()
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("--tls-key", "--tls-cert") if self.tls_cert is None else ("--tls-cert", "--tls-key")
+            raise ConfigError(f"{given}: expected {missing} beside it, got none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("--tls-client-ca: expected --tls-cert and --tls-key beside it, got none")
+        if self.insecure and self.tls_cert is not None:
+            raise ConfigError("--insecure: expected no --tls-cert beside it, got one")
+        if not (self.insecure or self.tls_cert is not None or local_socket.is_loopback(self.host)):
+            raise ConfigError(
+                f"--host: expected --tls-cert and --tls-key for {errors.shown(self.host)}, which is not loopback, got "
+                "none; --insecure does without, where the network lets none but trusted clients reach it"
+            )
+
+    @property
+    def max_age_s(self) -> int | None:
+        """How long a connection lasts, None for as long as it may."""
+        return None if self.tls_cert is None else self.max_connection_age_s

@@ -1,0 +1,1 @@
+"""Trust: who a call is from, and what they may do."""
