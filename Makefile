@@ -51,7 +51,7 @@ check: $(INSTALLED) check-deploy  ## format, lint, types, imports, contract, dep
 check-deploy: $(INSTALLED)  ## Dockerfile, compose, manifests, rules; part of check
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/yamllint --strict -c deploy/.yamllint deploy
-	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose/compose.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose/compose.yaml deploy/compose/tls.yaml
 	@$(call present,kubectl,the manifests are not checked) || for overlay in deploy/kubernetes/overlays/*; do \
 	    manifests=$$(kubectl kustomize $$overlay) || exit 1; \
 	    echo "$$manifests" | $(BIN)/kubernetes-validate --strict --quiet - || exit 1; \
@@ -60,6 +60,7 @@ check-deploy: $(INSTALLED)  ## Dockerfile, compose, manifests, rules; part of ch
 	@$(call present,promtool,the rules are not checked) || { \
 	    promtool check config deploy/prometheus/prometheus.yml && \
 	    promtool check config deploy/prometheus/local.yml && \
+	    promtool check config --syntax-only deploy/prometheus/tls.yml && \
 	    promtool test rules deploy/prometheus/rules.test.yml; }
 
 proto: $(INSTALLED)  ## regenerate the code beside the .proto files

@@ -12,7 +12,7 @@ import yaml
 from rigs.image import ROOT, stages
 
 from deltaline_server import app
-from deltaline_server.config import Config
+from deltaline_server.config import Config, unknown_variables
 from deltaline_server.runtime import check
 
 FOLDER = ROOT / "deploy" / "compose"
@@ -64,6 +64,27 @@ def split(mount: str) -> tuple[str, str, str]:
     """Source, place and mode of a mount, with the default of a variable."""
     source, place, *mode = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", mount).split(":")
     return source, place, *(mode or ["rw"])  # type: ignore[return-value]
+
+
+def test_tls_is_an_option_that_all_services_know() -> None:
+    tls = yaml.safe_load((FOLDER / "tls.yaml").read_text(encoding="utf-8"))["services"]
+    folder = ROOT / "deploy" / "prometheus"
+    assert tls.keys() == {*SERVERS, "prometheus"}
+    for name in SERVERS:
+        environment = IMAGE["gpu"].environment | SERVERS[name]["environment"] | tls[name]["environment"]
+        assert unknown_variables(environment) == []
+        config = Config.parse(["--model", "/model", "--config", "/dev/null"], environment)
+        assert config.tls_client_ca == environment["DELTALINE_TLS_CA"] == "/etc/deltaline-tls/ca.crt"
+        assert environment["DELTALINE_TLS_NAME"] in SERVERS[name]["networks"]["default"]["aliases"]
+    assert len({mount for one in tls.values() for mount in one["volumes"]}) == 1
+    assert "--config.file=/etc/prometheus/tls.yml" in tls["prometheus"]["command"]
+    secure, plain = [yaml.safe_load((folder / name).read_text("utf-8")) for name in ("tls.yml", "prometheus.yml")]
+    [job] = secure["scrape_configs"]
+    assert (job.pop("scheme"), *job.pop("tls_config").values()) == (
+        "https",
+        *(f"/etc/deltaline-tls/{name}" for name in ("ca.crt", "tls.crt", "tls.key")),
+    )
+    assert secure == plain
 
 
 def test_prometheus_scrapes_the_server_by_its_name() -> None:

@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from rigs.authority import Authority
 from rigs.image import ROOT, is_sent, stages
 from rigs.image_root import ImageRoot, require
 
-from deltaline_client import Client
+from deltaline_client import Client, Tls
 
 STAGES = stages()
 CACHE = "/var/cache/deltaline"
@@ -63,6 +64,21 @@ def volumes(tmp_path: Path) -> dict[str, Path]:
 def environment_of_compose() -> dict[str, str]:
     compose = yaml.safe_load((ROOT / "deploy" / "compose" / "compose.yaml").read_text(encoding="utf-8"))
     return dict(compose["services"]["server-cpu"]["environment"])
+
+
+def environment_of_tls() -> dict[str, str]:
+    tls = yaml.safe_load((ROOT / "deploy" / "compose" / "tls.yaml").read_text(encoding="utf-8"))
+    return dict(tls["services"]["server-cpu"]["environment"])
+
+
+def certificates(folder: Path) -> Path:
+    """The folder that TLS_DIR names, as its first lines ask for it."""
+    folder.mkdir()
+    authority = Authority(folder)
+    pair = authority.issue("tls", "server")
+    authority.ca.rename(folder / "ca.crt")
+    pair.key.chmod(0o644)
+    return folder
 
 
 # -- what the Dockerfile says ----------------------------------------------------------------------------------------
@@ -154,10 +170,18 @@ def made_read_only(cache: Path) -> Path:
     return cache
 
 
-def test_server_is_healthy_drains_and_stops(root: ImageRoot, volumes: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+def test_server_is_healthy_drains_and_stops(
+    root: ImageRoot, volumes: dict[str, Path], tmp_path: Path, has_tls: bool
+) -> None:
     stage = STAGES["cpu"]
     port = free_port()
     environment = environment_of_compose() | {"DELTALINE_PORT": str(port), "DELTALINE_METRICS_PORT": "0"}
+    tls = None
+    if has_tls:
+        environment |= environment_of_tls()
+        files = volumes["/etc/deltaline-tls"] = certificates(tmp_path / "tls")
+        tls = Tls(files / "ca.crt", files / "tls.crt", files / "tls.key", server_name="server")
     options: dict[str, Any] = {"volumes": volumes, "environment": environment}
 
     def health() -> int:
@@ -169,7 +193,7 @@ def test_server_is_healthy_drains_and_stops(root: ImageRoot, volumes: dict[str, 
         until_s = time.monotonic() + START_TIMEOUT_S
         while health():
             assert container.poll() is None and time.monotonic() < until_s, log.read_text()
-        with Client(f"127.0.0.1:{port}") as client:
+        with Client(f"127.0.0.1:{port}", tls=tls) as client:
             sequence = client.open()
             done = root.run([word.replace("50051", str(port)) for word in pre_stop()], **options)
             assert done.returncode == 0, done.stderr

@@ -6,7 +6,6 @@ Their schema is checked by `make check`; no cluster has run them.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,14 +16,17 @@ import yaml
 from rigs.dashboards import metrics_of
 from rigs.image import ROOT, stages
 
+from deltaline.address import PORT
 from deltaline_server import app
-from deltaline_server.config import Config
+from deltaline_server.config import Config, unknown_variables
 from deltaline_server.front import layer_service
 from deltaline_server.runtime import check
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 IMAGE = stages()
+# What `deltaline drain` gives its call.
+CALL_S = 5.0
 Manifests = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -55,7 +57,7 @@ def container(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_there_is_an_overlay_for_each_target_of_the_image(rendered: Manifests, container: dict[str, Any]) -> None:
-    assert OVERLAYS == ["cpu", "gpu"]
+    assert OVERLAYS == ["cpu", "gpu", "tls"]
     assert container["image"].removeprefix("deltaline:") in IMAGE
     wants_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
     assert wants_gpu == (container["image"] == "deltaline:gpu")
@@ -95,20 +97,25 @@ def test_ports_are_those_of_the_image(container: dict[str, Any], rendered: Manif
     for (kind, _), one in rendered.items():
         if kind == "Service":
             assert all(ports[port["targetPort"]] == port["port"] for port in one["spec"]["ports"])
-    probes = [container[f"{kind}Probe"]["grpc"]["port"] for kind in ("startup", "liveness", "readiness")]
-    assert probes == [ports["grpc"]] * 3
+    probes = [container[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")]
+    if has_tls(container):
+        assert [probe["httpGet"]["port"] for probe in probes] == ["metrics"] * 3
+    else:
+        assert [probe["grpc"]["port"] for probe in probes] == [ports["grpc"]] * 3
 
 
 def test_liveness_does_not_follow_a_drain(container: dict[str, Any], pod: dict[str, Any]) -> None:
     # "" lives through a drain, and readiness does not: tests/server/test_app.py.
-    assert container["livenessProbe"]["grpc"].get("service", "") == ""
-    assert container["startupProbe"]["grpc"].get("service", "") == ""
-    assert container["readinessProbe"]["grpc"]["service"] == layer_service.NAME
-    command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    probes = [container[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")]
+    if has_tls(container):
+        assert [probe["httpGet"]["path"] for probe in probes] == ["/readyz", "/healthz", "/readyz"]
+        assert all(probe["httpGet"]["scheme"] == "HTTPS" and "grpc" not in probe for probe in probes)
+    else:
+        assert [probe["grpc"].get("service", "") for probe in probes] == ["", "", layer_service.NAME]
     # The signal, which drains as well, comes when this command ends: a server that does not answer must not keep it.
-    drain = re.fullmatch(r".*, timeout=(\d+)\)\.drain\((\d+)\)", command)
-    assert drain is not None
-    taken_s = int(drain[1]) + int(drain[2]) + app.STOP_GRACE_S
+    *command, drain_s = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == ["deltaline", "drain", f"127.0.0.1:{PORT}", "--timeout"]
+    taken_s = CALL_S + int(drain_s) + app.STOP_GRACE_S
     assert pod["spec"]["terminationGracePeriodSeconds"] >= taken_s + 20
     assert pod["spec"]["enableServiceLinks"] is False
 
@@ -131,6 +138,10 @@ def test_what_the_server_writes_and_reads_is_mounted(
 ) -> None:
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    if has_tls(container):
+        files = {value for name, value in environment_of(container).items() if value.startswith("/etc/deltaline-tls/")}
+        assert files == {f"/etc/deltaline-tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
+        assert mounts["/etc/deltaline-tls"]["readOnly"] and "secret" in volumes["tls"]
     assert {mount["name"] for mount in mounts.values()} == volumes.keys()
     writable = {path for path, mount in mounts.items() if not mount.get("readOnly")}
     assert writable == {IMAGE["gpu"].environment["HOME"], "/tmp", "/dev/shm"}
@@ -185,7 +196,44 @@ def test_the_service_monitor_is_an_option_and_finds_the_metrics(tmp_path: Path) 
     assert scraped[0]["metadata"]["labels"][spec["jobLabel"]] == "deltaline", "the alerts' job"
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_cert_manager_makes_what_the_pods_mount_for_the_names_that_clients_use(tmp_path: Path) -> None:
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(FOLDER / "overlays" / "tls", tmp_path)],
+        "components": [os.path.relpath(FOLDER / "components" / "certmanager", tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    made = render(tmp_path)
+    spec, client = [made["Certificate", name]["spec"] for name in ("deltaline", "deltaline-client")]
+    pod = made["StatefulSet", "deltaline"]["spec"]["template"]["spec"]
+    [mounted] = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
+    assert spec["secretName"] == mounted != client["secretName"]
+    services = {name for kind, name in made if kind == "Service"}
+    assert {"localhost", "deltaline", "*.deltaline-pods"} <= set(spec["dnsNames"])
+    assert services == {"deltaline", "deltaline-pods"}
+    assert {"server auth", "client auth"} <= set(spec["usages"]) and "server auth" not in client["usages"]
+    assert environment_of(pod["containers"][0])["DELTALINE_TLS_NAME"] in spec["dnsNames"]
+    ports = [port for name in services for port in made["Service", name]["spec"]["ports"] if port["name"] == "grpc"]
+    assert [port["appProtocol"] for port in ports] == ["https"] * 2
+
+
+def test_the_server_takes_the_environment_with_the_image_s(container: dict[str, Any]) -> None:
+    environment = IMAGE["gpu"].environment | environment_of(container)
+    assert unknown_variables(environment) == []
+    config = Config.parse(["--model", "/model", "--config", "/dev/null"], environment)
+    assert config.host == "0.0.0.0" and config.insecure != has_tls(container)
+
+
+def environment_of(container: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container["env"]}
+
+
+def has_tls(container: dict[str, Any]) -> bool:
+    return "DELTALINE_TLS_CERT" in environment_of(container)
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
 def test_configuration_is_one_that_the_server_takes(overlay: str) -> None:
     folder = FOLDER / "overlays" / overlay
     config = Config.parse(["--config", str(folder / "deltaline.toml")], {})

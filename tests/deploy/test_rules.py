@@ -40,6 +40,7 @@ def test_promtool_accepts_the_rules_the_configuration_and_their_tests() -> None:
         promtool("check", "rules", *RULE_FILES),
         promtool("check", "config", FOLDER / "prometheus.yml"),
         promtool("check", "config", FOLDER / "local.yml"),
+        promtool("check", "config", "--syntax-only", FOLDER / "tls.yml"),
         promtool("test", "rules", FOLDER / "rules.test.yml"),
     ):
         assert done.returncode == 0, done.stdout + done.stderr
