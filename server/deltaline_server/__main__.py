@@ -37,6 +37,7 @@ def main() -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it says by itself is no event of the log, nor JSON
     try:  # here: torch takes seconds, in which a signal ends the process quietly
         from deltaline_server.app import StartError
+        from deltaline_server.ports import PortError, open_tls
         from deltaline_server.runtime import check
         from deltaline_server.sizing.host import check_host
     except ModuleNotFoundError as error:
@@ -57,10 +58,11 @@ def main() -> int:
         if config.check:
             check(config)
             check_host(config)
-            print("deltaline-server: the options and the model's files are sound")
+            open_tls(config)
+            print("deltaline-server: the options and the files that they name are sound")
             return 0
         return asyncio.run(serve(config))
-    except (ConfigError, ModelError, StartError) as error:
+    except (ConfigError, ModelError, PortError, StartError) as error:
         return _refuse(error, config.log_format)
     except Exception:
         _log.exception("the server ended by a fault of its own")

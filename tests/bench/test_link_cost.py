@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 
 from deltaline_bench.service.decode import MAX_LINK_ECHOES
 from deltaline_bench.service.host import running
+from deltaline_bench.service.processor import cost_ns
 from deltaline_bench.service.raw import decoding, echoing
 from deltaline_bench.service.raw_link import decoding_by_link
 from deltaline_bench.service.size import CPU
 
 ROUNDS, STEPS, WARM_UP = 9, 50, 50
-
-
-def cpu_ns(pid: int) -> int:
-    """Time that all threads of a process have had on processors."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # the thread is gone
-            total += int((task / "schedstat").read_text().split()[0])
-    return total
-
-
-async def cost_ns(pid: int, step: Callable[[], Awaitable[object]], count: int = STEPS) -> float:
-    """Processor time of a step, of this process and the other one together."""
-    before = cpu_ns(pid) + time.process_time_ns()
-    for _ in range(count):
-        await step()
-    return (cpu_ns(pid) + time.process_time_ns() - before) / count
 
 
 async def test_a_step_of_64_rows_costs_about_an_echo_by_grpc(tmp_path: Path) -> None:
@@ -47,6 +28,6 @@ async def test_a_step_of_64_rows_costs_about_an_echo_by_grpc(tmp_path: Path) -> 
             ways = {host.server.pid: steps.step, host.echo.pid: echo}
             for pid, step in ways.items():
                 await cost_ns(pid, step, WARM_UP)
-            turns = [[await cost_ns(pid, step) for pid, step in ways.items()] for _ in range(ROUNDS)]
+            turns = [[await cost_ns(pid, step, STEPS) for pid, step in ways.items()] for _ in range(ROUNDS)]
     by_link, by_echo = (statistics.median(column) for column in zip(*turns, strict=True))
     assert by_link <= MAX_LINK_ECHOES * by_echo, f"{by_link / 1000:.0f} us for {by_echo / 1000:.0f}"

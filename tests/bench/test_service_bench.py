@@ -17,7 +17,7 @@ import service
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
-from deltaline_bench.service import decode, echo, memory, mixed, prefill, soak, steady, throughput
+from deltaline_bench.service import decode, echo, memory, mixed, prefill, soak, steady, throughput, tls
 from deltaline_bench.service.engine_loop import rows_per_second
 from deltaline_bench.service.figure import Bar, Figure, missed, write_table
 from deltaline_bench.service.host import Host
@@ -27,6 +27,7 @@ from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.report import Report
 from deltaline_cli.bench.samples import Sample, Samples, sample
 from deltaline_cli.bench.verdict import Verdict
+from deltaline_server.front.trust.tls import Tls
 
 US = 1e-6
 HOST: Any = None
@@ -247,6 +248,22 @@ async def test_steps_are_made_in_turns_and_a_warm_up_is_left_out() -> None:
     assert made == ["left", "right"] * 3
     assert list(left.stages_s("decode")["total"]) == [3.0, 5.0]
     assert list(right.stages_s("decode")["total"]) == [4.0, 6.0]
+
+
+def test_what_tls_adds_to_a_step_is_held_to_what_it_adds_to_an_echo() -> None:
+    def judged(step_tls_us: float) -> Figure:
+        cost = {"step": [900.0, 2000, 9000], "step by TLS": [step_tls_us, step_tls_us + 1100, 9000]}
+        cost |= {"bare echo": [400.0, 900, 800], "bare echo by TLS": [600.0, 1100, 3000]}
+        *_, ratio = tls.judge("unary", {}, {side: np.array(us) for side, us in cost.items()})
+        return ratio
+
+    assert judged(1100).value == pytest.approx(1.0)
+    assert not judged(1159).is_missed and judged(1161).is_missed
+
+
+def test_the_certificate_of_the_bench_is_believed(tmp_path: Path) -> None:
+    made = tls.certificate(tmp_path)
+    assert made.credentials() and Tls(str(made.cert), str(made.key), None).expires_s > 0
 
 
 async def test_echoes_answer_with_the_same_bytes_and_tell_of_the_layer(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from google.protobuf.internal import api_implementation
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from rigs.authority import Authority
 
 from deltaline.v1 import admin_service_pb2 as admin_pb
 from deltaline.v1 import admin_service_pb2_grpc, layer_service_pb2_grpc
@@ -385,6 +386,16 @@ def test_check_refuses_in_one_line(
     captured = capsys.readouterr()
     assert (captured.out, len(captured.err.splitlines())) == ("", 1)
     assert captured.err.startswith(f"deltaline-server: error: {argv[0]}: ")
+
+
+def test_check_looks_at_certificates(
+    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = Authority(tmp_path).issue("server")
+    argv = ["--check", "--random-init", model_file, "--tls-cert", str(pair.cert), "--tls-key"]
+    assert run_main(monkeypatch, *argv, str(pair.key)) == 0
+    assert run_main(monkeypatch, *argv, str(pair.cert)) == 1
+    assert "error: --tls-cert, --tls-key: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("check", [["--check"], []])

@@ -1,8 +1,9 @@
 """A bare grpc.aio echo of raw bytes: what a message costs without a service. A process of its own.
 
-python -m deltaline_bench.service.echo PATH [CONFIG.json]
+python -m deltaline_bench.service.echo PATH [--model CONFIG.json] [--cert FILE --key FILE]
 
-It listens on a Unix socket and on a port of the loopback, and says so on its output.
+It listens on a Unix socket, on a port of the loopback, and with a certificate on another by TLS, and says so on its
+output.
 
 Calls are `unary` or a `stream`. With the model of a CPU's size there are also `unary-around-layer` and
 `stream-around-layer`: those compute a decode step of its layers between request and reply, in a thread as the service
@@ -12,9 +13,9 @@ finds them.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import struct
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from deltaline_bench.service.size import CPU
 from deltaline_kernels import Rows
 from deltaline_server.config import Config
 from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, grpc_options
+from deltaline_server.front.trust.tls import Tls
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import ModelOptions, load_model
@@ -86,7 +88,7 @@ def handlers(name: str, answer: Answer) -> dict[str, Any]:
     }
 
 
-async def serve(path: str, model_file: Path | None = None) -> None:
+async def serve(path: str, model_file: Path | None = None, tls: Tls | None = None) -> None:
     """Serve until the process is ended. The options are the server's."""
     server = grpc.aio.server(options=grpc_options(Config.inline_limit_bytes + MESSAGE_SLACK_BYTES))
     served = handlers("", echo)
@@ -94,9 +96,11 @@ async def serve(path: str, model_file: Path | None = None) -> None:
         served |= handlers("-around-layer", echo_around(layer_work(model_file)))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Echo", served),))
     server.add_insecure_port(f"unix:{path}")
-    port = server.add_insecure_port("127.0.0.1:0")
+    ports = [server.add_insecure_port("127.0.0.1:0")]
+    if tls is not None:
+        ports.append(server.add_secure_port("127.0.0.1:0", tls.credentials()))
     await server.start()
-    print(f"echoes on unix:{path} 127.0.0.1:{port}", flush=True)
+    print(f"echoes on unix:{path}", *(f"127.0.0.1:{port}" for port in ports), flush=True)
     try:
         await server.wait_for_termination()
     finally:
@@ -104,4 +108,11 @@ async def serve(path: str, model_file: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], *map(Path, sys.argv[2:])))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path")
+    parser.add_argument("--model", type=Path)
+    for flag in ("--cert", "--key"):
+        parser.add_argument(flag)
+    options = parser.parse_args()
+    tls = None if options.cert is None else Tls(options.cert, options.key, None)
+    asyncio.run(serve(options.path, options.model, tls))

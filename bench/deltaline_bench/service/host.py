@@ -22,6 +22,7 @@ from deltaline_cli.bench.busy import read_metrics
 from deltaline_cli.bench.command import measured
 from deltaline_cli.bench.options import BenchOptions
 from deltaline_cli.bench.report import Report
+from deltaline_client import Tls
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
@@ -103,28 +104,33 @@ async def running(
     server_module: str = "deltaline_server",
     has_link: bool = False,
     front_ends: int = 0,
+    tls: Tls | None = None,
 ) -> AsyncIterator[Host]:
     """Start server and echo, wait until both answer, and end them after the block. Raises HostError.
 
     server_module: the server, or one whose layers are others; the echo then has none. has_link: clients go by it.
-    front_ends: how many speak gRPC.
+    front_ends: how many speak gRPC. tls: the certificate that both show on the port that they are then reached by.
     """
     has_layer_echo = size.is_beside_layer and server_module == "deltaline_server"
     model = folder / "config.json"
     model.write_text(json.dumps(size.model()), encoding="utf-8")
     options = server_options(size, model, folder, has_link, front_ends)
+    if tls is not None:
+        options |= {"tls_cert": tls.cert, "tls_key": tls.key}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     log = folder / "server.log"
     log.unlink(missing_ok=True)
     echo_log = folder / "echo.log"
     echo_command = ["deltaline_bench.service.echo", str(folder / "echo.sock")]
+    echo_command += [f"--model={model}"] if has_layer_echo else []
+    echo_command += [] if tls is None else [f"--cert={tls.cert}", f"--key={tls.key}"]
     with (
         _process([server_module, *flags], log) as server,
-        _process([*echo_command, *[str(model)] * has_layer_echo], echo_log) as echo,
+        _process(echo_command, echo_log) as echo,
     ):
         is_ready, echoes = (
             re.compile(r" ready .*address=(\S+) metrics_port=(\d+)"),
-            re.compile(r"echoes on (\S+) (\S+)"),
+            re.compile(r"echoes on (\S+) .*?(\S+)\n"),
         )
         found = echo_found = None
         begin_s = time.monotonic()
@@ -134,7 +140,9 @@ async def running(
             await asyncio.sleep(0.1)
             found, echo_found = is_ready.search(log.read_text()), echoes.search(echo_log.read_text())
         url = f"http://127.0.0.1:{found[2]}/metrics"
-        address, echo_address = (found[1], echo_found[2]) if front_ends else (f"unix:{options['uds']}", echo_found[1])
+        address, echo_address = f"unix:{options['uds']}", echo_found[1]
+        if front_ends or tls:
+            address, echo_address = found[1], echo_found[2]
         link_address = f"link:{options['link']}" if has_link else None
         yield Host(size, model, folder, server, address, echo_address, url, has_layer_echo, echo, link_address)
 

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline import wire
+from deltaline.tls import channel_of
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_cli.bench.loop import Step, closed_loop
 from deltaline_cli.bench.samples import Sample, Samples, sample
-from deltaline_client import AsyncClient
+from deltaline_client import AsyncClient, Tls
 
 Way = Literal["unary", "stream"]
 """A call for each message, or a stream that stays open."""
@@ -39,12 +40,12 @@ class RawError(RuntimeError):
 class RawCalls:
     """Messages in raw bytes to one method, one at a time. `async with` opens and ends the connection."""
 
-    def __init__(self, address: str, way: Way, method: str) -> None:
-        self._address, self._way, self._method = address, way, method
+    def __init__(self, address: str, way: Way, method: str, tls: Tls | None = None) -> None:
+        self._address, self._way, self._method, self._tls = address, way, method, tls
 
     async def __aenter__(self) -> Self:
         options = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
-        self._channel = grpc.aio.insecure_channel(self._address, options=options)
+        self._channel = channel_of(grpc.aio, self._address, self._tls, options)
         self._unary: Any = self._channel.unary_unary(self._method)
         self.stream: Any = self._channel.stream_stream(self._method)() if self._way == "stream" else None
         return self
@@ -72,8 +73,10 @@ class DecodeSteps(RawCalls):
 
     message = b""
 
-    def __init__(self, address: str, way: Way, server_epoch: int, handles: list[int], hidden: Any) -> None:
-        super().__init__(address, way, METHODS[way])
+    def __init__(
+        self, address: str, way: Way, server_epoch: int, handles: list[int], hidden: Any, tls: Tls | None = None
+    ) -> None:
+        super().__init__(address, way, METHODS[way], tls)
         self._epoch, self._handles, self._step = server_epoch, handles, 0
         tensor = wire.encode(hidden).SerializeToString()
         # Field by field, as protobuf lets a message be put together: the step's own fields, then its hidden states.
@@ -126,24 +129,26 @@ class DecodeSteps(RawCalls):
 
 
 @asynccontextmanager
-async def decoding(address: str, rows: int, way: Way = "stream") -> AsyncIterator[DecodeSteps]:
+async def decoding(address: str, rows: int, way: Way = "stream", tls: Tls | None = None) -> AsyncIterator[DecodeSteps]:
     """Decode steps of so many fresh sequences, which are closed afterwards."""
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, tls=tls) as client:
         info = await client.info()
         hidden = np.random.default_rng(0).standard_normal((rows, info.hidden_size), dtype=np.float32)
         sequences = await client.open_many(rows)
         handles = [sequence.handle for sequence in sequences]
         epoch = sequences[0].server_epoch
-        async with DecodeSteps(address, way, epoch, handles, hidden.astype(info.dtype)) as steps:
+        async with DecodeSteps(address, way, epoch, handles, hidden.astype(info.dtype), tls) as steps:
             yield steps
         await client.close(sequences)
 
 
 @asynccontextmanager
-async def echoing(address: str, way: Way, steps: DecodeSteps, *, around_layer: bool = False) -> AsyncIterator[Step]:
+async def echoing(
+    address: str, way: Way, steps: DecodeSteps, *, around_layer: bool = False, tls: Tls | None = None
+) -> AsyncIterator[Step]:
     """A step that has the message of the last decode step echoed. around_layer: by an echo that computes the layer
     in between, and tells how long that took."""
-    async with RawCalls(address, way, f"/bare.Echo/{way}{'-around-layer' * around_layer}") as calls:
+    async with RawCalls(address, way, f"/bare.Echo/{way}{'-around-layer' * around_layer}", tls) as calls:
 
         async def step() -> Sample:
             answer, sent_s, done_s = await calls.exchange(steps.message)

@@ -143,7 +143,7 @@ SMALL = Size(
 CPU = replace(
     SMALL,
     name="cpu",
-    parts=("decode",),
+    parts=("decode", "tls"),
     scope="mixer",
     hidden=1024,
     key_heads=16,
