@@ -50,6 +50,16 @@ class Tls(Protocol):
     def expires_s(self) -> float: ...
 
 
+class Tls(Protocol):
+    """What protects the ports, where something does."""
+
+    num_taken: int
+    num_refused: int
+
+    @property
+    def expires_s(self) -> float: ...
+
+
 def add_gauges(
     metrics: Metrics,
     *,
