@@ -53,6 +53,11 @@ DeltalineError
 │   ├── SharedMemoryOff
 │   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
 │   └── SequenceBusy         raised here: another call is stepping this sequence right now
+├── AccessError              the server does not know who calls, or does not let them: nothing ran
+│   ├── CredentialsMissing
+│   ├── CredentialsUnknown
+│   ├── TokenInPlaintext
+│   └── RoleMissing
 ├── ServerError              the server is going away, or has a bug
 │   ├── Draining
 │   ├── Stopping
@@ -287,6 +292,26 @@ class StepUnfinished(ConflictError):
 
 class SequenceBusy(ConflictError):
     """Another call is stepping the same span of the sequence right now."""
+
+
+class AccessError(DeltalineError):
+    """The server does not know who calls, or does not let them; nothing ran."""
+
+
+class CredentialsMissing(AccessError, reason="CREDENTIALS_MISSING"):
+    """The server asks for a token or a client certificate."""
+
+
+class CredentialsUnknown(AccessError, reason="CREDENTIALS_UNKNOWN"):
+    """The token is wrong, or was taken out of use."""
+
+
+class TokenInPlaintext(AccessError, reason="TOKEN_IN_PLAINTEXT"):
+    """The token came to the server from another host without TLS: it has to be replaced."""
+
+
+class RoleMissing(AccessError, reason="ROLE_MISSING"):
+    """The caller's roles don't allow this call."""
 
 
 class ServerError(DeltalineError):

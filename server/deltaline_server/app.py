@@ -37,6 +37,7 @@ from deltaline_server.front.link.connection import Served
 from deltaline_server.front.link.held import HELD_BYTES, Held
 from deltaline_server.front.link.listener import Listener
 from deltaline_server.front.link.methods import Methods
+from deltaline_server.front.trust.principals import open_principals
 from deltaline_server.front.trust.tls import Tls
 from deltaline_server.log import event
 from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls
@@ -53,6 +54,8 @@ STOP_GRACE_S = 2.0
 # A device thread that has not taken a turn for so long is stuck. Compiling kernels on first use takes less.
 STUCK_S = 120.0
 WATCH_TICK_S = 0.05
+# How often files that may change are looked at.
+RELOAD_TICK_S = 1.0
 
 
 class StartError(RuntimeError):
@@ -108,7 +111,8 @@ class Server:
         if api_implementation.Type() != "upb":
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
-        interceptor = Interceptor(self.metrics, self._tracing)
+        self._principals = open_principals(self.config.principals, self.config.host)
+        interceptor = Interceptor(self.metrics, self._principals, self._tracing)
         options = grpc_options(self._message_bytes, max_age_s=self.config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
@@ -137,6 +141,7 @@ class Server:
         self._tasks = [
             asyncio.create_task(self._every(LEASE_TICK_S, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
+            asyncio.create_task(self._every(RELOAD_TICK_S, self._principals.reload), name="principals"),
         ]
         uds, link_path = self.config.uds or "none", self.link.path or "none"
         event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=uds, link=link_path)
@@ -263,6 +268,7 @@ class Server:
             scheduler=scheduler,
             served=runtime.served(),
             observer=self.metrics,
+            principals=self._principals,
             clock=self._clock,
             tracing=self._tracing,
         )

@@ -103,14 +103,32 @@ class SpanShapes:
 
 
 @dataclass(frozen=True)
+class Quotas:
+    """What a principal may have at a time, or take a second; 0 for no limit of its own.
+
+    regions, region_bytes: of shared memory. adapter_bytes: of host memory.
+    """
+
+    sequences: int = 0
+    queued_rows: int = 0
+    queued_bytes: int = 0
+    regions: int = 0
+    region_bytes: int = 0
+    adapter_bytes: int = 0
+    prefill_tokens_per_s: int = 0
+
+
+@dataclass(frozen=True)
 class Principal:
-    """Who a call is from. number: what tables keep of it, by slot."""
+    """Who a call is from. number: what tables keep of it. roles: what it may do, as front/trust names them."""
 
     number: int
     name: str
+    roles: frozenset[str] = frozenset()
+    quotas: Quotas = Quotas()
 
 
-# Everybody, as long as calls carry neither a certificate nor a token.
+# Everybody, where there is no file of principals.
 ANONYMOUS = Principal(0, "anonymous")
 
 

@@ -1,4 +1,4 @@
-"""What surrounds every RPC: parsing, errors, and the standard gRPC metrics.
+"""What surrounds every RPC: who it is from, parsing, errors, and the standard gRPC metrics.
 
 A handler behind it gets parsed messages; it may raise `RequestError`, and whatever else
 it raises reaches the client as INTERNAL with an id that the log has beside the traceback, and nothing more.
@@ -21,6 +21,7 @@ from grpc.aio import ServicerContext
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.requests import parse
+from deltaline_server.front.trust.principals import Principals
 from deltaline_server.telemetry.metrics import Metrics, RpcMetrics
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def empty_frames(error: BaseException | None) -> None:
 class Interceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of all services of a server, the library's (reflection) included."""
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
-        self._metrics, self._tracing = metrics, tracing
+    def __init__(self, metrics: Metrics, principals: Principals, tracing: Tracing | None = None) -> None:
+        self._metrics, self._principals, self._tracing = metrics, principals, tracing
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -92,7 +93,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         traced = method if method.startswith(TRACED) else None
 
         async def unary(body: bytes, context: Context) -> bytes:
-            async with self._call(rpc, context, traced):
+            async with self._call(method, rpc, context, traced):
                 rpc.received.inc()
                 answer = handler.unary_unary(parse(deserialize, body), context)
                 del body  # see abort
@@ -102,7 +103,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             raise AssertionError("abort() raises")
 
         async def unary_stream(body: bytes, context: Context) -> AsyncIterator[bytes]:
-            async with self._call(rpc, context):
+            async with self._call(method, rpc, context):
                 rpc.received.inc()
                 async with aclosing(handler.unary_stream(parse(deserialize, body), context)) as responses:
                     async for response in responses:
@@ -117,7 +118,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 del body
 
         async def stream_unary(_: AsyncIterator[bytes], context: Context) -> bytes:
-            async with self._call(rpc, context, traced):
+            async with self._call(method, rpc, context, traced):
                 response = serialize(await handler.stream_unary(requests(context), context))
                 rpc.sent.inc()
                 return response
@@ -125,7 +126,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
         async def stream_stream(_: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
             async with (
-                self._call(rpc, context),
+                self._call(method, rpc, context),
                 aclosing(handler.stream_stream(requests(context), context)) as responses,
             ):
                 async for response in responses:
@@ -141,14 +142,18 @@ class Interceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(unary)
 
     @asynccontextmanager
-    async def _call(self, rpc: RpcMetrics, context: Context, traced: str | None = None) -> AsyncIterator[None]:
-        """Count a call, and trace it if its path is given; turn what it raises into its status."""
+    async def _call(
+        self, method: str, rpc: RpcMetrics, context: Context, traced: str | None = None
+    ) -> AsyncIterator[None]:
+        """Count a call, judge who it is from, and trace it if its path is given; turn what it raises into its
+        status."""
         begin_s, span = time.perf_counter(), None
         if self._tracing is not None and traced is not None:
             span = self._tracing.begin_call(traced, context.invocation_metadata())
         rpc.started.inc()
         code = grpc.StatusCode.OK
         try:
+            self._principals.admit(method, context)
             yield
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)

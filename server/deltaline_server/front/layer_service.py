@@ -15,10 +15,10 @@ from deltaline_server.finite import LARGE_BYTES, FiniteCheck
 from deltaline_server.front import replies, requests
 from deltaline_server.front.flow_control import SharedBudget, StreamWindow
 from deltaline_server.front.interceptor import Context, bug, empty_frames
-from deltaline_server.front.principals import principal_of
 from deltaline_server.front.requests import Served
 from deltaline_server.front.step_message import StepMessage, StreamStep
 from deltaline_server.front.step_parser import StepParser
+from deltaline_server.front.trust.principals import Principals, current_principal
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.step import Principal, StepRequest, StepResult
@@ -47,11 +47,13 @@ class LayerService:
         scheduler: Scheduler,
         served: Served,
         observer: Observer,
+        principals: Principals,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
     ) -> None:
-        """`observer` counts what streams refuse; `clock` is the scheduler's: monotonic seconds."""
-        self._tracing = tracing
+        """`observer` counts what streams refuse; `principals` judges those that live on; `clock` is the scheduler's:
+        monotonic seconds."""
+        self._tracing, self._principals = tracing, principals
         self._table, self._scheduler, self._served = table, scheduler, served
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
@@ -79,7 +81,7 @@ class LayerService:
         self._scheduler.settle()  # it may end sequences, whose lines are free then
         count = requests.read_count(message, self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
-        opened = self._table.open(count, lease_s, message.open_token, message.adapter, principal_of(context))
+        opened = self._table.open(count, lease_s, message.open_token, message.adapter, current_principal())
         response = pb.OpenSequencesResponse(
             server_epoch=self._table.server_epoch,
             sequence=opened.handles.tolist(),
@@ -93,7 +95,7 @@ class LayerService:
         self._scheduler.settle()
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
-        states = self._table.close(epoch, handles, principal_of(context))
+        states = self._table.close(epoch, handles, current_principal())
         return replies.close_response(states)
 
     async def describe_sequences(self, message: pb.DescribeSequencesRequest, context: Context) -> bytes:
@@ -101,14 +103,14 @@ class LayerService:
         self._scheduler.settle()
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
-        return replies.describe_response(handles, self._table.describe(epoch, handles, principal_of(context)))
+        return replies.describe_response(handles, self._table.describe(epoch, handles, current_principal()))
 
     async def renew_leases(self, message: pb.RenewLeasesRequest, context: Context) -> bytes:
         """Move lease deadlines."""
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
-        states = self._table.renew(epoch, handles, lease_s, principal_of(context))
+        states = self._table.renew(epoch, handles, lease_s, current_principal())
         return replies.renew_response(states)
 
     async def step(self, message: StepMessage, context: Context) -> bytes:
@@ -121,7 +123,7 @@ class LayerService:
             self._served,
             now_s=self._clock(),
             until_s=until_s,
-            principal=principal_of(context),
+            principal=current_principal(),
             client=context.peer(),
         )
         if step.hidden.nbytes >= LARGE_BYTES:
@@ -141,7 +143,7 @@ class LayerService:
         commit = requests.read_commit(message, self._served)
         return replies.commit_response(
             *self._table.commit(
-                commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted, principal_of(context)
+                commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted, current_principal()
             )
         )
 
@@ -154,9 +156,9 @@ class LayerService:
         """
         answers: asyncio.Queue[tuple[int, int, StepResult | Refusal] | None] = asyncio.Queue()
         window = StreamWindow(STREAM_STEPS, STREAM_BYTES, self._budget)
-        principal, client, remaining_s = principal_of(context), context.peer(), context.time_remaining()
+        principal, client, remaining_s = current_principal(), context.peer(), context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
-        num_taken, begin_span = 0, None
+        num_taken, begin_span, generation = 0, None, self._principals.generation
         if self._tracing is not None:
             begin_span = self._tracing.begin_stream(STEP_STREAM, context.invocation_metadata())
 
@@ -164,9 +166,12 @@ class LayerService:
             answers.put_nowait((correlation_id, num_bytes, result))
 
         async def take() -> None:
-            nonlocal num_taken
+            nonlocal num_taken, principal, generation
             try:
                 async for message in messages:
+                    if generation != self._principals.generation:  # what was taken before is answered
+                        generation = self._principals.generation
+                        principal = self._principals.admit(STEP_STREAM, context) or principal
                     span = None if begin_span is None else begin_span(message.traceparent)
                     step = self._read_safely(message.step, until_s, principal, client)
                     # What is refused holds the message until then.

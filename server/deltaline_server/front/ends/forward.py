@@ -18,6 +18,7 @@ from deltaline import link
 from deltaline.conversation import LinkCall
 from deltaline.link_socket import LinkSocket
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.trust.peer import Peer
 
 # Replies that clients are slow to read, all together: beyond it the call that has most of them is ended.
 HELD_BYTES = 256 * 2**20
@@ -119,7 +120,7 @@ class _Call:
             self._end,
             timeout_s=context.time_remaining(),
             metadata=tuple(pair for pair in context.invocation_metadata() or () if isinstance(pair[1], str)),
-            client=context.peer().encode(),
+            client=Peer.of(context).packed(),
         )
         if core.conversation.error is not None:
             self._end(core.conversation.error)

@@ -16,6 +16,7 @@ from pathlib import Path
 from deltaline_server.front.ends.memory import link_bytes
 from deltaline_server.front.ends.port import SharedPort
 from deltaline_server.front.link.connection import Connection, Served
+from deltaline_server.front.trust.peer import Peer
 from deltaline_server.log import event
 from deltaline_server.memory.regions import Regions
 
@@ -149,7 +150,7 @@ class FrontEnds:
             ended.set_result(None)
 
         ours, process, output = await _spawn(command)
-        connection = Connection(served, ours, f"front end {process.pid}", end, is_front_end=True)
+        connection = Connection(served, ours, Peer(f"front end {process.pid}"), end, is_front_end=True)
         self._connections.add(connection)
         connection.start()
         if self._stopping.is_set():

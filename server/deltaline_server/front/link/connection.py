@@ -20,6 +20,7 @@ from deltaline_server.front import replies
 from deltaline_server.front.interceptor import bug
 from deltaline_server.front.link.call import Call
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.trust.peer import Peer
 from deltaline_server.log import event
 from deltaline_server.memory.regions import Regions
 from deltaline_server.scheduling.observer import Observer
@@ -57,7 +58,7 @@ class Connection:
         self,
         served: Served,
         connected: socket.socket,
-        peer: str,
+        peer: Peer,
         on_end: Callable[[Connection], None],
         *,
         is_front_end: bool = False,
@@ -103,7 +104,7 @@ class Connection:
             if not self._outbox:
                 with suppress(OSError):  # it may have gone, and is not waited for
                     self._send((link.pack(link.GOODBYE), why.encode()), -1)
-            event(_log, "link connection ended", peer=self._peer, why=why)
+            event(_log, "link connection ended", peer=self._peer.address, why=why)
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
@@ -187,7 +188,7 @@ class Connection:
         handler, timeout_us = self._served.find(envelope.method), envelope.amount
         client, share = self._peer, self._share
         if self._is_front_end:
-            client, share = envelope.client.decode(), self._served.held.join(lambda why: self._overfull(call, why))
+            client, share = Peer.read(envelope.client), self._served.held.join(lambda why: self._overfull(call, why))
         metadata = link.read_metadata(envelope.metadata)
         call = Call(self, envelope.call, handler, metadata, timeout_us, client, share)
         call.add(self._message(call, envelope, packet), bool(envelope.flags & link.LAST))

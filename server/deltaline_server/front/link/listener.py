@@ -11,6 +11,7 @@ from contextlib import suppress
 from deltaline import link
 from deltaline_server.front.link.connection import Connection, Served
 from deltaline_server.front.link.socket_file import SocketFile
+from deltaline_server.front.trust.peer import UID, Peer
 
 MAX_CONNECTIONS = 256
 # How long to wait when the process has no file descriptor to spare.
@@ -83,7 +84,8 @@ class Listener:
             _turn_away(connected, f"the server has {MAX_CONNECTIONS} connections, which is the most")
         else:
             # All connections of a process are one client, as those of a channel are.
-            connection = Connection(self._served, connected, f"link:{uid}:{pid}", self._connections.discard)
+            peer = Peer(f"link:{uid}:{pid}", {UID: (b"%d" % uid,)})
+            connection = Connection(self._served, connected, peer, self._connections.discard)
             self._connections.add(connection)
             connection.start()
 
