@@ -30,6 +30,7 @@ DeltalineError
 │   ├── ReplyBytesExhausted
 │   ├── TooManyInFlight
 │   ├── PagesExhausted
+│   ├── TooManyUnknown
 │   └── SharedMemoryExhausted
 ├── StateError               the state of the sequence is gone
 │   ├── SequenceUnknown
@@ -200,6 +201,10 @@ class TooManyInFlight(CapacityError, reason="TOO_MANY_IN_FLIGHT"):
 
 class PagesExhausted(CapacityError, reason="PAGES_EXHAUSTED"):
     """Too few pages of keys and values are free for the step; closing sequences frees theirs."""
+
+
+class TooManyUnknown(CapacityError, reason="TOO_MANY_UNKNOWN"):
+    """The connection named many sequences that the server does not have, or not for this caller."""
 
 
 class SharedMemoryExhausted(CapacityError, reason="SHARED_MEMORY_EXHAUSTED"):

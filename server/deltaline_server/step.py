@@ -130,6 +130,8 @@ class Principal:
 
 # Everybody, where there is no file of principals.
 ANONYMOUS = Principal(0, "anonymous")
+# Whose adapters are everybody's.
+SHARED = Principal(-1, "shared")
 
 
 @dataclass(frozen=True)

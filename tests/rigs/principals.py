@@ -8,6 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from deltaline_server.front.trust.principals import Principals
+
 Entry = Mapping[str, Any]
 
 
@@ -38,6 +40,12 @@ def write_principals(path: Path, *entries: Entry) -> str:
 def headers(name: str, token: str | None = None) -> tuple[tuple[str, str]]:
     """The metadata of a principal's call."""
     return (("authorization", f"Bearer {token_of(name) if token is None else token}"),)
+
+
+def as_anonymous() -> None:
+    """Let handlers that this task calls itself take it for a call of everybody's."""
+    context: Any = None
+    Principals().admit("/deltaline.v1.AdminService/GetServerInfo", context)
 
 
 def _toml(one: Entry) -> str:

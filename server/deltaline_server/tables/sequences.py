@@ -123,7 +123,7 @@ class SequenceTable:
             return known
         if self.is_draining:
             raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
-        bound = self.adapters.reserve(adapter, count)
+        bound = self.adapters.reserve(adapter, count, principal)
         try:
             lines = self._lines.allocate(count)
         except RequestError:

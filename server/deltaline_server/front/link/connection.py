@@ -219,7 +219,7 @@ class Connection:
                 return place
             if place.size > self._served.message_bytes:
                 raise link.LinkError(f"expected at most {self._served.message_bytes} bytes, got {place.size}")
-            body = self._served.regions.copy_out(*place)
+            body = self._served.regions.copy_out(*place, self._peer.address)
             self._let_go(call.number, place)
         self._served.held.take(call.share, len(body))
         if self._is_over:
@@ -245,7 +245,7 @@ class Connection:
                 raise RequestError(
                     Reason.MESSAGE_TOO_LARGE, f"expected a message of at most {limit} bytes, got {message.size}"
                 )
-            return self._served.regions.copy_out(*message)
+            return self._served.regions.copy_out(*message, self._peer.address)
         finally:
             self._let_go(call.number, message, num_taken)
 
@@ -270,7 +270,7 @@ class Connection:
                 raise RequestError(
                     Reason.SHARED_MEMORY_EXHAUSTED, f"this connection has {MAX_REGIONS} regions, which is the most"
                 )
-            region = await regions.create(size, None)
+            region = await regions.create(size, None, self._peer.address)
         except RequestError as error:
             self._write(link.pack(link.STATUS, number), replies.status(error.refusal).SerializeToString())
             return
@@ -305,7 +305,7 @@ class Connection:
         try:
             self._write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
             place = (await room)._replace(size=num_bytes)
-            self._served.regions.copy_in(place.region, place.offset, body)
+            self._served.regions.copy_in(place.region, place.offset, body, self._peer.address)
             is_used = True
         finally:
             self._served.held.give_back(call.share, num_bytes)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.trust.peer import CallContext, is_local_socket, is_private
 from deltaline_server.front.trust.principals_file import PrincipalsFile
-from deltaline_server.front.trust.roles import EVERY_ROLE, OPEN, ROLES, Role
+from deltaline_server.front.trust.roles import EVERY_ROLE, NOBODY, OPEN, ROLES, Role
 from deltaline_server.local_socket import is_loopback
 from deltaline_server.step import ANONYMOUS, Principal
 
@@ -22,6 +22,11 @@ _current: ContextVar[Principal] = ContextVar("principal")
 def current_principal() -> Principal:
     """Who the call is from that this task answers. Only a handler that the Interceptor has wrapped may ask."""
     return _current.get()
+
+
+def check_role(role: Role) -> None:
+    """Raise RequestError ROLE_MISSING unless the task's principal has a role, which a part of its call asks for."""
+    _check(current_principal(), frozenset({role}))
 
 
 class Principals:
@@ -47,14 +52,11 @@ class Principals:
 
         Raises RequestError CREDENTIALS_MISSING, CREDENTIALS_UNKNOWN, TOKEN_IN_PLAINTEXT or ROLE_MISSING.
         """
-        needed = ROLES.get(method)
+        needed = ROLES.get(method, NOBODY)
         if needed is OPEN:
             return None
         principal = self._judge(context)
-        if needed is None or not principal.roles & needed:
-            roles = ", ".join(sorted(needed or ())) or "none"
-            message = f"the principal {principal.name} has none of the roles that may call this: {roles}"
-            raise RequestError(Reason.ROLE_MISSING, message, metadata={"principal": principal.name, "roles": roles})
+        _check(principal, needed)
         _current.set(principal)
         return principal
 
@@ -78,6 +80,14 @@ class Principals:
         if found is None:
             raise RequestError(Reason.CREDENTIALS_UNKNOWN, "the token is not, or no longer, one that is known")
         return found
+
+
+def _check(principal: Principal, needed: frozenset[str]) -> None:
+    """Raise RequestError ROLE_MISSING unless a principal has one of these roles."""
+    if not principal.roles & needed:
+        roles = ", ".join(sorted(needed)) or "none"
+        message = f"the principal {principal.name} has none of the roles that may do this: {roles}"
+        raise RequestError(Reason.ROLE_MISSING, message, metadata={"principal": principal.name, "roles": roles})
 
 
 def open_principals(path: str | None, host: str) -> Principals:

@@ -18,7 +18,7 @@ from deltaline_server.config.option import ConfigError, from_toml
 from deltaline_server.front.trust.peer import DNS_NAMES, SPIFFE_ID, UID
 from deltaline_server.front.trust.roles import Role
 from deltaline_server.log import event
-from deltaline_server.step import ANONYMOUS, Principal, Quotas
+from deltaline_server.step import ANONYMOUS, SHARED, Principal, Quotas
 
 MAX_FILE_BYTES = 1 << 20
 MAX_PRINCIPALS = 256
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _KEYS = ("name", "tokens", "identities", "uids", "roles", "quotas")
 # Names that mean something else in metrics and logs.
-_RESERVED = (ANONYMOUS.name, "other")
+_RESERVED = (ANONYMOUS.name, SHARED.name, "other")
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T", str, int)

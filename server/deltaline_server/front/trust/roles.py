@@ -20,12 +20,13 @@ class Role(StrEnum):
 
 
 EVERY_ROLE = frozenset(Role)
+NOBODY: frozenset[Role] = frozenset()
 # Calls without credentials as well.
-OPEN: frozenset[Role] = frozenset()
+OPEN = None
 _STEP, _ADMIN = frozenset({Role.STEP}), frozenset({Role.ADMIN})
 _ADAPTER = frozenset({Role.ADAPTER, Role.ADMIN})
 
-ROLES: Mapping[str, frozenset[Role]] = {
+ROLES: Mapping[str, frozenset[Role] | None] = {
     "/deltaline.v1.LayerService/OpenSequences": _STEP,
     "/deltaline.v1.LayerService/CloseSequences": _STEP,
     "/deltaline.v1.LayerService/DescribeSequences": _STEP,
