@@ -31,6 +31,7 @@ DeltalineError
 │   ├── TooManyInFlight
 │   ├── PagesExhausted
 │   ├── TooManyUnknown
+│   ├── QuotaExceeded
 │   └── SharedMemoryExhausted
 ├── StateError               the state of the sequence is gone
 │   ├── SequenceUnknown
@@ -205,6 +206,10 @@ class PagesExhausted(CapacityError, reason="PAGES_EXHAUSTED"):
 
 class TooManyUnknown(CapacityError, reason="TOO_MANY_UNKNOWN"):
     """The connection named many sequences that the server does not have, or not for this caller."""
+
+
+class QuotaExceeded(CapacityError, reason="QUOTA_EXCEEDED"):
+    """The caller's principal has as much as it may; `metadata` tells quota, limit, used and asked."""
 
 
 class SharedMemoryExhausted(CapacityError, reason="SHARED_MEMORY_EXHAUSTED"):

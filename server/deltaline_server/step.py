@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
 from deltaline_server.finite import CHECKSUM_BYTES, all_finite, finite_rows
+from deltaline_server.principal import ANONYMOUS, Principal
 
 Shape = tuple[int, ...]
 
@@ -100,38 +101,6 @@ class SpanShapes:
 
     def _shape(self, streams: int) -> Shape:
         return (streams, self.hidden_size) if streams else (self.hidden_size,)
-
-
-@dataclass(frozen=True)
-class Quotas:
-    """What a principal may have at a time, or take a second; 0 for no limit of its own.
-
-    regions, region_bytes: of shared memory. adapter_bytes: of host memory.
-    """
-
-    sequences: int = 0
-    queued_rows: int = 0
-    queued_bytes: int = 0
-    regions: int = 0
-    region_bytes: int = 0
-    adapter_bytes: int = 0
-    prefill_tokens_per_s: int = 0
-
-
-@dataclass(frozen=True)
-class Principal:
-    """Who a call is from. number: what tables keep of it. roles: what it may do, as front/trust names them."""
-
-    number: int
-    name: str
-    roles: frozenset[str] = frozenset()
-    quotas: Quotas = Quotas()
-
-
-# Everybody, where there is no file of principals.
-ANONYMOUS = Principal(0, "anonymous")
-# Whose adapters are everybody's.
-SHARED = Principal(-1, "shared")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_weights import Adapter
-from deltaline_server.step import Principal
+from deltaline_server.principal import Principal
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from deltaline_server.errors import Reason, RequestError, spelled_bytes
 from deltaline_server.front.interceptor import Context
 from deltaline_server.front.trust.principals import check_role, current_principal
 from deltaline_server.front.trust.roles import Role
-from deltaline_server.step import SHARED, Principal
+from deltaline_server.principal import SHARED, Principal
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
 
 NAME = pb.DESCRIPTOR.services_by_name["AdapterService"].full_name

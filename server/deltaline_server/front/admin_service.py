@@ -73,7 +73,8 @@ class AdminService:
     async def create_shared_memory(self, message: pb.CreateSharedMemoryRequest, context: Context) -> bytes:
         """Make a region."""
         lease_s = message.lease_ms / 1000 if message.lease_ms else None
-        region = await self._regions.create(message.size_bytes, lease_s, current_principal().number)
+        principal = current_principal()
+        region = await self._regions.create(message.size_bytes, lease_s, principal.number, principal.quotas)
         return pb.CreateSharedMemoryResponse(
             region=region.id,
             name=region.name,

@@ -19,17 +19,8 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.step_message import Column, Slice, StepMessage
 from deltaline_server.memory.regions import Owner, Regions
-from deltaline_server.step import (
-    ANONYMOUS,
-    Limits,
-    OutputMemory,
-    OutputRows,
-    Principal,
-    RowKind,
-    SpanShapes,
-    StepForm,
-    StepRequest,
-)
+from deltaline_server.principal import ANONYMOUS, Principal
+from deltaline_server.step import Limits, OutputMemory, OutputRows, RowKind, SpanShapes, StepForm, StepRequest
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
 OPEN_TOKEN_BYTES = 16

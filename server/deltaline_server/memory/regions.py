@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
 from deltaline_server.memory.mappings import Bytes, Mappings, Pinning
-from deltaline_server.step import ANONYMOUS, OutputMemory
+from deltaline_server.principal import ANONYMOUS, Quotas
+from deltaline_server.step import OutputMemory
 
 ALIGNMENT = 64
 NONCE_BYTES = 16
@@ -79,13 +81,21 @@ class Regions:
         self._mappings = Mappings(pinning)
         self._regions: dict[int, Region] = {} if beside is None else beside._regions
         self._num_mapped = 0
+        # Of the regions that each owner has mapped.
+        self._sizes: defaultdict[object, list[int]] = defaultdict(list)
         self._unmap_lock = asyncio.Lock()
         self._unmapping: asyncio.Task[None] | None = None
 
-    async def create(self, size_bytes: int, lease_s: float | None, owner: Owner = ANONYMOUS.number) -> Region:
+    async def create(
+        self,
+        size_bytes: int,
+        lease_s: float | None,
+        owner: Owner = ANONYMOUS.number,
+        quotas: Quotas | None = None,
+    ) -> Region:
         """Make a region of at least size_bytes; to all but its owner it is one that never was.
 
-        Raises: RequestError SHARED_MEMORY_OFF, INVALID_REQUEST, SHARED_MEMORY_EXHAUSTED.
+        Raises: RequestError SHARED_MEMORY_OFF, INVALID_REQUEST, QUOTA_EXCEEDED, SHARED_MEMORY_EXHAUSTED.
         """
         if not self.limit_bytes:
             raise RequestError(Reason.SHARED_MEMORY_OFF, "this server shares no memory")
@@ -101,6 +111,9 @@ class Regions:
         # The caller may be cancelled at any time; what has begun is finished.
         await asyncio.shield(asyncio.create_task(self._unmap_unused()))
         size = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if quotas is not None:
+            quotas.check("regions", len(self._sizes[owner]), 1)
+            quotas.check("region_bytes", sum(self._sizes[owner]), size)
         if self.used_bytes + size > self.limit_bytes or self._num_mapped >= MAX_REGIONS:
             used = f"{self.used_bytes} of {self.limit_bytes} bytes and {self._num_mapped} of {MAX_REGIONS} regions"
             raise RequestError(
@@ -109,6 +122,7 @@ class Regions:
             )
         self.used_bytes += size
         self._num_mapped += 1
+        self._sizes[owner].append(size)
         making = asyncio.create_task(self._make(size, owner, self._default_lease_s if lease_s is None else lease_s))
         try:
             return await asyncio.shield(making)
@@ -219,10 +233,10 @@ class Regions:
         try:
             mapping = await asyncio.to_thread(self._mappings.make, size)
         except (OSError, ValueError) as error:
-            self._forget(size)
+            self._forget(size, owner)
             _log.warning("%d bytes of shared memory can't be had: %s", size, str(error))
             raise RequestError(Reason.SHARED_MEMORY_EXHAUSTED, "the host has no such memory to give") from error
-        memory, nonce = self._mappings.share(mapping), secrets.token_bytes(NONCE_BYTES)
+        memory, nonce = self._mappings.share(mapping, owner), secrets.token_bytes(NONCE_BYTES)
         memory[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
         number = 0
         while number == 0 or number in self._regions:
@@ -236,13 +250,14 @@ class Regions:
         """Unpin and unmap what nothing refers to; return when that is done."""
         async with self._unmap_lock:
             while self._mappings.has_unused:
-                size = await asyncio.to_thread(self._mappings.unmap_next)
+                size, owner = await asyncio.to_thread(self._mappings.unmap_next)
                 if size:
-                    self._forget(size)
+                    self._forget(size, owner)
 
-    def _forget(self, size: int) -> None:
+    def _forget(self, size: int, owner: object) -> None:
         self.used_bytes -= size
         self._num_mapped -= 1
+        self._sizes[owner].remove(size)
 
 
 def _invalid(field: str, message: str) -> RequestError:

@@ -18,7 +18,7 @@ from enum import IntEnum
 
 from deltaline_server.errors import Reason, RequestError, shown, spelled_bytes
 from deltaline_server.log import event
-from deltaline_server.step import ANONYMOUS, SHARED, Principal
+from deltaline_server.principal import ANONYMOUS, SHARED, Principal
 from deltaline_server.tables.adapter_places import AdapterPlaces, Content
 
 _log = logging.getLogger(__name__)
@@ -93,19 +93,26 @@ class AdapterRegistry:
     def reserve(self, num_bytes: int, owner: Principal = ANONYMOUS) -> None:
         """Take memory for an adapter that is about to be read; others of its owner may go for it.
 
-        `register` or `unreserve` must follow. Raises RequestError ADAPTER_BYTES_EXHAUSTED; then nothing has changed.
+        `register` or `unreserve` must follow. Raises RequestError ADAPTER_BYTES_EXHAUSTED or QUOTA_EXCEEDED; then
+        nothing has changed.
         """
         victims: list[int] = []
         free = self.limit_bytes - self.used_bytes
+        own = sum(entry.content.num_bytes for entry in self._entries.values() if entry.owner.number == owner.number)
+        quota = 0 if owner.quotas is None else owner.quotas.adapter_bytes
         num_adapters = len(self._entries) + self._num_reserved
         for number, entry in self._entries.items():
-            if free >= num_bytes and num_adapters - len(victims) < MAX_ADAPTERS:
+            is_within = not quota or own + num_bytes <= quota
+            if is_within and free >= num_bytes and num_adapters - len(victims) < MAX_ADAPTERS:
                 break
             if entry.owner.number != owner.number:
                 continue
             if not (entry.is_pinned or entry.num_sequences or self.places.is_busy(number)):
                 victims.append(number)
                 free += entry.content.num_bytes
+                own -= entry.content.num_bytes
+        if owner.quotas is not None:
+            owner.quotas.check("adapter_bytes", own, num_bytes)
         if free < num_bytes or num_adapters - len(victims) >= MAX_ADAPTERS:
             raise RequestError(
                 Reason.ADAPTER_BYTES_EXHAUSTED,

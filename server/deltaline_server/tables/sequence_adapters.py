@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.step import ANONYMOUS, Principal
+from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 from deltaline_server.tables.ledger import Slots
 

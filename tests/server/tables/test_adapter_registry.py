@@ -9,7 +9,7 @@ import pytest
 from rigs.adapter_rig import Clock, FakeContent, FakeDevice
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.step import SHARED, Principal
+from deltaline_server.principal import SHARED, Principal, Quotas
 from deltaline_server.tables import adapter_registry
 from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry, AdapterState
@@ -263,3 +263,19 @@ def test_nobody_evicts_what_is_anothers() -> None:
     with pytest.raises(RequestError) as full:
         rig.registry.reserve(21, BOB)
     assert reason_of(full) is Reason.ADAPTER_BYTES_EXHAUSTED
+
+
+def test_a_quota_makes_only_ones_own_go() -> None:
+    rig, held = Rig(limit_bytes=100), Principal(3, "held", quotas=Quotas(adapter_bytes=25))
+    load_for(rig, ALICE, "a", b"a")
+    for name in "bcd":
+        load_for(rig, held, name, name.encode())
+    assert [one.name for one in rig.registry.describe(held)] == ["c", "d"]
+    rig.registry.bind("c", 1, held)
+    with pytest.raises(RequestError) as exceeded:
+        rig.registry.reserve(16, held)
+    refusal = exceeded.value.refusal
+    assert refusal.metadata == {"quota": "adapter_bytes", "limit": "25", "used": "10", "asked": "16"}
+    assert reason_of(exceeded) is Reason.QUOTA_EXCEEDED
+    assert [one.name for one in rig.registry.describe(held)] == ["c", "d"], "nothing went in vain"
+    rig.registry.check_integrity()

@@ -10,7 +10,7 @@ from deltaline_server.front.trust.peer import CallContext, is_local_socket, is_p
 from deltaline_server.front.trust.principals_file import PrincipalsFile
 from deltaline_server.front.trust.roles import EVERY_ROLE, NOBODY, OPEN, ROLES, Role
 from deltaline_server.local_socket import is_loopback
-from deltaline_server.step import ANONYMOUS, Principal
+from deltaline_server.principal import ANONYMOUS, Principal
 
 _ON_HOST = replace(ANONYMOUS, roles=EVERY_ROLE)
 _OFF_HOST = replace(ANONYMOUS, roles=frozenset({Role.STEP, Role.ADAPTER}))

@@ -18,7 +18,7 @@ from deltaline_server.config.option import ConfigError, from_toml
 from deltaline_server.front.trust.peer import DNS_NAMES, SPIFFE_ID, UID
 from deltaline_server.front.trust.roles import Role
 from deltaline_server.log import event
-from deltaline_server.step import ANONYMOUS, SHARED, Principal, Quotas
+from deltaline_server.principal import ANONYMOUS, SHARED, Principal, Quotas
 
 MAX_FILE_BYTES = 1 << 20
 MAX_PRINCIPALS = 256
@@ -147,7 +147,7 @@ def _principal(entry: Mapping[str, Any]) -> Principal:
     for key, value in given.items():
         if not 0 <= value <= MAX_QUOTA:
             raise ValueError(f"quotas: {key}: expected 0 .. {MAX_QUOTA}, got {errors.shown(value)}")
-    return Principal(0, name, frozenset(map(Role, roles)), Quotas(**given))
+    return Principal(0, name, frozenset(map(Role, roles)), Quotas(**given) if any(given.values()) else None)
 
 
 def _credentials(entry: Mapping[str, Any]) -> dict[str, list[bytes]]:

@@ -14,7 +14,7 @@ from rigs.principals import digest_of, entry, token_of, write_principals
 from deltaline_server.config import ConfigError
 from deltaline_server.front.trust.principals_file import Known, PrincipalsFile
 from deltaline_server.front.trust.roles import Role
-from deltaline_server.step import Quotas
+from deltaline_server.principal import Quotas
 
 
 def file_of(path: Path, *entries: dict[str, Any]) -> PrincipalsFile:
@@ -35,7 +35,7 @@ def test_an_entry_says_all_of_a_principal(tmp_path: Path) -> None:
     ).known
     a, b = known.principals
     assert (a.name, a.roles, b.roles) == ("a", frozenset({Role.STEP, Role.ADMIN}), frozenset())
-    assert (a.quotas, b.quotas) == (Quotas(8, queued_bytes=1 << 20, prefill_tokens_per_s=1000), Quotas())
+    assert (a.quotas, b.quotas) == (Quotas(8, queued_bytes=1 << 20, prefill_tokens_per_s=1000), None)
     assert known.of_token("one") is known.of_token("two") is a and known.of_token(token_of("b")) is b
     assert known.of_proven({"peer_spiffe_id": [b"spiffe://example.org/a"]}) is a
     assert known.of_proven({"peer_dns": [b"other.org", b"a.example.org"]}) is a
