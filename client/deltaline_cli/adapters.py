@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from deltaline_cli.address import add_server, tls_of
+from deltaline_cli.address import add_server, tls_of, token_of
 from deltaline_cli.text import ProgressLine, plural, readable_bytes, table
 from deltaline_client import Adapter, AdapterBytesExhausted, AdapterList, Client, DeltalineError
 from deltaline_client._adapters.types import HASH_DIGITS
@@ -82,7 +82,7 @@ def add_adapters(commands: Any) -> None:
 def run_adapters(options: argparse.Namespace) -> int:
     """Run one of the commands. Raises ValueError, DeltalineError."""
     timeout_s = _LOAD_S if options.timeout is None else options.timeout
-    with Client(options.server, timeout=timeout_s, tls=tls_of(options)) as client:
+    with Client(options.server, timeout=timeout_s, tls=tls_of(options), **token_of(options)) as client:
         match options.action:
             case "load":
                 memory_s = _MEMORY_S if options.timeout is None else options.timeout

@@ -66,7 +66,7 @@ class Server:
     """One server: `async with Server(config) as server` starts it, and stops it at the end of the block.
 
     Attributes: has_started, false until it is ready. Once started: port and metrics_port (0 when there is none) as
-    bound, address of gRPC, link, runtime, metrics.
+    bound, address of gRPC, link, principals, runtime, metrics.
     """
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,8 +111,8 @@ class Server:
         if api_implementation.Type() != "upb":
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
-        self._principals = open_principals(self.config.principals, self.config.host)
-        interceptor = Interceptor(self.metrics, self._principals, self._tracing)
+        self.principals = open_principals(self.config.principals, self.config.host)
+        interceptor = Interceptor(self.metrics, self.principals, self._tracing)
         options = grpc_options(self._message_bytes, max_age_s=self.config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
@@ -141,7 +141,7 @@ class Server:
         self._tasks = [
             asyncio.create_task(self._every(LEASE_TICK_S, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
-            asyncio.create_task(self._every(RELOAD_TICK_S, self._principals.reload), name="principals"),
+            asyncio.create_task(self._every(RELOAD_TICK_S, self.principals.reload), name="principals"),
         ]
         uds, link_path = self.config.uds or "none", self.link.path or "none"
         event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=uds, link=link_path)
@@ -268,7 +268,7 @@ class Server:
             scheduler=scheduler,
             served=runtime.served(),
             observer=self.metrics,
-            principals=self._principals,
+            principals=self.principals,
             clock=self._clock,
             tracing=self._tracing,
         )

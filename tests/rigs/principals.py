@@ -15,7 +15,7 @@ Entry = Mapping[str, Any]
 
 def token_of(name: str) -> str:
     """The token of a principal, in plain text."""
-    return f"token of {name}"
+    return f"token-of-{name}"
 
 
 def digest_of(token: str) -> str:
