@@ -304,6 +304,8 @@ class Server:
             adapters=None if runtime.adapters is None else runtime.adapters.registry,
             front_ends=self.front_ends,
             tls=self._tls,
+            principals=self.principals,
+            unknown_handles=lambda: self._layer_service.guesses.num_unknown,
         )
         return served
 

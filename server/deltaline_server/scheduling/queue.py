@@ -173,11 +173,13 @@ class Queue:
         """The engine was given these rows' tokens: where they are the last, the rows behind them may run."""
         pending, index = rows.pending, rows.index
         pending.cursor[rows.taken] += rows.lengths
+        pending.use.tokens_run += rows.num_tokens
         span = pending.span
         step_index = self._index[span]
         step_index.in_flight[rows.slots] += 1
         if rows.is_last:
             pending.state[index] = RowState.RUNNING
+            pending.use.rows_run += len(index)
             for number, behind in step_index.given(rows.slots, pending.admission.after[0, index]):
                 self._may_run(self._pending[span][number], behind)
 

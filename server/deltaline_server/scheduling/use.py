@@ -12,11 +12,13 @@ from deltaline_server.step import RowKind, StepRequest
 
 @dataclass(slots=True)
 class Use:
-    """Rows and bytes that wait or run. tokens: of prefills that were taken, which leave at the quota's rate; as of
-    since_s."""
+    """Rows and bytes that wait or run, and rows and tokens that the engine was given so far. tokens: of prefills that
+    were taken, which leave at the quota's rate; as of since_s."""
 
     rows: int = 0
     num_bytes: int = 0
+    rows_run: int = 0
+    tokens_run: int = 0
     tokens: float = 0.0
     since_s: float = 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 
@@ -41,6 +42,17 @@ class Principals:
     def generation(self) -> int:
         """Another one from when calls may be judged otherwise than before."""
         return 0 if self.file is None else self.file.generation
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The names of those that there are, by number."""
+        known = [ANONYMOUS] if self.file is None else self.file.known.principals
+        return {principal.number: principal.name for principal in known}
+
+    @property
+    def num_refused(self) -> int:
+        """How often a changed file was wrong."""
+        return 0 if self.file is None else self.file.num_refused
 
     def reload(self) -> None:
         """Read the file again, if it changed."""
