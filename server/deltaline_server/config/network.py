@@ -26,13 +26,6 @@ class NetworkOptions(Options):
     link: str | None = setting(None, "network", local_socket.LINK, metavar="PATH")
     link_group: str | None = setting(None, "network", local_socket.GROUP, metavar="NAME")
     link_memory_bytes: int = setting(2**28, "network", local_socket.MEMORY, low=0, high=2**50)
-    principals: str | None = setting(
-        None,
-        "network",
-        "file (TOML) of who may call: tokens' digests, certificates' names, users, their roles and quotas; read again "
-        "when it changes; default none: all are one",
-        metavar="PATH",
-    )
     metrics_port: int = setting(
         9464, "network", "port of the Prometheus metrics; 0 for any, -1 for none", low=-1, high=65535
     )
@@ -57,8 +50,6 @@ class NetworkOptions(Options):
         _check_host(self.host)
         if self.uds is not None:
             _check_uds(self.uds)
-        if self.principals is not None and not Path(self.principals).is_file():
-            raise ConfigError(f"--principals: expected a file that exists, got {self.principals!r}")
         try:
             local_socket.check(self.link, self.link_group)
         except ValueError as error:
