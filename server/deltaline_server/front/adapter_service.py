@@ -85,6 +85,8 @@ class AdapterService:
             async with asyncio.timeout(self._upload_s):
                 first = await _first(messages)
                 owner = _owner(first.is_shared)
+                if owner.quotas is not None:
+                    owner.quotas.check("adapter_bytes", 0, first.tensors_bytes)
                 reserved_bytes = self._reserve(first, adapters.registry)
                 tensors = await _read_chunks(first, messages)
             if first.config is not None:

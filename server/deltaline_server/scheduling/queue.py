@@ -134,8 +134,11 @@ class Queue:
             if num_rows and waiting + more > limit:
                 message = f"{waiting} of {limit} {unit} wait, {more} more do not fit"
                 raise RequestError(Reason.QUEUE_FULL, message, retry_after_s=0.02)
-        if request.principal.quotas is not None and num_rows:
-            self.use[request.principal.number].check(request, rows, self._clock())
+        if request.principal.number and num_rows:
+            use = self.use[request.principal.number]
+            use.check_share(num_rows, limits.queue_rows - self._num_rows, "rows")
+            use.check_share(num_bytes, limits.queue_bytes - self._num_bytes, "bytes")
+            use.check(request, rows, self._clock())
         is_whole = len(rows) == form.num_rows
         reserved_bytes = form.total_kept_bytes if is_whole else int(form.kept_bytes[rows].sum())
         if not admission.is_idle:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.step import RowKind, StepRequest
 
 
@@ -21,6 +23,14 @@ class Use:
     tokens_run: int = 0
     tokens: float = 0.0
     since_s: float = 0.0
+
+    def check_share(self, asked: int, free: int, unit: Literal["rows", "bytes"]) -> None:
+        """Raise RequestError QUEUE_FULL where a principal would have more of the queue than it leaves to all others, of
+        which so many are free; who has nothing there may have what there is."""
+        held = self.rows if unit == "rows" else self.num_bytes
+        if held and held + asked > free - asked:
+            message = f"{held} {unit} of this principal wait, {asked} more would leave others {max(0, free - asked)}"
+            raise RequestError(Reason.QUEUE_FULL, message, retry_after_s=0.02)
 
     def check(self, request: StepRequest, rows: NDArray[np.int64], now_s: float) -> None:
         """Raise RequestError QUOTA_EXCEEDED where a request is more than its principal may have; rows: those that are

@@ -12,7 +12,7 @@ from rigs.scheduler_rig import DECODE, PREFILL, Rig, refuses, turns
 
 from deltaline_server.errors import Reason, Refusal
 from deltaline_server.memory.regions import Regions
-from deltaline_server.principal import Principal, Quotas
+from deltaline_server.principal import ANONYMOUS, Principal, Quotas
 from deltaline_server.step import StepResult
 
 OTHER = Principal(2, "other one")
@@ -136,3 +136,29 @@ async def test_regions_are_counted_until_they_are_unmapped() -> None:
     del first
     await regions.create(1, None, 1, quotas)
     await regions.close()
+
+
+@pytest.mark.parametrize(("unit", "limits"), [("rows", {"queue_rows": 16}), ("bytes", {"queue_bytes": 16 * 8})])
+async def test_a_flood_without_quotas_leaves_others_a_part_of_the_queue(unit: str, limits: dict[str, int]) -> None:
+    rig, flood = Rig(slots=32, eager=False, **limits), Principal(1, "flood")  # type: ignore[arg-type]
+    sent = [decode(rig, flood, 2)() for _ in range(4)]
+    with refuses(Reason.QUEUE_FULL) as full:
+        decode(rig, flood, 2)()
+    told = {"rows": "8 rows of this principal wait, 2 more would leave others 6", "bytes": "64 bytes of this principal"}
+    assert told[unit] in full.value.refusal.message and full.value.refusal.retry_after_s
+    sent.append(decode(rig, OTHER, 4)())
+    third = Principal(3, "third")
+    sent.append(decode(rig, third, 4)())
+    with refuses(Reason.QUEUE_FULL):
+        decode(rig, OTHER, 1)()
+    await asyncio.sleep(0)
+    rig.engine.release()
+    await asyncio.gather(*sent)
+
+
+async def test_everybody_as_one_may_fill_the_queue() -> None:
+    rig = Rig(slots=32, eager=False, queue_rows=16)
+    sent = [decode(rig, ANONYMOUS, 8)() for _ in range(2)]
+    await asyncio.sleep(0)
+    rig.engine.release()
+    await asyncio.gather(*sent)
