@@ -21,13 +21,15 @@ from grpc_reflection.v1alpha import reflection_pb2
 from rigs.authority import Authority
 from rigs.principals import digest_of, entry, headers, token_of, write_principals
 from rigs.raw_link import raw_link
+from rigs.served import served
 from rigs.until import until
 
 from deltaline import link
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline.v1.admin_service_pb2_grpc import AdminServiceStub
 from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
-from deltaline_client import AsyncClient, CredentialsUnknown, NoFreeLines, QuotaExceeded, Retry
+from deltaline_cli import main
+from deltaline_client import AsyncClient, Client, CredentialsUnknown, NoFreeLines, QuotaExceeded, Retry
 from deltaline_server import app
 from deltaline_server.app import Server
 
@@ -393,3 +395,64 @@ async def test_a_token_that_is_taken_out_ends_its_stream_and_nothing_else(
         await mine.decode(hidden)
         assert theirs.position == 1
         assert server.runtime.table.num_open == 2, "a sequence's life is its lease"
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("kind", [Client, AsyncClient], ids=["sync", "async"])
+@pytest.mark.parametrize("way", ["grpc", "link"])
+async def test_a_client_takes_the_token_that_its_file_has_now(
+    make_server: Callable[..., Server], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, way: str
+) -> None:
+    """By the link too, where the client's tensors lie in memory of its connection."""
+    socket, path, names = str(tmp_path / "run" / "link.sock"), tmp_path / "token", list[str]()
+    async with serving(make_server, file, entry("a", "step", tokens=["old", "new"]), link=socket) as server:
+        path.write_text("old")
+        lookup = server.runtime.table.lookup
+
+        def noted(*arguments: Any) -> Any:
+            names.append(arguments[2].name)
+            return lookup(*arguments)
+
+        monkeypatch.setattr(server.runtime.table, "lookup", noted)
+        address = server.address if way == "grpc" else f"link:{socket}"
+        client = kind(address, token_file=path, retry=ONCE, shared_memory_bytes=1 << 20 if way == "link" else 0)
+
+        async def do(call: Callable[[], Any]) -> Any:
+            return await call() if kind is AsyncClient else await asyncio.to_thread(call)
+
+        assert not (await do(client.info)).is_linked or way == "link"
+        sequence = await do(client.open)
+        hidden = await do(lambda: client.empty((1, HIDDEN)))
+        hidden[:] = 1
+        await do(lambda: sequence.decode(hidden[0]))
+        path.write_text("new ")
+        await do(lambda: sequence.decode(hidden[0]))
+        write_principals(file, entry("a", "step", tokens=["new"]))
+        await until(lambda: server.principals.generation == 1)
+        await do(lambda: sequence.decode(hidden[0]))
+        assert sequence.position == 3 and set(names) == {"a"}
+        await do(client.disconnect)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_the_command_shows_its_token_and_tells_it_nobody(
+    make_server: Callable[..., Server],
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    token, path = token_of("ops"), tmp_path / "token"
+    path.write_text(token)
+    with served(make_server(principals=write_principals(file, entry("ops", "admin")), link="off")) as address:
+        assert main.main(["load", address]) == 1
+        assert "expected a token" in capsys.readouterr().err
+        assert main.main(["load", address, "--token-file", str(path)]) == 0
+        monkeypatch.setenv("DELTALINE_TOKEN", token)
+        assert main.main(["load", address]) == 0
+        path.write_text("another")
+        assert main.main(["load", address, "--token-file", str(path)]) == 1, "the file goes before the environment"
+        with pytest.raises(SystemExit):
+            main.main(["load", "--help"])
+    told = capsys.readouterr()
+    assert token not in told.out + told.err
