@@ -99,9 +99,9 @@ class LayerService:
         self._scheduler.settle()
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
-        self.guesses.check(context.peer())
+        self.guesses.check(context.peer(), current_principal())
         states = self._table.close(epoch, handles, current_principal())
-        self.guesses.add(context.peer(), states.count(SequenceState.UNKNOWN))
+        self.guesses.add(context.peer(), current_principal(), states.count(SequenceState.UNKNOWN))
         return replies.close_response(states)
 
     async def describe_sequences(self, message: pb.DescribeSequencesRequest, context: Context) -> bytes:
@@ -109,9 +109,9 @@ class LayerService:
         self._scheduler.settle()
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
-        self.guesses.check(context.peer())
+        self.guesses.check(context.peer(), current_principal())
         told = self._table.describe(epoch, handles, current_principal())
-        self.guesses.add(context.peer(), sum(one.state is SequenceState.UNKNOWN for one in told))
+        self.guesses.add(context.peer(), current_principal(), sum(one.state is SequenceState.UNKNOWN for one in told))
         return replies.describe_response(handles, told)
 
     async def renew_leases(self, message: pb.RenewLeasesRequest, context: Context) -> bytes:
@@ -119,9 +119,9 @@ class LayerService:
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
-        self.guesses.check(context.peer())
+        self.guesses.check(context.peer(), current_principal())
         states = self._table.renew(epoch, handles, lease_s, current_principal())
-        self.guesses.add(context.peer(), states.count(SequenceState.UNKNOWN))
+        self.guesses.add(context.peer(), current_principal(), states.count(SequenceState.UNKNOWN))
         return replies.renew_response(states)
 
     async def step(self, message: StepMessage, context: Context) -> bytes:
@@ -138,8 +138,8 @@ class LayerService:
             client=context.peer(),
         )
         if self.guesses.is_slowing:
-            self.guesses.check(step.client)
-        client = step.client
+            self.guesses.check(step.client, step.principal)
+        client, principal = step.client, step.principal
         if step.hidden.nbytes >= LARGE_BYTES:
             await self._examine(step)
         if self._tracing is not None:
@@ -150,18 +150,18 @@ class LayerService:
         if self._tracing is not None:
             self._tracing.tell(result)
         if result.refusals:
-            self.guesses.add(client, _num_unknown(result.refusals))
+            self.guesses.add(client, principal, _num_unknown(result.refusals))
         return replies.step_response(result)
 
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""
         self._scheduler.settle()
         commit = requests.read_commit(message, self._served)
-        self.guesses.check(context.peer())
+        self.guesses.check(context.peer(), current_principal())
         positions, refusals = self._table.commit(
             commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted, current_principal()
         )
-        self.guesses.add(context.peer(), _num_unknown(refusals))
+        self.guesses.add(context.peer(), current_principal(), _num_unknown(refusals))
         return replies.commit_response(positions, refusals)
 
     async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[bytes]:
@@ -218,7 +218,9 @@ class LayerService:
                     is_over = True
                 else:
                     correlation_id, num_bytes, result = answered
-                    yield self._stream_response(correlation_id, result, client)  # goes on when gRPC has taken the reply
+                    yield self._stream_response(
+                        correlation_id, result, client, principal
+                    )  # goes on when gRPC has taken the reply
                     num_answered += 1
                     window.release(num_bytes)
                     del answered, result  # as in take()
@@ -247,7 +249,7 @@ class LayerService:
         now_s, served = self._clock(), self._served
         try:
             if self.guesses.is_slowing:
-                self.guesses.check(client)
+                self.guesses.check(client, principal)
             return requests.read_step(message, served, now_s=now_s, until_s=until_s, principal=principal, client=client)
         except Exception as error:
             return error
@@ -272,11 +274,13 @@ class LayerService:
             error.__traceback__ = None  # by it this frame would keep itself, with the message
             answer(refusal)
 
-    def _stream_response(self, correlation_id: int, answer: StepResult | Refusal, client: str) -> bytes:
+    def _stream_response(
+        self, correlation_id: int, answer: StepResult | Refusal, client: str, principal: Principal
+    ) -> bytes:
         """The message that answers one step of a client's stream."""
         if isinstance(answer, StepResult):
             if answer.refusals:
-                self.guesses.add(client, _num_unknown(answer.refusals))
+                self.guesses.add(client, principal, _num_unknown(answer.refusals))
             return replies.stream_response(correlation_id, answer)
         self._observer.refused(answer.reason, 1)
         return replies.stream_status(correlation_id, answer)

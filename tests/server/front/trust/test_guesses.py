@@ -8,6 +8,7 @@ from rigs.scheduler_rig import refuses
 from deltaline_server.errors import Reason
 from deltaline_server.front.trust import guesses
 from deltaline_server.front.trust.guesses import LEAST_BURST, PER_S, Guesses
+from deltaline_server.principal import ANONYMOUS, Principal
 
 
 class Rig:
@@ -15,9 +16,9 @@ class Rig:
         self.now = 0.0
         self.guesses = Guesses(max_sequences, lambda: self.now)
 
-    def guess(self, connection: str, count: int) -> None:
-        self.guesses.check(connection)
-        self.guesses.add(connection, count)
+    def guess(self, connection: str, count: int, principal: Principal = ANONYMOUS) -> None:
+        self.guesses.check(connection, principal)
+        self.guesses.add(connection, principal, count)
 
 
 def test_a_few_unknown_handles_slow_nobody() -> None:
@@ -58,7 +59,7 @@ def test_nothing_stays_of_a_bucket_that_has_leaked() -> None:
     rig.guess("another", 0)
     assert rig.guesses.is_slowing
     rig.now += 100 / PER_S
-    rig.guesses.check("honest")
+    rig.guesses.check("honest", ANONYMOUS)
     assert not rig.guesses.is_slowing
 
 
@@ -73,3 +74,12 @@ def test_the_connections_that_are_remembered_are_bounded(monkeypatch: pytest.Mon
                 rig.guess(connection, 1)
         else:
             rig.guess(connection, 1)
+
+
+def test_principals_that_share_a_connection_do_not_share_its_bucket() -> None:
+    """As behind a proxy, or on a UNIX socket, whose clients all have one name."""
+    rig, guesser, honest = Rig(), Principal(1, "guesser"), Principal(2, "honest")
+    rig.guess("unix:", LEAST_BURST, guesser)
+    with refuses(Reason.TOO_MANY_UNKNOWN):
+        rig.guess("unix:", 1, guesser)
+    rig.guess("unix:", 1, honest)
