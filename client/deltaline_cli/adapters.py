@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from deltaline_cli.address import add_server, tls_of
+from deltaline_cli.address import add_server, tls_of, token_of
 from deltaline_cli.text import ProgressLine, plural, readable_bytes, table
 from deltaline_client import Adapter, AdapterBytesExhausted, AdapterList, Client, DeltalineError
 from deltaline_client._adapters.types import HASH_DIGITS
@@ -38,7 +38,8 @@ the name is free at once, those sequences go on with the adapter, and its memory
 _LIST = """\
 Lists the adapters of a server: each one's largest rank; its host memory; whether it is in host memory (registered), in
 a slot on the device as well (resident), or unloaded and still in use (draining); whether it stays when memory is short;
-how many open sequences use it; and the beginning of its content's SHA-256, which is the same on every server.
+whether it is everybody's; how many open sequences use it; and the beginning of its content's SHA-256, which is the same
+on every server.
 """
 # A load may send gigabytes; memory that is short for longer than a minute is somebody's to free.
 _LOAD_S, _MEMORY_S = 600.0, 60.0
@@ -68,10 +69,12 @@ def add_adapters(commands: Any) -> None:
     load = add("load", "load an adapter from the server's folder, or from this machine", _LOAD, None, default)
     load.add_argument("name", metavar="NAME", help="1 to 64 of A-Z a-z 0-9 . _ - and no dot at its beginning")
     load.add_argument("--from", dest="path", metavar="DIR", help="the adapter's directory on this machine")
+    load.add_argument("--shared", action="store_true", help="for everybody; takes the role admin")
     load.add_argument("--pin", action="store_true", help="keep it when memory is short")
     unload = add("unload", "free an adapter's name and memory", _UNLOAD, 30.0)
     unload.add_argument("name", metavar="NAME", help="the adapter's name")
     unload.add_argument("--drain", action="store_true", help="let the sequences that use it go on with it")
+    unload.add_argument("--shared", action="store_true", help="one that is everybody's; takes the role admin")
     listing = add("list", "what adapters there are", _LIST, 5.0)
     listing.add_argument("--json", action="store_true", help="print JSON, with whole hashes and sizes in bytes")
 
@@ -79,13 +82,13 @@ def add_adapters(commands: Any) -> None:
 def run_adapters(options: argparse.Namespace) -> int:
     """Run one of the commands. Raises ValueError, DeltalineError."""
     timeout_s = _LOAD_S if options.timeout is None else options.timeout
-    with Client(options.server, timeout=timeout_s, tls=tls_of(options)) as client:
+    with Client(options.server, timeout=timeout_s, tls=tls_of(options), **token_of(options)) as client:
         match options.action:
             case "load":
                 memory_s = _MEMORY_S if options.timeout is None else options.timeout
-                return _load(client, options.name, options.path, options.pin, memory_s)
+                return _load(client, options, memory_s)
             case "unload":
-                return _unload(client, options.name, options.drain)
+                return _unload(client, options.name, options.drain, options.shared)
             case _:
                 return _list(client, options.json)
 
@@ -109,11 +112,18 @@ class _MemoryWait:
             raise error
 
 
-def _load(client: Client, name: str, path: str | None, is_pinned: bool, memory_s: float) -> int:
+def _load(client: Client, options: argparse.Namespace, memory_s: float) -> int:
     try:
         with ProgressLine("sent", readable_bytes) as progress:
             waiting = _MemoryWait(progress, memory_s).note
-            loaded = client.adapters.load(name, path, pinned=is_pinned, progress=progress.reach, waiting=waiting)
+            loaded = client.adapters.load(
+                options.name,
+                options.path,
+                pinned=options.pin,
+                shared=options.shared,
+                progress=progress.reach,
+                waiting=waiting,
+            )
     except OSError as error:
         raise ValueError(f"--from: {error}") from error
     adapter = loaded.adapter
@@ -126,8 +136,8 @@ def _load(client: Client, name: str, path: str | None, is_pinned: bool, memory_s
     return 0
 
 
-def _unload(client: Client, name: str, is_draining: bool) -> int:
-    count = client.adapters.unload(name, drain=is_draining)
+def _unload(client: Client, name: str, is_draining: bool, is_shared: bool) -> int:
+    count = client.adapters.unload(name, drain=is_draining, shared=is_shared)
     users = f"; {_count(count, 'open sequence')} still {'has' if count == 1 else 'have'} it" if count else ""
     print(f"{name} is unloaded{users}")
     return 0
@@ -140,7 +150,7 @@ def _list(client: Client, is_json: bool) -> int:
 
 
 def _table(listed: AdapterList) -> str:
-    heading = ("name", "rank", "size", "state", "pinned", "sequences", "hash")
+    heading = ("name", "rank", "size", "state", "pinned", "shared", "sequences", "hash")
     rows = [
         (
             one.name,
@@ -148,6 +158,7 @@ def _table(listed: AdapterList) -> str:
             readable_bytes(one.size_bytes),
             one.state.name.lower(),
             "yes" if one.pinned else "no",
+            "yes" if one.shared else "no",
             str(one.sequences),
             _hash(one),
         )
@@ -155,7 +166,7 @@ def _table(listed: AdapterList) -> str:
     ]
     memory = f"{readable_bytes(listed.used_bytes)} of {readable_bytes(listed.limit_bytes)} in use"
     slots = f"{listed.slots_used} of {listed.slots_total} {plural(listed.slots_total, 'slot')} on the device"
-    lines = [table([heading, *rows], align="<>><<><")] if rows else []
+    lines = [table([heading, *rows], align="<>><<<><")] if rows else []
     return "\n".join([*lines, f"{_count(len(rows), 'adapter')}, {memory}, {slots}"])
 
 

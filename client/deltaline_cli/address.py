@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from queue import Empty, SimpleQueue
+from typing import TypedDict
 
 import grpc
 
@@ -42,10 +43,25 @@ def add_server(parser: argparse.ArgumentParser, name: str = "server", default: s
     what = {"metavar": "ADDRESS"} if name.startswith("-") else {"nargs": "?"}
     text = f"host, host:port, unix:/path or link:/path; without a port {PORT} [%(default)s]"
     parser.add_argument(name, default=default, type=_address, help=text, **what)  # type: ignore[arg-type]
+    text = "file with the token that says who calls; else DELTALINE_TOKEN has it, if somebody has to"
+    parser.add_argument("--token-file", metavar="FILE", help=text)
     group = parser.add_argument_group("TLS", "where one of them is given, or is in the environment (DELTALINE_TLS_CA)")
     for flag, metavar, text in _TLS:
         variable = f"DELTALINE_{flag.removeprefix('--').replace('-', '_').upper()}"
         group.add_argument(flag, default=os.environ.get(variable) or None, metavar=metavar, help=text)
+
+
+class TokenArguments(TypedDict):
+    """Arguments of a Client."""
+
+    token: str | None
+    token_file: str | None
+
+
+def token_of(options: argparse.Namespace) -> TokenArguments:
+    """Who the command is to the server: --token-file, or DELTALINE_TOKEN."""
+    given: str | None = options.token_file
+    return {"token": None if given else os.environ.get("DELTALINE_TOKEN") or None, "token_file": given or None}
 
 
 def tls_of(options: argparse.Namespace) -> Tls | None:

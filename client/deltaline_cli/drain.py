@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import Any
 
-from deltaline_cli.address import tls_of
+from deltaline_cli.address import TokenArguments, tls_of, token_of
 from deltaline_cli.text import plural
 from deltaline_client import Client, Stopping, Tls, Unavailable
 
@@ -40,19 +40,19 @@ def add_drain(commands: Any, served: argparse.ArgumentParser) -> None:
 
 def drain(options: argparse.Namespace) -> int:
     """Begin the drain, and see its end if asked to; 0. Raises DeltalineError as the client does."""
-    tls = tls_of(options)
-    with Client(options.server, timeout=5.0, tls=tls) as client:
+    tls, token = tls_of(options), token_of(options)
+    with Client(options.server, timeout=5.0, tls=tls, **token) as client:
         left = client.drain(options.timeout)
     print(f"{options.server} drains: {_open(left)}", flush=True)
     if options.wait:
-        _wait(options.server, tls, left)
+        _wait(options.server, tls, token, left)
     return 0
 
 
-def _wait(address: str, tls: Tls | None, left: int) -> None:
+def _wait(address: str, tls: Tls | None, token: TokenArguments, left: int) -> None:
     """Tell how many sequences and rows are left when that changes, until the server is gone."""
     told = left, 0
-    with Client(address, timeout=GONE_S, tls=tls) as client:
+    with Client(address, timeout=GONE_S, tls=tls, **token) as client:
         while True:
             try:
                 load = client.load()

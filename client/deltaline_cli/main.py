@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from deltaline_cli.adapters import add_adapters
-from deltaline_cli.address import add_server, advise, tls_of
+from deltaline_cli.address import add_server, advise, tls_of, token_of
 from deltaline_cli.bench.command import bench
 from deltaline_cli.bench.options import BenchOptions, Lengths, parse_bytes, parse_mix
 from deltaline_cli.bench.run import BenchError
@@ -94,7 +94,7 @@ def _terminable() -> Iterator[None]:
 def bench_options(options: argparse.Namespace) -> BenchOptions:
     """What `deltaline bench` was asked for. Raises ValueError naming the option."""
     values: dict[str, Any] = {option.name: getattr(options, option.name, None) for option in fields(BenchOptions)}
-    values["tls"] = tls_of(options)
+    values |= {"tls": tls_of(options), **token_of(options)}
     values["mix"] = parse_mix(options.mix)
     values["shared_memory_bytes"] = parse_bytes(options.shared_memory_bytes, "--shared-memory-bytes")
     values["prefill_tokens"] = Lengths.parse(options.prefill_tokens)
@@ -113,7 +113,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 def show_info(options: argparse.Namespace) -> int:
     """Print what a server serves."""
-    with Client(options.server, timeout=5.0, tls=tls_of(options)) as client:
+    with Client(options.server, timeout=5.0, tls=tls_of(options), **token_of(options)) as client:
         info = client.info()
     spans = ", ".join(
         f"{index}: layers {span.first}-{span.first + span.count - 1}{_streams(span)}"
@@ -154,7 +154,7 @@ def _streams(span: LayerSpan) -> str:
 
 def show_load(options: argparse.Namespace) -> int:
     """Print how full a server is."""
-    with Client(options.server, timeout=5.0, tls=tls_of(options)) as client:
+    with Client(options.server, timeout=5.0, tls=tls_of(options), **token_of(options)) as client:
         load = client.load()
     rows = [
         ("", "used", "limit"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any, Self, TypeVar, cast
 
+from deltaline.address import with_port
 from deltaline.tls import Tls
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
@@ -17,6 +19,7 @@ from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.async_transport import AsyncTransport
 from deltaline_client._transport.flow import Call, Flow, Found, Receive, Send, Sleep, TakeMemory, awaited
 from deltaline_client._transport.retry import Retry
+from deltaline_client._transport.token import Token
 
 T = TypeVar("T")
 
@@ -40,9 +43,12 @@ class AsyncClient(ClientState):
         retry: Retry | None = None,
         shared_memory_bytes: int = 0,
         tls: Tls | None = None,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._transport = AsyncTransport(address, tls, on_leave=self._leave_link)
+        shown = Token.of(token, token_file, with_port(address), tls)
+        self._transport = AsyncTransport(address, tls, shown, on_leave=self._leave_link)
 
     async def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""

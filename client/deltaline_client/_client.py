@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any, Self, TypeVar, cast
 
+from deltaline.address import with_port
 from deltaline.tls import Tls
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
@@ -16,6 +18,7 @@ from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.flow import Call, Flow, Found, Receive, Send, Sleep, TakeMemory, blocking
 from deltaline_client._transport.retry import Retry
+from deltaline_client._transport.token import Token
 from deltaline_client._transport.transport import Transport
 
 T = TypeVar("T")
@@ -39,14 +42,15 @@ class Client(ClientState):
     process that was forked since makes one of its own: calls of this one raise RuntimeError there.
 
     A client on the server's host goes by the server's local link, if it has one, without being told: `info().is_linked`
-    says so. Where the link ends, calls go by gRPC. One that has a certificate goes by the link only where that is its
-    address: there it would be known by its user alone.
+    says so. Where the link ends, calls go by gRPC. One that has a certificate or a token goes by the link only where
+    that is its address: there a certificate counts for nothing.
 
     Args: address, "host" (its port is 50051), "host:port", "unix:/path" or "link:/path"; timeout, seconds for a call
     with all its retries; retry, see Retry; shared_memory_bytes, how much memory to share with a server on this host
     that allows it, for the tensors of steps: room for those of all steps at a time, their outputs too; 0 for none. The
     first call that needs it asks for it, and calls beside that one wait for it, no longer than their own timeout; tls,
-    how it and the server know each other, None for plain text (see Tls). Raises ValueError.
+    how it and the server know each other, None for plain text (see Tls); token, or token_file, which is read again when
+    it changes: who it is to a server that asks; not in plain text to another host. Raises ValueError.
     """
 
     def __init__(
@@ -57,9 +61,12 @@ class Client(ClientState):
         retry: Retry | None = None,
         shared_memory_bytes: int = 0,
         tls: Tls | None = None,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
-        self._transport = Transport(address, tls, on_leave=self._leave_link)
+        shown = Token.of(token, token_file, with_port(address), tls)
+        self._transport = Transport(address, tls, shown, on_leave=self._leave_link)
 
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""

@@ -32,6 +32,8 @@ DeltalineError
 │   ├── TooManyCalls
 │   ├── RepliesUnread
 │   ├── PagesExhausted
+│   ├── TooManyUnknown
+│   ├── QuotaExceeded
 │   └── SharedMemoryExhausted
 ├── StateError               the state of the sequence is gone
 │   ├── SequenceUnknown
@@ -55,6 +57,11 @@ DeltalineError
 │   ├── SharedMemoryOff
 │   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
 │   └── SequenceBusy         raised here: another call is stepping this sequence right now
+├── AccessError              the server does not know who calls, or does not let them: nothing ran
+│   ├── CredentialsMissing
+│   ├── CredentialsUnknown
+│   ├── TokenInPlaintext
+│   └── RoleMissing
 ├── ServerError              the server is going away, or has a bug
 │   ├── Draining
 │   ├── Stopping
@@ -207,6 +214,14 @@ class PagesExhausted(CapacityError, reason="PAGES_EXHAUSTED"):
     """Too few pages of keys and values are free for the step; closing sequences frees theirs."""
 
 
+class TooManyUnknown(CapacityError, reason="TOO_MANY_UNKNOWN"):
+    """The connection named many sequences that the server does not have, or not for this caller."""
+
+
+class QuotaExceeded(CapacityError, reason="QUOTA_EXCEEDED"):
+    """The caller's principal has as much as it may; `metadata` tells quota, limit, used and asked."""
+
+
 class SharedMemoryExhausted(CapacityError, reason="SHARED_MEMORY_EXHAUSTED"):
     """The server has no more memory to share."""
 
@@ -297,6 +312,26 @@ class StepUnfinished(ConflictError):
 
 class SequenceBusy(ConflictError):
     """Another call is stepping the same span of the sequence right now."""
+
+
+class AccessError(DeltalineError):
+    """The server does not know who calls, or does not let them; nothing ran."""
+
+
+class CredentialsMissing(AccessError, reason="CREDENTIALS_MISSING"):
+    """The server asks for a token or a client certificate."""
+
+
+class CredentialsUnknown(AccessError, reason="CREDENTIALS_UNKNOWN"):
+    """The token is wrong, or was taken out of use."""
+
+
+class TokenInPlaintext(AccessError, reason="TOKEN_IN_PLAINTEXT"):
+    """The token came to the server from another host without TLS: it has to be replaced."""
+
+
+class RoleMissing(AccessError, reason="ROLE_MISSING"):
+    """The caller's roles don't allow this call."""
 
 
 class ServerError(DeltalineError):

@@ -37,6 +37,7 @@ def main() -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it says by itself is no event of the log, nor JSON
     try:  # here: torch takes seconds, in which a signal ends the process quietly
         from deltaline_server.app import StartError
+        from deltaline_server.front.trust.principals import open_principals
         from deltaline_server.ports import PortError, open_tls
         from deltaline_server.runtime import check
         from deltaline_server.sizing.host import check_host
@@ -58,6 +59,7 @@ def main() -> int:
         if config.check:
             check(config)
             check_host(config)
+            open_principals(config.principals, config.host)
             open_tls(config)
             print("deltaline-server: the options and the files that they name are sound")
             return 0

@@ -39,6 +39,7 @@ from deltaline_server.front.link.listener import Listener
 from deltaline_server.front.link.methods import Methods
 from deltaline_server.front.port.descriptors import DescriptorError, connections
 from deltaline_server.front.port.gate import Gate
+from deltaline_server.front.trust.principals import open_principals
 from deltaline_server.front.trust.tls import Tls
 from deltaline_server.log import event
 from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls
@@ -56,6 +57,8 @@ STOP_GRACE_S = 2.0
 # A device thread that has not taken a turn for so long is stuck. Compiling kernels on first use takes less.
 STUCK_S = 120.0
 WATCH_TICK_S = 0.05
+# How often files that may change are looked at.
+RELOAD_TICK_S = 1.0
 
 
 class StartError(RuntimeError):
@@ -66,7 +69,7 @@ class Server:
     """One server: `async with Server(config) as server` starts it, and stops it at the end of the block.
 
     Attributes: has_started, true once clients may come, a moment before it is ready. Once started: port and
-    metrics_port (0 when there is none) as bound, address of gRPC, link, runtime, metrics.
+    metrics_port (0 when there is none) as bound, address of gRPC, link, principals, runtime, metrics.
     """
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -113,13 +116,14 @@ class Server:
             raise StartError(f"protobuf: expected its upb implementation, got {api_implementation.Type()}")
         self._tracing = begin_tracing(self.config, self._clock)
         config = self.config
+        self.principals = open_principals(config.principals, config.host)
         try:
             self._audit = open_audit(config.audit_log, self._clock)
             num_ports = max(1, (config.uds is not None) + (not config.front_ends))
             num_connections = connections(num_ports, MAX_CONNECTIONS if config.metrics_port >= 0 else 0)
         except (AuditError, DescriptorError) as error:
             raise StartError(str(error)) from error
-        interceptor = Interceptor(self.metrics, self._tracing, self.gate, self._audit)
+        interceptor = Interceptor(self.metrics, self.principals, self._tracing, self.gate, self._audit)
         options = grpc_options(self._message_bytes, connections=num_connections, max_age_s=config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
@@ -144,6 +148,7 @@ class Server:
         self._tasks = [
             asyncio.create_task(self._every(LEASE_TICK_S, runtime.reap), name="leases"),
             asyncio.create_task(self._every(WATCH_TICK_S, self._watch), name="watch"),
+            asyncio.create_task(self._every(RELOAD_TICK_S, self.principals.reload), name="principals"),
         ]
         try:
             await self._start_front_ends(served)
@@ -290,6 +295,7 @@ class Server:
             scheduler=scheduler,
             served=runtime.served(),
             observer=self.metrics,
+            principals=self.principals,
             clock=self._clock,
             tracing=self._tracing,
         )
@@ -325,6 +331,8 @@ class Server:
             adapters=None if runtime.adapters is None else runtime.adapters.registry,
             front_ends=self.front_ends,
             tls=self._tls,
+            principals=self.principals,
+            unknown_handles=lambda: self._layer_service.guesses.num_unknown,
         )
         return served
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
 from deltaline_server.finite import CHECKSUM_BYTES, all_finite, finite_rows
+from deltaline_server.principal import ANONYMOUS, Principal
 
 Shape = tuple[int, ...]
 
@@ -100,18 +101,6 @@ class SpanShapes:
 
     def _shape(self, streams: int) -> Shape:
         return (streams, self.hidden_size) if streams else (self.hidden_size,)
-
-
-@dataclass(frozen=True)
-class Principal:
-    """Who a call is from. number: what tables keep of it, by slot."""
-
-    number: int
-    name: str
-
-
-# Everybody, as long as calls carry neither a certificate nor a token.
-ANONYMOUS = Principal(0, "anonymous")
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,9 @@ def test_adapters_are_loaded_listed_and_unloaded(host: AdapterHost, capsys: pyte
     number = host.do(lambda: host.registry.bind("good", 12))
     assert adapters(host, "list") == 0
     heading, first, second, total = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["name", "rank", "size", "state", "pinned", "sequences", "hash"]
-    assert first.split() == ["another-one", "3", *size.split(), "registered", "no", "0", digits[:16]]
-    assert second.split() == ["good", "3", *size.split(), "registered", "no", "12", digits[:16]]
+    assert heading.split() == ["name", "rank", "size", "state", "pinned", "shared", "sequences", "hash"]
+    assert first.split() == ["another-one", "3", *size.split(), "registered", "no", "no", "0", digits[:16]]
+    assert second.split() == ["good", "3", *size.split(), "registered", "no", "no", "12", digits[:16]]
     assert heading.index("hash") == first.index(digits[:16]) == second.index(digits[:16])
     assert heading.index("state") == first.index("registered") == second.index("registered")
     assert heading.index("sequences") + len("sequences") - 2 == second.index("12")
@@ -91,6 +91,7 @@ def test_a_list_for_programs(host: AdapterHost, capsys: pytest.CaptureFixture[st
                 "pinned": False,
                 "sequences": 0,
                 "modules_elsewhere": 0,
+                "shared": False,
             }
         ],
         "used_bytes": one.num_bytes,

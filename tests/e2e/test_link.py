@@ -296,7 +296,7 @@ def test_a_trace_goes_with_its_calls(driven: Driven, linked: Server, monkeypatch
     seen: list[Any] = []
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     for module in (blocking, asynchronous, steps):
-        monkeypatch.setattr(module, "metadata", lambda: (("traceparent", traceparent),))
+        monkeypatch.setattr(module, "metadata", lambda token=None: (("traceparent", traceparent),))
     invocation_metadata = ServerCall.invocation_metadata
 
     def peer(call: ServerCall) -> str:

@@ -26,6 +26,7 @@ from deltaline_server.adapters.adapters import Adapters
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.interceptor import Context, Interceptor
+from deltaline_server.front.trust.principals import Principals
 from deltaline_server.telemetry.metrics import Metrics
 
 SERVICES = [pb.DESCRIPTOR.services_by_name["AdapterService"], admin.DESCRIPTOR.services_by_name["AdminService"]]
@@ -107,7 +108,7 @@ class AdapterHost:
 
     async def _start(self) -> None:
         self.service = Faulty(self._parts.adapters)
-        self._server = grpc.aio.server(interceptors=[Interceptor(Metrics(SERVICES))])
+        self._server = grpc.aio.server(interceptors=[Interceptor(Metrics(SERVICES), Principals())])
         self._server.add_generic_rpc_handlers((self.service.handlers(), _info_handlers(self.info)))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()

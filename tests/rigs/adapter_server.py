@@ -29,6 +29,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Placement
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.interceptor import Interceptor
+from deltaline_server.front.trust.principals import Principals
 from deltaline_server.models.config import Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.weights import LayerLoader
@@ -153,7 +154,8 @@ class HeldReading:
 @asynccontextmanager
 async def serving(service: AdapterService) -> AsyncIterator[tuple[Any, int]]:
     """A server with one service: the stub of a client, and the port."""
-    server = grpc.aio.server(interceptors=[Interceptor(Metrics([pb.DESCRIPTOR.services_by_name["AdapterService"]]))])
+    metrics = Metrics([pb.DESCRIPTOR.services_by_name["AdapterService"]])
+    server = grpc.aio.server(interceptors=[Interceptor(metrics, Principals())])
     server.add_generic_rpc_handlers((service.handlers(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

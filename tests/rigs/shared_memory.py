@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_server.app import Server
-from deltaline_server.memory.regions import Region
+from deltaline_server.memory.regions import Owner, Region
+from deltaline_server.principal import Quotas
 
 
 def lies_in_shared_memory(array: NDArray[Any]) -> bool:
@@ -39,8 +40,8 @@ def note_regions(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     regions, numbers = server.runtime.regions, list[int]()
     create = regions.create
 
-    async def noted(size_bytes: int, lease_s: float | None) -> Region:
-        region = await create(size_bytes, lease_s)
+    async def noted(size_bytes: int, lease_s: float | None, owner: Owner, quotas: Quotas | None) -> Region:
+        region = await create(size_bytes, lease_s, owner, quotas)
         numbers.append(region.id)
         return region
 

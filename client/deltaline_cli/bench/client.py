@@ -22,7 +22,12 @@ _BLOCK_TOKENS = 1024
 async def connected(address: str, options: BenchOptions, seed: int) -> AsyncIterator[BenchClient]:
     """A client that has no sequences yet, and whose connection lasts for the block. Raises ValueError."""
     connection = AsyncClient(
-        address, timeout=options.timeout_s, shared_memory_bytes=options.shared_memory_bytes, tls=options.tls
+        address,
+        timeout=options.timeout_s,
+        shared_memory_bytes=options.shared_memory_bytes,
+        tls=options.tls,
+        token=options.token,
+        token_file=options.token_file,
     )
     async with connection:
         yield BenchClient(connection, options, seed)

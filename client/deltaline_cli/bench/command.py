@@ -46,7 +46,9 @@ def measured(
         except (OSError, ValueError) as error:
             why = str(error).removeprefix("--metrics-url: ")
             raise ValueError(f"--metrics-url: {options.metrics_url}: {why}") from error
-    with Client(address, timeout=options.timeout_s, tls=options.tls) as client:
+    with Client(
+        address, timeout=options.timeout_s, tls=options.tls, token=options.token, token_file=options.token_file
+    ) as client:
         info = client.info()
     options.check(info)
     meters: list[BusyMeter] = []

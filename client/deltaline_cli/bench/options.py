@@ -108,7 +108,7 @@ class BenchOptions:
     clients at once, each with `rows` sequences. duration_s: seconds that are measured; or steps: how many are, by all
     clients together. rate: steps per second that arrive in an open loop, None for a closed one. prefill_output: those
     of a prefill's outputs that come back. timeout_s: for a step with all its retries. tls: how the server is
-    known, its metrics too.
+    known, its metrics too. token, token_file: who the clients are.
     """
 
     clients: int = 4
@@ -127,6 +127,8 @@ class BenchOptions:
     output: Path | None = None
     timeout_s: float = 10.0
     tls: Tls | None = None
+    token: str | None = field(default=None, repr=False)
+    token_file: str | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():

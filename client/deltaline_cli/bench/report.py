@@ -86,7 +86,8 @@ class Report:
 
     def record(self) -> dict[str, Any]:
         """The report as JSON has it; times in milliseconds."""
-        options = asdict(self.options) | {"prefill_tokens": str(self.options.prefill_tokens), "output": None}
+        options = asdict(self.options) | {"prefill_tokens": str(self.options.prefill_tokens)}
+        options |= {"output": None, "token": None}
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "server": {

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from deltaline_cli.address import tls_of
+from deltaline_cli.address import tls_of, token_of
 from deltaline_cli.bench.busy import read_metrics
 from deltaline_cli.top.frame import Frame, Rates, Samples
 from deltaline_client import Client, DeltalineError, Retry, Tls
@@ -61,7 +61,9 @@ def top(options: argparse.Namespace) -> int:
 
     console = Console()
     tls = tls_of(options)
-    with Client(options.server, timeout=_TIMEOUT_S, retry=Retry(max_attempts=1), tls=tls) as client:
+    with Client(
+        options.server, timeout=_TIMEOUT_S, retry=Retry(max_attempts=1), tls=tls, **token_of(options)
+    ) as client:
         watch = Watch(client, options.server, options.metrics_url, tls)
         frame = watch.frame()
         if options.metrics_url is not None:

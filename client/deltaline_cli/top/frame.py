@@ -48,9 +48,13 @@ class Rates:
         grown = {value: self.grown(name, **{label: value}) for value in values}
         return dict(sorted(((v, n) for v, n in grown.items() if n > 0), key=lambda item: (-item[1], item[0])))
 
-    def gauge(self, name: str) -> float:
+    def labels(self, name: str, label: str) -> list[str]:
+        """The values of a label that samples of a name have."""
+        return [has[label] for has, _ in self._grown.get(name, ()) if label in has]
+
+    def gauge(self, name: str, **labels: str) -> float:
         """The latest value of a gauge, 0 for one that the server has not."""
-        return self.after.get(name, 0.0)
+        return sum(value for key, value in self.after.items() if parse(key) == (name, labels))
 
     def quantile(self, share: float, name: str, **labels: str) -> float | None:
         """The value below which this share of a histogram's new observations is, None where there are none.

@@ -14,6 +14,7 @@ from deltaline_client import AdapterList, ServerLoad
 
 KINDS, STAGES = ("decode", "verify", "prefill"), ("queue", "copy_in", "compute", "copy_out")
 _STAGE_SECONDS = "deltaline_stage_seconds"
+_SEQUENCES_OF = "deltaline_principal_sequences"
 _BAR_CELLS, _MOST_ROWS = 20, 8
 # Columns from which on panels stand side by side.
 _WIDE = 110
@@ -37,6 +38,8 @@ def render(frame: Frame, width: int) -> RenderableType:
         right = Group(_work(frame.rates), _refusals(frame.rates))
         grid.add_row(Group(_capacity(frame.load), _latency(frame.rates)), right)
         parts.append(grid)
+    if isinstance(frame.rates, Rates) and len(frame.rates.labels(_SEQUENCES_OF, "principal")) > 1:
+        parts.append(_principals(frame.rates))
     if frame.adapters is not None:
         parts.append(_adapters(frame.adapters, frame.rates))
     return Group(*parts)
@@ -134,6 +137,26 @@ def _refusals(rates: Rates) -> RenderableType:
         table.add_row(reason, f"{count / rates.seconds:,.1f}/s")
     body: RenderableType = table if found else Text("none", style="dim")
     return Panel(body, title="refused", title_align="left", padding=(0, 1))
+
+
+def _principals(rates: Rates) -> RenderableType:
+    """The principals that have had most of the device."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("principal", overflow="ellipsis", no_wrap=True, max_width=40)
+    for name in ("tokens/s", "rows/s", "queued rows", "sequences"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    def tokens(name: str) -> float:
+        return rates.rate("deltaline_principal_tokens_total", principal=name)
+
+    names = sorted(rates.labels(_SEQUENCES_OF, "principal"), key=lambda name: (-tokens(name), name))
+    for name in names[:_MOST_ROWS]:
+        rows = rates.rate("deltaline_principal_rows_total", principal=name)
+        queued, held = (rates.gauge(of, principal=name) for of in ("deltaline_principal_queue_rows", _SEQUENCES_OF))
+        table.add_row(Text(name), f"{tokens(name):,.0f}", f"{rows:,.0f}", f"{queued:,.0f}", f"{held:,.0f}")
+    if len(names) > _MOST_ROWS:
+        table.add_row(Text(f"and {len(names) - _MOST_ROWS} more", style="dim"))
+    return Panel(table, title=f"{len(names)} principals", title_align="left", padding=(0, 1))
 
 
 def _adapters(listed: AdapterList, rates: Rates | str | None) -> RenderableType:

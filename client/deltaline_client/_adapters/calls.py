@@ -42,6 +42,7 @@ def load(
     config: bytes | None = None,
     tensors: bytes | bytearray | memoryview | None = None,
     pinned: bool = False,
+    shared: bool = False,
     progress: Progress | None = None,
     waiting: Callable[[DeltalineError], object] | None = None,
     timeout_s: float | None = None,
@@ -52,7 +53,8 @@ def load(
 
     Args: path, a directory of this machine as PEFT writes it (adapter_config.json, adapter_model.safetensors), read
     while it is sent; or config and tensors, the bytes of these two files, left alone meanwhile; with none of them the
-    server reads its own. pinned, stay when memory is short; the last load of a name counts. progress, called as
+    server reads its own. pinned, stay when memory is short; the last load of a name counts. shared, for
+    everybody, which takes the role admin; else for this client's principal alone. progress, called as
     progress(sent_bytes, total_bytes) from the thread that reads. waiting, called with a try's error before the wait for
     the next try. timeout_s, with all tries, default the client's.
     Raises InvalidAdapter, naming what can't be taken; AdapterExists; AdapterBytesExhausted when there is not enough
@@ -68,7 +70,7 @@ def load(
     attempts = client._attempts(timeout_s, replace(client._retry, attempt_timeout_s=math.inf))
     while True:
         upload = Upload(source, chunk_bytes, progress)
-        messages = upload.messages(name, pinned)
+        messages = upload.messages(name, pinned, shared)
         try:
             response = yield from call(LOAD_ADAPTER, messages, attempts.next_timeout_s())
             if upload.error is not None:
@@ -89,14 +91,15 @@ def load(
         yield Sleep(delay_s)
 
 
-def unload(adapters: AdaptersRecord, name: str, *, drain: bool = False) -> Flow[int]:
+def unload(adapters: AdaptersRecord, name: str, *, drain: bool = False, shared: bool = False) -> Flow[int]:
     """Free the name of an adapter; returns how many open sequences still use the adapter, 0 when it is gone.
 
-    Args: drain, whether those go on with it, and it goes after the last of them; no new sequence gets it.
+    Args: drain, whether those go on with it, and it goes after the last of them; no new sequence gets it. shared, one
+    that is everybody's, which takes the role admin.
     Raises AdapterInUse when there are any and drain is False, at once; AdapterUnknown for a name that nothing has.
     """
     attempts = adapters._client._attempts()
-    request = pb.UnloadAdapterRequest(name=name, drain=drain)
+    request = pb.UnloadAdapterRequest(name=name, drain=drain, shared=shared)
     is_in_doubt = False
     while True:
         try:
@@ -114,7 +117,8 @@ def unload(adapters: AdaptersRecord, name: str, *, drain: bool = False) -> Flow[
             is_in_doubt = is_in_doubt or isinstance(error, TransportError)
         yield Sleep(delay_s)
     listed = (yield from list_adapters(adapters)).adapters
-    return sum(one.sequences for one in listed if (one.name, one.state) == (name, AdapterState.DRAINING))
+    wanted = name, shared, AdapterState.DRAINING
+    return sum(one.sequences for one in listed if (one.name, one.shared, one.state) == wanted)
 
 
 def list_adapters(adapters: AdaptersRecord) -> Flow[AdapterList]:

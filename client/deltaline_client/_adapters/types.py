@@ -33,6 +33,7 @@ class Adapter:
     pinned: bool
     sequences: int
     modules_elsewhere: int
+    shared: bool = False
 
     def __repr__(self) -> str:
         """All fields; of the hash as many digits as fit a line."""

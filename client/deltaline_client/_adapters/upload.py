@@ -76,15 +76,15 @@ class Upload:
         self.error: Exception | None = None
         self.is_over = False
 
-    def messages(self, name: str, pinned: bool) -> Generator[pb.LoadAdapterRequest, None, None]:
+    def messages(self, name: str, pinned: bool, shared: bool = False) -> Generator[pb.LoadAdapterRequest, None, None]:
         """The messages in order. They may be asked for in any thread, which is the one that reads the files."""
         if self._source is None:
-            yield pb.LoadAdapterRequest(name=name, pinned=pinned)
+            yield pb.LoadAdapterRequest(name=name, pinned=pinned, shared=shared)
             return
         try:
             with self._source(self._chunk_bytes) as (config, size, chunks):
                 upload = pb.AdapterUpload(config=config, tensors_bytes=size)
-                yield pb.LoadAdapterRequest(name=name, pinned=pinned, upload=upload)
+                yield pb.LoadAdapterRequest(name=name, pinned=pinned, shared=shared, upload=upload)
                 sent = 0
                 self._report(sent, size)
                 for chunk in chunks:

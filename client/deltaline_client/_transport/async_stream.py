@@ -16,6 +16,7 @@ from deltaline_client._transport.channel import error_of
 from deltaline_client._transport.flow import Answer
 from deltaline_client._transport.messages import read_stream_response, stream_request
 from deltaline_client._transport.pending import Pending
+from deltaline_client._transport.token import Header, Token
 from deltaline_client._transport.tracing import traceparent
 
 Mailbox = asyncio.Queue[Answer]
@@ -28,10 +29,14 @@ class AsyncStepStream:
     and one call's cancellation must not break the others.
     """
 
-    def __init__(self, open_stream: Callable[[], Any]) -> None:
-        """open_stream: makes the RPC, as grpc.aio's stream_stream callables do."""
-        self._open_stream = open_stream
+    def __init__(self, open_stream: Callable[..., Any], token: Token | None = None) -> None:
+        """open_stream: makes the RPC, as grpc.aio's stream_stream callables do. token: of its client; with another one
+        there is another stream."""
+        self._open_stream, self._token = open_stream, token
+        self._header: Header | None = None
         self._live: _Live | None = None
+        # Those of tokens before, until what they were sent is answered.
+        self._ending: list[_Live] = []
         self._is_closed = False
 
     def send(self, number: int, request: Sequence[Buffer], mailbox: Mailbox) -> None:
@@ -39,15 +44,26 @@ class AsyncStepStream:
         if self._is_closed:
             mailbox.put_nowait((number, Disconnected()))
             return
+        if self._token is not None:
+            self._take_header(self._token.header())
         if self._live is None or self._live.is_over:
-            self._live = _Live(self._open_stream())
+            more = {} if self._header is None else {"metadata": (self._header,)}
+            self._live = _Live(self._open_stream(**more))
         self._live.send(number, request, mailbox)
 
     async def close(self) -> None:
         """End the stream, and take no more steps; those that wait get an error."""
         self._is_closed = True
-        if self._live is not None:
-            await self._live.close()
+        for live in (*self._ending, *([] if self._live is None else [self._live])):
+            await live.close()
+
+    def _take_header(self, header: Header) -> None:
+        """End a stream that was opened with another token, once what it was sent is answered."""
+        if header != self._header and self._live is not None:
+            self._live.finish()
+            self._ending = [live for live in (*self._ending, self._live) if not live.is_over]
+            self._live = None
+        self._header = header
 
 
 class _Live:
@@ -59,7 +75,13 @@ class _Live:
         self._outbox: deque[bytes] = deque()
         self._writer: asyncio.Task[None] | None = None
         self._reader = asyncio.create_task(self._read())
-        self.is_over = False
+        self.is_over = self._is_last = False
+
+    def finish(self) -> None:
+        """Send no more than what waits."""
+        self._is_last = True
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write())
 
     def send(self, number: int, request: Sequence[Buffer], mailbox: Mailbox) -> None:
         correlation_id = self._pending.add(number, mailbox.put_nowait)
@@ -72,6 +94,8 @@ class _Live:
         try:
             while self._outbox:
                 await self._call.write(self._outbox.popleft())
+            if self._is_last:
+                await self._call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             self._outbox.clear()  # the stream is over: the reader learns why
         finally:

@@ -24,6 +24,7 @@ from deltaline_client._transport.flow import Answer, Call, Found, TakeMemory
 from deltaline_client._transport.link.asynchronous import AsyncLink
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.process import check_process
+from deltaline_client._transport.token import Token
 from deltaline_client._transport.tracing import metadata
 
 _log = logging.getLogger(__name__)
@@ -52,11 +53,19 @@ class AsyncSession(Protocol):
 class AsyncTransport:
     """Opens sessions. It belongs to the event loop in which it is first used."""
 
-    def __init__(self, address: str, tls: Tls | None = None, *, on_leave: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        tls: Tls | None = None,
+        token: Token | None = None,
+        *,
+        on_leave: Callable[[], object] = lambda: None,
+    ) -> None:
         """address: of gRPC or of a link. on_leave: called when calls no longer go by a link that was found. Raises
         ValueError."""
         path, self._on_leave = link_path(address), on_leave
-        self._tls, self._may_find = tls, tls is None or tls.cert is None
+        self._tls, self.token = tls, token
+        self._may_find = token is None and (tls is None or tls.cert is None)
         if tls is not None:
             tls.credentials()  # now, not at the first call, is when files that can't be used are told
         self._pid = os.getpid()
@@ -89,7 +98,7 @@ class AsyncTransport:
         if self._channel is None or self._stream is None:  # a grpc.aio channel must be made inside its event loop
             self._channel = channel_of(grpc.aio, self._address, self._tls, OPTIONS)
             self._methods = bind(self._channel)
-            self._stream = AsyncStepStream(bind_stream(self._channel))
+            self._stream = AsyncStepStream(bind_stream(self._channel), self.token)
         return _GrpcSession(self, self._stream, self._methods)
 
     async def find(self, found: Found) -> bool:
@@ -126,7 +135,7 @@ class AsyncTransport:
                 if self.is_closed:
                     connected.close()
                     raise Disconnected
-                self._link = AsyncLink(connected, welcome)
+                self._link = AsyncLink(connected, welcome, self.token)
             return self._link
 
     def _give_up(self, why: object) -> None:
@@ -192,8 +201,8 @@ class _GrpcSession:
         """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
         method = self._methods[command.method.path]
         if isinstance(command.request, Message):
-            return await method(command.request, timeout=command.timeout_s, metadata=metadata())
-        call = method(timeout=command.timeout_s, metadata=metadata())
+            return await method(command.request, timeout=command.timeout_s, metadata=metadata(self._transport.token))
+        call = method(timeout=command.timeout_s, metadata=metadata(self._transport.token))
         try:
             # In a thread: the next request may have to be read from a disk first.
             while (request := await asyncio.to_thread(next, command.request, None)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from deltaline_client._exceptions import DeltalineError, TransportError, Unavailable
+from deltaline_client._exceptions import AccessError, DeltalineError, TransportError, Unavailable
 from deltaline_client._transport.flow import Answer
 
 Deliver = Callable[[Answer], Any]
@@ -31,8 +31,9 @@ class Pending:
             deliver((number, result))
 
     def fail(self, error: DeltalineError | None) -> None:
-        """The stream is over, None: in order. For a step that waits it means no answer, whatever the reason was."""
-        if not isinstance(error, TransportError):
+        """The stream is over, None: in order. For a step that waits it means no answer, whatever the reason was; but a
+        client that is not let in, or not any more, had no step taken that waits."""
+        if not isinstance(error, TransportError | AccessError):
             error = Unavailable("the stream ended" if error is None else f"the stream ended: {error}")
         waiting, self._waiting = self._waiting, {}
         for number, deliver in waiting.values():

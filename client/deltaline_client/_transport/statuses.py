@@ -8,6 +8,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from deltaline_client._exceptions import (
     BY_REASON,
+    AccessError,
     Cancelled,
     CapacityError,
     ConflictError,
@@ -32,6 +33,8 @@ _FAMILY_BY_CODE: Mapping[int, type[DeltalineError]] = {
     code_pb2.FAILED_PRECONDITION: ConflictError,
     code_pb2.OUT_OF_RANGE: ConflictError,
     code_pb2.ABORTED: ConflictError,
+    code_pb2.UNAUTHENTICATED: AccessError,
+    code_pb2.PERMISSION_DENIED: AccessError,
 }
 
 _BY_TRANSPORT_CODE: Mapping[int, type[TransportError]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -19,6 +19,7 @@ from deltaline_client._transport.channel import error_of
 from deltaline_client._transport.flow import Answer
 from deltaline_client._transport.messages import read_stream_response, stream_request
 from deltaline_client._transport.pending import Pending
+from deltaline_client._transport.token import Header, Token
 from deltaline_client._transport.tracing import traceparent
 
 Mailbox = queue.SimpleQueue[Answer]
@@ -27,9 +28,11 @@ Mailbox = queue.SimpleQueue[Answer]
 class StepStream:
     """Sends steps and delivers their answers to the mailboxes of the calls that wait for them. Threads may share it."""
 
-    def __init__(self, open_stream: Callable[[Iterator[bytes]], Any]) -> None:
-        """open_stream: makes the RPC from an iterator of requests, as grpc's stream_stream callables do."""
-        self._open_stream = open_stream
+    def __init__(self, open_stream: Callable[..., Any], token: Token | None = None) -> None:
+        """open_stream: makes the RPC from an iterator of requests, as grpc's stream_stream callables do. token: of its
+        client; with another one there is another stream."""
+        self._open_stream, self._token = open_stream, token
+        self._header: Header | None = None
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[bytes | None] | None = None
         self._pending = Pending()
@@ -46,14 +49,24 @@ class StepStream:
             if self._is_closed:
                 mailbox.put((number, Disconnected()))
                 return
+            if self._token is not None:
+                self._take_header(self._token.header())
             if self._outbox is None:
                 self._outbox, self._pending = self._open()
             message = stream_request(self._pending.add(number, mailbox.put), request, traceparent())
             self._outbox.put(message)
 
+    def _take_header(self, header: Header) -> None:
+        """End a stream that was opened with another token, once what it was sent is answered."""
+        if header != self._header and self._outbox is not None:
+            self._outbox.put(None)
+            self._outbox = None
+        self._header = header
+
     def _open(self) -> tuple[queue.SimpleQueue[bytes | None], Pending]:
         outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        pending, call = Pending(), self._open_stream(iter(outbox.get, None))
+        more = {} if self._header is None else {"metadata": (self._header,)}
+        pending, call = Pending(), self._open_stream(iter(outbox.get, None), **more)
         threading.Thread(target=self._read, args=(call, outbox, pending), name="deltaline-stream", daemon=True).start()
         return outbox, pending
 

@@ -1,4 +1,5 @@
-"""The trace that a call belongs to, where the program makes traces with OpenTelemetry.
+"""What goes with a call: who it is from, and the trace that it belongs to, where the program makes traces with
+OpenTelemetry.
 
 Never imports OpenTelemetry: a program that has not imported it has no span either.
 """
@@ -8,12 +9,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from deltaline_client._transport.token import Token
+
 Metadata = tuple[tuple[str, str], ...] | None
 
 
-def metadata() -> Metadata:
-    """Return the headers (traceparent, tracestate) that name the current span, None where there is none."""
+def metadata(token: Token | None = None) -> Metadata:
+    """Return the metadata of a call: the headers (traceparent, tracestate) that name the current span, where there is
+    one, and the client's token, where it has one; None for none."""
     headers = _headers()
+    if token is not None:
+        return (*headers.items(), token.header())
     return tuple(headers.items()) if headers else None
 
 

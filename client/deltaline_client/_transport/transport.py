@@ -25,6 +25,7 @@ from deltaline_client._transport.link.blocking import BlockingLink
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.process import check_process
 from deltaline_client._transport.stream import Mailbox, StepStream
+from deltaline_client._transport.token import Token
 from deltaline_client._transport.tracing import metadata
 
 _log = logging.getLogger(__name__)
@@ -56,16 +57,23 @@ class Session(Protocol):
 class Transport:
     """Opens sessions; several threads may have one each."""
 
-    def __init__(self, address: str, tls: Tls | None = None, *, on_leave: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        address: str,
+        tls: Tls | None = None,
+        token: Token | None = None,
+        *,
+        on_leave: Callable[[], object] = lambda: None,
+    ) -> None:
         """address: of gRPC or of a link. on_leave: called when calls no longer go by a link that was found. Raises
         ValueError."""
         path, self._on_leave = link_path(address), on_leave
-        self._may_find = tls is None or tls.cert is None
+        self._token, self._may_find = token, token is None and (tls is None or tls.cert is None)
         self._pid = os.getpid()
         self._where = None if path is None else Where(path)
         self._channel = None if path is not None else channel_of(grpc, with_port(address), tls, OPTIONS)
         self._methods = {} if self._channel is None else bind(self._channel)
-        self._stream = None if self._channel is None else StepStream(bind_stream(self._channel))
+        self._stream = None if self._channel is None else StepStream(bind_stream(self._channel), token)
         self._lock = threading.Lock()
         # Connections that no flow has, and all.
         self._free: list[BlockingLink] = []
@@ -85,7 +93,7 @@ class Transport:
                 self._give_up(error)
         if self._stream is None:
             return _NoSession(Disconnected())
-        return _GrpcSession(self._stream, self._methods)
+        return _GrpcSession(self._stream, self._methods, self._token)
 
     def find(self, found: Found) -> bool:
         """Go by a link from now on, if it can be had; return whether."""
@@ -135,7 +143,7 @@ class Transport:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        connection = BlockingLink(*connect(where))
+        connection = BlockingLink(*connect(where), self._token)
         with self._lock:
             if not self._is_closed:
                 self._links.add(connection)
@@ -176,8 +184,8 @@ class _GrpcSession:
 
     is_over = False
 
-    def __init__(self, stream: StepStream, methods: dict[str, Any]) -> None:
-        self._methods = methods
+    def __init__(self, stream: StepStream, methods: dict[str, Any], token: Token | None) -> None:
+        self._methods, self._token = methods, token
         self._mailbox: Mailbox = queue.SimpleQueue()
         self.send = partial(stream.send, mailbox=self._mailbox)
 
@@ -189,7 +197,7 @@ class _GrpcSession:
     def call(self, command: Call) -> Any:
         method = self._methods[command.method.path]
         try:
-            return method(command.request, timeout=command.timeout_s, metadata=metadata())
+            return method(command.request, timeout=command.timeout_s, metadata=metadata(self._token))
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except ValueError:  # what grpc raises on a channel that is closed

@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"deltaline/v1/adapter_service.proto\x12\x0c\x64\x65ltaline.v1\"\xb8\x01\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x63ontent_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.deltaline.v1.AdapterState\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x11\n\tsequences\x18\x07 \x01(\r\x12\x19\n\x11modules_elsewhere\x18\x08 \x01(\r\"6\n\rAdapterUpload\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\x0c\x12\x15\n\rtensors_bytes\x18\x02 \x01(\x04\"n\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\x12+\n\x06upload\x18\x03 \x01(\x0b\x32\x1b.deltaline.v1.AdapterUpload\x12\r\n\x05\x63hunk\x18\x04 \x01(\x0c\"U\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.deltaline.v1.Adapter\x12\x16\n\x0e\x61lready_loaded\x18\x02 \x01(\x08\"3\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\"*\n\x15UnloadAdapterResponse\x12\x11\n\tsequences\x18\x01 \x01(\r\"\x15\n\x13ListAdaptersRequest\"\x91\x01\n\x14ListAdaptersResponse\x12\'\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x15.deltaline.v1.Adapter\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x03 \x01(\x04\x12\x12\n\nslots_used\x18\x04 \x01(\r\x12\x13\n\x0bslots_total\x18\x05 \x01(\r*\x83\x01\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x41\x44\x41PTER_STATE_REGISTERED\x10\x01\x12\x1a\n\x16\x41\x44\x41PTER_STATE_RESIDENT\x10\x02\x12\x1a\n\x16\x41\x44\x41PTER_STATE_DRAINING\x10\x03\x32\x97\x02\n\x0e\x41\x64\x61pterService\x12T\n\x0bLoadAdapter\x12 .deltaline.v1.LoadAdapterRequest\x1a!.deltaline.v1.LoadAdapterResponse(\x01\x12X\n\rUnloadAdapter\x12\".deltaline.v1.UnloadAdapterRequest\x1a#.deltaline.v1.UnloadAdapterResponse\x12U\n\x0cListAdapters\x12!.deltaline.v1.ListAdaptersRequest\x1a\".deltaline.v1.ListAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"deltaline/v1/adapter_service.proto\x12\x0c\x64\x65ltaline.v1\"\xc8\x01\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x63ontent_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.deltaline.v1.AdapterState\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x11\n\tsequences\x18\x07 \x01(\r\x12\x19\n\x11modules_elsewhere\x18\x08 \x01(\r\x12\x0e\n\x06shared\x18\t \x01(\x08\"6\n\rAdapterUpload\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\x0c\x12\x15\n\rtensors_bytes\x18\x02 \x01(\x04\"~\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\x12+\n\x06upload\x18\x03 \x01(\x0b\x32\x1b.deltaline.v1.AdapterUpload\x12\r\n\x05\x63hunk\x18\x04 \x01(\x0c\x12\x0e\n\x06shared\x18\x05 \x01(\x08\"U\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.deltaline.v1.Adapter\x12\x16\n\x0e\x61lready_loaded\x18\x02 \x01(\x08\"C\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64rain\x18\x02 \x01(\x08\x12\x0e\n\x06shared\x18\x03 \x01(\x08\"*\n\x15UnloadAdapterResponse\x12\x11\n\tsequences\x18\x01 \x01(\r\"\x15\n\x13ListAdaptersRequest\"\x91\x01\n\x14ListAdaptersResponse\x12\'\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x15.deltaline.v1.Adapter\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x03 \x01(\x04\x12\x12\n\nslots_used\x18\x04 \x01(\r\x12\x13\n\x0bslots_total\x18\x05 \x01(\r*\x83\x01\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x41\x44\x41PTER_STATE_REGISTERED\x10\x01\x12\x1a\n\x16\x41\x44\x41PTER_STATE_RESIDENT\x10\x02\x12\x1a\n\x16\x41\x44\x41PTER_STATE_DRAINING\x10\x03\x32\x97\x02\n\x0e\x41\x64\x61pterService\x12T\n\x0bLoadAdapter\x12 .deltaline.v1.LoadAdapterRequest\x1a!.deltaline.v1.LoadAdapterResponse(\x01\x12X\n\rUnloadAdapter\x12\".deltaline.v1.UnloadAdapterRequest\x1a#.deltaline.v1.UnloadAdapterResponse\x12U\n\x0cListAdapters\x12!.deltaline.v1.ListAdaptersRequest\x1a\".deltaline.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltaline.v1.adapter_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ADAPTERSTATE']._serialized_start=763
-  _globals['_ADAPTERSTATE']._serialized_end=894
+  _globals['_ADAPTERSTATE']._serialized_start=811
+  _globals['_ADAPTERSTATE']._serialized_end=942
   _globals['_ADAPTER']._serialized_start=53
-  _globals['_ADAPTER']._serialized_end=237
-  _globals['_ADAPTERUPLOAD']._serialized_start=239
-  _globals['_ADAPTERUPLOAD']._serialized_end=293
-  _globals['_LOADADAPTERREQUEST']._serialized_start=295
-  _globals['_LOADADAPTERREQUEST']._serialized_end=405
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=407
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=492
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=494
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=545
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=547
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=589
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=591
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=612
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=615
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=760
-  _globals['_ADAPTERSERVICE']._serialized_start=897
-  _globals['_ADAPTERSERVICE']._serialized_end=1176
+  _globals['_ADAPTER']._serialized_end=253
+  _globals['_ADAPTERUPLOAD']._serialized_start=255
+  _globals['_ADAPTERUPLOAD']._serialized_end=309
+  _globals['_LOADADAPTERREQUEST']._serialized_start=311
+  _globals['_LOADADAPTERREQUEST']._serialized_end=437
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=439
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=524
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=526
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=593
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=595
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=637
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=639
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=660
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=663
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=808
+  _globals['_ADAPTERSERVICE']._serialized_start=945
+  _globals['_ADAPTERSERVICE']._serialized_end=1224
 # @@protoc_insertion_point(module_scope)

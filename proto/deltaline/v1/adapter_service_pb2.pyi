@@ -61,6 +61,7 @@ class Adapter(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     MODULES_ELSEWHERE_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What OpenSequences names it by."""
     content_hash: _builtins.bytes
@@ -79,6 +80,8 @@ class Adapter(_message.Message):
     """Modules that it changes and that this server does not serve: other layers, or what is not in the server's scope.
     Whoever computes those has to apply it there.
     """
+    shared: _builtins.bool
+    """True if it is everybody's; else it is the caller's own."""
     def __init__(
         self,
         *,
@@ -90,10 +93,11 @@ class Adapter(_message.Message):
         pinned: _builtins.bool = ...,
         sequences: _builtins.int = ...,
         modules_elsewhere: _builtins.int = ...,
+        shared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "modules_elsewhere", b"modules_elsewhere", "name", b"name", "pinned", b"pinned", "rank", b"rank", "sequences", b"sequences", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "modules_elsewhere", b"modules_elsewhere", "name", b"name", "pinned", b"pinned", "rank", b"rank", "sequences", b"sequences", "shared", b"shared", "size_bytes", b"size_bytes", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -129,7 +133,7 @@ Global___AdapterUpload: _TypeAlias = AdapterUpload  # noqa: Y015
 
 @_typing.final
 class LoadAdapterRequest(_message.Message):
-    """Loads an adapter. The first message of the stream has `name`; more follow only with an upload, and have only `chunk`.
+    """Loads an adapter, for the caller alone. The first message of the stream has `name`; more follow only with an upload, and have only `chunk`.
     Otherwise INVALID_ARGUMENT, reason INVALID_REQUEST.
     """
 
@@ -139,6 +143,7 @@ class LoadAdapterRequest(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the adapter from then on, and, without an upload, its directory in the server's folder of adapters. 1 to 64 of
     A-Z a-z 0-9 . _ - and no dot at its beginning, else INVALID_ARGUMENT, reason INVALID_ADAPTER, as for everything that
@@ -150,6 +155,10 @@ class LoadAdapterRequest(_message.Message):
     chunk: _builtins.bytes
     """The next bytes of adapter_model.safetensors, at most GetServerInfoResponse.inline_limit_bytes of them. All have to
     come within 10 minutes: else DEADLINE_EXCEEDED, reason UPLOAD_TIMEOUT.
+    """
+    shared: _builtins.bool
+    """True to load it for everybody, which takes the role `admin`: else PERMISSION_DENIED, reason ROLE_MISSING. Names are
+    per principal; where a principal has an adapter of the same name as a shared one, it gets its own.
     """
     @_builtins.property
     def upload(self) -> Global___AdapterUpload:
@@ -164,10 +173,11 @@ class LoadAdapterRequest(_message.Message):
         pinned: _builtins.bool = ...,
         upload: Global___AdapterUpload | None = ...,
         chunk: _builtins.bytes = ...,
+        shared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "name", b"name", "pinned", b"pinned", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "name", b"name", "pinned", b"pinned", "shared", b"shared", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,21 +219,25 @@ class UnloadAdapterRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     drain: _builtins.bool
     """False: refused while sequences use it, FAILED_PRECONDITION, reason ADAPTER_IN_USE. True: the name is free at once, no
     new sequence gets it, and those that use it go on; it is freed after the last of them.
     """
+    shared: _builtins.bool
+    """True for one that is everybody's, which takes the role `admin`: else PERMISSION_DENIED, reason ROLE_MISSING."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         drain: _builtins.bool = ...,
+        shared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "name", b"name", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -270,7 +284,7 @@ Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
 
 @_typing.final
 class ListAdaptersResponse(_message.Message):
-    """The adapters, by name."""
+    """The adapters that are the caller's or everybody's, by name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

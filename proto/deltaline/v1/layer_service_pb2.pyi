@@ -579,7 +579,7 @@ class StepRequest(_message.Message):
     output: Global___OutputRows.ValueType
     """Which output rows the reply carries. Unknown values: INVALID_ARGUMENT, reason INVALID_REQUEST."""
     priority: _builtins.int
-    """Higher goes first among waiting requests; -8 .. 7. Else INVALID_ARGUMENT, reason INVALID_REQUEST."""
+    """Higher goes first among a principal's waiting requests; -8 .. 7. Else INVALID_ARGUMENT, reason INVALID_REQUEST."""
     queue_timeout_us: _builtins.int
     """How long the rows may wait for the device, microseconds, 0 for no limit. A row whose first chunk has not begun by
     then: row status DEADLINE_EXCEEDED, reason QUEUE_DEADLINE. The RPC's own deadline counts as well.

@@ -23,6 +23,7 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_weights import Adapter
+from deltaline_server.principal import Principal
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
 
 _log = logging.getLogger(__name__)
@@ -50,8 +51,9 @@ class AdapterLoader:
         self._lock = asyncio.Lock()
         self._loading: asyncio.Task[tuple[AdapterDescription, bool]] | None = None
 
-    async def load_directory(self, name: str, is_pinned: bool) -> tuple[AdapterDescription, bool]:
-        """Load the directory `name` of the root; returns what there is now, and whether it was there before.
+    async def load_directory(self, name: str, is_pinned: bool, owner: Principal) -> tuple[AdapterDescription, bool]:
+        """Load the directory `name` of the root for its owner; returns what there is now, and whether it was there
+        before.
 
         Raises RequestError: ADAPTERS_OFF without a root; else as `load_bytes`.
         """
@@ -60,10 +62,10 @@ class AdapterLoader:
             upload = "upload the files (`deltaline adapters load NAME --from DIR`)"
             message = f"this server has no folder of adapters: {upload}, or start it with --adapter-root"
             raise RequestError(Reason.ADAPTERS_OFF, message, field="upload")
-        return await self._load(name, is_pinned, lambda: root.open(name), "name")
+        return await self._load(name, is_pinned, owner, lambda: root.open(name), "name")
 
     async def load_bytes(
-        self, name: str, is_pinned: bool, config: bytes, tensors: bytearray
+        self, name: str, is_pinned: bool, owner: Principal, config: bytes, tensors: bytearray
     ) -> tuple[AdapterDescription, bool]:
         """Load the two files of an adapter; as `load_directory`.
 
@@ -74,20 +76,22 @@ class AdapterLoader:
         def files() -> Iterator[tuple[bytes, Bytes]]:
             yield config, MemoryBytes(tensors, TENSORS_FILE)
 
-        return await self._load(name, is_pinned, files, "upload")
+        return await self._load(name, is_pinned, owner, files, "upload")
 
     async def close(self) -> None:
         """Wait for the load that has begun, if any. Those that wait behind it have to be cancelled before."""
         async with self._lock:
             pass
 
-    async def _load(self, name: str, is_pinned: bool, files: Files, field: str) -> tuple[AdapterDescription, bool]:
+    async def _load(
+        self, name: str, is_pinned: bool, owner: Principal, files: Files, field: str
+    ) -> tuple[AdapterDescription, bool]:
         """Load, one at a time. A caller that is cancelled while it waits for its turn loads nothing.
 
         A load that has begun is finished, and only then does this return: an upload's bytes are in memory until then.
         """
         await self._lock.acquire()
-        self._loading = loading = asyncio.create_task(self._load_once(name, is_pinned, files, field))
+        self._loading = loading = asyncio.create_task(self._load_once(name, is_pinned, owner, files, field))
         loading.add_done_callback(self._loaded)
         try:
             return await asyncio.shield(loading)
@@ -101,16 +105,18 @@ class AdapterLoader:
         if not loading.cancelled():
             loading.exception()  # the caller may have gone
 
-    async def _load_once(self, name: str, is_pinned: bool, files: Files, field: str) -> tuple[AdapterDescription, bool]:
+    async def _load_once(
+        self, name: str, is_pinned: bool, owner: Principal, files: Files, field: str
+    ) -> tuple[AdapterDescription, bool]:
         registry, begin_s = self._registry, time.monotonic()
         with ExitStack() as stack:
             try:
                 plan = await asyncio.to_thread(self._plan, stack, files)
-                if registry.known_hash(name) is not None:
+                if registry.known_hash(name, owner) is not None:
                     content_hash = await asyncio.to_thread(plan.content_hash)
-                    if registry.known_hash(name) is not None:  # it was not unloaded meanwhile
-                        return registry.confirm(name, content_hash, is_pinned), True
-                registry.reserve(plan.num_bytes)
+                    if registry.known_hash(name, owner) is not None:  # it was not unloaded meanwhile
+                        return registry.confirm(name, content_hash, is_pinned, owner), True
+                registry.reserve(plan.num_bytes, owner)
                 try:
                     adapter = await asyncio.to_thread(self._read, plan)
                 except BaseException:
@@ -118,7 +124,7 @@ class AdapterLoader:
                     raise
             except ModelError as error:
                 raise RequestError(Reason.INVALID_ADAPTER, str(error), field=field) from error
-        description = registry.register(name, adapter, is_pinned)
+        description = registry.register(name, adapter, is_pinned, owner)
         seconds = time.monotonic() - begin_s
         registry.load_s += seconds
         event(

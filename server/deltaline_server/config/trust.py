@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from deltaline_server import errors, local_socket
 from deltaline_server.config.network import NetworkOptions
@@ -29,11 +30,20 @@ class TrustOptions(NetworkOptions):
     max_connection_age_s: int = setting(
         3600, "trust", "with TLS, how long a connection lasts before certificates are shown again", low=1, high=10**6
     )
+    principals: str | None = setting(
+        None,
+        "trust",
+        "file (TOML) of who may call: tokens' digests, certificates' names, users, their roles and quotas; read again "
+        "when it changes; default none: all are one",
+        metavar="PATH",
+    )
     insecure: bool = setting(False, "trust", "listen beyond loopback without TLS: whoever reaches the port is trusted")
 
     def __post_init__(self) -> None:
         """Check that nobody reaches the server unprotected, unless it is meant."""
         super().__post_init__()
+        if self.principals is not None and not Path(self.principals).is_file():
+            raise ConfigError(f"--principals: expected a file that exists, got {self.principals!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
             given, missing = ("--tls-key", "--tls-cert") if self.tls_cert is None else ("--tls-cert", "--tls-key")
             raise ConfigError(f"{given}: expected {missing} beside it, got none")

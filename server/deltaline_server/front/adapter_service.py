@@ -18,6 +18,9 @@ from deltaline_server.adapters.directory import CONFIG_FILE, MAX_CONFIG_BYTES, c
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.errors import Reason, RequestError, spelled_bytes
 from deltaline_server.front.interceptor import Context
+from deltaline_server.front.trust.principals import check_role, current_principal
+from deltaline_server.front.trust.roles import Role
+from deltaline_server.principal import SHARED, Principal
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
 
 NAME = pb.DESCRIPTOR.services_by_name["AdapterService"].full_name
@@ -30,11 +33,11 @@ PAUSE_S = 30.0
 class Loader(Protocol):
     """Loads adapters: returns what there is now, and whether it was there before. Raises RequestError."""
 
-    async def load_directory(self, name: str, is_pinned: bool) -> tuple[AdapterDescription, bool]:
+    async def load_directory(self, name: str, is_pinned: bool, owner: Principal) -> tuple[AdapterDescription, bool]:
         """Load one of the server's own folder."""
 
     async def load_bytes(
-        self, name: str, is_pinned: bool, config: bytes, tensors: bytearray
+        self, name: str, is_pinned: bool, owner: Principal, config: bytes, tensors: bytearray
     ) -> tuple[AdapterDescription, bool]:
         """Load one that was uploaded."""
 
@@ -81,12 +84,15 @@ class AdapterService:
         try:
             async with asyncio.timeout(self._upload_s):
                 first = await _first(messages)
+                owner = _owner(first.is_shared)
+                if owner.quotas is not None:
+                    owner.quotas.check("adapter_bytes", 0, first.tensors_bytes)
                 reserved_bytes = self._reserve(first, adapters.registry)
                 tensors = await _read_chunks(first, messages)
             if first.config is not None:
-                loaded = await adapters.loader.load_bytes(first.name, first.is_pinned, first.config, tensors)
+                loaded = await adapters.loader.load_bytes(first.name, first.is_pinned, owner, first.config, tensors)
             else:
-                loaded = await adapters.loader.load_directory(first.name, first.is_pinned)
+                loaded = await adapters.loader.load_directory(first.name, first.is_pinned, owner)
         except TimeoutError as error:
             message = f"the messages did not come within {self._pause_s:g} seconds each, {self._upload_s:g} in all"
             raise RequestError(Reason.UPLOAD_TIMEOUT, message) from error
@@ -97,14 +103,14 @@ class AdapterService:
 
     async def unload_adapter(self, message: pb.UnloadAdapterRequest, context: Context) -> bytes:
         """Free a name."""
-        count = self._existing().registry.unload(message.name, message.drain)
+        count = self._existing().registry.unload(message.name, message.drain, _owner(message.shared))
         return pb.UnloadAdapterResponse(sequences=count).SerializeToString()
 
     async def list_adapters(self, message: pb.ListAdaptersRequest, context: Context) -> bytes:
         """Tell which adapters there are."""
         adapters = self._existing()
         return pb.ListAdaptersResponse(
-            adapters=map(_message, adapters.registry.describe()),
+            adapters=map(_message, adapters.registry.describe(current_principal())),
             used_bytes=adapters.registry.used_bytes,
             limit_bytes=adapters.registry.limit_bytes,
             slots_used=adapters.registry.places.num_resident,
@@ -148,6 +154,7 @@ class _First:
 
     name: str
     is_pinned: bool
+    is_shared: bool
     config: bytes | None
     tensors_bytes: int
     chunk: bytes
@@ -163,7 +170,7 @@ async def _first(messages: AsyncIterator[pb.LoadAdapterRequest]) -> _First:
     except ModelError as error:
         raise RequestError(Reason.INVALID_ADAPTER, str(error), field="name") from error
     config = first.upload.config if first.HasField("upload") else None
-    return _First(first.name, first.pinned, config, first.upload.tensors_bytes, first.chunk)
+    return _First(first.name, first.pinned, first.shared, config, first.upload.tensors_bytes, first.chunk)
 
 
 async def _patiently(
@@ -184,7 +191,7 @@ async def _read_chunks(first: _First, messages: AsyncIterator[pb.LoadAdapterRequ
     size, tensors = first.tensors_bytes, bytearray(first.chunk)
     if len(tensors) <= size:
         async for message in messages:
-            if message.name or message.pinned or message.HasField("upload") or not message.chunk:
+            if message.name or message.pinned or message.shared or message.HasField("upload") or not message.chunk:
                 raise _invalid("chunk", "must be all that a later message has")
             if len(tensors) + len(message.chunk) > size:
                 tensors += message.chunk[: size + 1 - len(tensors)]
@@ -195,6 +202,13 @@ async def _read_chunks(first: _First, messages: AsyncIterator[pb.LoadAdapterRequ
         got = "more" if len(tensors) > size else str(len(tensors))
         raise _invalid("chunk", f"must make {size} bytes over all messages, as tensors_bytes says, got {got}")
     return tensors
+
+
+def _owner(is_shared: bool) -> Principal:
+    """Whose an adapter is that a call is about. Raises RequestError ROLE_MISSING."""
+    if is_shared:
+        check_role(Role.ADMIN)
+    return SHARED if is_shared else current_principal()
 
 
 def _message(description: AdapterDescription) -> pb.Adapter:
@@ -208,6 +222,7 @@ def _message(description: AdapterDescription) -> pb.Adapter:
         pinned=description.is_pinned,
         sequences=description.num_sequences,
         modules_elsewhere=description.num_elsewhere,
+        shared=description.is_shared,
     )
 
 

@@ -9,6 +9,7 @@ import grpc
 from deltaline.v1 import admin_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.interceptor import Context
+from deltaline_server.front.trust.principals import current_principal
 from deltaline_server.memory.regions import Regions
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.tables.sequences import SequenceTable
@@ -72,7 +73,8 @@ class AdminService:
     async def create_shared_memory(self, message: pb.CreateSharedMemoryRequest, context: Context) -> bytes:
         """Make a region."""
         lease_s = message.lease_ms / 1000 if message.lease_ms else None
-        region = await self._regions.create(message.size_bytes, lease_s)
+        principal = current_principal()
+        region = await self._regions.create(message.size_bytes, lease_s, principal.number, principal.quotas)
         return pb.CreateSharedMemoryResponse(
             region=region.id,
             name=region.name,
@@ -83,7 +85,7 @@ class AdminService:
 
     async def release_shared_memory(self, message: pb.ReleaseSharedMemoryRequest, context: Context) -> bytes:
         """End a region."""
-        self._regions.release(message.region)
+        self._regions.release(message.region, current_principal().number)
         return pb.ReleaseSharedMemoryResponse().SerializeToString()
 
     async def drain(self, message: pb.DrainRequest, context: Context) -> bytes:

@@ -1,4 +1,4 @@
-"""What surrounds every RPC: parsing, errors, and the standard gRPC metrics.
+"""What surrounds every RPC: who it is from, parsing, errors, and the standard gRPC metrics.
 
 A handler behind it gets parsed messages; it may raise `RequestError`, and whatever else
 it raises reaches the client as INTERNAL with an id that the log has beside the traceback, and nothing more.
@@ -23,8 +23,8 @@ from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.audited import AUDITED
 from deltaline_server.front.port.gate import Entered, Gate
-from deltaline_server.front.principals import principal_of
 from deltaline_server.front.requests import parse
+from deltaline_server.front.trust.principals import Principals, current_principal
 from deltaline_server.telemetry.audit import Audit
 from deltaline_server.telemetry.metrics import Metrics, RpcMetrics
 
@@ -74,12 +74,14 @@ class Interceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         metrics: Metrics,
+        principals: Principals,
         tracing: Tracing | None = None,
         gate: Gate | None = None,
         audit: Audit | None = None,
     ) -> None:
         """gate: of the gRPC port; None for one whose clients are trusted. audit: None where nobody reads it."""
-        self._metrics, self._tracing, self._gate, self._audit = metrics, tracing, gate, audit
+        self._metrics, self._principals, self._tracing = metrics, principals, tracing
+        self._gate, self._audit = gate, audit
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -173,24 +175,27 @@ class Interceptor(grpc.aio.ServerInterceptor):
     def _did(self, what: str, context: Context, values: Mapping[str, object]) -> None:
         """Tell the audit what a call did."""
         assert self._audit is not None
-        self._audit.done(what, principal_of(context).name, context.peer(), **values)
+        self._audit.done(what, current_principal().name, context.peer(), **values)
 
     @asynccontextmanager
     async def _call(
         self, method: str, rpc: RpcMetrics, enter: Enter | None, context: Context, traced: str | None = None
     ) -> AsyncIterator[Entered | None]:
-        """Count a call, and trace it if its path is given; turn what it raises into its status."""
-        begin_s, span = time.perf_counter(), None
+        """Count a call, judge who it is from, and trace it if its path is given; turn what it raises into its
+        status."""
+        begin_s, span, principal = time.perf_counter(), None, None
         if self._tracing is not None and traced is not None:
             span = self._tracing.begin_call(traced, context.invocation_metadata())
         rpc.started.inc()
         code = grpc.StatusCode.OK
         try:
-            yield None if enter is None else enter(context)
+            entered = None if enter is None else enter(context)
+            principal = self._principals.admit(method, context)
+            yield entered
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)
             if self._audit is not None:
-                name = principal_of(context).name
+                name = "" if principal is None else principal.name
                 self._audit.refused(method, name, context.peer(), error.refusal.reason.name)
             if span is not None:
                 span.refused(error.refusal)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
 
 from deltaline.v1 import layer_service_pb2 as pb
-from deltaline_server.errors import Refusal, RequestError
+from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.finite import LARGE_BYTES, FiniteCheck
 from deltaline_server.front import replies, requests
 from deltaline_server.front.flow_control import SharedBudget, StreamWindow
 from deltaline_server.front.interceptor import Context, bug, empty_frames
-from deltaline_server.front.principals import principal_of
 from deltaline_server.front.requests import Served
 from deltaline_server.front.step_message import StepMessage, StreamStep
 from deltaline_server.front.step_parser import StepParser
+from deltaline_server.front.trust.guesses import Guesses
+from deltaline_server.front.trust.principals import Principals, current_principal
+from deltaline_server.principal import Principal
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
-from deltaline_server.step import Principal, StepRequest, StepResult
+from deltaline_server.step import StepRequest, StepResult
+from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
 
 if TYPE_CHECKING:
@@ -47,15 +50,18 @@ class LayerService:
         scheduler: Scheduler,
         served: Served,
         observer: Observer,
+        principals: Principals,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
     ) -> None:
-        """`observer` counts what streams refuse; `clock` is the scheduler's: monotonic seconds."""
-        self._tracing = tracing
+        """`observer` counts what streams refuse; `principals` judges those that live on; `clock` is the scheduler's:
+        monotonic seconds."""
+        self._tracing, self._principals = tracing, principals
         self._table, self._scheduler, self._served = table, scheduler, served
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
         self._budget = SharedBudget(ALL_STREAMS_BYTES)
+        self.guesses = Guesses(table.num_slots, clock)
         self._finite_check = FiniteCheck()
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -79,7 +85,7 @@ class LayerService:
         self._scheduler.settle()  # it may end sequences, whose lines are free then
         count = requests.read_count(message, self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
-        opened = self._table.open(count, lease_s, message.open_token, message.adapter, principal_of(context))
+        opened = self._table.open(count, lease_s, message.open_token, message.adapter, current_principal())
         response = pb.OpenSequencesResponse(
             server_epoch=self._table.server_epoch,
             sequence=opened.handles.tolist(),
@@ -93,7 +99,9 @@ class LayerService:
         self._scheduler.settle()
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
-        states = self._table.close(epoch, handles, principal_of(context))
+        self.guesses.check(context.peer(), current_principal())
+        states = self._table.close(epoch, handles, current_principal())
+        self.guesses.add(context.peer(), current_principal(), states.count(SequenceState.UNKNOWN))
         return replies.close_response(states)
 
     async def describe_sequences(self, message: pb.DescribeSequencesRequest, context: Context) -> bytes:
@@ -101,14 +109,19 @@ class LayerService:
         self._scheduler.settle()
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
-        return replies.describe_response(handles, self._table.describe(epoch, handles, principal_of(context)))
+        self.guesses.check(context.peer(), current_principal())
+        told = self._table.describe(epoch, handles, current_principal())
+        self.guesses.add(context.peer(), current_principal(), sum(one.state is SequenceState.UNKNOWN for one in told))
+        return replies.describe_response(handles, told)
 
     async def renew_leases(self, message: pb.RenewLeasesRequest, context: Context) -> bytes:
         """Move lease deadlines."""
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
-        states = self._table.renew(epoch, handles, lease_s, principal_of(context))
+        self.guesses.check(context.peer(), current_principal())
+        states = self._table.renew(epoch, handles, lease_s, current_principal())
+        self.guesses.add(context.peer(), current_principal(), states.count(SequenceState.UNKNOWN))
         return replies.renew_response(states)
 
     async def step(self, message: StepMessage, context: Context) -> bytes:
@@ -121,9 +134,12 @@ class LayerService:
             self._served,
             now_s=self._clock(),
             until_s=until_s,
-            principal=principal_of(context),
+            principal=current_principal(),
             client=context.peer(),
         )
+        if self.guesses.is_slowing:
+            self.guesses.check(step.client, step.principal)
+        client, principal = step.client, step.principal
         if step.hidden.nbytes >= LARGE_BYTES:
             await self._examine(step)
         if self._tracing is not None:
@@ -133,17 +149,20 @@ class LayerService:
         result = await done
         if self._tracing is not None:
             self._tracing.tell(result)
+        if result.refusals:
+            self.guesses.add(client, principal, _num_unknown(result.refusals))
         return replies.step_response(result)
 
     async def commit_sequences(self, message: pb.CommitSequencesRequest, context: Context) -> bytes:
         """Fix accepted counts."""
         self._scheduler.settle()
         commit = requests.read_commit(message, self._served)
-        return replies.commit_response(
-            *self._table.commit(
-                commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted, principal_of(context)
-            )
+        self.guesses.check(context.peer(), current_principal())
+        positions, refusals = self._table.commit(
+            commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted, current_principal()
         )
+        self.guesses.add(context.peer(), current_principal(), _num_unknown(refusals))
+        return replies.commit_response(positions, refusals)
 
     async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[bytes]:
         """Apply steps as they come and answer each when it is done.
@@ -154,9 +173,9 @@ class LayerService:
         """
         answers: asyncio.Queue[tuple[int, int, StepResult | Refusal] | None] = asyncio.Queue()
         window = StreamWindow(STREAM_STEPS, STREAM_BYTES, self._budget)
-        principal, client, remaining_s = principal_of(context), context.peer(), context.time_remaining()
+        principal, client, remaining_s = current_principal(), context.peer(), context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
-        num_taken, begin_span = 0, None
+        num_taken, begin_span, generation = 0, None, self._principals.generation
         if self._tracing is not None:
             begin_span = self._tracing.begin_stream(STEP_STREAM, context.invocation_metadata())
 
@@ -164,9 +183,12 @@ class LayerService:
             answers.put_nowait((correlation_id, num_bytes, result))
 
         async def take() -> None:
-            nonlocal num_taken
+            nonlocal num_taken, principal, generation
             try:
                 async for message in messages:
+                    if generation != self._principals.generation:  # what was taken before is answered
+                        generation = self._principals.generation
+                        principal = self._principals.admit(STEP_STREAM, context) or principal
                     span = None if begin_span is None else begin_span(message.traceparent)
                     step = self._read_safely(message.step, until_s, principal, client)
                     # What is refused holds the message until then.
@@ -196,7 +218,9 @@ class LayerService:
                     is_over = True
                 else:
                     correlation_id, num_bytes, result = answered
-                    yield self._stream_response(correlation_id, result)  # goes on when gRPC has taken the reply
+                    yield self._stream_response(
+                        correlation_id, result, client, principal
+                    )  # goes on when gRPC has taken the reply
                     num_answered += 1
                     window.release(num_bytes)
                     del answered, result  # as in take()
@@ -224,6 +248,8 @@ class LayerService:
         """Check a step; until_s: the RPC's own deadline, None for none. What is raised is returned."""
         now_s, served = self._clock(), self._served
         try:
+            if self.guesses.is_slowing:
+                self.guesses.check(client, principal)
             return requests.read_step(message, served, now_s=now_s, until_s=until_s, principal=principal, client=client)
         except Exception as error:
             return error
@@ -248,12 +274,21 @@ class LayerService:
             error.__traceback__ = None  # by it this frame would keep itself, with the message
             answer(refusal)
 
-    def _stream_response(self, correlation_id: int, answer: StepResult | Refusal) -> bytes:
-        """The message that answers one step of a stream."""
+    def _stream_response(
+        self, correlation_id: int, answer: StepResult | Refusal, client: str, principal: Principal
+    ) -> bytes:
+        """The message that answers one step of a client's stream."""
         if isinstance(answer, StepResult):
+            if answer.refusals:
+                self.guesses.add(client, principal, _num_unknown(answer.refusals))
             return replies.stream_response(correlation_id, answer)
         self._observer.refused(answer.reason, 1)
         return replies.stream_status(correlation_id, answer)
+
+
+def _num_unknown(refusals: Mapping[int, Refusal]) -> int:
+    """How many of the rows named sequences that are none of the principal's."""
+    return sum(refusal.reason is Reason.SEQUENCE_UNKNOWN for refusal in refusals.values())
 
 
 def _complete(done: asyncio.Future[StepResult], result: StepResult) -> None:

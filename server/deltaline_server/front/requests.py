@@ -5,7 +5,7 @@ What is wrong with one row is the scheduler's to say. No Python loop over rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -18,18 +18,9 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.step_message import Column, Slice, StepMessage
-from deltaline_server.memory.regions import Regions
-from deltaline_server.step import (
-    ANONYMOUS,
-    Limits,
-    OutputMemory,
-    OutputRows,
-    Principal,
-    RowKind,
-    SpanShapes,
-    StepForm,
-    StepRequest,
-)
+from deltaline_server.memory.regions import Owner, Regions
+from deltaline_server.principal import ANONYMOUS, Principal
+from deltaline_server.step import Limits, OutputMemory, OutputRows, RowKind, SpanShapes, StepForm, StepRequest
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
 OPEN_TOKEN_BYTES = 16
@@ -147,10 +138,10 @@ def read_step(
     pattern = message.pattern
     form: StepForm | None = None if pattern is None else pattern.form
     if form is None:
-        form = _read_form(message, served)
+        form = _read_form(message, served, (principal.number, client))
         if pattern is not None:
             pattern.form = form
-    hidden, limits = _read_hidden(message, form.shapes, served), served.limits
+    hidden, limits = _read_hidden(message, form.shapes, served, (principal.number, client)), served.limits
     if hidden.nbytes > limits.queue_bytes:
         what = f"has {hidden.nbytes} bytes, expected at most {limits.queue_bytes}, all that may wait here"
         raise RequestError(Reason.MESSAGE_TOO_LARGE, f"hidden: {what}", field="hidden")
@@ -173,7 +164,7 @@ def read_step(
     return request
 
 
-def _read_form(message: StepMessage, served: Served) -> StepForm:
+def _read_form(message: StepMessage, served: Served, owners: Container[Owner]) -> StepForm:
     """What a step asks of its rows, apart from their numbers. Raises: RequestError."""
     epoch = read_epoch(message.server_epoch)
     span = _read_span(message.span, served)
@@ -188,7 +179,8 @@ def _read_form(message: StepMessage, served: Served) -> StepForm:
     if len(message.accepted):
         accepted = _read_column("accepted", message.accepted, len(handle), np.int32)
     shapes = served.shapes[span]
-    query_start_loc = _read_offsets(message.query_start_loc, kind, len(_read_hidden(message, shapes, served)), served)
+    num_tokens = len(_read_hidden(message, shapes, served, owners))
+    query_start_loc = _read_offsets(message.query_start_loc, kind, num_tokens, served)
     if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
     output = _read_output(message.output)
@@ -236,8 +228,8 @@ def _read_kinds(values: Column, length: int) -> NDArray[np.uint8]:
     return kind.astype(np.uint8)
 
 
-def _read_hidden(message: StepMessage, shapes: SpanShapes, served: Served) -> NDArray[Any]:
-    """The packed hidden states [T, width] in the server's dtype."""
+def _read_hidden(message: StepMessage, shapes: SpanShapes, served: Served, owners: Container[Owner]) -> NDArray[Any]:
+    """The packed hidden states [T, width] in the server's dtype. owners: of whom the memory has to be."""
     try:
         if message.shared is None:
             hidden = wire.view(
@@ -249,7 +241,8 @@ def _read_hidden(message: StepMessage, shapes: SpanShapes, served: Served) -> ND
             )
         else:
             dtype, shape = wire.check_header(message.dtype, message.shape, field="hidden")
-            hidden = served.regions.tensor("hidden", message.shared.region, message.shared.offset, dtype, shape)
+            region, offset = message.shared.region, message.shared.offset
+            hidden = served.regions.tensor("hidden", region, offset, dtype, shape, owners)
     except wire.TensorTooLargeError as error:
         raise RequestError(Reason.MESSAGE_TOO_LARGE, str(error), field=error.field) from error
     except wire.WireError as error:
@@ -264,8 +257,8 @@ def _read_hidden(message: StepMessage, shapes: SpanShapes, served: Served) -> ND
 
 def _read_output_memory(place: Slice, request: StepRequest, regions: Regions) -> OutputMemory:
     """Where the outputs of a request go."""
-    needed = request.form.output_bytes
-    return regions.output("output_slice", place.region, place.offset, place.size_bytes, needed, request.hidden)
+    needed, owners = request.form.output_bytes, (request.principal.number, request.client)
+    return regions.output("output_slice", place.region, place.offset, place.size_bytes, needed, request.hidden, owners)
 
 
 def _read_offsets(values: Column, kind: NDArray[np.uint8], num_tokens: int, served: Served) -> NDArray[np.int64]:

@@ -47,7 +47,7 @@ class Mappings:
         """pinning: None where devices use host memory as it is."""
         self._pinning = pinning
         # Filled where the last reference is dropped, on any thread.
-        self._unused: deque[tuple[Bytes, bool]] = deque()
+        self._unused: deque[tuple[Bytes, bool, object]] = deque()
         self._stuck: list[Bytes] = []
         self._is_closed = False
 
@@ -63,11 +63,12 @@ class Mappings:
                 _log.warning("%d bytes of shared memory can't be pinned: %s", size, str(error))
         return Mapping(mapped, fd, is_pinned)
 
-    def share(self, mapping: Mapping) -> Bytes:
-        """The memory as an array, uint8 [size]: once neither it nor a view of it is left, the memory is unused."""
+    def share(self, mapping: Mapping, owner: object) -> Bytes:
+        """The memory as an array, uint8 [size]: once neither it nor a view of it is left, the memory is unused. owner:
+        what `unmap_next` tells with it."""
         memory = _Memory(mapping.mapped)
         # `mapped` holds the mapping until then.
-        weakref.finalize(memory, self._retire, mapping.mapped, mapping.is_pinned).atexit = False
+        weakref.finalize(memory, self._retire, mapping.mapped, mapping.is_pinned, owner).atexit = False
         return np.asarray(memory)
 
     @property
@@ -75,20 +76,21 @@ class Mappings:
         """Whether `unmap_next` has something to do."""
         return bool(self._unused)
 
-    def unmap_next(self) -> int:
-        """Unpin and unmap some unused memory; return its bytes, 0 if it stays. Milliseconds per 100 MB."""
-        mapped, is_pinned = self._unused.popleft()
-        return len(mapped) if self._unpin(mapped, is_pinned) else 0
+    def unmap_next(self) -> tuple[int, object]:
+        """Unpin and unmap some unused memory; return its bytes, 0 if it stays, and its owner. Milliseconds per 100
+        MB."""
+        mapped, is_pinned, owner = self._unused.popleft()
+        return len(mapped) if self._unpin(mapped, is_pinned) else 0, owner
 
     def close(self) -> None:
         """From now on memory is unmapped where its last reference is dropped."""
         self._is_closed = True
 
-    def _retire(self, mapped: Bytes, is_pinned: bool) -> None:
+    def _retire(self, mapped: Bytes, is_pinned: bool, owner: object) -> None:
         if self._is_closed:
             self._unpin(mapped, is_pinned)
         else:
-            self._unused.append((mapped, is_pinned))
+            self._unused.append((mapped, is_pinned, owner))
 
     def _unpin(self, mapped: Bytes, is_pinned: bool) -> bool:
         """Unpin memory; whether it may be unmapped, which happens when the caller drops it."""

@@ -12,9 +12,10 @@ import math
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +23,18 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.log import event
 from deltaline_server.memory.mappings import Bytes, Mappings, Pinning
+from deltaline_server.principal import ANONYMOUS, Quotas
 from deltaline_server.step import OutputMemory
 
 ALIGNMENT = 64
 NONCE_BYTES = 16
 # Each region takes two file descriptors.
 MAX_REGIONS = 128
+
+Owner: TypeAlias = int | str
+"""Whose a region is: a principal's, by its number, or of the link's connections of a peer, by its address."""
+
+BY_DEFAULT: tuple[Owner] = (ANONYMOUS.number,)
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +44,7 @@ class Region:
     """Memory with a name. memory: uint8 [size], a view that keeps it mapped. deadline_s: end of its lease."""
 
     id: int
+    owner: Owner
     memory: Bytes
     fd: int
     nonce: bytes
@@ -73,13 +81,21 @@ class Regions:
         self._mappings = Mappings(pinning)
         self._regions: dict[int, Region] = {} if beside is None else beside._regions
         self._num_mapped = 0
+        # Of the regions that each owner has mapped.
+        self._sizes: defaultdict[object, list[int]] = defaultdict(list)
         self._unmap_lock = asyncio.Lock()
         self._unmapping: asyncio.Task[None] | None = None
 
-    async def create(self, size_bytes: int, lease_s: float | None) -> Region:
-        """Make a region of at least size_bytes.
+    async def create(
+        self,
+        size_bytes: int,
+        lease_s: float | None,
+        owner: Owner = ANONYMOUS.number,
+        quotas: Quotas | None = None,
+    ) -> Region:
+        """Make a region of at least size_bytes; to all but its owner it is one that never was.
 
-        Raises: RequestError SHARED_MEMORY_OFF, INVALID_REQUEST, SHARED_MEMORY_EXHAUSTED.
+        Raises: RequestError SHARED_MEMORY_OFF, INVALID_REQUEST, QUOTA_EXCEEDED, SHARED_MEMORY_EXHAUSTED.
         """
         if not self.limit_bytes:
             raise RequestError(Reason.SHARED_MEMORY_OFF, "this server shares no memory")
@@ -95,6 +111,9 @@ class Regions:
         # The caller may be cancelled at any time; what has begun is finished.
         await asyncio.shield(asyncio.create_task(self._unmap_unused()))
         size = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if quotas is not None:
+            quotas.check("regions", len(self._sizes[owner]), 1)
+            quotas.check("region_bytes", sum(self._sizes[owner]), size)
         if self.used_bytes + size > self.limit_bytes or self._num_mapped >= MAX_REGIONS:
             used = f"{self.used_bytes} of {self.limit_bytes} bytes and {self._num_mapped} of {MAX_REGIONS} regions"
             raise RequestError(
@@ -103,7 +122,8 @@ class Regions:
             )
         self.used_bytes += size
         self._num_mapped += 1
-        making = asyncio.create_task(self._make(size, self._default_lease_s if lease_s is None else lease_s))
+        self._sizes[owner].append(size)
+        making = asyncio.create_task(self._make(size, owner, self._default_lease_s if lease_s is None else lease_s))
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -119,10 +139,11 @@ class Regions:
         """Whether there is such a region."""
         return number in self._regions
 
-    def release(self, number: int) -> None:
-        """End a region: no later step may name it. Idempotent."""
-        region = self._regions.pop(number, None)
-        if region is not None:
+    def release(self, number: int, owner: Owner | None = None) -> None:
+        """End a region: no later step may name it. Idempotent. owner: who asks; None for the server itself."""
+        region = self._regions.get(number)
+        if region is not None and owner in (None, region.owner):
+            del self._regions[number]
             os.close(region.fd)
 
     def reap(self) -> None:
@@ -144,23 +165,40 @@ class Regions:
 
     # -- slices ----------------------------------------------------------------------------------------------------
 
-    def tensor(self, field: str, number: int, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> NDArray[Any]:
+    def tensor(
+        self,
+        field: str,
+        number: int,
+        offset: int,
+        dtype: np.dtype[Any],
+        shape: Sequence[int],
+        owners: Container[Owner] = BY_DEFAULT,
+    ) -> NDArray[Any]:
         """The array of a shape (each dimension 1 or more) at an offset of a region, a view; the lease begins anew.
 
-        field: the tensor's name in errors. Raises: RequestError INVALID_SHARED_MEMORY.
+        field: the tensor's name in errors. owners: who asks, one of whom has to have the region. Raises: RequestError
+        INVALID_SHARED_MEMORY.
         """
         size = math.prod(map(int, shape)) * dtype.itemsize  # Python integers: the product can't wrap
-        array: NDArray[Any] = self._slice(f"{field}.shared", number, offset, size).view(dtype).reshape(tuple(shape))
+        memory = self._slice(f"{field}.shared", number, offset, size, owners)
+        array: NDArray[Any] = memory.view(dtype).reshape(tuple(shape))
         return array
 
     def output(
-        self, field: str, number: int, offset: int, size: int, needed: int, hidden: NDArray[Any]
+        self,
+        field: str,
+        number: int,
+        offset: int,
+        size: int,
+        needed: int,
+        hidden: NDArray[Any],
+        owners: Container[Owner] = BY_DEFAULT,
     ) -> OutputMemory:
         """The slice for `needed` bytes of outputs, apart from the request's hidden states; the lease begins anew.
 
-        field: its name in errors. Raises: RequestError INVALID_SHARED_MEMORY.
+        field: its name in errors. owners: as of `tensor`. Raises: RequestError INVALID_SHARED_MEMORY.
         """
-        memory = self._slice(field, number, offset, size)
+        memory = self._slice(field, number, offset, size, owners)
         if size < needed:
             raise _invalid(f"{field}.size_bytes", f"must have room for {needed} bytes of outputs, got {size}")
         memory = memory[:needed]
@@ -168,17 +206,17 @@ class Regions:
             raise _invalid(f"{field}.offset", "must not overlap the hidden states")
         return OutputMemory(number, offset, memory)
 
-    def copy_out(self, number: int, offset: int, size: int) -> bytes:
-        """The bytes of a slice. Raises: RequestError INVALID_SHARED_MEMORY."""
-        return self._slice("place", number, offset, size).tobytes()
+    def copy_out(self, number: int, offset: int, size: int, owner: Owner) -> bytes:
+        """The bytes of a slice of its owner's. Raises: RequestError INVALID_SHARED_MEMORY."""
+        return self._slice("place", number, offset, size, (owner,)).tobytes()
 
-    def copy_in(self, number: int, offset: int, body: bytes) -> None:
-        """Write bytes to a slice. Raises: RequestError INVALID_SHARED_MEMORY."""
-        self._slice("place", number, offset, len(body))[:] = np.frombuffer(body, np.uint8)
+    def copy_in(self, number: int, offset: int, body: bytes, owner: Owner) -> None:
+        """Write bytes to a slice of its owner's. Raises: RequestError INVALID_SHARED_MEMORY."""
+        self._slice("place", number, offset, len(body), (owner,))[:] = np.frombuffer(body, np.uint8)
 
-    def _slice(self, field: str, number: int, offset: int, size: int) -> Bytes:
+    def _slice(self, field: str, number: int, offset: int, size: int, owners: Container[Owner]) -> Bytes:
         region = self._regions.get(number)
-        if region is None:
+        if region is None or region.owner not in owners:
             raise _invalid(f"{field}.region", "is not known here: never made, released, or its lease ran out")
         if offset % ALIGNMENT:
             raise _invalid(f"{field}.offset", f"must be a multiple of {ALIGNMENT}, got {offset}")
@@ -190,20 +228,20 @@ class Regions:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    async def _make(self, size: int, lease_s: float) -> Region:
+    async def _make(self, size: int, owner: Owner, lease_s: float) -> Region:
         """Make and keep a region whose bytes are counted already. Raises RequestError SHARED_MEMORY_EXHAUSTED."""
         try:
             mapping = await asyncio.to_thread(self._mappings.make, size)
         except (OSError, ValueError) as error:
-            self._forget(size)
+            self._forget(size, owner)
             _log.warning("%d bytes of shared memory can't be had: %s", size, str(error))
             raise RequestError(Reason.SHARED_MEMORY_EXHAUSTED, "the host has no such memory to give") from error
-        memory, nonce = self._mappings.share(mapping), secrets.token_bytes(NONCE_BYTES)
+        memory, nonce = self._mappings.share(mapping, owner), secrets.token_bytes(NONCE_BYTES)
         memory[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
         number = 0
         while number == 0 or number in self._regions:
             number = secrets.randbits(64)
-        region = Region(number, memory, mapping.fd, nonce, lease_s, self._clock() + lease_s)
+        region = Region(number, owner, memory, mapping.fd, nonce, lease_s, self._clock() + lease_s)
         self._regions[number] = region
         event(_log, "shared memory made", size_bytes=size, used_bytes=self.used_bytes, pinned=mapping.is_pinned)
         return region
@@ -212,13 +250,14 @@ class Regions:
         """Unpin and unmap what nothing refers to; return when that is done."""
         async with self._unmap_lock:
             while self._mappings.has_unused:
-                size = await asyncio.to_thread(self._mappings.unmap_next)
+                size, owner = await asyncio.to_thread(self._mappings.unmap_next)
                 if size:
-                    self._forget(size)
+                    self._forget(size, owner)
 
-    def _forget(self, size: int) -> None:
+    def _forget(self, size: int, owner: object) -> None:
         self.used_bytes -= size
         self._num_mapped -= 1
+        self._sizes[owner].remove(size)
 
 
 def _invalid(field: str, message: str) -> RequestError:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
+from deltaline_server.scheduling.use import Use
 from deltaline_server.step import RowKind, RowOutcome, StepRequest, StepResult, StepTiming, count_kinds
 from deltaline_server.tables.kept_replies import KeptReply
 from deltaline_server.tables.ledger import Admission
@@ -106,6 +107,8 @@ class PendingStep:
         """Its name in the queue, and when it came to it, on the scheduler's clock."""
         self.on_done: Callable[[StepResult], None]
         """Called once, with the whole result."""
+        self.use: Use
+        """Of the principal, in which it counts."""
         self.adapters: NDArray[np.int64] | None = None
         """Numbers of the rows' adapters, None when none has one; padding has none."""
         self.joiners: list[PendingStep] = []

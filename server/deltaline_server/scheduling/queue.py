@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +17,7 @@ from deltaline_server.scheduling.pending import Join, PendingStep, RowState
 from deltaline_server.scheduling.ready import ReadyQueue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.scheduling.step_index import StepIndex
+from deltaline_server.scheduling.use import Use
 from deltaline_server.step import Limits, StepRequest
 from deltaline_server.tables.kept_replies import Fingerprint, KeptReply, is_streamed
 from deltaline_server.tables.ledger import Admission
@@ -42,8 +45,9 @@ class Queue:
     finished, as its bytes do. deadlines: (when, number, span) of pending steps, a heap.
     """
 
-    def __init__(self, table: SequenceTable, limits: Limits, observer: Observer) -> None:
-        self._table, self._limits, self._observer = table, limits, observer
+    def __init__(self, table: SequenceTable, limits: Limits, observer: Observer, clock: Callable[[], float]) -> None:
+        """clock: monotonic seconds, of quotas."""
+        self._table, self._limits, self._observer, self._clock = table, limits, observer, clock
         num_spans = table.ledger.num_spans
         self._pending: list[dict[int, PendingStep]] = [{} for _ in range(num_spans)]
         self._index = [StepIndex(table.num_slots, table.ledger.max_in_flight) for _ in range(num_spans)]
@@ -55,6 +59,8 @@ class Queue:
         self.ended: list[PendingStep] = []
         """Those whose last row has left; `finish` is to be called."""
         self._num_rows = self._num_bytes = self._num_added = 0
+        self.use: defaultdict[int, Use] = defaultdict(Use)
+        """What each principal has of that, by its number."""
         self.last_span = num_spans - 1
         """The span that was served last."""
         self._idle = asyncio.Event()
@@ -76,7 +82,13 @@ class Queue:
         await self._idle.wait()
 
     def spans_in_order(self) -> list[int]:
-        """The spans that are ready: the highest priority first, among equals the one served longest ago."""
+        """The spans that are ready: the one served longest ago first; before that, while one principal has all that
+        waits, the highest priority."""
+        if len(self.ready_spans) == 1:
+            return list(self.ready_spans)
+        if sum(use.rows > 0 for use in self.use.values()) > 1:
+            after, count = self.last_span + 1, len(self.ready)
+            return sorted(self.ready_spans, key=lambda span: (span - after) % count)
         after, count = self.last_span + 1, len(self.ready)
         return sorted(self.ready_spans, key=lambda span: (-self.ready[span].priority(), (span - after) % count))
 
@@ -110,7 +122,7 @@ class Queue:
     def reserve(self, request: StepRequest, admission: Admission, num_joins: int) -> None:
         """Check the bounds and set aside the bytes of the admitted rows' kept replies.
 
-        Raises RequestError QUEUE_FULL or REPLY_BYTES_EXHAUSTED.
+        Raises RequestError QUEUE_FULL, QUOTA_EXCEEDED or REPLY_BYTES_EXHAUSTED.
         """
         limits, form, rows, slots = self._limits, request.form, admission.rows, admission.slots
         num_rows = form.num_rows if len(rows) or num_joins else 0
@@ -122,6 +134,11 @@ class Queue:
             if num_rows and waiting + more > limit:
                 message = f"{waiting} of {limit} {unit} wait, {more} more do not fit"
                 raise RequestError(Reason.QUEUE_FULL, message, retry_after_s=0.02)
+        if request.principal.number and num_rows:
+            use = self.use[request.principal.number]
+            use.check_share(num_rows, limits.queue_rows - self._num_rows, "rows")
+            use.check_share(num_bytes, limits.queue_bytes - self._num_bytes, "bytes")
+            use.check(request, rows, self._clock())
         is_whole = len(rows) == form.num_rows
         reserved_bytes = form.total_kept_bytes if is_whole else int(form.kept_bytes[rows].sum())
         if not admission.is_idle:
@@ -146,6 +163,8 @@ class Queue:
             join.source.joiners.append(pending)
         self._num_rows += pending.form.num_rows
         self._num_bytes += pending.request.hidden.nbytes
+        pending.use = self.use[pending.request.principal.number]
+        pending.use.take(pending.request, admission.rows)
         self._pending[span][pending.number] = pending
         self._idle.clear()
         if pending.request.deadline_s is not None:
@@ -157,11 +176,13 @@ class Queue:
         """The engine was given these rows' tokens: where they are the last, the rows behind them may run."""
         pending, index = rows.pending, rows.index
         pending.cursor[rows.taken] += rows.lengths
+        pending.use.tokens_run += rows.num_tokens
         span = pending.span
         step_index = self._index[span]
         step_index.in_flight[rows.slots] += 1
         if rows.is_last:
             pending.state[index] = RowState.RUNNING
+            pending.use.rows_run += len(index)
             for number, behind in step_index.given(rows.slots, pending.admission.after[0, index]):
                 self._may_run(self._pending[span][number], behind)
 
@@ -175,6 +196,7 @@ class Queue:
         pending.num_unfinished -= len(index)
         pending.num_done += len(index)
         self._num_rows -= len(index)
+        pending.use.rows -= len(index)
         if not pending.num_unfinished:
             self.ended.append(pending)
 
@@ -239,8 +261,11 @@ class Queue:
                     if not pending.is_finished:
                         pending.finish()
                     del by_number[pending.number]
-                    self._num_rows -= pending.form.num_rows - pending.num_done
-                    self._num_bytes -= pending.request.hidden.nbytes
+                    num_left, num_bytes = pending.form.num_rows - pending.num_done, pending.request.hidden.nbytes
+                    self._num_rows -= num_left
+                    self._num_bytes -= num_bytes
+                    pending.use.rows -= num_left
+                    pending.use.num_bytes -= num_bytes
                     self.ended += pending.joiners
         if not any(self._pending):
             self._idle.set()

@@ -1,18 +1,21 @@
 """The ready queue of a span: what could run now, in the order in which it will.
 
-Short rows go at once, as many as a batch may have. Long ones share a budget of tokens: the highest priority first, and
-within a priority one client after another, each for a quantum of tokens, so that many prefills of one do not starve a
-single one of another. Rows whose adapter turns out not to be on the device when their turn comes are parked until
-their adapter has come (adapter_wait.py), so that they hold up nobody. Taking costs what is taken, not what waits: rows
-that were dropped meanwhile are skipped when their turn comes, unless rows of their request wait: beside these they are
-taken as padding, like the rows that were never admitted.
+Short rows go at once, as many as a batch may have; when there are more, those first that have the fewest rows of their
+principal ahead of them, which are of a higher priority, or of clients with fewer rows ahead. Long ones share a budget
+of tokens: one principal after another, each for a quantum; of its rows the highest priority first, and within one
+client after another, each for a quantum, so that many prefills of one do not starve a single one of another. Rows
+whose adapter turns out not to be on the device when their turn comes are parked until their adapter has come
+(adapter_wait.py), so that they hold up nobody. Taking costs what is taken, not what waits, unless more short rows wait
+than a batch may have. Rows that were dropped meanwhile are skipped when their turn comes, unless rows of their request
+wait: beside these they are taken as padding, like the rows that were never admitted.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,9 @@ from deltaline_server.tables.sequence_adapters import NO_ADAPTER
 # Prefill chunks end on multiples of this many tokens, the chunk of the kernels, so that cutting moves no boundary of
 # theirs.
 CHUNK_ALIGNMENT = 64
+
+# Rows (positions in the pending step), and how many of their tokens were taken before.
+_ShortRows: TypeAlias = tuple[PendingStep, NDArray[np.int64], int]
 
 
 @dataclass(eq=False)
@@ -96,10 +102,54 @@ class _DeficitRoundRobin:
         return budget
 
 
+class _LongRows:
+    """Long rows by principal. The one in front has `_deficit` tokens left of its turn, if others wait."""
+
+    def __init__(self, quantum: int) -> None:
+        self._quantum = self._deficit = quantum
+        self.rows: dict[int, dict[int, _DeficitRoundRobin]] = {}
+        """Principals in the order of their turns; of each, the rows by priority. Empty where there are none."""
+
+    def priority(self) -> int:
+        """The highest priority of a row; there must be one."""
+        return max(max(rows) for rows in self.rows.values())
+
+    def add(self, row: _LongRow) -> None:
+        rows = self.rows.setdefault(row.pending.request.principal.number, {})
+        priority = row.pending.form.priority
+        if priority not in rows:
+            rows[priority] = _DeficitRoundRobin(self._quantum)
+        rows[priority].add(row)
+
+    def take(
+        self, budget: int, max_short: int, most: int, chosen: list[_LongRow], has_adapter: Callable[[_LongRow], bool]
+    ) -> None:
+        """Take tokens of the principals whose turn it is, as _DeficitRoundRobin.take does of clients."""
+        num_in_vain = 0
+        while num_in_vain < len(self.rows):
+            principal, rows = next(iter(self.rows.items()))
+            is_alone = len(self.rows) == 1
+            left = room = budget if is_alone else min(budget, self._deficit)
+            for priority in sorted(rows, reverse=True):
+                left = rows[priority].take(left, max_short, most, chosen, has_adapter)
+                if not rows[priority]:
+                    del rows[priority]
+            budget -= room - left
+            self._deficit -= room - left
+            if rows and (is_alone or left == budget):
+                return  # it is the batch that is full, not the turn that is over
+            del self.rows[principal]
+            self._deficit = self._quantum
+            if rows:
+                self.rows[principal] = rows
+                num_in_vain = num_in_vain + 1 if left == room else 0
+
+
 class ReadyQueue:
     """Rows of one span that may run now. A row is short when it has at most max_short tokens left.
 
-    short, long: the rows by priority, empty when there are none; they may hold rows that were dropped since.
+    short, long: the rows, the short ones by priority, empty when there are none; they may hold rows that were dropped
+    since.
     """
 
     def __init__(
@@ -110,10 +160,10 @@ class ReadyQueue:
         quantum: tokens that a client's long rows get in its turn. short_rows, long_rows: of a batch, at most.
         """
         self._span, self._ready_spans = span, ready_spans
-        self._max_short, self._quantum = max_short, quantum
+        self._max_short = max_short
         self._max_short_rows, self._max_long_rows = short_rows, long_rows
-        self.short: dict[int, list[tuple[PendingStep, NDArray[np.int64], int]]] = {}
-        self.long: dict[int, _DeficitRoundRobin] = {}
+        self.short: dict[int, list[_ShortRows]] = {}
+        self.long = _LongRows(quantum)
         self.num_short = self.num_parked = 0
         """Short rows that are ready, and parked rows, with those that were dropped since."""
         self.parked: dict[int, list[tuple[PendingStep, NDArray[np.int64]]]] = {}
@@ -121,7 +171,8 @@ class ReadyQueue:
 
     def priority(self) -> int:
         """The highest priority of a ready row; there must be one."""
-        return max((*self.short, *self.long))
+        highest = [self.long.priority()] if self.long.rows else []
+        return max((*self.short, *highest))
 
     def add(self, pending: PendingStep, index: NDArray[np.int64]) -> None:
         """Rows (positions in the pending step, in row order) of which no token was taken may run now."""
@@ -162,28 +213,32 @@ class ReadyQueue:
         its tokens were taken: the caller moves the cursor before it asks again. adapters: the batch's, None while no
         row has any.
         """
-        short, long = self._take_short(adapters), self._take_long(budget, adapters) if self.long else []
-        if not (self.short or self.long):
+        short, long = self._take_short(adapters), self._take_long(budget, adapters) if self.long.rows else []
+        if not (self.short or self.long.rows):
             self._ready_spans.discard(self._span)
         return short, long
 
     def _take_short(self, adapters: BatchAdapters | None) -> list[ScheduledRows]:
-        short, self.short, self.num_short = self.short, {}, 0
+        ordered: list[_ShortRows] = []
+        for priority in sorted(self.short, reverse=True):
+            ordered += self.short[priority]
         scheduled, room = [], self._max_short_rows
-        for priority in sorted(short, reverse=True):
-            for pending, taken, cursor in short[priority]:
-                if pending.has_padding and not pending.is_waiting:
-                    continue
-                if pending.adapters is not None and room:
-                    taken = self._with_adapter(pending, taken, adapters)
-                if len(taken) > room:
-                    self._add_short(pending, taken[room:], cursor)
-                    taken = taken[:room]
-                if len(taken):
-                    all_rows = not (cursor or pending.has_padding) and len(taken) == len(pending.length)
-                    lengths = pending.length if all_rows else pending.length[taken] - cursor
-                    scheduled.append(ScheduledRows(pending, taken, lengths, cursor, True))
-                    room -= len(taken)
+        if self.num_short > room:
+            ordered = _fairly(ordered)
+        self.short, self.num_short = {}, 0
+        for pending, taken, cursor in ordered:
+            if pending.has_padding and not pending.is_waiting:
+                continue
+            if pending.adapters is not None and room:
+                taken = self._with_adapter(pending, taken, adapters)
+            if len(taken) > room:
+                self._add_short(pending, taken[room:], cursor)
+                taken = taken[:room]
+            if len(taken):
+                all_rows = not (cursor or pending.has_padding) and len(taken) == len(pending.length)
+                lengths = pending.length if all_rows else pending.length[taken] - cursor
+                scheduled.append(ScheduledRows(pending, taken, lengths, cursor, True))
+                room -= len(taken)
         return scheduled
 
     def _take_long(self, budget: int, adapters: BatchAdapters | None) -> list[ScheduledRows]:
@@ -194,10 +249,7 @@ class ReadyQueue:
             )
 
         chosen: list[_LongRow] = []
-        for priority in sorted(self.long, reverse=True):
-            budget = self.long[priority].take(budget, self._max_short, self._max_long_rows, chosen, has_adapter)
-            if not self.long[priority]:
-                del self.long[priority]
+        self.long.take(budget, self._max_short, self._max_long_rows, chosen, has_adapter)
         scheduled = []
         for row in chosen:
             left, taken, row.taken = row.left, row.taken, 0
@@ -234,11 +286,28 @@ class ReadyQueue:
             self._ready_spans.add(self._span)
 
     def _add_long(self, row: _LongRow) -> None:
-        priority = row.pending.form.priority
-        if priority not in self.long:
-            self.long[priority] = _DeficitRoundRobin(self._quantum)
-            self._ready_spans.add(self._span)
-        self.long[priority].add(row)
+        self.long.add(row)
+        self._ready_spans.add(self._span)
+
+
+def _fairly(ordered: list[_ShortRows]) -> list[_ShortRows]:
+    """More rows than a batch takes, in the order in which they should go; `ordered`: by priority, then as they came."""
+    ahead: defaultdict[object, int] = defaultdict(int)
+    of_principals: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for place, (pending, index, _) in enumerate(ordered):
+        request, priority = pending.request, pending.form.priority
+        client = request.principal.number, priority, request.client
+        of_principals[request.principal.number].append((-priority, ahead[client], place))
+        ahead[client] += len(index)
+    fair: list[tuple[int, int]] = []
+    for turns in of_principals.values():
+        turns.sort()
+        num_ahead = 0
+        for _, _, place in turns:
+            fair.append((num_ahead, place))
+            num_ahead += len(ordered[place][1])
+    fair.sort()
+    return [ordered[place] for _, place in fair]
 
 
 def _chunk(left: int, budget: int) -> int:

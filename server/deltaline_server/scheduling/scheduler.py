@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.pending import PendingStep, RowState
 from deltaline_server.scheduling.queue import Load, Queue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
+from deltaline_server.scheduling.use import Use
 from deltaline_server.step import BatchResult, Limits, RowKind, RowOutcome, StepRequest, StepResult
 from deltaline_server.tables.kept_replies import Answers
 from deltaline_server.tables.ledger import Slots
@@ -54,7 +55,7 @@ class Scheduler:
     ) -> None:
         """clock: monotonic seconds, called on the engine's threads too."""
         self._table, self._observer, self._clock = table, observer, clock
-        self._queue = Queue(table, limits, observer)
+        self._queue = Queue(table, limits, observer, clock)
         self.adapter_wait = AdapterWait(table.adapters, self._queue.ready, self._guarded, self._pump)
         self._batch_time = BatchTimeModel(table.ledger.num_spans, limits.chunk_tokens)
         self._in_flight = InFlight(engine, self._landed, clock)
@@ -68,6 +69,11 @@ class Scheduler:
 
     def load(self) -> Load:
         return self._queue.load()
+
+    @property
+    def use(self) -> Mapping[int, Use]:
+        """What each principal has in the queue, by its number."""
+        return self._queue.use
 
     async def drained(self) -> None:
         """Return once nothing is queued or running."""
@@ -183,7 +189,7 @@ class Scheduler:
     def _start(self, span: int, now_s: float) -> bool:
         """Choose rows, whose commits are fixed from here on, and run them; tell whether there were any."""
         ready, adapters = self._queue.ready[span], self.adapter_wait.begin()
-        budget = self._batch_time.chunk_tokens(span, ready.num_short, now_s) if ready.long else 0
+        budget = self._batch_time.chunk_tokens(span, ready.num_short, now_s) if ready.long.rows else 0
         short, long = ready.take(budget, adapters)
         scheduled: list[ScheduledRows] = []
         num_short, num_awaited = self._begin(short, scheduled)

@@ -3,6 +3,8 @@
 Registered is not resident: what is here may or may not have a place on the device (adapter_places.py). Knows names,
 hashes and sizes; neither files nor tensors. All methods belong to one thread.
 
+A name is its owner's: others may give it to another adapter. What SHARED owns all may use, behind what is their own.
+
 A sequence binds an adapter by name when it opens, and has its number from then on: a number means one content forever,
 while a name may be given to another content once the first is unloaded.
 """
@@ -16,6 +18,7 @@ from enum import IntEnum
 
 from deltaline_server.errors import Reason, RequestError, shown, spelled_bytes
 from deltaline_server.log import event
+from deltaline_server.principal import ANONYMOUS, SHARED, Principal
 from deltaline_server.tables.adapter_places import AdapterPlaces, Content
 
 _log = logging.getLogger(__name__)
@@ -44,10 +47,12 @@ class AdapterDescription:
     is_pinned: bool
     num_sequences: int
     num_elsewhere: int
+    is_shared: bool = False
 
 
 @dataclass
 class _Entry:
+    owner: Principal
     name: str
     content: Content
     is_pinned: bool
@@ -56,8 +61,8 @@ class _Entry:
 
 
 class AdapterRegistry:
-    """Adapters of at most `limit_bytes` together. When memory is short the least recently used one goes that no
-    sequence has bound, no batch uses and nobody pinned.
+    """Adapters of at most `limit_bytes` together. When memory is short the least recently used one of the owner goes
+    that no sequence has bound, no batch uses and nobody pinned.
 
     Attributes: places, those of adapters on the device; load_s, how long the loads of those registered took together.
     """
@@ -71,7 +76,7 @@ class AdapterRegistry:
         self._next_number = 1
         # By number, the least recently used first.
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[tuple[int, str], int] = {}
 
     @property
     def num_registered(self) -> int:
@@ -80,25 +85,34 @@ class AdapterRegistry:
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
-    def known_hash(self, name: str) -> bytes | None:
-        """The content that has a name now."""
-        number = self._numbers.get(name)
+    def known_hash(self, name: str, owner: Principal = ANONYMOUS) -> bytes | None:
+        """The content that has a name of an owner's now."""
+        number = self._numbers.get((owner.number, name))
         return None if number is None else self._entries[number].content.content_hash
 
-    def reserve(self, num_bytes: int) -> None:
-        """Take memory for an adapter that is about to be read; others may go for it.
+    def reserve(self, num_bytes: int, owner: Principal = ANONYMOUS) -> None:
+        """Take memory for an adapter that is about to be read; others of its owner may go for it.
 
-        `register` or `unreserve` must follow. Raises RequestError ADAPTER_BYTES_EXHAUSTED; then nothing has changed.
+        `register` or `unreserve` must follow. Raises RequestError ADAPTER_BYTES_EXHAUSTED or QUOTA_EXCEEDED; then
+        nothing has changed.
         """
         victims: list[int] = []
         free = self.limit_bytes - self.used_bytes
+        own = sum(entry.content.num_bytes for entry in self._entries.values() if entry.owner.number == owner.number)
+        quota = 0 if owner.quotas is None else owner.quotas.adapter_bytes
         num_adapters = len(self._entries) + self._num_reserved
         for number, entry in self._entries.items():
-            if free >= num_bytes and num_adapters - len(victims) < MAX_ADAPTERS:
+            is_within = not quota or own + num_bytes <= quota
+            if is_within and free >= num_bytes and num_adapters - len(victims) < MAX_ADAPTERS:
                 break
+            if entry.owner.number != owner.number:
+                continue
             if not (entry.is_pinned or entry.num_sequences or self.places.is_busy(number)):
                 victims.append(number)
                 free += entry.content.num_bytes
+                own -= entry.content.num_bytes
+        if owner.quotas is not None:
+            owner.quotas.check("adapter_bytes", own, num_bytes)
         if free < num_bytes or num_adapters - len(victims) >= MAX_ADAPTERS:
             raise RequestError(
                 Reason.ADAPTER_BYTES_EXHAUSTED,
@@ -116,24 +130,28 @@ class AdapterRegistry:
         self.used_bytes -= num_bytes
         self._num_reserved -= 1
 
-    def register(self, name: str, content: Content, is_pinned: bool) -> AdapterDescription:
+    def register(
+        self, name: str, content: Content, is_pinned: bool, owner: Principal = ANONYMOUS
+    ) -> AdapterDescription:
         """Keep an adapter whose `num_bytes` are reserved, under a name that is free."""
-        if name in self._numbers:
+        if (owner.number, name) in self._numbers:
             raise ValueError("name: expected one that is free, got one that is taken")
         number = self._next_number
         self._next_number += 1
         self._num_reserved -= 1
-        self._entries[number] = _Entry(name, content, is_pinned)
-        self._numbers[name] = number
+        self._entries[number] = _Entry(owner, name, content, is_pinned)
+        self._numbers[owner.number, name] = number
         self.num_loaded += 1
         return self._describe(number)
 
-    def confirm(self, name: str, content_hash: bytes, is_pinned: bool) -> AdapterDescription:
+    def confirm(
+        self, name: str, content_hash: bytes, is_pinned: bool, owner: Principal = ANONYMOUS
+    ) -> AdapterDescription:
         """The same adapter was loaded again under a name that is taken; whether it is pinned may change.
 
         Raises RequestError ADAPTER_EXISTS when the content is another.
         """
-        number = self._number(name)
+        number = self._number(name, owner)
         entry = self._entries[number]
         if entry.content.content_hash != content_hash:
             raise RequestError(
@@ -147,12 +165,14 @@ class AdapterRegistry:
 
     # -- use -------------------------------------------------------------------------------------------------------
 
-    def bind(self, name: str, count: int = 1) -> int:
-        """`count` sequences open with the adapter: returns its number. `release` must follow for each of them.
+    def bind(self, name: str, count: int = 1, principal: Principal = ANONYMOUS) -> int:
+        """`count` sequences of a principal open with the adapter: returns its number. `release` must follow for each of
+        them.
 
         Raises RequestError ADAPTER_UNKNOWN.
         """
-        number = self._number(name, ": load it first")
+        owner = principal if (principal.number, name) in self._numbers else SHARED
+        number = self._number(name, owner, ": load it first")
         self._entries[number].num_sequences += count
         return number
 
@@ -183,13 +203,13 @@ class AdapterRegistry:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def unload(self, name: str, drain: bool) -> int:
-        """Free a name at once, and the adapter too unless sequences use it; returns how many do.
+    def unload(self, name: str, drain: bool, owner: Principal = ANONYMOUS) -> int:
+        """Free an owner's name at once, and the adapter too unless sequences use it; returns how many do.
 
         With `drain` those go on with it, and it is freed after the last of them. Raises RequestError ADAPTER_UNKNOWN;
         without `drain` ADAPTER_IN_USE if there are any; then nothing has changed.
         """
-        number = self._number(name)
+        number = self._number(name, owner)
         entry = self._entries[number]
         if entry.num_sequences and not drain:
             raise RequestError(
@@ -198,7 +218,7 @@ class AdapterRegistry:
                 metadata={"sequences": str(entry.num_sequences)},
                 retry_after_s=1.0,
             )
-        del self._numbers[name]
+        del self._numbers[owner.number, name]
         entry.is_draining = True
         if entry.num_sequences:
             self._tell("adapter drains", entry.content, sequences=entry.num_sequences)
@@ -206,15 +226,21 @@ class AdapterRegistry:
             self._remove(number, "adapter unloaded")
         return entry.num_sequences
 
-    def describe(self) -> list[AdapterDescription]:
-        """All adapters, by name; those that drain are behind the one that has their name now."""
-        numbers = sorted(self._entries, key=lambda i: (self._entries[i].name, self._entries[i].is_draining, i))
+    def describe(self, principal: Principal = ANONYMOUS) -> list[AdapterDescription]:
+        """The adapters that are a principal's, or shared, by name, its own first; those that drain are behind the one
+        that has their name now."""
+        owners = principal.number, SHARED.number
+        seen = {i: entry for i, entry in self._entries.items() if entry.owner.number in owners}
+        numbers = sorted(
+            seen, key=lambda i: (seen[i].name, seen[i].owner.number == SHARED.number, seen[i].is_draining, i)
+        )
         return [self._describe(number) for number in numbers]
 
     def check_integrity(self) -> None:
         """Raise ValueError unless names, numbers, bytes and places agree."""
         self.places.check_integrity()
-        named = {entry.name: number for number, entry in self._entries.items() if not entry.is_draining}
+        live = {number: entry for number, entry in self._entries.items() if not entry.is_draining}
+        named = {(entry.owner.number, entry.name): number for number, entry in live.items()}
         if named != self._numbers:
             raise ValueError("adapter registry: names and adapters disagree")
         held = sum(entry.content.num_bytes for entry in self._entries.values())
@@ -224,8 +250,8 @@ class AdapterRegistry:
             if entry.num_sequences < 0 or (entry.is_draining and not entry.num_sequences):
                 raise ValueError("adapter registry: an adapter is held for nobody")
 
-    def _number(self, name: str, hint: str = "") -> int:
-        number = self._numbers.get(name)
+    def _number(self, name: str, owner: Principal, hint: str = "") -> int:
+        number = self._numbers.get((owner.number, name))
         if number is None:
             raise RequestError(Reason.ADAPTER_UNKNOWN, f"no adapter has the name {shown(name)}{hint}", field="name")
         return number
@@ -246,8 +272,9 @@ class AdapterRegistry:
         """Forget an adapter; the log has the message."""
         entry = self._entries.pop(number)
         self.used_bytes -= entry.content.num_bytes
-        if self._numbers.get(entry.name) == number:
-            del self._numbers[entry.name]
+        named = entry.owner.number, entry.name
+        if self._numbers.get(named) == number:
+            del self._numbers[named]
         self.places.forget(number)
         self._tell(message, entry.content)
 
@@ -275,4 +302,5 @@ class AdapterRegistry:
             is_pinned=entry.is_pinned,
             num_sequences=entry.num_sequences,
             num_elsewhere=entry.content.num_elsewhere,
+            is_shared=entry.owner.number == SHARED.number,
         )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.step import Principal
+from deltaline_server.principal import Principal
 from deltaline_server.tables.sequence_adapters import BoundAdapter
 
 LIFE_S = 60.0

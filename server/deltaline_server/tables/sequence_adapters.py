@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 from deltaline_server.tables.ledger import Slots
 
@@ -45,8 +46,9 @@ class SequenceAdapters:
         self.number = np.zeros(num_slots, dtype=np.int64)
         self.num_bound = 0
 
-    def reserve(self, name: str, count: int) -> BoundAdapter:
-        """Bind the adapter of a name for `count` sequences, no name being none: `put` or `give_back` must follow.
+    def reserve(self, name: str, count: int, principal: Principal = ANONYMOUS) -> BoundAdapter:
+        """Bind the adapter of a name for `count` sequences of a principal, no name being none: `put` or `give_back`
+        must follow.
 
         Raises RequestError ADAPTERS_OFF or ADAPTER_UNKNOWN.
         """
@@ -55,7 +57,7 @@ class SequenceAdapters:
         if self.registry is None:
             message = "this server keeps no adapters: start it with --adapter-bytes"
             raise RequestError(Reason.ADAPTERS_OFF, message, field="adapter")
-        number = self.registry.bind(name, count)
+        number = self.registry.bind(name, count, principal)
         return BoundAdapter(number, name, self.registry.content(number).content_hash)
 
     def give_back(self, adapter: BoundAdapter, count: int) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import heapq
 import secrets
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal, RequestError
-from deltaline_server.step import ANONYMOUS, Principal
+from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import Slots, StepLedger
 from deltaline_server.tables.lines import NULL_LINE, LinePool
@@ -66,6 +67,8 @@ class SequenceTable:
         self.ledger, self.replies, self.adapters = ledger, replies, adapters
         self.default_lease_s, self.max_lease_s = default_lease_s, max_lease_s
         self.num_slots, self.num_expired = num_slots, 0
+        self.num_open_of: defaultdict[int, int] = defaultdict(int)
+        """Open sequences by their principal's number."""
         self.is_draining = False
         """Whether no new sequence is opened any more."""
         self._lines, self.pages, self._clock, self._lease_tick_s = lines, lines.pages, clock, lease_tick_s
@@ -112,8 +115,8 @@ class SequenceTable:
         """Open `count` sequences of a principal with an adapter, by its name, or none: all of them or none.
 
         The same token within a minute returns the same handles. Raises RequestError NO_FREE_LINES, INVALID_REQUEST,
-        ADAPTERS_OFF or ADAPTER_UNKNOWN, and DRAINING unless the token is known; SEQUENCE_CLOSED, SEQUENCE_EXPIRED or
-        SEQUENCE_UNKNOWN when one of what the token opened is over.
+        ADAPTERS_OFF, ADAPTER_UNKNOWN or QUOTA_EXCEEDED, and DRAINING unless the token is known; SEQUENCE_CLOSED,
+        SEQUENCE_EXPIRED or SEQUENCE_UNKNOWN when one of what the token opened is over.
         """
         now = self._clock()
         lease_s = self._checked_lease(lease_s)
@@ -123,7 +126,9 @@ class SequenceTable:
             return known
         if self.is_draining:
             raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
-        bound = self.adapters.reserve(adapter, count)
+        if principal.quotas is not None:
+            principal.quotas.check("sequences", self.num_open_of[principal.number], count)
+        bound = self.adapters.reserve(adapter, count, principal)
         try:
             lines = self._lines.allocate(count)
         except RequestError:
@@ -134,6 +139,7 @@ class SequenceTable:
         self.adapters.put(slots, bound)
         self._state[slots] = SequenceState.OPEN
         self._principal[slots] = principal.number
+        self.num_open_of[principal.number] += count
         self._lease_s[slots] = lease_s
         self._deadline_s[slots] = now + lease_s
         self.write_line[slots] = lines
@@ -214,6 +220,7 @@ class SequenceTable:
     def _free_slot(self, slot: int, how: SequenceState) -> None:
         self._former_handle[slot], self._former_state[slot] = self._handle[slot], how
         self._former_principal[slot] = self._principal[slot]
+        self.num_open_of[int(self._principal[slot])] -= 1
         self._handle[slot], self._state[slot] = 0, SequenceState.FREE
         self._lines.release([int(self.write_line[slot])])
         self.write_line[slot] = NULL_LINE
@@ -348,6 +355,9 @@ class SequenceTable:
             raise ValueError("sequence table: a line belongs to two slots")
         if ((self.read_line != NULL_LINE) & (self.read_line != self.write_line)).any():
             raise ValueError("sequence table: a slot reads a line that is not its own")
+        counts = np.bincount(self._principal[~free], minlength=1)
+        if any(count != counts[number : number + 1].sum() for number, count in self.num_open_of.items()):
+            raise ValueError("sequence table: principals and their counts disagree")
         self.adapters.check_integrity()
         if self.adapters.number[free].any():
             raise ValueError("sequence table: a free slot has an adapter")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from deltaline_server.memory.regions import Regions
@@ -10,6 +10,7 @@ from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 from deltaline_server.tables.sequences import SequenceTable
 from deltaline_server.telemetry.metrics import Metrics
+from deltaline_server.telemetry.principal_metrics import PrincipalMetrics
 
 
 class DeviceCounts(Protocol):
@@ -50,14 +51,13 @@ class Tls(Protocol):
     def expires_s(self) -> float: ...
 
 
-class Tls(Protocol):
-    """What protects the ports, where something does."""
-
-    num_taken: int
-    num_refused: int
+class Principals(Protocol):
+    """Who may call."""
 
     @property
-    def expires_s(self) -> float: ...
+    def names(self) -> Mapping[int, str]: ...
+    @property
+    def num_refused(self) -> int: ...
 
 
 def add_gauges(
@@ -72,8 +72,11 @@ def add_gauges(
     adapters: AdapterRegistry | None,
     front_ends: FrontEnds,
     tls: Tls | None,
+    principals: Principals,
+    unknown_handles: Callable[[], int],
 ) -> None:
     """Let the metrics read these numbers. adapters, tls: None where the server has none."""
+    metrics.registry.register(PrincipalMetrics(lambda: principals.names, table, scheduler))
     pages = table.pages
 
     def of_adapters(read: Callable[[AdapterRegistry], float]) -> Callable[[], float]:
@@ -85,6 +88,7 @@ def add_gauges(
         return lambda: 0.0 if tls is None else read(tls)
 
     for name, text, read in (
+        ("principals", "Principals that there are.", lambda: len(principals.names)),
         ("lines_used", "State lines in use.", lambda: table.num_lines_used),
         ("lines_capacity", "State lines in all, the null line not counted.", lambda: table.num_lines),
         ("kv_pages_used", "Pages of keys and values in use.", lambda: 0 if pages is None else pages.num_used),
@@ -109,6 +113,8 @@ def add_gauges(
     ):
         metrics.gauge(f"deltaline_{name}", text, read)
     for name, text, read in (
+        ("principals_refusals", "Changed files of principals that were wrong.", lambda: principals.num_refused),
+        ("unknown_handles", "Handles that named nothing of their principal's.", unknown_handles),
         ("compilations", "Kernels compiled, or loaded once compiled.", lambda: counts().compilations),
         ("graph_captures", "CUDA graphs captured.", lambda: counts().captures),
         ("device_allocations", "Allocations of device memory.", lambda: counts().allocations),

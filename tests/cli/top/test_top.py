@@ -79,6 +79,11 @@ deltaline_stage_seconds_count{{stage="queue",kind="decode"}} {count}
 deltaline_stage_seconds_bucket{{stage="queue",kind="decode",le="0.001"}} {count}
 deltaline_stage_seconds_bucket{{stage="queue",kind="decode",le="+Inf"}} {count}
 deltaline_adapter_rows_waiting 3
+deltaline_principal_sequences{{principal="team-a"}} 5
+deltaline_principal_sequences{{principal="team-b"}} 6
+deltaline_principal_queue_rows{{principal="team-a"}} 12
+deltaline_principal_tokens_total{{principal="team-a"}} {count}
+deltaline_principal_tokens_total{{principal="team-b"}} {sum}
 """
 
 
@@ -160,6 +165,9 @@ def test_a_frame_fits_its_width(server: Any, metrics_url: str, width: int) -> No
     lines = drawn(full, width)
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
+    assert "2 principals" in text
+    told = [line.strip("│ ").split() for line in lines if "team-" in line]
+    assert [(one[0], *one[3:]) for one in told] == [("team-b", "0", "6"), ("team-a", "12", "5")]
     assert "adapter-10" in text and "adapter-03" in text and "adapter-02" not in text and "and 3 more" in text
     assert all(panel in text for panel in ("open ", "latency, last ", "work ", "refused ", "11 adapters, 8 of 8 slots"))
     assert (width >= 110) == any("open" in line and "work" in line for line in lines)

@@ -57,7 +57,7 @@ def test_an_adapter_is_shown_on_a_line() -> None:
     adapter = Adapter.from_proto(message)
     shown = repr(adapter)
     assert shown.startswith("Adapter(name='french', content_hash=0001020304050607, rank=8, size_bytes=0, state=<")
-    assert shown.endswith("pinned=False, sequences=0, modules_elsewhere=0)")
+    assert shown.endswith("pinned=False, sequences=0, modules_elsewhere=0, shared=False)")
     assert repr(AdapterList((adapter,), 1, 2, 3, 4)).startswith(f"AdapterList(adapters=({shown},), used_bytes=1, ")
 
 

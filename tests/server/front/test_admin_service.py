@@ -7,6 +7,7 @@ import mmap
 from typing import Any
 
 import pytest
+from rigs.principals import as_anonymous
 from rigs.scheduler_rig import DECODE, PREFILL, Rig, refuses, turns
 
 from deltaline.v1 import admin_service_pb2 as pb
@@ -33,6 +34,7 @@ class Administered:
 
 @pytest.mark.parametrize(("asked_ms", "given_ms"), [(1, 1), (1500, 1500), (60_000, 60_000), (0, 10_000)])
 async def test_a_region_s_lease_is_in_milliseconds(asked_ms: int, given_ms: int) -> None:
+    as_anonymous()
     made = Administered(Rig())
     request = pb.CreateSharedMemoryRequest(size_bytes=10, lease_ms=asked_ms)
     answer = pb.CreateSharedMemoryResponse.FromString(await made.service.create_shared_memory(request, CONTEXT))

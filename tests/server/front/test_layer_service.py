@@ -12,6 +12,7 @@ import pytest
 from google.rpc import code_pb2, error_details_pb2
 from rigs.layer_calls import HIDDEN, HeldEngine, detail, make_step, reason_of, refused, status_of
 from rigs.limits import make_limits
+from rigs.principals import as_anonymous
 from rigs.scheduler_rig import Rig
 
 from deltaline import wire
@@ -22,6 +23,7 @@ from deltaline_server.finite import checksum, finite_rows
 from deltaline_server.front import layer_service
 from deltaline_server.front.layer_service import LayerService
 from deltaline_server.front.requests import Served
+from deltaline_server.front.trust.principals import Principals
 from deltaline_server.memory.regions import Regions
 from deltaline_server.step import RowKind, SpanShapes
 from deltaline_server.tables import kept_replies
@@ -32,7 +34,7 @@ async def test_a_line_is_free_once_the_last_step_of_its_closed_sequence_is_answe
     shapes, regions = [SpanShapes(2, 4)], Regions(limit_bytes=0, default_lease_s=1, max_lease_s=1, clock=lambda: 0.0)
     served = Served(make_limits(), shapes, np.dtype(np.float32), regions)
     parts: dict[str, Any] = {"table": rig.table, "scheduler": rig.scheduler, "observer": rig.counts}
-    service = LayerService(**parts, served=served, clock=lambda: rig.now)
+    service = LayerService(**parts, served=served, principals=Principals(), clock=lambda: rig.now)
     (handle,) = rig.open()
     step = rig.submit(rig.request((handle, RowKind.DECODE, 1, 0, -1, [1.0])))
     rig.close(handle)
@@ -40,6 +42,7 @@ async def test_a_line_is_free_once_the_last_step_of_its_closed_sequence_is_answe
     await step
     assert rig.table.num_open == 1  # answered, and not in the books yet
     context: Any = None
+    as_anonymous()
     assert await service.open_sequences(pb.OpenSequencesRequest(count=1), context)
     service.close()
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from rigs.adapter_cases import adapter_config
 from rigs.adapter_server import LIMIT_BYTES, HeldReading, Rig, refused, running
+from rigs.principals import as_anonymous
 from rigs.target import ADAPTER
 from safetensors.torch import save
 
@@ -98,6 +99,7 @@ async def test_an_upload_that_stalls_holds_none_of_its_messages(rig: Rig, num_ch
         has_stalled.set()
         await asyncio.Event().wait()
 
+    as_anonymous()
     context: Any = None
     call = asyncio.create_task(rig.service.load_adapter(messages(), context))
     await has_stalled.wait()

@@ -341,3 +341,36 @@ async def test_regions_that_come_and_go_leave_no_file_and_no_mapping() -> None:
         regions.release((await regions.create(PAGE, None)).id)
     await settle(regions)
     assert memory_files() == before
+
+
+async def test_anothers_region_is_one_that_never_was() -> None:
+    regions = make()
+    region = await regions.create(PAGE, None, 1)
+    linked = await regions.create(PAGE, None, "link:1000:7")
+    hidden = np.zeros(1, np.float32)
+    for number, owners in ((region.id, (2, "link:1000:7")), (linked.id, (1, "link:1000:8"))):
+
+        def tensor(number: int, owners: tuple[int, str] = owners) -> object:
+            return regions.tensor("hidden", number, 0, F32, (1, 1), owners)
+
+        def output(number: int, owners: tuple[int, str] = owners) -> object:
+            return regions.output("output_slice", number, 0, 64, 64, hidden, owners)
+
+        for call in (tensor, output):
+            told = []
+            for asked in (number, number ^ 1):
+                with pytest.raises(RequestError) as refused:
+                    call(asked)
+                told.append(refused.value.refusal)
+            assert told[0] == told[1] and told[0].reason is Reason.INVALID_SHARED_MEMORY
+        with pytest.raises(RequestError):
+            regions.copy_out(number, 0, 64, owners[0])
+        with pytest.raises(RequestError):
+            regions.copy_in(number, 0, b"x", owners[1])
+        regions.release(number, owners[0])
+        assert regions.has(number)
+    assert regions.tensor("hidden", region.id, 0, F32, (1, 1), (1, "ipv4:10.0.0.1:5")).shape == (1, 1)
+    assert regions.copy_out(linked.id, 0, 4, "link:1000:7") == linked.nonce[:4]
+    regions.release(region.id, 1)
+    assert not regions.has(region.id)
+    await regions.close()

@@ -9,6 +9,7 @@ import pytest
 from rigs.adapter_rig import Clock, FakeContent, FakeDevice
 
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.principal import SHARED, Principal, Quotas
 from deltaline_server.tables import adapter_registry
 from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry, AdapterState
@@ -207,3 +208,74 @@ def test_releasing_what_is_not_bound_is_a_bug() -> None:
     for number in (1, 99):
         with pytest.raises(ValueError, match="expected one that 1 sequences have bound"):
             rig.registry.release(number)
+
+
+# -- owners ----------------------------------------------------------------------------------------------------------
+
+ALICE, BOB = Principal(1, "alice"), Principal(2, "bob")
+
+
+def load_for(rig: Rig, owner: Principal, name: str, content: bytes, num_bytes: int = 10) -> None:
+    rig.registry.reserve(num_bytes, owner)
+    rig.registry.register(name, FakeContent(content, num_bytes), False, owner)
+
+
+def test_a_name_is_its_owners_and_anothers_is_as_if_it_never_was() -> None:
+    rig = Rig()
+    load_for(rig, ALICE, "a", b"alice's")
+    with pytest.raises(RequestError) as never:
+        rig.registry.bind("b", 1, BOB)
+    for call in (partial(rig.registry.bind, "a", 1, BOB), partial(rig.registry.unload, "a", True, BOB)):
+        with pytest.raises(RequestError) as anothers:
+            call()
+        assert reason_of(anothers) is reason_of(never) is Reason.ADAPTER_UNKNOWN
+        assert str(anothers.value).removesuffix(": load it first") == "no adapter has the name 'a'"
+    assert rig.registry.known_hash("a", BOB) is None and rig.registry.describe(BOB) == []
+    load_for(rig, BOB, "a", b"bob's")
+    assert [rig.registry.known_hash("a", owner) for owner in (ALICE, BOB)] == [b"alice's", b"bob's"]
+    assert rig.registry.content(rig.registry.bind("a", 1, ALICE)).content_hash == b"alice's"
+    assert rig.registry.unload("a", False, BOB) == 0
+    assert [one.num_sequences for one in rig.registry.describe(ALICE)] == [1]
+    rig.registry.check_integrity()
+
+
+def test_a_shared_one_is_everybodys_behind_their_own() -> None:
+    rig = Rig()
+    load_for(rig, SHARED, "a", b"shared")
+    load_for(rig, ALICE, "a", b"alice's")
+    bound = [rig.registry.content(rig.registry.bind("a", 1, owner)).content_hash for owner in (ALICE, BOB)]
+    assert bound == [b"alice's", b"shared"]
+    assert [(one.content_hash, one.is_shared) for one in rig.registry.describe(ALICE)] == [
+        (b"alice's", False),
+        (b"shared", True),
+    ]
+    with pytest.raises(RequestError):
+        rig.registry.unload("a", True, BOB)
+
+
+def test_nobody_evicts_what_is_anothers() -> None:
+    rig = Rig(limit_bytes=30)
+    load_for(rig, ALICE, "a", b"1")
+    for name in "bc":
+        load_for(rig, BOB, name, name.encode())
+    load_for(rig, BOB, "d", b"d")
+    assert [[one.name for one in rig.registry.describe(owner)] for owner in (ALICE, BOB)] == [["a"], ["c", "d"]]
+    with pytest.raises(RequestError) as full:
+        rig.registry.reserve(21, BOB)
+    assert reason_of(full) is Reason.ADAPTER_BYTES_EXHAUSTED
+
+
+def test_a_quota_makes_only_ones_own_go() -> None:
+    rig, held = Rig(limit_bytes=100), Principal(3, "held", quotas=Quotas(adapter_bytes=25))
+    load_for(rig, ALICE, "a", b"a")
+    for name in "bcd":
+        load_for(rig, held, name, name.encode())
+    assert [one.name for one in rig.registry.describe(held)] == ["c", "d"]
+    rig.registry.bind("c", 1, held)
+    with pytest.raises(RequestError) as exceeded:
+        rig.registry.reserve(16, held)
+    refusal = exceeded.value.refusal
+    assert refusal.metadata == {"quota": "adapter_bytes", "limit": "25", "used": "10", "asked": "16"}
+    assert reason_of(exceeded) is Reason.QUOTA_EXCEEDED
+    assert [one.name for one in rig.registry.describe(held)] == ["c", "d"], "nothing went in vain"
+    rig.registry.check_integrity()

@@ -7,7 +7,7 @@ import pytest
 from rigs.scheduler_rig import DECODE, PREFILL, Rig, outputs, reason
 
 from deltaline_server.errors import Reason
-from deltaline_server.step import Principal
+from deltaline_server.principal import Principal
 from deltaline_server.tables.sequence import SequenceState
 
 ALICE, BOB = Principal(1, "alice"), Principal(2, "bob")

@@ -10,7 +10,7 @@ import pytest
 from rigs.scheduler_rig import DECODE, Rig, outputs, reason, refuses, turns
 
 from deltaline_server.errors import Reason
-from deltaline_server.step import Principal
+from deltaline_server.principal import Principal
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import MAX_SLOTS, make_handles
 

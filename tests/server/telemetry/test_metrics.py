@@ -38,6 +38,7 @@ NUMBERED = """
     front_ends front_end_calls front_end_restarts_total front_end_cpu_seconds_total
     front_end_memory_bytes
     tls_expires_seconds tls_reloads_total tls_refusals_total
+    principals principals_refusals_total unknown_handles_total
 """
 
 
@@ -107,10 +108,10 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
     )
     pages, bound = SimpleNamespace(num_used=9, num_pages=10), SimpleNamespace(num_bound=11)
     table: Any = SimpleNamespace(
-        num_lines_used=12, num_lines=13, pages=pages, num_open=14, num_expired=15, adapters=bound
+        num_lines_used=12, num_lines=13, pages=pages, num_open=14, num_expired=15, adapters=bound, num_open_of={}
     )
     load = SimpleNamespace(queued_rows=16, queued_bytes=17, reply_bytes=18)
-    scheduler: Any = SimpleNamespace(load=lambda: load, adapter_wait=SimpleNamespace(num_waiting=19))
+    scheduler: Any = SimpleNamespace(use={}, load=lambda: load, adapter_wait=SimpleNamespace(num_waiting=19))
     regions: Any = SimpleNamespace(used_bytes=20)
     counts: Any = SimpleNamespace(compilations=21, captures=22, allocations=23, bytes=24)
     add_gauges(
@@ -124,6 +125,8 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
         adapters=adapters,
         front_ends=SimpleNamespace(pids=range(27), num_calls=28, num_restarts=29, cpu_s=30, memory_bytes=31),
         tls=SimpleNamespace(expires_s=32, num_taken=33, num_refused=34),
+        principals=SimpleNamespace(names=dict.fromkeys(range(35), "a"), num_refused=36),
+        unknown_handles=lambda: 37,
     )
     names = re.findall(r"\w+", NUMBERED)
     read = {name: sample(metrics, f"deltaline_{name}") for name in names}

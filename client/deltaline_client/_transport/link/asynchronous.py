@@ -19,6 +19,7 @@ from deltaline_client._transport.flow import Answer, Call
 from deltaline_client._transport.link.answer import answer_of
 from deltaline_client._transport.link.steps import LinkSteps
 from deltaline_client._transport.statuses import from_status
+from deltaline_client._transport.token import Token
 from deltaline_client._transport.tracing import metadata
 
 T = TypeVar("T")
@@ -27,10 +28,11 @@ T = TypeVar("T")
 class AsyncLink:
     """A connection, of one event loop. `send` raises nothing for one that broke: its mailbox gets the error."""
 
-    def __init__(self, connected: socket.socket, welcome: link.Welcome) -> None:
+    def __init__(self, connected: socket.socket, welcome: link.Welcome, token: Token | None = None) -> None:
+        self._token = token
         self._conversation = Conversation(welcome.message_bytes, from_status)
         self._socket = LinkSocket(connected, self._conversation)
-        self._steps = LinkSteps(self._conversation)
+        self._steps = LinkSteps(self._conversation, token)
 
     @property
     def is_over(self) -> bool:
@@ -59,7 +61,7 @@ class AsyncLink:
             bodies.append,
             partial(_settle, ended),
             timeout_s=command.timeout_s,
-            metadata=metadata(),
+            metadata=metadata(self._token),
         )
         try:
             async with asyncio.timeout(command.timeout_s):

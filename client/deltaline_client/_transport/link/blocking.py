@@ -23,6 +23,7 @@ from deltaline_client._transport.flow import Answer, Call
 from deltaline_client._transport.link.answer import answer_of
 from deltaline_client._transport.link.steps import LinkSteps
 from deltaline_client._transport.statuses import from_status
+from deltaline_client._transport.token import Token
 from deltaline_client._transport.tracing import metadata
 
 _LONGEST_POLL_S = 3600.0
@@ -31,10 +32,10 @@ _LONGEST_POLL_S = 3600.0
 class BlockingLink:
     """A connection. `send` and `receive` raise nothing for one that broke: what waits gets its error."""
 
-    def __init__(self, connected: socket.socket, welcome: link.Welcome) -> None:
-        self._socket = connected
+    def __init__(self, connected: socket.socket, welcome: link.Welcome, token: Token | None = None) -> None:
+        self._socket, self._token = connected, token
         self._conversation = Conversation(welcome.message_bytes, from_status)
-        self._steps = LinkSteps(self._conversation)
+        self._steps = LinkSteps(self._conversation, token)
         self._buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
@@ -71,7 +72,7 @@ class BlockingLink:
         if conversation.error is not None:
             raise conversation.error
         call = conversation.begin(
-            method.path, bodies.append, ends.append, timeout_s=command.timeout_s, metadata=metadata()
+            method.path, bodies.append, ends.append, timeout_s=command.timeout_s, metadata=metadata(self._token)
         )
 
         def wait(is_done: Callable[[], object]) -> None:

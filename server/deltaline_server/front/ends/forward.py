@@ -23,6 +23,7 @@ from deltaline_server.front import replies
 from deltaline_server.front.ends.reader import Reader
 from deltaline_server.front.link.held import Held
 from deltaline_server.front.port.gate import Entered, Gate
+from deltaline_server.front.trust.peer import Peer
 
 # Replies that clients are slow to read, all together: beyond it the client that has most of them loses those that wait.
 HELD_BYTES = 256 * 2**20
@@ -151,7 +152,7 @@ class _Call:
             self._end,
             timeout_s=context.time_remaining(),
             metadata=tuple(pair for pair in context.invocation_metadata() or () if isinstance(pair[1], str)),
-            client=peer.encode(),
+            client=Peer.of(context).packed(),
         )
         if core.conversation.error is not None:
             self._end(core.conversation.error)

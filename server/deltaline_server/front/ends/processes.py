@@ -20,6 +20,7 @@ from deltaline_server.errors import Reason
 from deltaline_server.front.ends.memory import link_bytes
 from deltaline_server.front.ends.port import SharedPort
 from deltaline_server.front.link.connection import Connection, Served
+from deltaline_server.front.trust.peer import Peer
 from deltaline_server.log import event
 from deltaline_server.memory.regions import Regions
 from deltaline_server.scheduling.observer import Observer
@@ -168,7 +169,7 @@ class FrontEnds:
 
         ours, process, output = await _spawn(command)
         self._running.add(process.pid)
-        connection = Connection(served, ours, f"front end {process.pid}", end, is_front_end=True)
+        connection = Connection(served, ours, Peer(f"front end {process.pid}"), end, is_front_end=True)
         self._connections.add(connection)
         connection.start()
         if self._stopping.is_set():

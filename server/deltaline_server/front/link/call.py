@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, cast
 
@@ -18,6 +18,7 @@ from deltaline_server.errors import RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.interceptor import Context, bug
 from deltaline_server.front.link.held import Share
+from deltaline_server.front.trust.peer import Peer
 
 _DETAILS = "grpc-status-details-bin"
 
@@ -43,7 +44,14 @@ class Call:
     """
 
     def __init__(
-        self, line: Line, number: int, handler: Any, metadata: link.Metadata, timeout_us: int, client: str, share: Share
+        self,
+        line: Line,
+        number: int,
+        handler: Any,
+        metadata: link.Metadata,
+        timeout_us: int,
+        client: Peer,
+        share: Share,
     ) -> None:
         """handler: one that the Interceptor has wrapped. client: who it is from."""
         self._line, self.number, self._client, self.share = line, number, client, share
@@ -164,7 +172,11 @@ class Call:
 
     def peer(self) -> str:
         """Who is at the other end."""
-        return self._client
+        return self._client.address
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """What is proven of it."""
+        return self._client.proven
 
     def invocation_metadata(self) -> link.Metadata:
         """What came with the call."""

@@ -18,6 +18,7 @@ from deltaline_server.front.link.call import Call
 from deltaline_server.front.link.held import Held
 from deltaline_server.front.link.memory import ClientMemory
 from deltaline_server.front.link.packet_socket import PacketSocket
+from deltaline_server.front.trust.peer import Peer
 from deltaline_server.log import event
 from deltaline_server.memory.regions import Regions
 from deltaline_server.scheduling.observer import Observer
@@ -53,7 +54,7 @@ class Connection:
         self,
         served: Served,
         connected: socket.socket,
-        peer: str,
+        peer: Peer,
         on_end: Callable[[Connection], None],
         *,
         is_front_end: bool = False,
@@ -69,7 +70,7 @@ class Connection:
         self._last_call = 0
         self._share = served.held.join(self.end)
         self._socket = PacketSocket(connected, served.buffer, self._share, self._take, self.end)
-        self._memory = ClientMemory(served.regions, self._socket)
+        self._memory = ClientMemory(served.regions, self._socket, peer.address)
         self._is_over = self._is_stopping = False
 
     def start(self) -> None:
@@ -94,7 +95,7 @@ class Connection:
         self._is_over = True
         self._socket.close(link.pack(link.GOODBYE) + why.encode() if why else b"")
         if why:
-            event(_log, "link connection ended", peer=self._peer, why=why)
+            event(_log, "link connection ended", peer=self._peer.address, why=why)
         for call in list(self._calls.values()):
             self._forget(call)
         for task in self._tasks.values():
@@ -144,7 +145,7 @@ class Connection:
         handler, timeout_us = self._served.find(envelope.method), envelope.amount
         client, share = self._peer, self._share
         if self._is_front_end:
-            client, share = envelope.client.decode(), self._served.held.join(lambda why: self._overfull(call, why))
+            client, share = Peer.read(envelope.client), self._served.held.join(lambda why: self._overfull(call, why))
         metadata = link.read_metadata(envelope.metadata)
         call = Call(self, envelope.call, handler, metadata, timeout_us, client, share)
         call.add(self._message(call, envelope, packet), bool(envelope.flags & link.LAST))
@@ -175,7 +176,7 @@ class Connection:
                 return place
             if place.size > self._served.message_bytes:
                 raise link.LinkError(f"expected at most {self._served.message_bytes} bytes, got {place.size}")
-            body = self._served.regions.copy_out(*place)
+            body = self._served.regions.copy_out(*place, self._peer.address)
             self._let_go(call.number, place)
         call.share.take(len(body))
         if self._is_over:
@@ -204,7 +205,7 @@ class Connection:
             call.share.take(message.size)
             if self._is_over:
                 raise asyncio.CancelledError  # as it is: it held the most
-            return self._served.regions.copy_out(*message)
+            return self._served.regions.copy_out(*message, self._peer.address)
         finally:
             self._let_go(call.number, message, num_taken)
 
@@ -247,7 +248,7 @@ class Connection:
         try:
             self._socket.write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
             place = (await room)._replace(size=num_bytes)
-            self._served.regions.copy_in(place.region, place.offset, body)
+            self._served.regions.copy_in(place.region, place.offset, body, self._peer.address)
             is_used = True
         finally:
             call.share.give_back(num_bytes)

@@ -12,6 +12,7 @@ from deltaline import link
 from deltaline.link_socket import make_room
 from deltaline_server.front.link.connection import Connection, Served
 from deltaline_server.front.link.socket_file import SocketFile
+from deltaline_server.front.trust.peer import UID, Peer
 
 MAX_CONNECTIONS = 256
 # How long to wait when the process has no file descriptor to spare.
@@ -86,7 +87,8 @@ class Listener:
             _turn_away(connected, why)
         else:
             # All connections of a process are one client, as those of a channel are.
-            connection = Connection(self._served, connected, f"link:{uid}:{pid}", self._connections.discard)
+            peer = Peer(f"link:{uid}:{pid}", {UID: (b"%d" % uid,)})
+            connection = Connection(self._served, connected, peer, self._connections.discard)
             self._connections.add(connection)
             connection.start()
 

@@ -18,8 +18,9 @@ MAX_REGIONS = 8
 class ClientMemory:
     """Regions of link memory that a client asked for; they end with its connection."""
 
-    def __init__(self, regions: Regions, packets: PacketSocket) -> None:
-        self._regions, self._packets = regions, packets
+    def __init__(self, regions: Regions, packets: PacketSocket, client: str) -> None:
+        """client: its address, which the regions are of."""
+        self._regions, self._packets, self._client = regions, packets, client
         # Their numbers: whoever held a region itself would keep it mapped.
         self._made: set[int] = set()
         self._makers: set[asyncio.Task[None]] = set()
@@ -46,7 +47,7 @@ class ClientMemory:
 
     async def _make(self, number: int, size: int) -> None:
         try:
-            region = await self._regions.create(size, None)
+            region = await self._regions.create(size, None, self._client)
         except Exception as error:
             return self._refuse(number, error.refusal if isinstance(error, RequestError) else bug(error))
         finally:

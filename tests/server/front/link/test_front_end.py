@@ -20,6 +20,7 @@ from rigs.until import until
 from deltaline import link
 from deltaline_server.front.link.connection import Connection, Served
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.trust.peer import Peer
 from deltaline_server.memory.regions import Regions
 
 HELD_BYTES = 1_000_000
@@ -48,7 +49,7 @@ class Rig(RawLink):
         observer: Any = SimpleNamespace(refused=lambda reason, count: None)
         buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
         served = Served(handlers.get, self.regions, self.held, observer, 1, 1 << 19, buffer)
-        self.connection = Connection(served, theirs, "front end", self.ends.append, is_front_end=True)
+        self.connection = Connection(served, theirs, Peer("front end"), self.ends.append, is_front_end=True)
 
     async def _ask(self, body: bytes, context: Any) -> bytes:
         return bytes(context.peer(), "utf-8")

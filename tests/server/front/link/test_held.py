@@ -14,6 +14,7 @@ import pytest
 from deltaline import link
 from deltaline_server.front.link.connection import Connection, Served
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.trust.peer import Peer
 
 SIZE = 50_000
 
@@ -35,7 +36,7 @@ class Rig:
         for end in (self.socket, theirs):
             end.setblocking(False)
         self.ends: list[Connection] = []
-        self.connection = Connection(served, theirs, "peer", self.ends.append)
+        self.connection = Connection(served, theirs, Peer("peer"), self.ends.append)
         self.connection.start()
 
     def _copy_out(self, region: int, offset: int, size: int) -> bytes:

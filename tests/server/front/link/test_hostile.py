@@ -25,6 +25,7 @@ from deltaline_client import AsyncClient, Retry
 from deltaline_server.app import Server
 from deltaline_server.front.link import listener
 from deltaline_server.front.link.call import Call
+from deltaline_server.front.trust.peer import Peer
 
 INFO = b"/deltaline.v1.AdminService/GetServerInfo"
 STREAM = b"/deltaline.v1.LayerService/StepStream"
@@ -135,7 +136,7 @@ async def test_packets_out_of_turn_end_the_connection(raw: RawLink, packets: lis
 
 def test_messages_behind_the_last_or_beyond_the_window_are_refused() -> None:
     line: Any = None
-    call, full = (Call(line, number, None, (), 0, "client", line) for number in (1, 2))
+    call, full = (Call(line, number, None, (), 0, Peer("client"), line) for number in (1, 2))
     call.add(b"", is_last=True)
     with pytest.raises(link.LinkError, match="expected nothing more for call 1, which had its last message"):
         call.add(b"", is_last=False)

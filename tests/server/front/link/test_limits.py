@@ -22,6 +22,7 @@ from deltaline_server.app import Server
 from deltaline_server.front.layer_service import NAME as LAYERS
 from deltaline_server.front.link.connection import Connection, Served
 from deltaline_server.front.link.held import Held
+from deltaline_server.front.trust.peer import Peer
 
 INFO = "/deltaline.v1.AdminService/GetServerInfo"
 LOAD = "/deltaline.v1.AdminService/GetLoad"
@@ -239,7 +240,7 @@ class Rig:
         for end in (self.socket, theirs):
             end.setblocking(False)
         self.ends: list[Connection] = []
-        self.connection = Connection(served, theirs, "peer", self.ends.append)
+        self.connection = Connection(served, theirs, Peer("peer"), self.ends.append)
         self.connection.start()
         assert self.socket.recv(100)[0] == link.WELCOME
         self.sent = 0

@@ -1,0 +1,56 @@
+"""Who a call is from, and how much they may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deltaline_server.errors import Reason, RequestError
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """What a principal may have at a time, or take a second; 0 for no limit of its own.
+
+    regions, region_bytes: of shared memory. adapter_bytes: of host memory.
+    """
+
+    sequences: int = 0
+    queued_rows: int = 0
+    queued_bytes: int = 0
+    regions: int = 0
+    region_bytes: int = 0
+    adapter_bytes: int = 0
+    prefill_tokens_per_s: int = 0
+
+    def check(self, quota: str, used: int, asked: int, retry_after_s: float = 1.0) -> None:
+        """Raise RequestError QUOTA_EXCEEDED where so many more of a quota are too many."""
+        limit: int = getattr(self, quota)
+        if limit and used + asked > limit:
+            raise self.exceeded(quota, used, asked, retry_after_s if asked <= limit else None)
+
+    def exceeded(self, quota: str, used: int, asked: int, retry_after_s: float | None) -> RequestError:
+        """The error of who asks for too many."""
+        limit = getattr(self, quota)
+        return RequestError(
+            Reason.QUOTA_EXCEEDED,
+            f"{quota}: {used} of this principal's {limit} are used, {asked} more were asked for",
+            metadata={"quota": quota, "limit": str(limit), "used": str(used), "asked": str(asked)},
+            retry_after_s=retry_after_s,
+        )
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who a call is from. number: what tables keep of it. roles: what it may do, as front/trust names them.
+    quotas: None for none."""
+
+    number: int
+    name: str
+    roles: frozenset[str] = frozenset()
+    quotas: Quotas | None = None
+
+
+# Everybody, where there is no file of principals.
+ANONYMOUS = Principal(0, "anonymous")
+# Whose adapters are everybody's.
+SHARED = Principal(-1, "shared")

@@ -1,0 +1,66 @@
+"""What a principal has in the queue, held to its quotas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.step import RowKind, StepRequest
+
+
+@dataclass(slots=True)
+class Use:
+    """Rows and bytes that wait or run, and rows and tokens that the engine was given so far. tokens: of prefills that
+    were taken, which leave at the quota's rate; as of since_s."""
+
+    rows: int = 0
+    num_bytes: int = 0
+    rows_run: int = 0
+    tokens_run: int = 0
+    tokens: float = 0.0
+    since_s: float = 0.0
+
+    def check_share(self, asked: int, free: int, unit: Literal["rows", "bytes"]) -> None:
+        """Raise RequestError QUEUE_FULL where a principal would have more of the queue than it leaves to all others, of
+        which so many are free; who has nothing there may have what there is."""
+        held = self.rows if unit == "rows" else self.num_bytes
+        if held and held + asked > free - asked:
+            message = f"{held} {unit} of this principal wait, {asked} more would leave others {max(0, free - asked)}"
+            raise RequestError(Reason.QUEUE_FULL, message, retry_after_s=0.02)
+
+    def check(self, request: StepRequest, rows: NDArray[np.int64], now_s: float) -> None:
+        """Raise RequestError QUOTA_EXCEEDED where a request is more than its principal may have; rows: those that are
+        new. now_s: on a monotonic clock.
+
+        A prefill that is larger than what a second may bring has its turn too, and makes those behind it wait longer.
+        """
+        quotas = request.principal.quotas
+        if quotas is None:
+            return
+        quotas.check("queued_rows", self.rows, request.form.num_rows, retry_after_s=0.02)
+        quotas.check("queued_bytes", self.num_bytes, request.hidden.nbytes, retry_after_s=0.02)
+        rate, asked = quotas.prefill_tokens_per_s, _prefill_tokens(request, rows)
+        if not rate or not asked:
+            return
+        self.tokens, self.since_s = max(0.0, self.tokens - (now_s - self.since_s) * rate), now_s
+        if self.tokens >= rate:
+            retry_after_s = (self.tokens - rate) / rate + 0.001
+            raise quotas.exceeded("prefill_tokens_per_s", int(self.tokens), asked, retry_after_s)
+
+    def take(self, request: StepRequest, rows: NDArray[np.int64]) -> None:
+        """Count a request that was taken."""
+        self.rows += request.form.num_rows
+        self.num_bytes += request.hidden.nbytes
+        if request.principal.quotas is not None:
+            self.tokens += _prefill_tokens(request, rows)
+
+
+def _prefill_tokens(request: StepRequest, rows: NDArray[np.int64]) -> int:
+    form = request.form
+    if not form.num_of_kind[RowKind.PREFILL]:
+        return 0
+    return int(form.lengths[rows][form.kind[rows] == RowKind.PREFILL].sum())

@@ -1,0 +1,73 @@
+"""What a front end tells the core of its client, and which wires nobody else reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from deltaline_server.front.trust.peer import MAX_FORWARDED_BYTES, Peer, is_private
+
+TLS = {"transport_security_type": [b"ssl"]}
+
+
+class Context:
+    """A call's context."""
+
+    def __init__(self, address: str, proven: Mapping[str, Sequence[bytes]] | None = None) -> None:
+        self._address, self._proven = address, proven or {}
+
+    def peer(self) -> str:
+        return self._address
+
+    def auth_context(self) -> Mapping[str, Sequence[bytes]]:
+        return self._proven
+
+    def invocation_metadata(self) -> Any:
+        return ()
+
+
+def test_what_a_front_end_says_is_read_as_it_was_proven() -> None:
+    proven = TLS | {"peer_dns": [b"a.org", b"b.org"], "peer_spiffe_id": [b"spiffe://a"], "x509_pem_cert": [b"x" * 9]}
+    read = Peer.read(Peer.of(Context("ipv4:10.0.0.1:5", proven)).packed())
+    assert read == Peer("ipv4:10.0.0.1:5", TLS | {"peer_dns": [b"a.org", b"b.org"], "peer_spiffe_id": [b"spiffe://a"]})
+    assert Peer.read(Peer("unix:").packed()) == Peer("unix:", {})
+
+
+def test_a_name_can_not_pass_for_two_texts() -> None:
+    proven = {"peer_dns": [b"a.org\0peer_dns\0evil.org", b"b.org"]}
+    assert Peer.read(Peer("ipv4:1", proven).packed()).proven == {"peer_dns": [b"b.org"]}
+
+
+def test_a_user_can_not_be_asserted() -> None:
+    assert Peer.read(Peer("ipv4:1", {"uid": [b"0"]}).packed()).proven == {}
+
+
+def test_a_certificate_with_too_many_names_proves_none() -> None:
+    proven = TLS | {"peer_dns": [b"x" * 100] * (MAX_FORWARDED_BYTES // 100 + 1)}
+    assert Peer.read(Peer("ipv4:1", proven).packed()).proven == TLS
+
+
+@pytest.mark.parametrize(
+    ("address", "proven", "expected"),
+    [
+        ("ipv4:127.0.0.1:5", {}, True),
+        ("ipv6:%5B::1%5D:5", {}, True),
+        ("ipv6:[::1]:5", {}, True),
+        ("ipv6:%5B::ffff:127.0.0.1%5D:5", {}, True),
+        ("unix:", {}, True),
+        ("link:1000:7", {}, True),
+        ("ipv4:10.0.0.1:5", {}, False),
+        ("ipv4:10.0.0.1:5", {"transport_security_type": [b"insecure"]}, False),
+        ("ipv4:10.0.0.1:5", TLS, True),
+        ("ipv6:%5Bfe80::1%25eth0%5D:5", {}, False),
+        ("ipv6:%5B::ffff:10.0.0.1%5D:5", {}, False),
+        ("dns:localhost", {}, False),
+        ("", {}, False),
+    ],
+)
+def test_a_wire_is_private_within_the_host_or_with_tls(
+    address: str, proven: dict[str, list[bytes]], expected: bool
+) -> None:
+    assert is_private(Context(address, proven)) is expected
