@@ -176,6 +176,10 @@ def test_server_is_healthy_drains_and_stops(
 ) -> None:
     stage = STAGES["cpu"]
     port = free_port()
+    # Commands are run in the server's container, and so in its /tmp.
+    volumes["/tmp"] = tmp_path / "tmp"
+    volumes["/tmp"].mkdir()
+    volumes["/tmp"].chmod(0o1777)
     environment = environment_of_compose() | {"DELTALINE_PORT": str(port), "DELTALINE_METRICS_PORT": "0"}
     tls = None
     if has_tls:
@@ -195,7 +199,7 @@ def test_server_is_healthy_drains_and_stops(
             assert container.poll() is None and time.monotonic() < until_s, log.read_text()
         with Client(f"127.0.0.1:{port}", tls=tls) as client:
             sequence = client.open()
-            done = root.run([word.replace("50051", str(port)) for word in pre_stop()], **options)
+            done = root.run(pre_stop(), **options)
             assert done.returncode == 0, done.stderr
             assert health() == 1, "a server that drains takes no new sequences"
             assert root.run([*stage.command("HEALTHCHECK"), "--liveness"], **options).returncode == 0

@@ -16,7 +16,6 @@ import yaml
 from rigs.dashboards import metrics_of
 from rigs.image import ROOT, stages
 
-from deltaline.address import PORT
 from deltaline_server import app
 from deltaline_server.config import Config, unknown_variables
 from deltaline_server.front import layer_service
@@ -114,7 +113,8 @@ def test_liveness_does_not_follow_a_drain(container: dict[str, Any], pod: dict[s
         assert [probe["grpc"].get("service", "") for probe in probes] == ["", "", layer_service.NAME]
     # The signal, which drains as well, comes when this command ends: a server that does not answer must not keep it.
     *command, drain_s = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert command == ["deltaline", "drain", f"127.0.0.1:{PORT}", "--timeout"]
+    [uds] = [one["value"] for one in container["env"] if one["name"] == "DELTALINE_UDS"]
+    assert command == ["deltaline", "drain", f"unix:{uds}", "--timeout"]
     taken_s = CALL_S + int(drain_s) + app.STOP_GRACE_S
     assert pod["spec"]["terminationGracePeriodSeconds"] >= taken_s + 20
     assert pod["spec"]["enableServiceLinks"] is False

@@ -244,7 +244,8 @@ async def test_region_that_ended_before_a_prefill(
     async with AsyncClient(server.address, shared_memory_bytes=MIB, retry=QUICK) as client:
         sequence = await client.open()
         await client.empty((1, HIDDEN))
-        server.runtime.regions.release(*numbers)
+        [number] = numbers
+        server.runtime.regions.release(number)
         if not is_another_free:
             monkeypatch.setattr(server.runtime.regions, "limit_bytes", 0)
         expected = await (await whole.open()).prefill(hidden)

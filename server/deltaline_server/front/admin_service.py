@@ -85,7 +85,7 @@ class AdminService:
 
     async def release_shared_memory(self, message: pb.ReleaseSharedMemoryRequest, context: Context) -> bytes:
         """End a region."""
-        self._regions.release(message.region, current_principal().number)
+        self._regions.release(message.region, (current_principal().number, context.peer()))
         return pb.ReleaseSharedMemoryResponse().SerializeToString()
 
     async def drain(self, message: pb.DrainRequest, context: Context) -> bytes:

@@ -139,10 +139,11 @@ class Regions:
         """Whether there is such a region."""
         return number in self._regions
 
-    def release(self, number: int, owner: Owner | None = None) -> None:
-        """End a region: no later step may name it. Idempotent. owner: who asks; None for the server itself."""
+    def release(self, number: int, owners: Container[Owner] | None = None) -> None:
+        """End a region: no later step may name it. Idempotent. owners: who asks, by either name; None for the server
+        itself."""
         region = self._regions.get(number)
-        if region is not None and owner in (None, region.owner):
+        if region is not None and (owners is None or region.owner in owners):
             del self._regions[number]
             os.close(region.fd)
 

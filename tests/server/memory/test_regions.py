@@ -367,10 +367,10 @@ async def test_anothers_region_is_one_that_never_was() -> None:
             regions.copy_out(number, 0, 64, owners[0])
         with pytest.raises(RequestError):
             regions.copy_in(number, 0, b"x", owners[1])
-        regions.release(number, owners[0])
+        regions.release(number, owners)
         assert regions.has(number)
     assert regions.tensor("hidden", region.id, 0, F32, (1, 1), (1, "ipv4:10.0.0.1:5")).shape == (1, 1)
     assert regions.copy_out(linked.id, 0, 4, "link:1000:7") == linked.nonce[:4]
-    regions.release(region.id, 1)
+    regions.release(region.id, (1, "ipv4:10.0.0.1:5"))
     assert not regions.has(region.id)
     await regions.close()

@@ -39,7 +39,7 @@ class Rig:
         self.connection = Connection(served, theirs, Peer("peer"), self.ends.append)
         self.connection.start()
 
-    def _copy_out(self, region: int, offset: int, size: int) -> bytes:
+    def _copy_out(self, region: int, offset: int, size: int, owner: str) -> bytes:
         self.num_copied += 1
         return bytes(size)
 
