@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from deltaline_server.errors import Reason
 from deltaline_server.front.admin_service import MAX_DRAIN_MS, AdminService
 from deltaline_server.memory.regions import Regions
 
-CONTEXT: Any = None  # no call of these looks at who asks
+CONTEXT: Any = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:1")
 
 
 class Administered:
