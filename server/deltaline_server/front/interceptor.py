@@ -98,14 +98,21 @@ class Interceptor(grpc.aio.ServerInterceptor):
             self._wrapped[method] = self.wrap(handler, method, self._gate)
         return self._wrapped[method]
 
-    def wrap(self, handler: Any, method: str, gate: Gate | None = None) -> Handler:
-        """The same handler with everything that this module adds, taking and giving bytes.
+    def wrap(
+        self,
+        handler: Any,
+        method: str,
+        gate: Gate | None = None,
+        finish: Callable[[replies.Reply], Any] = replies.joined,
+    ) -> Handler:
+        """The same handler with everything that this module adds, taking bytes, and giving what `finish` makes of
+        replies.
 
         gate: what counts its calls; then it takes the one message of a call itself, as it takes those of a stream.
         """
         rpc, enter = self._metrics.rpcs[method], None if gate is None else partial(gate.enter, method)
         deserialize = handler.request_deserializer or bytes
-        serialize = handler.response_serializer or bytes
+        serialize: Callable[[Any], bytes] = handler.response_serializer or finish
         # Probes are not worth a trace, and of a stream each step has its own (layer_service.py).
         traced = method if method.startswith(TRACED) else None
         audited = AUDITED.get(method) if self._audit is not None else None

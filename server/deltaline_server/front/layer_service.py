@@ -124,7 +124,7 @@ class LayerService:
         self.guesses.add(context.peer(), current_principal(), states.count(SequenceState.UNKNOWN))
         return replies.renew_response(states)
 
-    async def step(self, message: StepMessage, context: Context) -> bytes:
+    async def step(self, message: StepMessage, context: Context) -> replies.Pieces:
         """Apply one step. The work goes on, and its reply is kept, whatever becomes of this RPC."""
         remaining_s = context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
@@ -164,7 +164,7 @@ class LayerService:
         self.guesses.add(context.peer(), current_principal(), _num_unknown(refusals))
         return replies.commit_response(positions, refusals)
 
-    async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[bytes]:
+    async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[replies.Reply]:
         """Apply steps as they come and answer each when it is done.
 
         At most STREAM_STEPS with STREAM_BYTES are taken and not answered, or one where all streams hold
@@ -276,7 +276,7 @@ class LayerService:
 
     def _stream_response(
         self, correlation_id: int, answer: StepResult | Refusal, client: str, principal: Principal
-    ) -> bytes:
+    ) -> replies.Reply:
         """The message that answers one step of a client's stream."""
         if isinstance(answer, StepResult):
             if answer.refusals:

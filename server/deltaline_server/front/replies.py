@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from google.protobuf import duration_pb2
@@ -17,6 +17,10 @@ from deltaline.v1 import tensor_pb2
 from deltaline_server.errors import DOMAIN, Refusal
 from deltaline_server.step import OutputMemory, StepResult, StepTiming
 from deltaline_server.tables.sequence import SequenceDescription, SequenceState
+
+Pieces: TypeAlias = list[wire.Buffer]
+"""A serialised message as bytes and views of arrays, to be joined, or copied to where it goes."""
+Reply: TypeAlias = bytes | Pieces
 
 _CORRELATION_ID = wire.varint(pb.StepStreamResponse.CORRELATION_ID_FIELD_NUMBER << 3)
 _OUTCOME, _POSITION = pb.StepResponse.OUTCOME_FIELD_NUMBER, pb.StepResponse.POSITION_FIELD_NUMBER
@@ -46,25 +50,19 @@ def row_statuses(refusals: Mapping[int, Refusal]) -> list[pb.RowStatus]:
     return [pb.RowStatus(row=row, status=status(refusals[row])) for row in sorted(refusals)]
 
 
-def step_response(result: StepResult) -> bytes:
-    """Serialise a StepResponse. The outputs are copied once, into the reply itself."""
-    return b"".join(_step_pieces(result))
-
-
 def _shared_tensor(hidden: NDArray[Any], memory: OutputMemory) -> bytes:
     """Serialise the Tensor of outputs that lie in shared memory."""
     shared = tensor_pb2.SharedSlice(region=memory.region, offset=memory.offset)
     return tensor_pb2.Tensor(dtype=wire.data_type(hidden.dtype), shape=hidden.shape, shared=shared).SerializeToString()
 
 
-def stream_response(correlation_id: int, result: StepResult) -> bytes:
-    """Serialise a StepStreamResponse for a step that was taken. The outputs are copied once, into the reply itself."""
-    head = _CORRELATION_ID + wire.varint(correlation_id) if correlation_id else b""
-    return b"".join([head, *wire.field_pieces(pb.StepStreamResponse.STEP_FIELD_NUMBER, _step_pieces(result))])
+def joined(reply: Reply) -> bytes:
+    """A reply in one."""
+    return reply if isinstance(reply, bytes) else b"".join(reply)
 
 
-def _step_pieces(result: StepResult) -> list[wire.Buffer]:
-    """A serialised StepResponse as pieces: the columns as they lie in their arrays, the outputs as a view."""
+def step_response(result: StepResult) -> Pieces:
+    """Serialise a StepResponse: the columns as they lie in their arrays, the outputs as a view."""
     memory, field_pieces = result.output_memory, wire.field_pieces
     tensor = wire.tensor_pieces(result.hidden) if memory is None else [_shared_tensor(result.hidden, memory)]
     rest = pb.StepResponse() if result.timing is None else pb.StepResponse(timing=_timing(result.timing))
@@ -78,6 +76,12 @@ def _step_pieces(result: StepResult) -> list[wire.Buffer]:
         *field_pieces(_HIDDEN, tensor),
         rest.SerializeToString(),
     ]
+
+
+def stream_response(correlation_id: int, result: StepResult) -> Pieces:
+    """Serialise a StepStreamResponse for a step that was taken."""
+    head = _CORRELATION_ID + wire.varint(correlation_id) if correlation_id else b""
+    return [head, *wire.field_pieces(pb.StepStreamResponse.STEP_FIELD_NUMBER, step_response(result))]
 
 
 def stream_status(correlation_id: int, refusal: Refusal) -> bytes:

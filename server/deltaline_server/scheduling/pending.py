@@ -140,7 +140,7 @@ class PendingStep:
         return self._outputs
 
     def put_outputs(self, places: NDArray[np.int64] | slice, values: NDArray[Any]) -> None:
-        """Put outputs of a batch at their places. A batch of nothing but these outputs is taken over without a copy."""
+        """Put outputs at their places. An array of nothing but all of these is taken over without a copy."""
         is_whole_batch = values.base is None or values.base.nbytes == values.nbytes
         is_whole_reply = isinstance(places, slice) and places == slice(0, int(self.output_start[-1]))
         if self._outputs is None and self.request.output_memory is None and is_whole_batch and is_whole_reply:
@@ -209,9 +209,10 @@ class PendingStep:
         self._copy_output(row, reply.hidden)
 
     def _copy_output(self, row: int, values: NDArray[Any]) -> None:
-        """Copy a row's outputs to their place, unless they lie there already, in memory of the client's."""
-        place = self.output_of(row)
-        if place.ctypes.data != values.ctypes.data:
+        """Put a row's outputs at their place, unless they lie there already, in memory of the client's."""
+        if self.request.output_memory is None:
+            self.put_outputs(slice(*self.output_start[row : row + 2].tolist()), values)
+        elif (place := self.output_of(row)).ctypes.data != values.ctypes.data:
             place[:] = values
 
     def _result(self) -> StepResult:

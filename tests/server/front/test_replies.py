@@ -62,9 +62,15 @@ RESULTS = {
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_step_response_is_the_message(name: str) -> None:
-    body, expected = replies.step_response(RESULTS[name]), by_protobuf(RESULTS[name])
+    body, expected = replies.joined(replies.step_response(RESULTS[name])), by_protobuf(RESULTS[name])
     assert pb.StepResponse.FromString(body) == expected
     # Written once: parsing and writing it anew gives no shorter message.
     assert len(body) == len(expected.SerializeToString())
-    in_stream = pb.StepStreamResponse.FromString(replies.stream_response(2**63, RESULTS[name]))
+    in_stream = pb.StepStreamResponse.FromString(replies.joined(replies.stream_response(2**63, RESULTS[name])))
     assert in_stream == pb.StepStreamResponse(correlation_id=2**63, step=expected)
+
+
+def test_a_reply_that_waits_copies_no_outputs() -> None:
+    result = make_result(3)
+    pieces = [np.frombuffer(piece, np.uint8) for piece in replies.stream_response(1, result)]
+    assert sum(np.shares_memory(piece, result.hidden) for piece in pieces) == 1

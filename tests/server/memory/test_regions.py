@@ -366,7 +366,7 @@ async def test_anothers_region_is_one_that_never_was() -> None:
         with pytest.raises(RequestError):
             regions.copy_out(number, 0, 64, owners[0])
         with pytest.raises(RequestError):
-            regions.copy_in(number, 0, b"x", owners[1])
+            regions.copy_in(number, 0, [b"x"], owners[1])
         regions.release(number, owners)
         assert regions.has(number)
     assert regions.tensor("hidden", region.id, 0, F32, (1, 1), (1, "ipv4:10.0.0.1:5")).shape == (1, 1)

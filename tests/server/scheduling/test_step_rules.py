@@ -23,7 +23,7 @@ async def test_a_step_has_all_tokens_so_far_and_sent_again_the_same_bytes() -> N
     assert (outputs(prefill), prefill.position.tolist()) == ([1, 5, 14], [3])
     assert (outputs(first), first.position.tolist(), first.outcome.tolist()) == ([30], [4], [RowOutcome.EXECUTED])
     again = await rig.step((a, DECODE, 2, 3, -1, [4]))
-    assert again.outcome.tolist() == [RowOutcome.REPLAYED]
+    assert again.outcome.tolist() == [RowOutcome.REPLAYED] and np.shares_memory(again.hidden, first.hidden)
     assert again.hidden.tobytes() == first.hidden.tobytes() and again.position.tolist() == [4]
     assert again.timing is None and len(rig.engine.batches) == 2
 

@@ -224,14 +224,15 @@ class Connection:
 
     # -- what goes -------------------------------------------------------------------------------------------------
 
-    async def reply(self, call: Call, body: bytes, flags: int) -> None:
+    async def reply(self, call: Call, reply: replies.Reply, flags: int) -> None:
         """Send a message of a call, and return once its reader has room for another. Raises RequestError."""
-        num_bytes = len(body)
+        pieces: replies.Pieces = [reply] if isinstance(reply, bytes) else reply
+        num_bytes = sum(map(len, pieces))
         if num_bytes + link.ENVELOPE.size > link.MAX_PACKET_BYTES:
-            body, flags = await self._placed(call, body), flags | link.PLACED
+            pieces, flags = [await self._placed(call, pieces, num_bytes)], flags | link.PLACED
         if call.is_over:
             return
-        self._socket.write(link.pack(link.MESSAGE, call.number, flags=flags), body)
+        self._socket.write(link.pack(link.MESSAGE, call.number, flags=flags), *pieces)
         if flags & link.LAST:
             self._forget(call)
             return
@@ -239,16 +240,16 @@ class Connection:
         if self._is_front_end:
             await call.until_read(num_bytes)
 
-    async def _placed(self, call: Call, body: bytes) -> bytes:
+    async def _placed(self, call: Call, pieces: replies.Pieces, num_bytes: int) -> bytes:
         """Write a message into memory that the client names for it; return the Place. Raises RequestError."""
-        num_bytes, is_used = len(body), False
+        is_used = False
         room: asyncio.Future[link.Place] = self._loop.create_future()
         call.room = room
         call.share.take(num_bytes)
         try:
             self._socket.write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
             place = (await room)._replace(size=num_bytes)
-            self._served.regions.copy_in(place.region, place.offset, body, self._peer.address)
+            self._served.regions.copy_in(place.region, place.offset, pieces, self._peer.address)
             is_used = True
         finally:
             call.share.give_back(num_bytes)

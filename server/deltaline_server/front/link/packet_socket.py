@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from deltaline import link
+from deltaline.wire import Buffer
 from deltaline_server.front.interceptor import bug
 from deltaline_server.front.link.held import Share
 
@@ -39,7 +40,7 @@ class PacketSocket:
         """Take what the client sends."""
         self._loop.add_reader(self._socket, self._read)
 
-    def write(self, *pieces: bytes, fd: int = -1) -> None:
+    def write(self, *pieces: Buffer, fd: int = -1) -> None:
         """Send a packet, behind those that wait. fd: a file to go with it, the caller's, open until `close`; -1 for
         none."""
         if self._is_closed:
@@ -97,7 +98,7 @@ class PacketSocket:
         except Exception as error:
             self._end(bug(error).message)
 
-    def _send(self, pieces: tuple[bytes, ...], fd: int) -> None:
+    def _send(self, pieces: Sequence[Buffer], fd: int) -> None:
         """Raises OSError."""
         if fd < 0:
             self._socket.sendmsg(pieces)
