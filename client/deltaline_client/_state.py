@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client._arrays import Array
 from deltaline_client._exceptions import DeltalineError
+from deltaline_client._seconds import check_seconds
 from deltaline_client._shared_memory.regions import SharedMemory
 from deltaline_client._table import SequenceTable
 from deltaline_client._transport.flow import Flow, Found, Method, Request, Response, Sleep, call
@@ -17,16 +17,12 @@ from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.retry import Attempts, Retry, is_retryable
 from deltaline_client._types import ServerInfo
 
-# gRPC counts time in nanoseconds of 64 bits: a deadline that does not fit is over at once, and a retry never ends.
-MAX_TIMEOUT_S = 1e9
-
 
 class ClientState:
     """A client's settings, and what it has learned of the server."""
 
     def __init__(self, timeout_s: float, retry: Retry, shared_memory_bytes: int) -> None:
-        _check_timeout("timeout", timeout_s)
-        _check_timeout("retry.attempt_timeout_s", retry.attempt_timeout_s)
+        check_seconds("timeout", timeout_s)
         self._timeout_s = timeout_s
         self._retry = retry
         self._info: ServerInfo | None = None
@@ -46,16 +42,8 @@ class ClientState:
     def _attempts(self, timeout_s: float | None = None, retry: Retry | None = None) -> Attempts:
         """The attempts at a call. timeout_s, retry: None for the client's own. Raises ValueError."""
         if timeout_s is not None:
-            _check_timeout("timeout_s", timeout_s)
+            check_seconds("timeout_s", timeout_s)
         return Attempts(retry or self._retry, self._timeout_s if timeout_s is None else timeout_s)
-
-
-def _check_timeout(name: str, seconds: Any) -> None:
-    """Raise ValueError unless a call may take so long."""
-    is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-    if not (is_number and 0 < seconds <= MAX_TIMEOUT_S):
-        expected = f"a positive number of seconds, finite and at most {MAX_TIMEOUT_S:.0f}"
-        raise ValueError(f"{name}: expected {expected}, got {seconds!r}")
 
 
 def retried(client: ClientState, method: Method[Request, Response], request: Request) -> Flow[Response]:

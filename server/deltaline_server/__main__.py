@@ -61,14 +61,22 @@ def main() -> int:
             check_host(config)
             open_principals(config.principals, config.host)
             open_tls(config)
-            print("deltaline-server: the options and the files that they name are sound")
-            return 0
+            return _say("deltaline-server: the options and the files that they name are sound", config.log_format)
         return asyncio.run(serve(config))
     except (ConfigError, ModelError, PortError, StartError) as error:
         return _refuse(error, config.log_format)
     except Exception:
         _log.exception("the server ended by a fault of its own")
         return 1
+
+
+def _say(text: str, log_format: str) -> int:
+    """Print a line; the exit code, which is 1 where it can't be written."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        return _refuse(f"can't write to standard output ({error.strerror})", log_format)
+    return 0
 
 
 def _end(number: int, frame: object) -> None:

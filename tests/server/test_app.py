@@ -14,6 +14,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -372,6 +373,16 @@ def test_check_accepts_a_sound_model(
 ) -> None:
     assert run_main(monkeypatch, "--check", "--random-init", model_file) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_check_says_when_nobody_can_read_it(
+    monkeypatch: pytest.MonkeyPatch, model_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TextIOWrapper(FileIO("/dev/full", "w"), write_through=True) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run_main(monkeypatch, "--check", "--random-init", model_file) == 1
+    written = "deltaline-server: error: can't write to standard output (No space left on device)\n"
+    assert capsys.readouterr().err == written
 
 
 @pytest.mark.parametrize(

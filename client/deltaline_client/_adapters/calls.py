@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline_client._adapters.types import AdapterList, AdapterState, LoadedAdapter
 from deltaline_client._adapters.upload import Progress, Source, Upload, files_in, files_of
 from deltaline_client._exceptions import AdapterInUse, AdapterUnknown, DeltalineError, TransportError
+from deltaline_client._seconds import MAX_SECONDS
 from deltaline_client._state import ClientState, info, retried
 from deltaline_client._transport.flow import Flow, Sleep, call
 from deltaline_client._transport.methods import LIST_ADAPTERS, LOAD_ADAPTER, UNLOAD_ADAPTER
@@ -67,7 +67,7 @@ def load(
     if source is not None:
         chunk_bytes = min(CHUNK_BYTES, (yield from info(client)).inline_limit_bytes)
     # No attempt is cut short to make another: that would send all of it again.
-    attempts = client._attempts(timeout_s, replace(client._retry, attempt_timeout_s=math.inf))
+    attempts = client._attempts(timeout_s, replace(client._retry, attempt_timeout_s=MAX_SECONDS))
     while True:
         upload = Upload(source, chunk_bytes, progress)
         messages = upload.messages(name, pinned, shared)

@@ -31,6 +31,7 @@ from deltaline_client._exceptions import (
     StepUnfinished,
     TransportError,
 )
+from deltaline_client._seconds import check_seconds
 from deltaline_client._state import ClientState
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.hold import Group, Hold
@@ -55,6 +56,8 @@ class Exchange:
     def __init__(self, client: ClientState, limits: ServerInfo, options: StepOptions) -> None:
         self._client, self._limits, self._options = client, limits, options
         self._attempts = client._attempts(options.get("timeout_s"))
+        if options.get("queue_timeout_s") is not None:
+            check_seconds("queue_timeout_s", options["queue_timeout_s"])
         self._shared = client._shared
         self._last_number = 0
         self._timings: list[layers.StepTiming] = []

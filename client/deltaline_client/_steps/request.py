@@ -99,13 +99,14 @@ class Request:
             self.accepted,
             batch.start.tobytes(),
         )
+        queue_timeout_s = options.get("queue_timeout_s")
         return step_request(
             batch.sequences[0].server_epoch,
             options.get("span", 0),
             columns,
             _OUTPUT_ROWS[batch.output],
             options.get("priority", 0),
-            round((options.get("queue_timeout_s") or 0.0) * 1e6),
+            0 if queue_timeout_s is None else max(1, round(queue_timeout_s * 1e6)),
             wire.tensor_pieces(batch.packed()) if place is None else [place.tensor()],
             None if place is None else place.output_slice(),
         )

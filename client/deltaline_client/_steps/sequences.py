@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import ProtocolError
+from deltaline_client._seconds import milliseconds
 from deltaline_client._state import ClientState, retried
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.flow import Flow, Method, Response
@@ -38,7 +39,7 @@ def open_sequences(
         raise ValueError("adapter: expected a name, or None for none, got an empty name")
     request = layers.OpenSequencesRequest(
         count=count,
-        lease_ms=_milliseconds(lease_s),
+        lease_ms=milliseconds("lease_s", lease_s),
         open_token=secrets.token_bytes(_TOKEN_BYTES),
         adapter=adapter or "",
     )
@@ -69,7 +70,7 @@ def renew(
 
     Every step renews the lease as well: this is for sequences that pause for longer than their lease.
     """
-    lease_ms = _milliseconds(lease_s)
+    lease_ms = milliseconds("lease_s", lease_s)
     states = yield from _asked(client, RENEW, sequences, lambda response: response.state, lease_ms=lease_ms)
     return list(map(SequenceState, states))
 
@@ -90,16 +91,8 @@ def drain(client: ClientState, timeout_s: float | None = None) -> Flow[int]:
 
     It opens no more sequences, steps the open ones for timeout_s (default: the server's own), then stops. Idempotent.
     """
-    request = admin.DrainRequest(timeout_ms=_milliseconds(timeout_s))
+    request = admin.DrainRequest(timeout_ms=milliseconds("timeout_s", timeout_s))
     return (yield from retried(client, DRAIN, request)).sequences_open
-
-
-def _milliseconds(seconds: float | None) -> int:
-    if seconds is None:
-        return 0
-    if seconds <= 0:
-        raise ValueError(f"expected a positive number of seconds, got {seconds}")
-    return max(1, round(seconds * 1000))
 
 
 def _asked(

@@ -19,6 +19,7 @@ from deltaline_client._exceptions import (
     Stopping,
     Unavailable,
 )
+from deltaline_client._seconds import check_seconds
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,11 @@ class Retry:
     def __post_init__(self) -> None:
         if self.max_attempts is not None and self.max_attempts < 1:
             raise ValueError(f"max_attempts: expected 1 or more, or None, got {self.max_attempts}")
-        if self.attempt_timeout_s <= 0:
-            raise ValueError(f"attempt_timeout_s: expected a positive number, got {self.attempt_timeout_s}")
+        check_seconds("attempt_timeout_s", self.attempt_timeout_s)
+        check_seconds("initial_backoff_s", self.initial_backoff_s, may_be_zero=True)
+        check_seconds("max_backoff_s", self.max_backoff_s, may_be_zero=True)
+        if not self.multiplier >= 1:
+            raise ValueError(f"multiplier: expected 1 or more, got {self.multiplier}")
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter: expected 0 .. 1, got {self.jitter}")
 
