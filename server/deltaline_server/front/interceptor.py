@@ -202,7 +202,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)
             if self._audit is not None:
-                name = "" if principal is None else principal.name
+                # Who was not let in may be known all the same: ROLE_MISSING says it.
+                name = error.refusal.metadata.get("principal", "") if principal is None else principal.name
                 self._audit.refused(method, name, context.peer(), error.refusal.reason.name)
             if span is not None:
                 span.refused(error.refusal)

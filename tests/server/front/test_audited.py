@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from rigs.layer_calls import make_step, refused
+from rigs.principals import entry, headers, write_principals
 
 from deltaline.v1 import adapter_service_pb2 as adapters
 from deltaline.v1 import adapter_service_pb2_grpc, admin_service_pb2_grpc, layer_service_pb2_grpc
@@ -43,6 +44,23 @@ async def test_the_audit_has_who_did_what(make_server: Callable[..., Server], tm
     ]
     text = path.read_text()
     assert "secrets" not in text and not any(str(handle) in text for handle in opened.sequence)
+
+
+async def test_who_was_refused_is_told_where_it_is_known(make_server: Callable[..., Server], tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    file = write_principals(tmp_path / "p.toml", entry("a", "step"))
+    async with (
+        make_server(audit_log=str(path), principals=file) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
+        for metadata in (headers("a"), headers("a", "wrong")):
+            await refused(stub.Drain(admin.DrainRequest(), metadata=metadata))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["reason"], line["principal"]) for line in lines] == [
+        ("ROLE_MISSING", "a"),
+        ("CREDENTIALS_UNKNOWN", ""),
+    ]
 
 
 async def test_a_file_that_cannot_be_written_ends_the_start(make_server: Callable[..., Server], tmp_path: Path) -> None:

@@ -136,13 +136,16 @@ def _principal(entry: Mapping[str, Any]) -> Principal:
         raise ValueError(f"expected the keys {', '.join(_KEYS)}, got {errors.shown(unknown[0])}")
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
-        expected = f"1 to 64 of A-Z a-z 0-9 . _ @ / -, beginning with a letter or digit, and not {_RESERVED}"
+        expected = (
+            f"1 to 64 of A-Z a-z 0-9 . _ @ / -, beginning with a letter or digit, and not one of {', '.join(_RESERVED)}"
+        )
         raise ValueError(f"name: expected {expected}, got {errors.shown(name)}")
     roles = _list(entry, "roles", str, lambda role: role in set(Role), f"some of {', '.join(Role)}")
     quotas = entry.get("quotas", {})
     options = {option.name: option for option in fields(Quotas)}
-    if not isinstance(quotas, dict) or quotas.keys() - options.keys():
-        raise ValueError(f"quotas: expected a table with some of {', '.join(options)}")
+    strange = sorted(quotas.keys() - options.keys()) if isinstance(quotas, dict) else [quotas]
+    if strange:
+        raise ValueError(f"quotas: expected a table with some of {', '.join(options)}, got {errors.shown(strange[0])}")
     given = {key: from_toml(options[key], value, f"quotas: {key}") for key, value in quotas.items()}
     for key, value in given.items():
         if not 0 <= value <= MAX_QUOTA:

@@ -71,6 +71,7 @@ def test_others_are_refused(principals: Principals, context: Context, reason: Re
     with refuses(reason) as caught:
         principals.admit(STEP, context)
     assert token_of("a") not in caught.value.refusal.message
+    assert ("a user" in caught.value.refusal.message) is (context.peer() == "link:8:1"), "what helps is named"
 
 
 def test_a_token_over_tls_may_come_from_anywhere(principals: Principals) -> None:
