@@ -43,9 +43,11 @@ def add_server(parser: argparse.ArgumentParser, name: str = "server", default: s
     what = {"metavar": "ADDRESS"} if name.startswith("-") else {"nargs": "?"}
     text = f"host, host:port, unix:/path or link:/path; without a port {PORT} [%(default)s]"
     parser.add_argument(name, default=default, type=_address, help=text, **what)  # type: ignore[arg-type]
-    text = "file with the token that says who calls; else DELTALINE_TOKEN has it, if somebody has to"
+    text = "file with the token that says who calls, where the server asks; default: the token in DELTALINE_TOKEN"
     parser.add_argument("--token-file", metavar="FILE", help=text)
-    group = parser.add_argument_group("TLS", "where one of them is given, or is in the environment (DELTALINE_TLS_CA)")
+    group = parser.add_argument_group(
+        "TLS", "spoken where one of these is given, or is in the environment (DELTALINE_TLS_CA and so on)"
+    )
     for flag, metavar, text in _TLS:
         variable = f"DELTALINE_{flag.removeprefix('--').replace('-', '_').upper()}"
         group.add_argument(flag, default=os.environ.get(variable) or None, metavar=metavar, help=text)
@@ -82,8 +84,14 @@ def advise(address: str, tls: Tls | None, error: Exception) -> None:
     advice = [text.format(address) for said, text in _ADVICE if said in str(error)]
     if not advice and not _listens(address, tls):
         if _CUT in str(error):
-            what = "speak TLS? Give --tls-ca." if tls is None else "ask for another certificate? Give --tls-cert."
-            advice = [f"What answers at {address} ends the connection. Does it {what}"]
+            what = "Does it speak TLS? Give --tls-ca."
+            if tls is not None and tls.cert is None:
+                what = "Does it ask for a certificate? Give --tls-cert and --tls-key."
+            elif tls is not None:
+                what = (
+                    "Has the certificate of --tls-cert expired, or been signed by an authority that it does not know?"
+                )
+            advice = [f"What answers at {address} ends the connection. {what}"]
         else:
             advice = [
                 f"No server answers at {address}. Start one there: deltaline-server --model DIR",

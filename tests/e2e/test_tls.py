@@ -228,6 +228,7 @@ def test_the_command_speaks_tls_and_says_what_to_do_where_it_can_t(
         return command(list(arguments)), "".join(capsys.readouterr())
 
     mine, strange = authority.issue("client"), Authority(authority.ca.parent, "strange")
+    other = strange.issue("other")
     ca, shows = ["--tls-ca", str(authority.ca)], ["--tls-cert", str(mine.cert), "--tls-key", str(mine.key)]
     monkeypatch.setattr(main, "Client", lambda *args, **more: Client(*args, **more | {"retry": ONCE}))
     with served(make_tls_server(uds=str(authority.ca.parent / "s"))) as address:
@@ -238,7 +239,11 @@ def test_the_command_speaks_tls_and_says_what_to_do_where_it_can_t(
         assert code == 1 and said.startswith("deltaline: error: tls.ca: ")
         for flags, advice in (
             ([], "Does it speak TLS? Give --tls-ca."),
-            (ca, "Does it ask for another certificate? Give --tls-cert."),
+            (ca, "Does it ask for a certificate? Give --tls-cert and --tls-key."),
+            (
+                [*ca, "--tls-cert", str(other.cert), "--tls-key", str(other.key)],
+                "Has the certificate of --tls-cert expired",
+            ),
             (["--tls-ca", str(strange.ca), *shows], "is not signed by one of --tls-ca"),
             ([*ca, *shows, "--tls-name", "elsewhere"], "give that as --tls-name"),
         ):

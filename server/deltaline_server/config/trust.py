@@ -37,7 +37,9 @@ class TrustOptions(NetworkOptions):
         "when it changes; default none: all are one",
         metavar="PATH",
     )
-    insecure: bool = setting(False, "trust", "listen beyond loopback without TLS: whoever reaches the port is trusted")
+    insecure: bool = setting(
+        False, "trust", "listen beyond loopback without TLS: in a network that only trusted clients reach"
+    )
 
     def __post_init__(self) -> None:
         """Check that nobody reaches the server unprotected, unless it is meant."""
