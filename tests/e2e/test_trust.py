@@ -207,6 +207,41 @@ async def test_every_method_for_every_role_and_certificate(
 
 
 @pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("front_ends", [0, 1], ids=["core", "front end"])
+async def test_a_certificate_proves_whole_names_of_one_principal(
+    make_server: Callable[..., Server], file: Path, tmp_path: Path, front_ends: int
+) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("server")
+    known = (
+        entry("a", "step", tokens=[], identities=["a.example.org", "spiffe://example.org/a"]),
+        entry("b", "step", tokens=[], identities=["b.example.org"]),
+    )
+    tls = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(authority.ca)}
+    nobody = grpc.StatusCode.UNAUTHENTICATED
+    expected = {
+        ("a.example.org", "other.example.org"): OK,
+        ("spiffe://example.org/a", "a.example.org"): OK,
+        ("a.example.org\0.evil.org",): nobody,
+        ("spiffe://example.org/a\0/evil",): nobody,
+        ("spiffe://example.org/a", "spiffe://example.org/other"): nobody,
+        ("*.example.org",): nobody,
+        ("A.example.org",): nobody,
+        ("a.example.org", "b.example.org"): nobody,
+    }
+    found = {}
+    async with serving(make_server, file, *known, **tls, front_ends=front_ends) as server:
+        for names in expected:
+            own = authority.issue("client", *names)
+            credentials = grpc.ssl_channel_credentials(
+                authority.ca.read_bytes(), own.key.read_bytes(), own.cert.read_bytes()
+            )
+            async with grpc.aio.secure_channel(server.address, credentials) as channel:
+                found[names] = await status_of(channel, "/deltaline.v1.AdminService/GetLoad", ())
+    assert found == expected
+
+
+@pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("role", [*ROLES, None])
 async def test_every_method_for_a_user_of_the_link(
     make_server: Callable[..., Server], file: Path, tmp_path: Path, role: str | None
