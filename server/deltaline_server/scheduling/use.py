@@ -55,7 +55,7 @@ class Use:
         """Count a request that was taken."""
         self.rows += request.form.num_rows
         self.num_bytes += request.hidden.nbytes
-        if request.principal.quotas is not None:
+        if request.principal.quotas is not None and request.principal.quotas.prefill_tokens_per_s:
             self.tokens += _prefill_tokens(request, rows)
 
 
