@@ -78,6 +78,8 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _text(value: object) -> str:
-    """A value without line breaks, quoted where it has spaces."""
+    """A value that can neither end its line nor tell a terminal anything, quoted where it has spaces."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return json.dumps(text) if text == "" or any(c.isspace() or c in '"=' for c in text) else text
+    return (
+        json.dumps(text) if text == "" or any(c.isspace() or c in '"=' or not c.isprintable() for c in text) else text
+    )
