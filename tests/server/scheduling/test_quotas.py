@@ -151,7 +151,10 @@ async def test_a_flood_without_quotas_leaves_others_a_part_of_the_queue(unit: st
     sent = [decode(rig, flood, 2)() for _ in range(4)]
     with refuses(Reason.QUEUE_FULL) as full:
         decode(rig, flood, 2)()
-    told = {"rows": "8 rows of this principal wait, 2 more would leave others 6", "bytes": "64 bytes of this principal"}
+    told = {
+        "rows": "this principal has 8 rows that wait, 2 more would leave others 6",
+        "bytes": "this principal has 64 bytes that wait",
+    }
     assert told[unit] in full.value.refusal.message and full.value.refusal.retry_after_s
     sent.append(decode(rig, OTHER, 4)())
     third = Principal(3, "third")
