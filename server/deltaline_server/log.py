@@ -14,8 +14,10 @@ from typing import Any
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 _FIELDS = "fields"
-# What gRPC raises then, in its own handlers and through ours.
+# What gRPC raises when a client has left, in its own handlers and through ours.
 _CLIENT_LEFT = "ExecuteBatchError"
+# Who says that a header is no UTF-8, with the whole header, at each reading.
+_CYGRPC = "grpc._cython.cygrpc"
 
 
 def event(logger: logging.Logger, message: str, /, level: int = logging.INFO, **fields: object) -> None:
@@ -32,8 +34,12 @@ def configure(level: str, format: str) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record is worth a line: gRPC's traceback of a client that left while it was answered is not."""
-    return record.exc_info is None or getattr(record.exc_info[0], "__name__", "") != _CLIENT_LEFT
+    """Whether a record is worth a line: gRPC's traceback of a client that left while it was answered is not, nor that
+    of a header that is no UTF-8, which may be a token."""
+    error = None if record.exc_info is None else record.exc_info[0]
+    if error is UnicodeDecodeError and record.name == _CYGRPC:
+        return False
+    return getattr(error, "__name__", "") != _CLIENT_LEFT
 
 
 class TextFormatter(logging.Formatter):
@@ -78,6 +84,8 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _text(value: object) -> str:
-    """A value without line breaks, quoted where it has spaces."""
+    """A value that can neither end its line nor tell a terminal anything, quoted where it has spaces."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return json.dumps(text) if text == "" or any(c.isspace() or c in '"=' for c in text) else text
+    return (
+        json.dumps(text) if text == "" or any(c.isspace() or c in '"=' or not c.isprintable() for c in text) else text
+    )

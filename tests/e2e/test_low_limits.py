@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import grpc
 import pytest
 from rigs.limited_server import Limited, limited
-from rigs.raw_http2 import raw_http2
+from rigs.raw_http2 import message, raw_http2
 
 from deltaline.v1 import layer_service_pb2 as pb
 
@@ -56,7 +56,8 @@ async def test_connections_to_either_port_leave_the_other_its_descriptors(server
 
 
 async def test_what_clients_do_wrong_is_no_line_of_the_log(server: Limited) -> None:
-    """Compressed requests, what is no HTTP/2, and clients that leave while they are answered."""
+    """Compressed requests, headers that are no UTF-8, what is no HTTP/2, and clients that leave while they are
+    answered."""
     before = len(server.lines())
     async with grpc.aio.insecure_channel(server.address, compression=grpc.Compression.Gzip) as channel:
         call: Any = channel.unary_unary(DESCRIBE)
@@ -69,6 +70,10 @@ async def test_what_clients_do_wrong_is_no_line_of_the_log(server: Limited) -> N
                 for _ in range(20):
                     leaving.call(DESCRIBE, BODY)
                 leaving.read_until(lambda: len(leaving.headers) == 20)
+            with raw_http2(server.address) as odd:
+                stream = odd.begin(DESCRIBE, authorization=b"Bearer \xff", traceparent=b"\xfe")
+                odd.send(stream, message(BODY))
+                odd.read_until(lambda odd=odd, stream=stream: stream in odd.ended)  # type: ignore[misc]
             with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])), 60) as wrong:
                 wrong.sendall(bytes(range(256)) * 16)
 

@@ -18,14 +18,17 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from grpc_status import rpc_status
 from rigs.authority import Authority
 from rigs.principals import digest_of, entry, headers, token_of, write_principals
 from rigs.raw_link import raw_link
 from rigs.served import served
+from rigs.target import reason_of
 from rigs.until import until
 
 from deltaline import link
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
+from deltaline.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from deltaline.v1.admin_service_pb2_grpc import AdminServiceStub
 from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
 from deltaline_cli import main
@@ -207,6 +210,41 @@ async def test_every_method_for_every_role_and_certificate(
 
 
 @pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("front_ends", [0, 1], ids=["core", "front end"])
+async def test_a_certificate_proves_whole_names_of_one_principal(
+    make_server: Callable[..., Server], file: Path, tmp_path: Path, front_ends: int
+) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("server")
+    known = (
+        entry("a", "step", tokens=[], identities=["a.example.org", "spiffe://example.org/a"]),
+        entry("b", "step", tokens=[], identities=["b.example.org"]),
+    )
+    tls = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(authority.ca)}
+    nobody = grpc.StatusCode.UNAUTHENTICATED
+    expected = {
+        ("a.example.org", "other.example.org"): OK,
+        ("spiffe://example.org/a", "a.example.org"): OK,
+        ("a.example.org\0.evil.org",): nobody,
+        ("spiffe://example.org/a\0/evil",): nobody,
+        ("spiffe://example.org/a", "spiffe://example.org/other"): nobody,
+        ("*.example.org",): nobody,
+        ("A.example.org",): nobody,
+        ("a.example.org", "b.example.org"): nobody,
+    }
+    found = {}
+    async with serving(make_server, file, *known, **tls, front_ends=front_ends) as server:
+        for names in expected:
+            own = authority.issue("client", *names)
+            credentials = grpc.ssl_channel_credentials(
+                authority.ca.read_bytes(), own.key.read_bytes(), own.cert.read_bytes()
+            )
+            async with grpc.aio.secure_channel(server.address, credentials) as channel:
+                found[names] = await status_of(channel, "/deltaline.v1.AdminService/GetLoad", ())
+    assert found == expected
+
+
+@pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("role", [*ROLES, None])
 async def test_every_method_for_a_user_of_the_link(
     make_server: Callable[..., Server], file: Path, tmp_path: Path, role: str | None
@@ -341,6 +379,36 @@ async def test_a_quota_is_told_and_others_have_theirs(make_server: Callable[...,
         await bob.open_many(4)
         with pytest.raises(NoFreeLines):
             await bob.open()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+async def test_uploads_that_come_at_once_are_held_to_one_quota(make_server: Callable[..., Server], file: Path) -> None:
+    known = [entry(name, "adapter", quotas={"adapter_bytes": 1000}) for name in ("alice", "bob")]
+    upload = adapter_service_pb2.AdapterUpload(config=b"{}", tensors_bytes=800)
+    first = adapter_service_pb2.LoadAdapterRequest(name="a", upload=upload)
+    async with (
+        serving(make_server, file, *known, adapter_bytes=1 << 20) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub: Any = AdapterServiceStub(channel)
+
+        async def why_not(name: str) -> str:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.LoadAdapter(iter([first]), metadata=headers(name), timeout=60)
+            status = rpc_status.from_call(refused.value)
+            assert status is not None
+            return reason_of(status)
+
+        stalled = stub.LoadAdapter(metadata=headers("alice"), timeout=60)
+        await stalled.write(first)
+        async with asyncio.timeout(60):
+            while await why_not("alice") != "QUOTA_EXCEEDED":
+                pass  # the other has not come in yet
+        assert await why_not("bob") == "INVALID_REQUEST", "fewer bytes than announced"
+        stalled.cancel()
+        async with asyncio.timeout(60):
+            while await why_not("alice") != "INVALID_REQUEST":
+                pass
 
 
 # -- tokens that change ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -33,11 +33,11 @@ class RawHttp2:
         settings = struct.pack(">HI", _INITIAL_WINDOW_SIZE, window)
         self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
 
-    def begin(self, method: str) -> int:
-        """Begin a call; return its stream."""
+    def begin(self, method: str, **more: bytes) -> int:
+        """Begin a call, with more headers perhaps; return its stream."""
         self._stream += 2
         self._room[self._stream] = self._first_room
-        self.socket.sendall(frame(HEADERS, END_HEADERS, self._stream, _headers(method)))
+        self.socket.sendall(frame(HEADERS, END_HEADERS, self._stream, _headers(method, more)))
         return self._stream
 
     def send(self, stream: int, body: bytes, *, ends: bool = True) -> None:
@@ -130,18 +130,19 @@ def message(body: bytes) -> bytes:
     return b"\0" + struct.pack(">I", len(body)) + body
 
 
-def _headers(method: str) -> bytes:
+def _headers(method: str, more: Mapping[str, bytes]) -> bytes:
     """The headers of a call, each spelled out (RFC 7541, 6.2.2): no table, no Huffman code."""
     fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": method,
-        ":authority": "localhost",
-        "te": "trailers",
-        "content-type": "application/grpc",
+        ":method": b"POST",
+        ":scheme": b"http",
+        ":path": method.encode(),
+        ":authority": b"localhost",
+        "te": b"trailers",
+        "content-type": b"application/grpc",
+        **more,
     }
     pieces = []
     for name, value in fields.items():
         assert len(name) < 127 and len(value) < 127, "one byte of length"
-        pieces.append(b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode())
+        pieces.append(b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value)
     return b"".join(pieces)

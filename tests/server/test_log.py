@@ -56,6 +56,12 @@ def test_level_hides_what_is_below_it(capsys: pytest.CaptureFixture[str]) -> Non
     assert [line.split(" ")[1:] for line in capsys.readouterr().err.splitlines()] == [["WARNING", "loud"]]
 
 
+def test_text_of_a_value_moves_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("info", "text")
+    log.event(LOGGER, "left", why="\x1b[2Kok\x00\x7f\u202e")
+    assert capsys.readouterr().err.endswith('why="\\u001b[2Kok\\u0000\\u007f\\u202e"\n')
+
+
 def test_text_of_a_value_with_a_line_break_stays_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure("info", "text")
     log.event(LOGGER, "odd", value="a\nb")

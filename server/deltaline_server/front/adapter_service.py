@@ -7,6 +7,7 @@ the registry's.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -60,8 +61,9 @@ class AdapterService:
     def __init__(self, adapters: Adapters | None, upload_s: float = UPLOAD_S, pause_s: float = PAUSE_S) -> None:
         """`adapters` is None where the server keeps none."""
         self._adapters, self._upload_s, self._pause_s = adapters, upload_s, pause_s
-        # Bytes of uploads that are coming in or being read; at most as many as the registry may hold, and a config.
-        self._upload_bytes = 0
+        # Bytes of uploads that are coming in or being read, by their owner's number; together at most as many as the
+        # registry may hold, and a config.
+        self._uploads = Counter[int]()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -80,14 +82,12 @@ class AdapterService:
     async def load_adapter(self, messages: AsyncIterator[pb.LoadAdapterRequest], context: Context) -> bytes:
         """Load an adapter from the root, or from the chunks that follow."""
         adapters = self._existing()
-        messages, reserved_bytes = _patiently(messages, self._pause_s), 0
+        messages, reserved_bytes, owner = _patiently(messages, self._pause_s), 0, current_principal()
         try:
             async with asyncio.timeout(self._upload_s):
                 first = await _first(messages)
                 owner = _owner(first.is_shared)
-                if owner.quotas is not None:
-                    owner.quotas.check("adapter_bytes", 0, first.tensors_bytes)
-                reserved_bytes = self._reserve(first, adapters.registry)
+                reserved_bytes = self._reserve(first, owner, adapters.registry)
                 tensors = await _read_chunks(first, messages)
             if first.config is not None:
                 loaded = await adapters.loader.load_bytes(first.name, first.is_pinned, owner, first.config, tensors)
@@ -97,7 +97,7 @@ class AdapterService:
             message = f"the messages did not come within {self._pause_s:g} seconds each, {self._upload_s:g} in all"
             raise RequestError(Reason.UPLOAD_TIMEOUT, message) from error
         finally:
-            self._upload_bytes -= reserved_bytes
+            self._uploads[owner.number] -= reserved_bytes
         description, was_there = loaded
         return pb.LoadAdapterResponse(adapter=_message(description), already_loaded=was_there).SerializeToString()
 
@@ -122,26 +122,28 @@ class AdapterService:
             raise RequestError(Reason.ADAPTERS_OFF, "this server keeps no adapters: start it with --adapter-bytes")
         return self._adapters
 
-    def _reserve(self, first: _First, registry: AdapterRegistry) -> int:
+    def _reserve(self, first: _First, owner: Principal, registry: AdapterRegistry) -> int:
         """Take room for the bytes that an upload will have, 0 without one; return it. Raises RequestError."""
         if first.config is None:
             return 0
         size, config_bytes = first.tensors_bytes, len(first.config)
+        if owner.quotas is not None:
+            owner.quotas.check("adapter_bytes", self._uploads[owner.number], size)
         if config_bytes > MAX_CONFIG_BYTES:
             message = f"{CONFIG_FILE}: expected at most {MAX_CONFIG_BYTES} bytes, got {config_bytes}"
             raise RequestError(Reason.INVALID_ADAPTER, message, field="upload.config")
         limit = registry.limit_bytes + MAX_CONFIG_BYTES  # the largest adapter has a config too
-        num_bytes = config_bytes + size
-        if size > registry.limit_bytes or self._upload_bytes + num_bytes > limit:
+        num_bytes, free = config_bytes + size, limit - self._uploads.total()
+        if size > registry.limit_bytes or num_bytes > free:
             fits_later = size <= registry.limit_bytes
-            have, hint = spelled_bytes(limit - self._upload_bytes), "try again later, or " if fits_later else ""
+            have, hint = spelled_bytes(free), "try again later, or " if fits_later else ""
             raise RequestError(
                 Reason.ADAPTER_BYTES_EXHAUSTED,
                 f"the upload has {spelled_bytes(num_bytes)}, and {have} of {spelled_bytes(limit)} can be had for "
                 f"uploads: {hint}start the server with more --adapter-bytes",
                 retry_after_s=1.0 if fits_later else None,
             )
-        self._upload_bytes += num_bytes
+        self._uploads[owner.number] += num_bytes
         return num_bytes
 
 

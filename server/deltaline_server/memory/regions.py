@@ -113,8 +113,9 @@ class Regions:
         await asyncio.shield(asyncio.create_task(self._unmap_unused()))
         size = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if quotas is not None:
-            quotas.check("regions", len(self._sizes[owner]), 1)
-            quotas.check("region_bytes", sum(self._sizes[owner]), size)
+            sizes = self._sizes.get(owner, ())
+            quotas.check("regions", len(sizes), 1)
+            quotas.check("region_bytes", sum(sizes), size)
         if self.used_bytes + size > self.limit_bytes or self._num_mapped >= MAX_REGIONS:
             used = f"{self.used_bytes} of {self.limit_bytes} bytes and {self._num_mapped} of {MAX_REGIONS} regions"
             raise RequestError(
@@ -263,7 +264,10 @@ class Regions:
     def _forget(self, size: int, owner: object) -> None:
         self.used_bytes -= size
         self._num_mapped -= 1
-        self._sizes[owner].remove(size)
+        sizes = self._sizes[owner]
+        sizes.remove(size)
+        if not sizes:
+            del self._sizes[owner]
 
 
 def _invalid(field: str, message: str) -> RequestError:

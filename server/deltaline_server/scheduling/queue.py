@@ -12,15 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal, RequestError
+from deltaline_server.principal import Principal
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.pending import Join, PendingStep, RowState
 from deltaline_server.scheduling.ready import ReadyQueue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.scheduling.step_index import StepIndex
-from deltaline_server.scheduling.use import Use
+from deltaline_server.scheduling.use import Use, check_share
 from deltaline_server.step import Limits, StepRequest
 from deltaline_server.tables.kept_replies import Fingerprint, KeptReply, is_streamed
-from deltaline_server.tables.ledger import Admission
+from deltaline_server.tables.ledger import Admission, Slots
 from deltaline_server.tables.sequence_adapters import NO_ADAPTER
 from deltaline_server.tables.sequences import SequenceTable
 
@@ -136,15 +137,29 @@ class Queue:
                 raise RequestError(Reason.QUEUE_FULL, message, retry_after_s=0.02)
         if request.principal.number and num_rows:
             use = self.use[request.principal.number]
-            use.check_share(num_rows, limits.queue_rows - self._num_rows, "rows")
-            use.check_share(num_bytes, limits.queue_bytes - self._num_bytes, "bytes")
+            check_share(use.rows, num_rows, limits.queue_rows - self._num_rows, "rows that wait")
+            check_share(use.num_bytes, num_bytes, limits.queue_bytes - self._num_bytes, "bytes that wait")
             use.check(request, rows, self._clock())
         is_whole = len(rows) == form.num_rows
         reserved_bytes = form.total_kept_bytes if is_whole else int(form.kept_bytes[rows].sum())
         if not admission.is_idle:
             ledger = self._table.ledger
             slots = slots[ledger.tail.step[form.span, slots] == ledger.done.step[form.span, slots]]
+        if request.principal.number and reserved_bytes:
+            self._check_reply_share(request.principal, form.span, slots, reserved_bytes)
         self._table.replies.reserve(reserved_bytes, form.span, slots)
+
+    def _check_reply_share(self, principal: Principal, span: int, slots: Slots, reserved_bytes: int) -> None:
+        """Raise RequestError REPLY_BYTES_EXHAUSTED where replies to a principal would take more than they leave to
+        others; slots: whose present replies are given up for them, which is nobody's loss."""
+        replies = self._table.replies
+        if 2 * (replies.used_bytes + reserved_bytes) <= replies.limit_bytes:
+            return  # half is everybody's
+        more_bytes = reserved_bytes - replies.num_bytes(span, slots)
+        if more_bytes > 0:
+            held_bytes = self.use[principal.number].reply_bytes + self._table.kept_bytes(principal)
+            free_bytes = replies.limit_bytes - replies.used_bytes
+            check_share(held_bytes, more_bytes, free_bytes, "bytes of replies", Reason.REPLY_BYTES_EXHAUSTED)
 
     def add(self, pending: PendingStep) -> None:
         """Queue a pending step whose rows were reserved and taken by the ledger."""
@@ -264,8 +279,7 @@ class Queue:
                     num_left, num_bytes = pending.form.num_rows - pending.num_done, pending.request.hidden.nbytes
                     self._num_rows -= num_left
                     self._num_bytes -= num_bytes
-                    pending.use.rows -= num_left
-                    pending.use.num_bytes -= num_bytes
+                    pending.use.give_back(pending.request, num_left)
                     self.ended += pending.joiners
         if not any(self._pending):
             self._idle.set()

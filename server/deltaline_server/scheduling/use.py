@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,23 +13,16 @@ from deltaline_server.step import RowKind, StepRequest
 
 @dataclass(slots=True)
 class Use:
-    """Rows and bytes that wait or run, and rows and tokens that the engine was given so far. tokens: of prefills that
-    were taken, which leave at the quota's rate; as of since_s."""
+    """Rows and bytes that wait or run, bytes of replies that these may have, and rows and tokens that the engine was
+    given so far. tokens: of prefills that were taken, which leave at the quota's rate; as of since_s."""
 
     rows: int = 0
     num_bytes: int = 0
+    reply_bytes: int = 0
     rows_run: int = 0
     tokens_run: int = 0
     tokens: float = 0.0
     since_s: float = 0.0
-
-    def check_share(self, asked: int, free: int, unit: Literal["rows", "bytes"]) -> None:
-        """Raise RequestError QUEUE_FULL where a principal would have more of the queue than it leaves to all others, of
-        which so many are free; who has nothing there may have what there is."""
-        held = self.rows if unit == "rows" else self.num_bytes
-        if held and held + asked > free - asked:
-            message = f"{held} {unit} of this principal wait, {asked} more would leave others {max(0, free - asked)}"
-            raise RequestError(Reason.QUEUE_FULL, message, retry_after_s=0.02)
 
     def check(self, request: StepRequest, rows: NDArray[np.int64], now_s: float) -> None:
         """Raise RequestError QUOTA_EXCEEDED where a request is more than its principal may have; rows: those that are
@@ -55,8 +47,23 @@ class Use:
         """Count a request that was taken."""
         self.rows += request.form.num_rows
         self.num_bytes += request.hidden.nbytes
-        if request.principal.quotas is not None:
+        self.reply_bytes += request.form.total_kept_bytes
+        if request.principal.quotas is not None and request.principal.quotas.prefill_tokens_per_s:
             self.tokens += _prefill_tokens(request, rows)
+
+    def give_back(self, request: StepRequest, num_left: int) -> None:
+        """A request is over; num_left: of its rows, those that were not done."""
+        self.rows -= num_left
+        self.num_bytes -= request.hidden.nbytes
+        self.reply_bytes -= request.form.total_kept_bytes
+
+
+def check_share(held: int, asked: int, free: int, what: str, reason: Reason = Reason.QUEUE_FULL) -> None:
+    """Raise RequestError where a principal that holds so much would have more than it leaves to all others, of what so
+    much is free; who holds nothing may have what there is."""
+    if held and held + asked > free - asked:
+        message = f"this principal has {held} {what}, {asked} more would leave others {max(0, free - asked)}"
+        raise RequestError(reason, message, retry_after_s=0.02)
 
 
 def _prefill_tokens(request: StepRequest, rows: NDArray[np.int64]) -> int:

@@ -170,8 +170,7 @@ class KeptReplies:
         """
         self.earlier.give_up(self.used_bytes + num_bytes + self.earlier.used_bytes - self.limit_bytes)
         if self.used_bytes + num_bytes > self.limit_bytes:
-            present = int(self._bytes[span, slots].sum())
-            free = self.limit_bytes - self.used_bytes + present
+            free = self.limit_bytes - self.used_bytes + self.num_bytes(span, slots)
             if num_bytes > free:
                 raise RequestError(
                     Reason.REPLY_BYTES_EXHAUSTED,
@@ -180,6 +179,10 @@ class KeptReplies:
                 )
             self._forget(span, slots)
         self.used_bytes += num_bytes
+
+    def num_bytes(self, span: int | slice, slots: NDArray[np.int64] | NDArray[np.bool_]) -> int:
+        """Of the replies that cells have."""
+        return int(self._bytes[span, slots].sum())
 
     def get_earlier(self, span: int, slot: int, step: int, fingerprint: Fingerprint) -> KeptReply | None:
         """The reply to a PREFILL step before the latest, if it is kept and answered the same request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Opened:
 class OpenTokens:
     """Tokens of the last minute, oldest first, each for the principal that sent it. They outlive their sequences, so
     that a call that comes late opens no others; of more than two for each sequence that can be open, those whose
-    sequences are over are forgotten, the oldest first."""
+    sequences are over are forgotten, of the principal that has most of them, the oldest first."""
 
     def __init__(
         self, num_slots: int, is_any_held: Callable[[NDArray[np.uint64]], bool], clock: Callable[[], float]
@@ -55,7 +55,8 @@ class OpenTokens:
             return
         if len(self._opened) >= self._limit:  # at most half of them have sequences that are held
             over = [key for key, (old, _) in self._opened.items() if not self._is_any_held(old.handles)]
-            for key in over[: self._limit // 2]:
+            ((most, count),) = Counter(number for number, _ in over).most_common(1)
+            for key in [key for key in over if key[0] == most][: (count + 1) // 2]:
                 del self._opened[key]
         self._opened[principal.number, token] = opened, self._clock() + LIFE_S
 

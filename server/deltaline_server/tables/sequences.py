@@ -264,6 +264,10 @@ class SequenceTable:
         states = np.where(live, self._state[slots], np.where(former, self._former_state[slots], SequenceState.UNKNOWN))
         return slots, states.astype(np.uint8)
 
+    def kept_bytes(self, principal: Principal) -> int:
+        """Bytes of the replies that a principal's sequences have."""
+        return self.replies.num_bytes(slice(None), self._principal == principal.number)
+
     def _check_held(self, opened: Opened, principal: Principal) -> None:
         """Raise RequestError unless every sequence of an open is held: whoever opened them has ended one since."""
         slots, states = self.lookup(self.server_epoch, opened.handles, principal)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
-from rigs.scheduler_rig import DECODE, PREFILL, Rig, turns
+from rigs.scheduler_rig import DECODE, PREFILL, Rig, refuses, turns
 
+from deltaline_server.errors import Reason
 from deltaline_server.principal import Principal
 from deltaline_server.step import StepBatch, StepResult
 
@@ -104,3 +106,38 @@ async def test_a_claimed_priority_does_not_keep_anothers_span_waiting() -> None:
     request = flood.rig.request((handles[0], DECODE, 1, 0, -1, [2.0]), principal=BOB, span=1)
     flood.sent.append(flood.rig.submit(request))
     assert {2.0: 1} in (await flood.batches())[1:3]
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["kept", "to come"])
+async def test_replies_to_one_leave_room_for_those_to_others(eager: bool) -> None:
+    rig = Rig(slots=64, eager=eager, reply_bytes=8 << 10)
+    sent: list[asyncio.Future[StepResult]] = []
+
+    def prefill(handle: int, principal: Principal, step: int = 1) -> None:
+        row = (handle, PREFILL, step, 64 * (step - 1), -1, [1.0] * 64)
+        sent.append(rig.submit(rig.request(row, principal=principal)))
+
+    first, *others = rig.table.open(40, principal=ALICE).handles.tolist()
+    prefill(first, ALICE)
+    with refuses(Reason.REPLY_BYTES_EXHAUSTED):
+        for handle in others:
+            prefill(handle, ALICE)
+            await turns()
+            rig.scheduler.settle()
+    assert len(sent) == 4, "half of what there is"
+    for handle in rig.table.open(2, principal=BOB).handles.tolist():
+        prefill(handle, BOB)
+    rig.engine.release()
+    await asyncio.gather(*sent)
+    rig.scheduler.settle()
+    prefill(first, ALICE, step=2)  # in place of the reply that she has
+    await sent[-1]
+    rig.scheduler.settle()
+    await turns()
+    rig.table.close(rig.table.server_epoch, np.array(others, np.uint64), ALICE)
+    for handle in rig.table.open(2, principal=ALICE).handles.tolist():
+        prefill(handle, ALICE)
+    await asyncio.gather(*sent)
+    rig.scheduler.settle()
+    await turns()
+    assert {use.reply_bytes for use in rig.scheduler.use.values()} == {0}

@@ -107,6 +107,13 @@ async def test_prefill_tokens_have_a_rate() -> None:
     await prefill(10)
 
 
+async def test_a_rate_that_is_new_counts_from_then_on() -> None:
+    rig = Rig(slots=16, chunk_tokens=256)
+    for principal in (held(queued_rows=9), held(prefill_tokens_per_s=1)):  # the file changed between them
+        (handle,) = rig.table.open(1, principal=principal).handles.tolist()
+        await rig.submit(rig.request((handle, PREFILL, 1, 0, -1, [1.0] * 250), principal=principal))
+
+
 async def test_a_replay_takes_no_quota() -> None:
     rig, principal = Rig(), held(prefill_tokens_per_s=1, queued_rows=1)
     (handle,) = rig.table.open(1, principal=principal).handles.tolist()
@@ -144,7 +151,10 @@ async def test_a_flood_without_quotas_leaves_others_a_part_of_the_queue(unit: st
     sent = [decode(rig, flood, 2)() for _ in range(4)]
     with refuses(Reason.QUEUE_FULL) as full:
         decode(rig, flood, 2)()
-    told = {"rows": "8 rows of this principal wait, 2 more would leave others 6", "bytes": "64 bytes of this principal"}
+    told = {
+        "rows": "this principal has 8 rows that wait, 2 more would leave others 6",
+        "bytes": "this principal has 64 bytes that wait",
+    }
     assert told[unit] in full.value.refusal.message and full.value.refusal.retry_after_s
     sent.append(decode(rig, OTHER, 4)())
     third = Principal(3, "third")

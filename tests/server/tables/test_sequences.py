@@ -113,6 +113,16 @@ def test_tokens_of_sequences_that_are_over_make_room_for_others_the_oldest_first
     assert rig.table.num_open == 2
 
 
+def test_who_floods_with_tokens_makes_the_server_forget_no_others() -> None:
+    rig, alice, bob = Rig(slots=3), Principal(1, "alice"), Principal(2, "bob")
+    rig.table.close(rig.table.server_epoch, rig.table.open(1, token=TOKEN, principal=alice).handles, alice)
+    for number in range(20):
+        handles = rig.table.open(1, token=bytes([number]) * 16, principal=bob).handles
+        rig.table.close(rig.table.server_epoch, handles, bob)
+    with refuses(Reason.SEQUENCE_UNKNOWN):
+        rig.table.open(1, token=TOKEN, principal=alice)
+
+
 async def test_close_while_steps_are_in_flight_frees_at_completion() -> None:
     rig = Rig(eager=False)
     (a,) = rig.open()

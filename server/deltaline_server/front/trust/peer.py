@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -10,9 +11,12 @@ from urllib.parse import unquote
 
 # Properties of gRPC's authentication context, and the one that the link adds.
 SECURITY, DNS_NAMES, SPIFFE_ID, UID = "transport_security_type", "peer_dns", "peer_spiffe_id", "uid"
+CERTIFICATE = "x509_pem_cert"
 _FORWARDED = (SECURITY, DNS_NAMES, SPIFFE_ID)
 # Most bytes of them that a front end sends; a certificate with more names proves none.
 MAX_FORWARDED_BYTES = 16 << 10
+# What such a name has before it in a certificate: the tag of a DNS name or URI of the alternative names.
+_TAGS = {DNS_NAMES: b"\x82", SPIFFE_ID: b"\x86"}
 _LOCAL_SOCKETS = ("unix:", "link:")
 
 
@@ -33,7 +37,7 @@ class Peer(NamedTuple):
     @classmethod
     def of(cls, context: CallContext) -> Peer:
         """The peer of a call by gRPC."""
-        return cls(context.peer(), context.auth_context())
+        return cls(context.peer(), proven_by(context))
 
     def packed(self) -> bytes:
         """What a front end says of its client: texts with zero bytes between."""
@@ -53,6 +57,19 @@ class Peer(NamedTuple):
         return cls(address.decode(), proven)
 
 
+def proven_by(context: CallContext) -> Mapping[str, Iterable[bytes]]:
+    """What is proven of a call's peer. gRPC tells of a name what is before its first zero byte: names that are not
+    whole in the certificate are left out."""
+    proven = context.auth_context()
+    certificate = b"".join(proven.get(CERTIFICATE, ()))
+    if not certificate:
+        return proven
+    return {
+        key: [value for value in values if key not in _TAGS or _is_whole(_TAGS[key], value, certificate)]
+        for key, values in proven.items()
+    }
+
+
 def is_local_socket(address: str) -> bool:
     """Whether an address is of a socket that only this host's processes reach."""
     return address.startswith(_LOCAL_SOCKETS)
@@ -64,6 +81,14 @@ def is_private(context: CallContext) -> bool:
     if is_local_socket(address) or _is_loopback(address.rpartition(":")[0]):
         return True
     return list(context.auth_context().get(SECURITY, ())) == [b"ssl"]
+
+
+@lru_cache(256)
+def _is_whole(tag: bytes, name: bytes, certificate: bytes) -> bool:
+    """Whether a certificate, in PEM, has a name of so many bytes."""
+    size = len(name).to_bytes(4).lstrip(b"\0")
+    spelled = size if len(name) < 0x80 else bytes([0x80 + len(size)]) + size
+    return tag + spelled + name in ssl.PEM_cert_to_DER_cert(certificate.decode())
 
 
 @lru_cache(1024)

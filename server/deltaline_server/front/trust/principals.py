@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.front.trust.peer import UID, CallContext, is_local_socket, is_private
+from deltaline_server.front.trust.peer import UID, CallContext, is_local_socket, is_private, proven_by
 from deltaline_server.front.trust.principals_file import PrincipalsFile
 from deltaline_server.front.trust.roles import EVERY_ROLE, NOBODY, OPEN, ROLES, Role
 from deltaline_server.local_socket import is_loopback
@@ -80,7 +80,7 @@ class Principals:
         known = self.file.known
         headers = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
         if not headers:
-            proven = context.auth_context()
+            proven = proven_by(context)
             found = known.of_proven(proven)
             if found is None:
                 message = "expected a token, or a client certificate with a name that is known"

@@ -106,6 +106,8 @@ class PrincipalsFile:
         entries = file.pop("principal", [])
         if file or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise ValueError("expected nothing but tables [[principal]]")
+        if not entries:  # as one is that is being written
+            raise ValueError("expected at least one table [[principal]]")
         if len(entries) > MAX_PRINCIPALS:
             raise ValueError(f"expected at most {MAX_PRINCIPALS} principals, got {len(entries)}")
         principals: dict[str, Principal] = {}
@@ -187,14 +189,18 @@ def _list(
 
 def _read(path: str) -> bytes:
     """The content of a regular file. Raises OSError, ValueError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    with open(path, "rb", opener=_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("expected a regular file")
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"expected at most {MAX_FILE_BYTES} bytes")
     return content
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe's other end is not waited for. Raises OSError."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _why(error: Exception) -> str:

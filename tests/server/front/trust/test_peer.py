@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs.authority import Authority
 
-from deltaline_server.front.trust.peer import MAX_FORWARDED_BYTES, Peer, is_private
+from deltaline_server.front.trust.peer import MAX_FORWARDED_BYTES, Peer, is_private, proven_by
 
 TLS = {"transport_security_type": [b"ssl"]}
 
@@ -29,7 +31,7 @@ class Context:
 
 
 def test_what_a_front_end_says_is_read_as_it_was_proven() -> None:
-    proven = TLS | {"peer_dns": [b"a.org", b"b.org"], "peer_spiffe_id": [b"spiffe://a"], "x509_pem_cert": [b"x" * 9]}
+    proven = TLS | {"peer_dns": [b"a.org", b"b.org"], "peer_spiffe_id": [b"spiffe://a"], "x509_subject": [b"CN=x"]}
     read = Peer.read(Peer.of(Context("ipv4:10.0.0.1:5", proven)).packed())
     assert read == Peer("ipv4:10.0.0.1:5", TLS | {"peer_dns": [b"a.org", b"b.org"], "peer_spiffe_id": [b"spiffe://a"]})
     assert Peer.read(Peer("unix:").packed()) == Peer("unix:", {})
@@ -38,6 +40,16 @@ def test_what_a_front_end_says_is_read_as_it_was_proven() -> None:
 def test_a_name_can_not_pass_for_two_texts() -> None:
     proven = {"peer_dns": [b"a.org\0peer_dns\0evil.org", b"b.org"]}
     assert Peer.read(Peer("ipv4:1", proven).packed()).proven == {"peer_dns": [b"b.org"]}
+
+
+def test_a_name_that_is_cut_at_a_zero_byte_proves_nothing(tmp_path: Path) -> None:
+    long, cut = "x" * 200 + ".org", ("a.org\0.evil.org", "spiffe://a\0/evil")
+    pem = Authority(tmp_path).issue("c", *cut, "b.org", long, "spiffe://b").cert.read_bytes()
+    told = {"peer_dns": [b"a.org", b"b.org", long.encode()], "peer_spiffe_id": [b"spiffe://a", b"spiffe://b"]}
+    proven = proven_by(Context("ipv4:1", TLS | told | {"x509_pem_cert": [pem]}))
+    assert proven["peer_dns"] == [b"b.org", long.encode()]
+    assert proven["peer_spiffe_id"] == [b"spiffe://b"]
+    assert proven["transport_security_type"] == [b"ssl"]
 
 
 def test_a_user_can_not_be_asserted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def test_a_token_in_plain_text_is_refused_and_not_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"principal = 1", b"[principal]", b"[other]", b"\xff", b"[[principal", b"#" * (2**20 + 1)]
+    "content",
+    [b"", b"principal = []", b"principal = 1", b"[principal]", b"[other]", b"\xff", b"[[principal", b"#" * (2**20 + 1)],
 )
 def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "principals.toml"
@@ -129,6 +131,24 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "absent"):
         with pytest.raises(ConfigError, match="--principals"):
             PrincipalsFile(str(path))
+
+
+def test_what_can_not_be_read_leaves_no_descriptor(tmp_path: Path) -> None:
+    file, path = file_of(tmp_path, entry("a")), tmp_path / "principals.toml"
+    path.unlink()
+    num_open = len(os.listdir("/proc/self/fd"))
+    ways: list[Callable[[], None]] = [
+        path.mkdir,
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to(path),
+        lambda: path.symlink_to("/dev/zero"),
+    ]
+    for make in ways:
+        make()
+        file.reload()
+        assert len(os.listdir("/proc/self/fd")) == num_open
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert names(file.known) == ["a"]
 
 
 def test_a_change_counts_and_numbers_stay_with_names(tmp_path: Path) -> None:
@@ -147,7 +167,7 @@ def test_a_change_counts_and_numbers_stay_with_names(tmp_path: Path) -> None:
     assert file.known.principals[0].number == number["a"], "what it held is its own again"
 
 
-@pytest.mark.parametrize("content", [b"[[principal]]\nname = 1", None])
+@pytest.mark.parametrize("content", [b"[[principal]]\nname = 1", b"", None])
 def test_a_bad_change_keeps_the_old_ones_and_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
 ) -> None:
