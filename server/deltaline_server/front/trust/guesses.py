@@ -32,7 +32,9 @@ class Guesses:
 
     def check(self, connection: str, principal: Principal) -> None:
         """Raise RequestError TOO_MANY_UNKNOWN while the principal's bucket on the connection is full."""
-        level = self._level((connection, principal.number))
+        who = connection, principal.number
+        level = self._level(who)
+        self._level(next(iter(self._buckets), who))  # the oldest: of a connection that is gone nobody else asks
         if level >= self._burst:
             message = "this connection has named too many sequences that are none of its principal's"
             raise RequestError(Reason.TOO_MANY_UNKNOWN, message, retry_after_s=(level - self._burst + 1) / PER_S)
