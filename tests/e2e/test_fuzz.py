@@ -22,6 +22,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from numpy.typing import NDArray
 from rigs.authority import Authority
@@ -39,6 +41,7 @@ from deltaline.v1 import admin_service_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_client import AsyncClient, AsyncSequence, Tls
 from deltaline_server.app import Server
+from deltaline_server.memory.regions import Region
 from deltaline_server.tables.open_tokens import Opened
 
 SEED = 26
@@ -135,10 +138,39 @@ def make_watched(
     return make
 
 
+def beyond(call: MutatedCall, info: Any) -> str:
+    """Why a call may not end well: a message that protobuf can't read, or a field beyond what the server announces."""
+    for body in call.bodies:
+        message: Any = message_factory.GetMessageClass(METHODS[call.path].input_type)()
+        try:
+            message.ParseFromString(body)
+        except DecodeError:
+            return "not a message"
+        if METHODS[call.path].client_streaming:  # its answers are judged one by one
+            continue
+        bounds = {
+            "count": range(1, info.max_sequences + 1),
+            "lease_ms": range(info.max_lease_ms + 1),
+            "size_bytes": range(1, info.shared_memory_bytes + 1),
+            "timeout_ms": range(24 * 3600 * 1000 + 1),
+            "span": range(len(info.spans)),
+            "priority": range(-8, 8),
+        }
+        for name, bound in bounds.items():
+            if getattr(message, name, bound.start) not in bound:
+                return name
+        if len(getattr(message, "sequence", "?")) not in range(1, info.max_sequences + 1):
+            return "sequence"
+        if len(getattr(message, "open_token", "")) not in (0, 16):
+            return "open_token"
+    return ""
+
+
 @dataclass
 class Tally:
-    """What became of calls, by method and of reasons."""
+    """What became of calls, by method and of reasons. info: what the server announces."""
 
+    info: Any
     seen: Counter[tuple[str, grpc.StatusCode]] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[int] = field(default_factory=Counter)
@@ -162,6 +194,8 @@ class Tally:
         elif said.code is not grpc.StatusCode.OK and (METHODS[call.path].name, said.code) not in WITHOUT_DETAILS:
             assert said.status is not None, f"{said} of {call}"
             self._status(call, said.status)
+        elif said.code is grpc.StatusCode.OK:
+            assert not beyond(call, self.info), f"{beyond(call, self.info)}: {said} of {call}"
         for reply in said.replies:
             self._reply(call, reply)
 
@@ -193,48 +227,64 @@ class Tally:
 
 
 class Strays:
-    """Notes what is opened, so that what replies did not tell can be closed."""
+    """Notes what is opened and made, so that what replies did not tell can be given back."""
 
     def __init__(self, server: Server) -> None:
-        self._table, self._opened = server.runtime.table, list[tuple[int, Any]]()
-        opens = self._table.open
+        self._table, self._regions = server.runtime.table, server.runtime.regions
+        self._opened, self._made = list[tuple[int, Any]](), list[tuple[int, int]]()
+        opens, creates = self._table.open, self._regions.create
 
-        def noted(*arguments: Any) -> Opened:
-            opened = opens(*arguments)
-            self._opened += [(handle, arguments[-1]) for handle in opened.handles.tolist()]
-            return opened
+        def opened(*arguments: Any) -> Opened:
+            made = opens(*arguments)
+            self._opened += [(handle, arguments[-1]) for handle in made.handles.tolist()]
+            return made
 
-        self._table.open = noted  # type: ignore[method-assign, assignment]
+        async def created(size: int, lease_s: float | None, owner: int, *more: Any) -> Region:
+            region = await creates(size, lease_s, owner, *more)
+            self._made.append((region.id, owner))
+            return region
 
-    def close(self) -> None:
-        """Close what the mutator has."""
+        self._table.open = opened  # type: ignore[method-assign, assignment]
+        self._regions.create = created  # type: ignore[method-assign, assignment]
+
+    def give_back(self) -> None:
+        """Close and release what the mutator has."""
         for handle, principal in self._opened:
             if principal.name == "mutator":
                 self._table.close(self._table.server_epoch, np.array([handle], np.uint64), principal)
+        for region, owner in self._made:
+            self._regions.release(region, (owner,))
         self._opened.clear()
+        self._made.clear()
 
 
 class Witness:
-    """A sequence that steps beside the others, and what it got. span_is_free: held by whoever steps on its span."""
+    """A sequence that steps beside the others, and what it got. span_is_free: held by whoever steps on its own span."""
 
     def __init__(self, sequence: AsyncSequence) -> None:
-        self.inputs, self.outputs = list[Any](), list[bytes]()
+        self.inputs, self.outputs = list[tuple[int, Any]](), list[bytes]()
         self.span_is_free = asyncio.Lock()
         self._sequence, self._rng = sequence, np.random.default_rng(4)
 
-    async def step(self) -> None:
-        """Step until cancelled."""
+    async def go_on(self) -> None:
+        """Step on its own span until cancelled."""
         while True:
-            hidden = self._rng.standard_normal((1 if len(self.inputs) % 8 else 5, HIDDEN)).astype(np.float32)
             async with self.span_is_free:
-                self.inputs.append(hidden)
-                self.outputs.append(await stepped(self._sequence, hidden))
+                await self.step(WITNESS_SPAN)
             await asyncio.sleep(PAUSE_S)
 
+    async def step(self, span: int) -> None:
+        """Step on a span, where nothing else runs."""
+        length = 1 if self._rng.random() < 0.8 else 5
+        hidden = self._rng.standard_normal((length, HIDDEN)).astype(np.float32)
+        output = await stepped(self._sequence, span, hidden)
+        self.inputs.append((span, hidden))
+        self.outputs.append(output)
 
-async def stepped(sequence: AsyncSequence, hidden: NDArray[np.float32]) -> bytes:
+
+async def stepped(sequence: AsyncSequence, span: int, hidden: NDArray[np.float32]) -> bytes:
     step: Callable[..., Awaitable[Any]] = sequence.decode if len(hidden) == 1 else sequence.prefill
-    return bytes(np.asarray(await step(hidden, span=WITNESS_SPAN)).tobytes())
+    return bytes(np.asarray(await step(hidden, span=span)).tobytes())
 
 
 async def one_connection(
@@ -247,9 +297,10 @@ async def one_connection(
         await mutator.prefill(victims, prompts, span=WITNESS_SPAN)
     epoch = place.server.runtime.table.server_epoch
     async with place.connect() as way:
-        creating, releasing = METHODS[ADMIN + "CreateSharedMemory"], METHODS[ADMIN + "ReleaseSharedMemory"]
         size = admin_service_pb2.CreateSharedMemoryRequest(size_bytes=1 << 16)
-        said = await way.call(creating, [size.SerializeToString()], headers("mutator"), 60.0)
+        said = await way.call(
+            METHODS[ADMIN + "CreateSharedMemory"], [size.SerializeToString()], headers("mutator"), 60.0
+        )
         region = admin_service_pb2.CreateSharedMemoryResponse.FromString(said.replies[0]).region
         held = Held(epoch, [victim.handle for victim in victims], region, "mutator")
 
@@ -262,28 +313,30 @@ async def one_connection(
                 for number in range(begin, begin + CALLS_AT_ONCE):
                     group.create_task(one(number))
             place.server.runtime.table.is_draining = False
-        release = admin_service_pb2.ReleaseSharedMemoryRequest(region=region)
-        await way.call(releasing, [release.SerializeToString()], headers("mutator"), 60.0)
 
 
 async def mutate(place: Place, num_messages: int, seed: int) -> Tally:
     """Make mutated calls beside a witness, and prove that nothing was harmed."""
-    tally, table, strays = Tally(), place.server.runtime.table, Strays(place.server)
+    runtime, strays = place.server.runtime, Strays(place.server)
+    tally, table = Tally(runtime.info()), runtime.table
     async with place.client("witness") as client, place.client("mutator") as mutator:
         sequence, twin = await client.open_many(2)
         witness, first = Witness(sequence), 0
         async with asyncio.TaskGroup() as group:
-            stepping = group.create_task(witness.step())
+            stepping = group.create_task(witness.go_on())
             while tally.num_messages < num_messages:
                 await one_connection(place, tally, mutator, witness, seed, first)
-                strays.close()
+                strays.give_back()
+                await until(lambda: not runtime.scheduler.load().queued_rows)
+                async with witness.span_is_free:
+                    await witness.step(0)  # where the others ran
                 first += CALLS_OF_A_CONNECTION
             async with witness.span_is_free:
                 stepping.cancel()
         assert len(witness.outputs) > num_messages / 500
-        for number, (hidden, output) in enumerate(zip(witness.inputs, witness.outputs, strict=True)):
-            assert await stepped(twin, hidden) == output, f"step {number} of the witness, beside seed {seed}"
-        place.server.runtime.scheduler.settle()
+        for number, (given, output) in enumerate(zip(witness.inputs, witness.outputs, strict=True)):
+            assert await stepped(twin, *given) == output, f"step {number} of the witness, beside seed {seed}"
+        runtime.scheduler.settle()
         table.check_integrity()
         assert table.num_open == 2
     return tally

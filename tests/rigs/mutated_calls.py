@@ -124,7 +124,8 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
     made: Any
     match method.name:
         case "OpenSequences":
-            token, adapter = rng.choice((b"", b"t" * 16)), rng.choice(("", "", _ADAPTER_NAMES[0]))
+            token = rng.choice((b"", b"t" * 16, rng.randbytes(16), rng.randbytes(16)))
+            adapter = rng.choice(("", "", "", "", _ADAPTER_NAMES[0]))
             made = pb.OpenSequencesRequest(count=rng.choice((1, 3)), lease_ms=1000, open_token=token, adapter=adapter)
         case "CloseSequences":
             made = pb.CloseSequencesRequest(server_epoch=epoch, sequence=some[:1])

@@ -50,7 +50,7 @@ def varint(value: int) -> bytes:
 
 def mutated(body: bytes, descriptor: Descriptor, rng: Random) -> bytes:
     """The message, spoiled in one to three ways; some are messages still."""
-    for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
+    for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
         kind = rng.random()
         if kind < 0.3:
             body = with_bytes_mutated(body, rng)
@@ -240,7 +240,8 @@ def _change_column(column: Any, field: FieldDescriptor, rng: Random) -> None:
         return
     kind = rng.randrange(4)
     if kind == 0 or not column:
-        column.extend([_bound(field, rng) for _ in range(rng.choice((1, 2, 65, 3000)))])
+        count = rng.choice((1, 2, 65, 3000))
+        column.extend([_bound(field, rng) if count < 3 else rng.getrandbits(31) for _ in range(count)])
     elif kind == 1:
         del column[rng.randrange(len(column)) :]
     elif kind == 2:
