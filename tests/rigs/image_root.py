@@ -71,7 +71,11 @@ class ImageRoot:
         # First, as the project and what is installed may lie under /tmp.
         temporary = shlex.quote(str(root / "tmp"))
         script.append(f"mkdir -p {temporary}")
-        script.append(f"mount -t tmpfs -o mode=1777,noexec,nosuid,nodev tmpfs {temporary}")
+        volumes = dict(volumes)
+        if (shared := volumes.pop("/tmp", None)) is None:
+            script.append(f"mount -t tmpfs -o mode=1777,noexec,nosuid,nodev tmpfs {temporary}")
+        else:
+            script.append(f"mount --bind {shlex.quote(str(shared))} {temporary}")
         for source, place in [*self._bind.items(), *((str(host), at) for at, host in volumes.items())]:
             inside = root / place.lstrip("/")
             if Path(source).is_dir():

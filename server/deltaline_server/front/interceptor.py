@@ -103,16 +103,19 @@ class Interceptor(grpc.aio.ServerInterceptor):
         handler: Any,
         method: str,
         gate: Gate | None = None,
-        finish: Callable[[replies.Reply], Any] = replies.joined,
+        *,
+        in_pieces: bool = False,
     ) -> Handler:
-        """The same handler with everything that this module adds, taking bytes, and giving what `finish` makes of
-        replies.
+        """The same handler with everything that this module adds, taking and giving bytes.
 
-        gate: what counts its calls; then it takes the one message of a call itself, as it takes those of a stream.
+        in_pieces: replies that a handler makes in pieces are given so. gate: what counts its calls; then it takes the
+        one message of a call itself, as it takes those of a stream.
         """
         rpc, enter = self._metrics.rpcs[method], None if gate is None else partial(gate.enter, method)
         deserialize = handler.request_deserializer or bytes
-        serialize: Callable[[Any], bytes] = handler.response_serializer or finish
+        serialize: Callable[[Any], bytes] = handler.response_serializer or bytes
+        if in_pieces and handler.response_serializer is replies.JOIN:
+            serialize = cast(Any, list)
         # Probes are not worth a trace, and of a stream each step has its own (layer_service.py).
         traced = method if method.startswith(TRACED) else None
         audited = AUDITED.get(method) if self._audit is not None else None
@@ -144,6 +147,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     async for response in responses:
                         rpc.sent.inc()
                         yield serialize(response)
+                        del response
 
         async def requests(context: Context) -> AsyncIterator[Any]:
             # Not gRPC's own iterator: an idle stream would hold its last message there, and here too without `del`.
@@ -169,6 +173,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 async for response in responses:
                     rpc.sent.inc()
                     yield serialize(response)
+                    del response  # it may be a view of what is kept, and the stream idle
 
         takes_stream = handler.request_streaming or gate is not None
         if handler.response_streaming:

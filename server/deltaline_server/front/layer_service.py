@@ -74,9 +74,11 @@ class LayerService:
                 "CloseSequences": unary(self.close_sequences, pb.CloseSequencesRequest.FromString),
                 "DescribeSequences": unary(self.describe_sequences, pb.DescribeSequencesRequest.FromString),
                 "RenewLeases": unary(self.renew_leases, pb.RenewLeasesRequest.FromString),
-                "Step": unary(self.step, parser.parse_step),
+                "Step": unary(self.step, parser.parse_step, replies.JOIN),
                 "CommitSequences": unary(self.commit_sequences, pb.CommitSequencesRequest.FromString),
-                "StepStream": grpc.stream_stream_rpc_method_handler(self.step_stream, parser.parse_stream_step),
+                "StepStream": grpc.stream_stream_rpc_method_handler(
+                    self.step_stream, parser.parse_stream_step, replies.JOIN
+                ),
             },
         )
 
@@ -164,7 +166,7 @@ class LayerService:
         self.guesses.add(context.peer(), current_principal(), _num_unknown(refusals))
         return replies.commit_response(positions, refusals)
 
-    async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[replies.Reply]:
+    async def step_stream(self, messages: AsyncIterator[StreamStep], context: Context) -> AsyncIterator[replies.Pieces]:
         """Apply steps as they come and answer each when it is done.
 
         At most STREAM_STEPS with STREAM_BYTES are taken and not answered, or one where all streams hold
@@ -276,7 +278,7 @@ class LayerService:
 
     def _stream_response(
         self, correlation_id: int, answer: StepResult | Refusal, client: str, principal: Principal
-    ) -> replies.Reply:
+    ) -> replies.Pieces:
         """The message that answers one step of a client's stream."""
         if isinstance(answer, StepResult):
             if answer.refusals:

@@ -21,6 +21,8 @@ from deltaline_server.tables.sequence import SequenceDescription, SequenceState
 Pieces: TypeAlias = list[wire.Buffer]
 """A serialised message as bytes and views of arrays, to be joined, or copied to where it goes."""
 Reply: TypeAlias = bytes | Pieces
+JOIN = b"".join
+"""What makes bytes of pieces: the serialiser of the methods whose replies are such."""
 
 _CORRELATION_ID = wire.varint(pb.StepStreamResponse.CORRELATION_ID_FIELD_NUMBER << 3)
 _OUTCOME, _POSITION = pb.StepResponse.OUTCOME_FIELD_NUMBER, pb.StepResponse.POSITION_FIELD_NUMBER
@@ -56,11 +58,6 @@ def _shared_tensor(hidden: NDArray[Any], memory: OutputMemory) -> bytes:
     return tensor_pb2.Tensor(dtype=wire.data_type(hidden.dtype), shape=hidden.shape, shared=shared).SerializeToString()
 
 
-def joined(reply: Reply) -> bytes:
-    """A reply in one."""
-    return reply if isinstance(reply, bytes) else b"".join(reply)
-
-
 def step_response(result: StepResult) -> Pieces:
     """Serialise a StepResponse: the columns as they lie in their arrays, the outputs as a view."""
     memory, field_pieces = result.output_memory, wire.field_pieces
@@ -84,9 +81,9 @@ def stream_response(correlation_id: int, result: StepResult) -> Pieces:
     return [head, *wire.field_pieces(pb.StepStreamResponse.STEP_FIELD_NUMBER, step_response(result))]
 
 
-def stream_status(correlation_id: int, refusal: Refusal) -> bytes:
+def stream_status(correlation_id: int, refusal: Refusal) -> Pieces:
     """Serialise a StepStreamResponse for a step that was refused whole."""
-    return pb.StepStreamResponse(correlation_id=correlation_id, status=status(refusal)).SerializeToString()
+    return [pb.StepStreamResponse(correlation_id=correlation_id, status=status(refusal)).SerializeToString()]
 
 
 def commit_response(position: NDArray[np.int64], refusals: Mapping[int, Refusal]) -> bytes:

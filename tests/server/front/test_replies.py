@@ -62,11 +62,11 @@ RESULTS = {
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_step_response_is_the_message(name: str) -> None:
-    body, expected = replies.joined(replies.step_response(RESULTS[name])), by_protobuf(RESULTS[name])
+    body, expected = replies.JOIN(replies.step_response(RESULTS[name])), by_protobuf(RESULTS[name])
     assert pb.StepResponse.FromString(body) == expected
     # Written once: parsing and writing it anew gives no shorter message.
     assert len(body) == len(expected.SerializeToString())
-    in_stream = pb.StepStreamResponse.FromString(replies.joined(replies.stream_response(2**63, RESULTS[name])))
+    in_stream = pb.StepStreamResponse.FromString(replies.JOIN(replies.stream_response(2**63, RESULTS[name])))
     assert in_stream == pb.StepStreamResponse(correlation_id=2**63, step=expected)
 
 

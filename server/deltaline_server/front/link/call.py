@@ -113,6 +113,7 @@ class Call:
                 async with aclosing(responses):
                     async for response in responses:
                         await self._line.reply(self, response, 0)
+                        del response
                 self._line.end_call(self, status_pb2.Status())
                 return
             if handler.request_streaming:

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 
 from deltaline_server.front.interceptor import Interceptor
-from deltaline_server.front.replies import Reply
 
 
 @dataclass(frozen=True)
@@ -18,11 +17,6 @@ class _Details(grpc.HandlerCallDetails):
 
     method: str
     invocation_metadata: tuple[()] = ()
-
-
-def _as_it_is(reply: Reply) -> Reply:
-    """Replies go in pieces: what is large is copied once, into link memory."""
-    return reply
 
 
 class Methods:
@@ -40,5 +34,6 @@ class Methods:
             name = method.decode(errors="replace")
             handler = next(filter(None, (one.service(_Details(name)) for one in self._handlers)), None)
             if handler is not None:
-                self._wrapped[method] = found = self._interceptor.wrap(handler, name, finish=_as_it_is)
+                # What is large is copied once, into link memory.
+                self._wrapped[method] = found = self._interceptor.wrap(handler, name, in_pieces=True)
         return found
