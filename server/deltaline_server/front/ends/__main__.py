@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -86,7 +87,7 @@ async def _serve(
     server.add_generic_rpc_handlers((forward,))
     add_port(server, address, None if tls is None else tls.credentials())
     await server.start()
-    print("serving", flush=True)
+    _say("serving")
     telling = asyncio.create_task(_tell(forward))
     while not connection.is_over:
         await connection.until_moved()
@@ -99,8 +100,14 @@ async def _tell(forward: Forward) -> None:
     while True:
         await asyncio.sleep(TELL_S)
         if forward.refused:
-            print(json.dumps(forward.refused), flush=True)
+            _say(json.dumps(forward.refused))
             forward.refused.clear()
+
+
+def _say(line: str) -> None:
+    """Tell the core, unless it is gone: this process ends then."""
+    with suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def _told(status: status_pb2.Status) -> status_pb2.Status:
