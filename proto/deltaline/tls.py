@@ -42,13 +42,13 @@ class Tls:
         try:
             context = ssl.create_default_context(cafile=None if self.ca is None else os.fspath(self.ca))
         except OSError as error:
-            raise ValueError(f"tls.ca: expected certificates in PEM, got {self.ca!r} ({_reason(error)})") from error
+            raise ValueError(f"tls.ca: expected certificates in PEM, got {self.ca!r} ({reason(error)})") from error
         if self.cert is not None:
             try:
-                context.load_cert_chain(self.cert, self.key, password=_no_password)
+                context.load_cert_chain(self.cert, self.key, password=no_password)
             except (OSError, ValueError) as error:
                 what = "expected a certificate and its key in PEM, the key not encrypted"
-                got = f"{self.cert!r} and {self.key!r} ({_reason(error)})"
+                got = f"{self.cert!r} and {self.key!r} ({reason(error)})"
                 raise ValueError(f"tls.cert, tls.key: {what}, got {got}") from error
         return context
 
@@ -75,12 +75,15 @@ def _content(path: Path) -> bytes:
         return file.read(_MAX_FILE_BYTES)
 
 
-def _no_password() -> str:
+def no_password() -> str:
+    """What OpenSSL is told when it asks for a key's password."""
     raise ValueError("the key is encrypted")
 
 
-def _reason(error: OSError | ValueError) -> str:
-    """What an error says, in a few words."""
+def reason(error: OSError | ValueError) -> str:
+    """What an error of files or of OpenSSL says, in a few words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
     if isinstance(error, ssl.SSLError):
         return (error.reason or "no PEM").lower().replace("_", " ")
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -23,6 +23,7 @@ from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2_grpc
 from deltaline_server.app import Server
+from deltaline_server.front.ends.reader import REQUESTS
 from deltaline_server.front.grpc_port import MAX_STREAMS
 from deltaline_server.front.port import descriptors, gate
 from deltaline_server.front.port.gate import CLIENT_UNREAD_BYTES, RECEIVED
@@ -158,17 +159,19 @@ async def test_calls_that_are_cancelled_at_once_end_no_other_s(server: Server) -
 async def test_requests_half_sent_hold_up_no_other(server: Server) -> None:
     """Few are received at a time; where others wait, one that does not come makes way.
 
-    In a front end it is its own connection's next ones that wait.
+    A front end receives REQUESTS of a connection at a time: there it takes several to hold all places.
     """
-    half = message(bytes(100_000))[:1000]
+    half, count = message(bytes(100_000))[:1000], RECEIVED // REQUESTS if server.front_ends.pids else 1
 
     def send() -> None:
-        for _ in range(2 * RECEIVED):
-            slow.send(slow.begin(f"{LAYER}/Step"), half, ends=False)
-        if not server.front_ends.pids:
-            slow.read_until(lambda: len(slow.ended) >= RECEIVED)
+        for slow in connections:
+            for _ in range(2 * RECEIVED // count):
+                slow.send(slow.begin(f"{LAYER}/Step"), half, ends=False)
+        for slow in connections:
+            slow.read_until(lambda slow=slow: len(slow.ended) >= RECEIVED // count)  # type: ignore[misc]
 
-    with raw_http2(server.address) as slow:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(raw_http2(server.address)) for _ in range(count)]
         sending = asyncio.create_task(asyncio.to_thread(send))
         async with grpc.aio.insecure_channel(server.address) as channel:
             async with asyncio.timeout(20):
@@ -176,8 +179,8 @@ async def test_requests_half_sent_hold_up_no_other(server: Server) -> None:
                     await describe(channel)
                 await describe(channel)
         await sending
-        if not server.front_ends.pids:
-            await until(lambda: refusals(server, "UPLOAD_TIMEOUT") >= RECEIVED)
+        assert all(len(slow.ended) >= RECEIVED // count for slow in connections)
+        await until(lambda: refusals(server, "UPLOAD_TIMEOUT") >= RECEIVED)
 
 
 async def test_one_connection_leaves_calls_for_others(

@@ -111,6 +111,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         in_pieces: replies that a handler makes in pieces are given so. gate: what counts its calls; then it takes the
         one message of a call itself, as it takes those of a stream.
         """
+        # Long, since it is four kinds of calls that share these: as methods they would pass them on in each step.
         rpc, enter = self._metrics.rpcs[method], None if gate is None else partial(gate.enter, method)
         deserialize = handler.request_deserializer or bytes
         serialize: Callable[[Any], bytes] = handler.response_serializer or bytes

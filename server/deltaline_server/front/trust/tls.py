@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from deltaline.tls import no_password, reason
 from deltaline_server.log import event
 
 _log = logging.getLogger(__name__)
@@ -106,21 +107,21 @@ class Tls:
         client_ca = None if self._client_ca is None else _content("--tls-client-ca", self._client_ca)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self._cert, self._key, password=_no_password)
+            context.load_cert_chain(self._cert, self._key, password=no_password)
         except (OSError, ValueError) as error:
             what = "expected a certificate and its key in PEM, the key not encrypted"
-            raise TlsError(f"--tls-cert, --tls-key: {what}, got others ({_reason(error)})") from error
+            raise TlsError(f"--tls-cert, --tls-key: {what}, got others ({reason(error)})") from error
         try:
             expires_s = _try(context, cert)
         except (OSError, ValueError) as error:
             what = "expected a server's certificate that is valid now"
-            raise TlsError(f"--tls-cert: {what}, got another ({_reason(error)})") from error
+            raise TlsError(f"--tls-cert: {what}, got another ({reason(error)})") from error
         if client_ca is not None:
             try:
                 context.load_verify_locations(cadata=client_ca.decode("ascii", "ignore"))
             except (OSError, ValueError) as error:
                 raise TlsError(
-                    f"--tls-client-ca: expected certificates in PEM, got others ({_reason(error)})"
+                    f"--tls-client-ca: expected certificates in PEM, got others ({reason(error)})"
                 ) from error
             context.verify_mode = ssl.CERT_OPTIONAL
         return _Taken(grpc.ssl_server_certificate_configuration([(key, cert)], client_ca), context, expires_s)
@@ -155,16 +156,3 @@ def _try(server: ssl.SSLContext, cert: bytes) -> float:
     found = asking.getpeercert()
     assert found is not None
     return float(ssl.cert_time_to_seconds(str(found["notAfter"])))
-
-
-def _no_password() -> str:
-    raise ValueError("the key is encrypted")
-
-
-def _reason(error: OSError | ValueError) -> str:
-    """What an error says, in a few words."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return error.verify_message
-    if isinstance(error, ssl.SSLError):
-        return (error.reason or "no PEM").lower().replace("_", " ")
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
