@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from rigs.prefill_step import prefill_step
 from rigs.raw_http2 import RawHttp2, message, raw_http2
 from rigs.until import until
 
@@ -63,15 +64,7 @@ async def describe(channel: Any) -> None:
 async def prefill(stub: Any, tokens: int = TOKENS) -> bytes:
     """A step that is done, whose reply every repetition gets, of `tokens` x 256 bytes."""
     opened = await stub.OpenSequences(pb.OpenSequencesRequest(count=1))
-    step = pb.StepRequest(
-        server_epoch=opened.server_epoch,
-        sequence=opened.sequence,
-        kind=[pb.ROW_KIND_PREFILL],
-        step=[1],
-        position=[0],
-        query_start_loc=[0, tokens],
-        hidden=wire.encode(np.ones((tokens, HIDDEN), np.float32)),
-    )
+    step = prefill_step(opened, wire.encode(np.ones((tokens, HIDDEN), np.float32)))
     await stub.Step(step)
     return step.SerializeToString()
 

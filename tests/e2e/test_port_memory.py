@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 import pytest
 from rigs.limited_server import Limited, limited
+from rigs.prefill_step import prefill_step
 from rigs.raw_http2 import RawHttp2, raw_http2
 
 from deltaline import wire
@@ -47,15 +48,7 @@ def step_of(server: Limited) -> bytes:
     with grpc.insecure_channel(server.address) as channel:
         stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
         opened = stub.OpenSequences(pb.OpenSequencesRequest(count=1))
-        step = pb.StepRequest(
-            server_epoch=opened.server_epoch,
-            sequence=opened.sequence,
-            kind=[pb.ROW_KIND_PREFILL],
-            step=[1],
-            position=[0],
-            query_start_loc=[0, TOKENS],
-            hidden=wire.encode(np.ones((TOKENS, HIDDEN), np.float32)),
-        )
+        step = prefill_step(opened, wire.encode(np.ones((TOKENS, HIDDEN), np.float32)))
         stub.Step(step)
     return step.SerializeToString()
 

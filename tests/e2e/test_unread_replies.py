@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from rigs.prefill_step import prefill_step
 from rigs.server_process import ServerProcess, own_bytes
 from rigs.shared_memory import mapped
 from rigs.small_models import HIDDEN
@@ -50,16 +51,8 @@ async def small_step_of_a_large_reply(address: str) -> bytes:
             await call(LAYER + "OpenSequences", pb.OpenSequencesRequest(count=1))
         )
         place = tensor_pb2.SharedSlice(region=made.region, offset=0)
-        step = pb.StepRequest(
-            server_epoch=opened.server_epoch,
-            sequence=opened.sequence,
-            kind=[pb.ROW_KIND_PREFILL],
-            step=[1],
-            position=[0],
-            accepted=[-1],
-            query_start_loc=[0, NUM_TOKENS],
-            hidden=tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[NUM_TOKENS, HIDDEN], shared=place),
-        )
+        hidden = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[NUM_TOKENS, HIDDEN], shared=place)
+        step = prefill_step(opened, hidden)
         assert len(await call(LAYER + "Step", step)) > REPLY_BYTES
         return step.SerializeToString()
 
