@@ -64,7 +64,7 @@ def drawn(rooms: list[str], count: int, seed: int) -> list[tuple[str, MutationSp
     found = [
         (room, mutant)
         for room in rooms
-        for path in sorted((ROOT / "server/deltaline_server" / room).glob("*.py"))
+        for path in sorted((ROOT / "server/deltaline_server" / room).rglob("*.py"))
         for mutant in mutants_of(path)
     ]
     print(f"{len(found)} mutants in {', '.join(rooms)}; {min(count, len(found))} drawn from seed {seed}", flush=True)
@@ -80,8 +80,21 @@ def make_copy(folder: Path) -> Path:
 
 
 def tests_of(room: str, copy: Path) -> list[str]:
-    """The command that runs a room's tests on a copy."""
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    """The command that runs a room's tests on a copy, whose packages the processes that they start import too."""
+    packages = ":".join(str(copy / name) for name in ("proto", "kernels", "server", "client", "bench"))
+    pytest = [
+        "env",
+        f"PYTHONPATH={packages}",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+    ]
     return [*pytest, "-c", str(copy / "pyproject.toml"), str(copy / "tests/server" / room)]
 
 
@@ -102,7 +115,6 @@ def main() -> int:
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS), help="of the server [all three]")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="copies of the tree [one per core]")
     options = parser.parse_args()
-    os.environ.pop("PYTHONPATH", None)  # the copy's packages are to be imported, by pytest's own setting
     caught, run = Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.workers) as pool:
         free: SimpleQueue[Path] = SimpleQueue()
