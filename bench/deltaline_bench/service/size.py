@@ -41,7 +41,8 @@ class Size:
     steady_steps: int
     steady_tokens: int
     soak_s: float
-    parts: tuple[str, ...] = ("decode", "throughput", "prefill", "mixed", "steady", "soak")
+    flood_s: float
+    parts: tuple[str, ...] = ("decode", "throughput", "prefill", "mixed", "steady", "soak", "floods")
     scope: str = "block"
     ways: tuple[Literal["unary", "stream"], ...] = ("stream",)
     is_beside_layer: bool = False
@@ -113,6 +114,7 @@ H200 = Size(
     steady_steps=10_000,
     steady_tokens=700,
     soak_s=600.0,
+    flood_s=10.0,
 )
 SMALL = Size(
     name="small",
@@ -139,6 +141,7 @@ SMALL = Size(
     steady_steps=100,
     steady_tokens=70,
     soak_s=2.0,
+    flood_s=4.0,
 )
 CPU = replace(
     SMALL,

@@ -6,6 +6,7 @@ So calls are counted until gRPC is done with them, and refused before anything i
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import grpc
@@ -63,10 +64,11 @@ class Gate:
 class Entered:
     """A call that is counted."""
 
-    __slots__ = ("_calls", "_client", "_gate", "_unread_bytes")
+    __slots__ = ("_calls", "_client", "_gate", "_held_until_s", "_unread_bytes")
 
     def __init__(self, gate: Gate, calls: Shares, client: str) -> None:
         self._gate, self._calls, self._client, self._unread_bytes = gate, calls, client, 0
+        self._held_until_s = 0.0
 
     def check_unread(self) -> None:
         """Raises RequestError REPLIES_UNREAD where the client has too much to read."""
@@ -90,8 +92,18 @@ class Entered:
         self._unread_bytes = len(reply)
         self._gate.unread.take(self._client, self._unread_bytes)
 
+    async def hold(self, seconds: float) -> None:
+        """Keep the answer to a refused call back. It counts for so long even if its client gives it up, or giving up
+        would be a way to go on at once."""
+        self._held_until_s = asyncio.get_running_loop().time() + seconds
+        await asyncio.sleep(seconds)
+
     def leave(self, context: Any) -> None:
         """gRPC is done with the call."""
-        self._calls.give_back(self._client, 1)
+        loop = asyncio.get_running_loop()
+        if self._held_until_s > loop.time():
+            loop.call_at(self._held_until_s, self._calls.give_back, self._client, 1)
+        else:
+            self._calls.give_back(self._client, 1)
         if self._unread_bytes:
             self._gate.unread.give_back(self._client, self._unread_bytes)
