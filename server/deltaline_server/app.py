@@ -43,7 +43,7 @@ from deltaline_server.front.trust.principals import open_principals
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.tls import Tls
 from deltaline_server.log import event
-from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls
+from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls, ways_in
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.audit import AuditError, open_audit
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
@@ -158,8 +158,8 @@ class Server:
             await self.stop()
             raise
         self._is_ready = True
-        uds, link_path = self.config.uds or "none", self.link.path or "none"
-        event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=uds, link=link_path)
+        local = ways_in(self.config, self.link, self.principals)
+        event(_log, "ready", address=self.address, metrics_port=self.metrics_port, **local)
 
     async def _start_front_ends(self, served: Served) -> None:
         """Start them, unless it is over meanwhile: clients of the first may drain it. Raises StartError."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from rigs.scheduler_rig import refuses
 from rigs.until import until
 
-from deltaline_server.errors import Reason
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.port import gate
 from deltaline_server.front.port.gate import Gate
 
@@ -20,11 +21,12 @@ METHOD = "/deltaline.v1.LayerService/Step"
 class Context:
     """A call of gRPC's."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str = "a") -> None:
+        self._client = client
         self.callbacks = list[Callable[[Any], None]]()
 
     def peer(self) -> str:
-        return "a"
+        return self._client
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self.callbacks.append(callback)
@@ -48,6 +50,17 @@ async def test_a_call_that_is_given_up_while_its_refusal_is_kept_back_keeps_its_
     assert made.calls.used == 4
     with refuses(Reason.TOO_MANY_CALLS):
         made.enter(METHOD, Context())
+
+
+async def test_watches_leave_probes_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_WATCHES", 4)
+    made = Gate()
+    for client in "abcdefgh":
+        with suppress(RequestError):
+            made.enter(gate.WATCH, Context(client))
+    assert made.watches.used == made.watches.limit == 4
+    made.enter(gate.WATCH.replace("Watch", "Check"), Context("x"))
+    assert (made.probes.used, made.calls.used) == (1, 0)
 
 
 async def test_its_place_is_free_once_its_time_is_over() -> None:
