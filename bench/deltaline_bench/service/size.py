@@ -42,7 +42,7 @@ class Size:
     steady_tokens: int
     soak_s: float
     flood_s: float
-    parts: tuple[str, ...] = ("decode", "throughput", "prefill", "mixed", "steady", "soak", "floods")
+    parts: tuple[str, ...] = ("decode", "throughput", "prefill", "mixed", "steady", "soak")
     scope: str = "block"
     ways: tuple[Literal["unary", "stream"], ...] = ("stream",)
     is_beside_layer: bool = False
@@ -115,6 +115,7 @@ H200 = Size(
     steady_tokens=700,
     soak_s=600.0,
     flood_s=10.0,
+    parts=("decode", "throughput", "prefill", "mixed", "steady", "soak", "floods"),
 )
 SMALL = Size(
     name="small",
