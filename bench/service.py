@@ -6,6 +6,7 @@
   mixed       decode steps while long prefills run, beside each alone
   steady      random steps: nothing compiles, is captured or allocated after readiness
   soak        decode rows for a long time: memory stays flat
+  floods      decode steps of a principal while another's calls are refused, many at a time, by two front ends
   tls         what TLS adds to a decode step, beside what it adds to a bare echo; of the size cpu
 
 Each figure says who saw it: "raw" sends bytes that were made before the clock started, "client" is the Python client.
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 
 from deltaline_bench.device import name_device, provenance
-from deltaline_bench.service import decode, mixed, prefill, pretending, soak, steady, throughput, tls
+from deltaline_bench.service import decode, floods, mixed, prefill, pretending, soak, steady, throughput, tls
 from deltaline_bench.service.figure import Bar, Figure, missed, to_json, write_table
 from deltaline_bench.service.host import Host, HostError, running
 from deltaline_bench.service.size import SIZES, Size
@@ -40,7 +41,7 @@ Measure = Callable[[Host], Awaitable[list[Figure]]]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARTS: Mapping[str, Measure] = {
-    part.PART: part.measure for part in (decode, throughput, prefill, mixed, steady, soak, tls)
+    part.PART: part.measure for part in (decode, throughput, prefill, mixed, steady, soak, floods, tls)
 }
 
 

@@ -42,7 +42,7 @@ class Region(NamedTuple):
 
 class LinkCall(Generic[E]):
     """A call. on_message: gets each message that comes. on_end: gets its error, None where it ended well; called once,
-    and nothing is called after it."""
+    and nothing is called after it. hold_s: for how long a front end keeps the error back, as the server says."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class LinkCall(Generic[E]):
         # Messages, None for the mere end, each with its flags.
         self.outbox: deque[tuple[bytes | None, int]] = deque()
         self.credit = link.STREAM_MESSAGES
-        self.is_over = False
+        self.is_over, self.hold_s = False, 0.0
         # The body and flags of the first message in the outbox, once they are made: it may hold memory.
         self.body: tuple[bytes, int] | None = None
         # The size of a reply that the server has asked for memory for.
@@ -241,6 +241,7 @@ class Conversation(Generic[E]):
         elif envelope.kind == link.STATUS:
             self._forget(call)
             status = status_pb2.Status.FromString(bytes(body))
+            call.hold_s = envelope.amount * 1e-6
             call.on_end(self._read_status(status) if status.code else None)
         elif envelope.kind == link.TAKEN:
             call.credit += envelope.amount

@@ -49,7 +49,8 @@ MEMORY = 5
 WELCOME = 6
 """The server's first packet: a Welcome."""
 STATUS = 7
-"""The call ended: a google.rpc.Status, empty where it ended well. It also refuses MEMORY."""
+"""The call ended: a google.rpc.Status, empty where it ended well. It also refuses MEMORY. The amount says for how many
+microseconds a front end keeps it back."""
 TAKEN = 8
 """The server has taken so many more messages of a call. PLACED: it no longer needs a Place. From a front end:
 its client has read so many more bytes of replies.
@@ -71,7 +72,7 @@ ENVELOPE = struct.Struct("<BBHHHQQ")
 """kind, flags, bytes of method, of metadata, of the asserted client, number of the call, amount.
 
 The client numbers its calls from 1, each higher than those before on the connection. The amount is a CALL's timeout in
-microseconds, 0 for none, and the number of messages TAKEN.
+microseconds, 0 for none, the number of messages TAKEN, and what a STATUS says.
 """
 
 _PLACE = struct.Struct("<QQQ")

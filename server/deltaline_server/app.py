@@ -40,9 +40,10 @@ from deltaline_server.front.link.methods import Methods
 from deltaline_server.front.port.descriptors import DescriptorError, connections
 from deltaline_server.front.port.gate import Gate
 from deltaline_server.front.trust.principals import open_principals
+from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.tls import Tls
 from deltaline_server.log import event
-from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls
+from deltaline_server.ports import PortError, bind_grpc, bind_http, bind_link, open_tls, ways_in
 from deltaline_server.runtime import LEASE_TICK_S, Runtime
 from deltaline_server.telemetry.audit import AuditError, open_audit
 from deltaline_server.telemetry.collector import begin_tracing, end_tracing
@@ -123,7 +124,8 @@ class Server:
             num_connections = connections(num_ports, MAX_CONNECTIONS if config.metrics_port >= 0 else 0)
         except (AuditError, DescriptorError) as error:
             raise StartError(str(error)) from error
-        interceptor = Interceptor(self.metrics, self.principals, self._tracing, self.gate, self._audit)
+        self._refusals = Refusals(self._clock)
+        interceptor = Interceptor(self.metrics, self.principals, self._tracing, self.gate, self._audit, self._refusals)
         options = grpc_options(self._message_bytes, connections=num_connections, max_age_s=config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
@@ -156,8 +158,8 @@ class Server:
             await self.stop()
             raise
         self._is_ready = True
-        uds, link_path = self.config.uds or "none", self.link.path or "none"
-        event(_log, "ready", address=self.address, metrics_port=self.metrics_port, uds=uds, link=link_path)
+        local = ways_in(self.config, self.link, self.principals)
+        event(_log, "ready", address=self.address, metrics_port=self.metrics_port, **local)
 
     async def _start_front_ends(self, served: Served) -> None:
         """Start them, unless it is over meanwhile: clients of the first may drain it. Raises StartError."""
@@ -296,6 +298,7 @@ class Server:
             served=runtime.served(),
             observer=self.metrics,
             principals=self.principals,
+            refusals=self._refusals,
             clock=self._clock,
             tracing=self._tracing,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -13,6 +14,7 @@ from deltaline_server.front.ends.processes import FrontEnds
 from deltaline_server.front.grpc_port import add_port, system_reason, why_not_bound
 from deltaline_server.front.link.listener import Listener
 from deltaline_server.front.link.socket_file import SocketFileError, open_link
+from deltaline_server.front.trust.principals import Principals
 from deltaline_server.front.trust.tls import Tls, TlsError
 from deltaline_server.telemetry.http_port import HttpPort
 
@@ -29,6 +31,13 @@ def open_tls(config: Config) -> Tls | None:
         return Tls(config.tls_cert, config.tls_key, config.tls_client_ca)
     except TlsError as error:
         raise PortError(str(error)) from error
+
+
+def ways_in(config: Config, link: Listener, principals: Principals) -> dict[str, Any]:
+    """What the log says of a server's ways in besides its ports, and of what guards them."""
+    tls = "none" if config.tls_cert is None else "server" if config.tls_client_ca is None else "mutual"
+    known = "none" if principals.file is None else len(principals.names)
+    return {"uds": config.uds or "none", "link": link.path or "none", "tls": tls, "principals": known}
 
 
 def bind_grpc(config: Config, server: grpc.aio.Server, front_ends: FrontEnds, tls: Tls | None) -> tuple[str, int]:

@@ -42,12 +42,13 @@ class Quotas:
 @dataclass(frozen=True)
 class Principal:
     """Who a call is from. number: what tables keep of it. roles: what it may do, as front/trust names them.
-    quotas: None for none."""
+    quotas: None for none. is_alone: whether there is no other, to whom a part of what all share is to be left."""
 
     number: int
     name: str
     roles: frozenset[str] = frozenset()
     quotas: Quotas | None = None
+    is_alone: bool = False
 
 
 # Everybody, where there is no file of principals.

@@ -41,6 +41,7 @@ from deltaline.v1 import admin_service_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_client import AsyncClient, AsyncSequence, Tls
 from deltaline_server.app import Server
+from deltaline_server.front.trust import refusals
 from deltaline_server.memory.regions import Region
 from deltaline_server.tables.open_tokens import Opened
 
@@ -118,6 +119,7 @@ def make_watched(
 ) -> Callable[..., Server]:
     """A function that makes a server with everything on that parses what clients send."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of front ends
+    monkeypatch.setattr(refusals, "BURST", SWEEP)  # nearly all are refused
     file = tmp_path / "principals.toml"
     mutator = entry("mutator", "step", "adapter", "admin", quotas={"sequences": 48})
     path = write_principals(file, mutator, entry("witness", "step"), entry("nobody"))

@@ -58,7 +58,8 @@ def server_options(size: Size, model: Path, folder: Path, has_link: bool, front_
 
 @dataclass(frozen=True)
 class Host:
-    """What runs. model: the config.json that is served. has_layer_echo: the echo computes the same layers too."""
+    """What runs. model: the config.json that is served. has_layer_echo: the echo computes the same layers too.
+    server_module: what is run as the server."""
 
     size: Size
     model: Path
@@ -71,6 +72,7 @@ class Host:
     echo: subprocess.Popen[bytes]
     link_address: str | None
     """None where there is no link. Where there is one, loads go by it."""
+    server_module: str
 
     async def load(self, **options: Any) -> Report:
         """Load the server as `deltaline bench` does: with decode steps, unless the options of BenchOptions say more.
@@ -105,11 +107,13 @@ async def running(
     has_link: bool = False,
     front_ends: int = 0,
     tls: Tls | None = None,
+    principals: Path | None = None,
 ) -> AsyncIterator[Host]:
     """Start server and echo, wait until both answer, and end them after the block. Raises HostError.
 
     server_module: the server, or one whose layers are others; the echo then has none. has_link: clients go by it.
     front_ends: how many speak gRPC. tls: the certificate that both show on the port that they are then reached by.
+    principals: the file of them, None where calls are everybody's.
     """
     has_layer_echo = size.is_beside_layer and server_module == "deltaline_server"
     model = folder / "config.json"
@@ -117,6 +121,8 @@ async def running(
     options = server_options(size, model, folder, has_link, front_ends)
     if tls is not None:
         options |= {"tls_cert": tls.cert, "tls_key": tls.key}
+    if principals is not None:
+        options |= {"principals": principals}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     log = folder / "server.log"
     log.unlink(missing_ok=True)
@@ -144,7 +150,8 @@ async def running(
         if front_ends or tls:
             address, echo_address = found[1], echo_found[2]
         link_address = f"link:{options['link']}" if has_link else None
-        yield Host(size, model, folder, server, address, echo_address, url, has_layer_echo, echo, link_address)
+        addresses = address, echo_address, url
+        yield Host(size, model, folder, server, *addresses, has_layer_echo, echo, link_address, server_module)
 
 
 @contextmanager

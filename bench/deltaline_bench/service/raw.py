@@ -40,14 +40,17 @@ class RawError(RuntimeError):
 class RawCalls:
     """Messages in raw bytes to one method, one at a time. `async with` opens and ends the connection."""
 
-    def __init__(self, address: str, way: Way, method: str, tls: Tls | None = None) -> None:
+    def __init__(self, address: str, way: Way, method: str, tls: Tls | None = None, token: str | None = None) -> None:
         self._address, self._way, self._method, self._tls = address, way, method, tls
+        self._metadata = None if token is None else (("authorization", f"Bearer {token}"),)
 
     async def __aenter__(self) -> Self:
         options = [(f"grpc.max_{way}_message_length", MAX_MESSAGE_BYTES) for way in ("send", "receive")]
         self._channel = channel_of(grpc.aio, self._address, self._tls, options)
         self._unary: Any = self._channel.unary_unary(self._method)
-        self.stream: Any = self._channel.stream_stream(self._method)() if self._way == "stream" else None
+        self.stream: Any = (
+            self._channel.stream_stream(self._method)(metadata=self._metadata) if self._way == "stream" else None
+        )
         return self
 
     async def __aexit__(
@@ -61,7 +64,7 @@ class RawCalls:
         """Send a message and wait for the answer; return it, and when the one was sent and the other there."""
         sent_s = time.monotonic()
         if self.stream is None:
-            reply: bytes = await self._unary(message)
+            reply: bytes = await self._unary(message, metadata=self._metadata)
         else:
             await self.stream.write(message)
             reply = await self.stream.read()
@@ -74,10 +77,17 @@ class DecodeSteps(RawCalls):
     message = b""
 
     def __init__(
-        self, address: str, way: Way, server_epoch: int, handles: list[int], hidden: Any, tls: Tls | None = None
+        self,
+        address: str,
+        way: Way,
+        server_epoch: int,
+        handles: list[int],
+        hidden: Any,
+        tls: Tls | None = None,
+        token: str | None = None,
     ) -> None:
-        super().__init__(address, way, METHODS[way], tls)
-        self._epoch, self._handles, self._step = server_epoch, handles, 0
+        super().__init__(address, way, METHODS[way], tls, token)
+        self.server_epoch, self._handles, self._step = server_epoch, handles, 0
         tensor = wire.encode(hidden).SerializeToString()
         # Field by field, as protobuf lets a message be put together: the step's own fields, then its hidden states.
         self._tensor = b"".join(wire.field_pieces(pb.StepRequest.HIDDEN_FIELD_NUMBER, [tensor]))
@@ -87,7 +97,7 @@ class DecodeSteps(RawCalls):
         self._step += 1
         rows = len(self._handles)
         arrays = pb.StepRequest(
-            server_epoch=self._epoch,
+            server_epoch=self.server_epoch,
             sequence=self._handles,
             kind=[pb.ROW_KIND_DECODE] * rows,
             step=[self._step] * rows,
@@ -129,15 +139,17 @@ class DecodeSteps(RawCalls):
 
 
 @asynccontextmanager
-async def decoding(address: str, rows: int, way: Way = "stream", tls: Tls | None = None) -> AsyncIterator[DecodeSteps]:
+async def decoding(
+    address: str, rows: int, way: Way = "stream", tls: Tls | None = None, token: str | None = None
+) -> AsyncIterator[DecodeSteps]:
     """Decode steps of so many fresh sequences, which are closed afterwards."""
-    async with AsyncClient(address, tls=tls) as client:
+    async with AsyncClient(address, tls=tls, token=token) as client:
         info = await client.info()
         hidden = np.random.default_rng(0).standard_normal((rows, info.hidden_size), dtype=np.float32)
         sequences = await client.open_many(rows)
         handles = [sequence.handle for sequence in sequences]
         epoch = sequences[0].server_epoch
-        async with DecodeSteps(address, way, epoch, handles, hidden.astype(info.dtype), tls) as steps:
+        async with DecodeSteps(address, way, epoch, handles, hidden.astype(info.dtype), tls, token) as steps:
             yield steps
         await client.close(sequences)
 

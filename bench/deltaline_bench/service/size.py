@@ -41,6 +41,7 @@ class Size:
     steady_steps: int
     steady_tokens: int
     soak_s: float
+    flood_s: float
     parts: tuple[str, ...] = ("decode", "throughput", "prefill", "mixed", "steady", "soak")
     scope: str = "block"
     ways: tuple[Literal["unary", "stream"], ...] = ("stream",)
@@ -113,6 +114,8 @@ H200 = Size(
     steady_steps=10_000,
     steady_tokens=700,
     soak_s=600.0,
+    flood_s=10.0,
+    parts=("decode", "throughput", "prefill", "mixed", "steady", "soak", "floods"),
 )
 SMALL = Size(
     name="small",
@@ -139,6 +142,7 @@ SMALL = Size(
     steady_steps=100,
     steady_tokens=70,
     soak_s=2.0,
+    flood_s=4.0,
 )
 CPU = replace(
     SMALL,

@@ -25,6 +25,7 @@ from deltaline_server.front.audited import AUDITED
 from deltaline_server.front.port.gate import Entered, Gate
 from deltaline_server.front.requests import parse
 from deltaline_server.front.trust.principals import Principals, current_principal
+from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.telemetry.audit import Audit
 from deltaline_server.telemetry.metrics import Metrics, RpcMetrics
 
@@ -78,10 +79,12 @@ class Interceptor(grpc.aio.ServerInterceptor):
         tracing: Tracing | None = None,
         gate: Gate | None = None,
         audit: Audit | None = None,
+        refusals: Refusals | None = None,
     ) -> None:
-        """gate: of the gRPC port; None for one whose clients are trusted. audit: None where nobody reads it."""
+        """gate: of the gRPC port; None for one whose clients are trusted, whose refusals go uncounted as well. audit:
+        None where nobody reads it."""
         self._metrics, self._principals, self._tracing = metrics, principals, tracing
-        self._gate, self._audit = gate, audit
+        self._gate, self._audit, self._refusals = gate, audit, refusals
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -126,10 +129,13 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 if entered is not None:
                     body = await entered.request(context)
                 rpc.received.inc()
-                message = parse(deserialize, body)
+                try:
+                    message = parse(deserialize, body)
+                finally:
+                    del body  # a refusal that is kept back keeps no message
                 values = {} if audited is None else audited.values(message)
                 answer = handler.unary_unary(message, context)
-                del body, message  # see abort
+                del message  # see abort
                 response = serialize(await answer)
                 rpc.sent.inc()
                 if audited is not None:
@@ -144,7 +150,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 if entered is not None:
                     body = await entered.request(context)
                 rpc.received.inc()
-                async with aclosing(handler.unary_stream(parse(deserialize, body), context)) as responses:
+                try:
+                    message = parse(deserialize, body)
+                finally:
+                    del body
+                async with aclosing(handler.unary_stream(message, context)) as responses:
                     async for response in responses:
                         rpc.sent.inc()
                         yield serialize(response)
@@ -196,7 +206,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
     ) -> AsyncIterator[Entered | None]:
         """Count a call, judge who it is from, and trace it if its path is given; turn what it raises into its
         status."""
-        begin_s, span, principal = time.perf_counter(), None, None
+        begin_s, end_s, span, principal = time.perf_counter(), 0.0, None, None
+        entered: Entered | None = None
         if self._tracing is not None and traced is not None:
             span = self._tracing.begin_call(traced, context.invocation_metadata())
         rpc.started.inc()
@@ -207,14 +218,19 @@ class Interceptor(grpc.aio.ServerInterceptor):
             yield entered
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)
+            # Who was not let in may be known all the same: ROLE_MISSING says it.
+            name = error.refusal.metadata.get("principal", "") if principal is None else principal.name
             if self._audit is not None:
-                # Who was not let in may be known all the same: ROLE_MISSING says it.
-                name = error.refusal.metadata.get("principal", "") if principal is None else principal.name
                 self._audit.refused(method, name, context.peer(), error.refusal.reason.name)
             if span is not None:
                 span.refused(error.refusal)
             code = _CODES[error.refusal.reason.code]
             empty_frames(error)
+            # Beyond the gate's limit nothing is kept: that takes places.
+            held_by: Any = context if enter is None else entered
+            if self._refusals is not None and held_by is not None:
+                end_s = time.perf_counter()
+                await held_by.hold(self._refusals.hold_s(name))
             await abort(context, error.refusal)
         except (asyncio.CancelledError, GeneratorExit):
             code = grpc.StatusCode.CANCELLED
@@ -233,6 +249,6 @@ class Interceptor(grpc.aio.ServerInterceptor):
             await abort(context, refusal)
         finally:
             rpc.handled[code].inc()
-            rpc.seconds.observe(time.perf_counter() - begin_s)
+            rpc.seconds.observe((end_s or time.perf_counter()) - begin_s)
             if span is not None:
                 span.end_call(code)

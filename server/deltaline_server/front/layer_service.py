@@ -20,6 +20,7 @@ from deltaline_server.front.step_message import StepMessage, StreamStep
 from deltaline_server.front.step_parser import StepParser
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import Principals, current_principal
+from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
@@ -51,12 +52,13 @@ class LayerService:
         served: Served,
         observer: Observer,
         principals: Principals,
+        refusals: Refusals,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
     ) -> None:
-        """`observer` counts what streams refuse; `principals` judges those that live on; `clock` is the scheduler's:
-        monotonic seconds."""
-        self._tracing, self._principals = tracing, principals
+        """`observer` counts what streams refuse, and `refusals` says when that may be answered; `principals` judges
+        those that live on; `clock` is the scheduler's: monotonic seconds."""
+        self._tracing, self._principals, self._refusals = tracing, principals, refusals
         self._table, self._scheduler, self._served = table, scheduler, served
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
@@ -178,11 +180,16 @@ class LayerService:
         principal, client, remaining_s = current_principal(), context.peer(), context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
         num_taken, begin_span, generation = 0, None, self._principals.generation
+        loop = asyncio.get_running_loop()
         if self._tracing is not None:
             begin_span = self._tracing.begin_stream(STEP_STREAM, context.invocation_metadata())
 
         def answer(correlation_id: int, num_bytes: int, result: StepResult | Refusal) -> None:
-            answers.put_nowait((correlation_id, num_bytes, result))
+            hold_s = self._refusals.hold_s(principal.name) if isinstance(result, Refusal) else 0.0
+            if hold_s:
+                loop.call_later(hold_s, answers.put_nowait, (correlation_id, num_bytes, result))
+            else:
+                answers.put_nowait((correlation_id, num_bytes, result))
 
         async def take() -> None:
             nonlocal num_taken, principal, generation

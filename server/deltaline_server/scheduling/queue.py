@@ -137,15 +137,16 @@ class Queue:
                 raise RequestError(Reason.QUEUE_FULL, message, retry_after_s=0.02)
         if request.principal.number and num_rows:
             use = self.use[request.principal.number]
-            check_share(use.rows, num_rows, limits.queue_rows - self._num_rows, "rows that wait")
-            check_share(use.num_bytes, num_bytes, limits.queue_bytes - self._num_bytes, "bytes that wait")
+            if not request.principal.is_alone:
+                check_share(use.rows, num_rows, limits.queue_rows - self._num_rows, "rows that wait")
+                check_share(use.num_bytes, num_bytes, limits.queue_bytes - self._num_bytes, "bytes that wait")
             use.check(request, rows, self._clock())
         is_whole = len(rows) == form.num_rows
         reserved_bytes = form.total_kept_bytes if is_whole else int(form.kept_bytes[rows].sum())
         if not admission.is_idle:
             ledger = self._table.ledger
             slots = slots[ledger.tail.step[form.span, slots] == ledger.done.step[form.span, slots]]
-        if request.principal.number and reserved_bytes:
+        if request.principal.number and reserved_bytes and not request.principal.is_alone:
             self._check_reply_share(request.principal, form.span, slots, reserved_bytes)
         self._table.replies.reserve(reserved_bytes, form.span, slots)
 

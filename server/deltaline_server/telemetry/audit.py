@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, cast
 
 from deltaline_server.log import JsonFormatter, event
 
-# Refusals of a principal that have a line, a second; the next line says how many had none.
+# Lines of a principal a second, of one kind: of what it did, and of refusals. The next line says how many had none.
+DONE_PER_S = 100
 REFUSALS_PER_S = 10
 # How often the log has a line when lines of the audit can't be written.
 TELL_LOST_S = 60.0
@@ -49,36 +50,39 @@ class Audit:
         self._logger = logging.Logger("audit")
         self._logger.addHandler(self._file)
         self._clock = clock
-        self._refusals: dict[str, _Refusals] = {}
+        self._rates: dict[tuple[str, str], _Rate] = {}
 
     def done(self, what: str, principal: str, client: str, **values: Any) -> None:
-        """Write that a principal's call did something, by a word: "opened"."""
-        event(self._logger, what, principal=principal, client=client, **values)
+        """Write that a principal's call did something, by a word: "opened"; unless it did very often in this second."""
+        self._write(what, principal, DONE_PER_S, client=client, **values)
 
     def refused(self, method: str, principal: str, client: str, reason: str) -> None:
         """Write that a principal's call was refused, unless many of its were in this second."""
-        refusals = self._refusals.setdefault(principal, _Refusals())
+        self._write("refused", principal, REFUSALS_PER_S, client=client, method=method, reason=reason)
+
+    def _write(self, what: str, principal: str, per_s: int, **values: Any) -> None:
+        rate = self._rates.setdefault((what, principal), _Rate())
         second = int(self._clock())
-        if refusals.second != second:
-            refusals.second, refusals.count = second, 0
-        refusals.count += 1
-        if refusals.count > REFUSALS_PER_S:
-            refusals.left_out += 1
+        if rate.second != second:
+            rate.second, rate.count = second, 0
+        rate.count += 1
+        if rate.count > per_s:
+            rate.left_out += 1
             return
-        left_out, refusals.left_out = refusals.left_out, 0
-        values: dict[str, Any] = {"left_out": left_out} if left_out else {}
-        event(self._logger, "refused", principal=principal, client=client, method=method, reason=reason, **values)
+        left_out, rate.left_out = rate.left_out, 0
+        told = {"left_out": left_out} if left_out else {}
+        event(self._logger, what, principal=principal, **values, **told)
 
     def close(self) -> None:
         """Write what was left out last, and close the file."""
-        for principal, refusals in self._refusals.items():
-            if refusals.left_out:
-                event(self._logger, "refused", principal=principal, left_out=refusals.left_out)
+        for (what, principal), rate in self._rates.items():
+            if rate.left_out:
+                event(self._logger, what, principal=principal, left_out=rate.left_out)
         self._file.close()
 
 
-class _Refusals:
-    """Of a principal: how many in the second, and how many without a line since the last that had one."""
+class _Rate:
+    """Of a principal and a kind: how many in the second, and how many without a line since the last that had one."""
 
     second = count = left_out = 0
 

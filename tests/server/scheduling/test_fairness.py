@@ -141,3 +141,14 @@ async def test_replies_to_one_leave_room_for_those_to_others(eager: bool) -> Non
     rig.scheduler.settle()
     await turns()
     assert {use.reply_bytes for use in rig.scheduler.use.values()} == {0}
+
+
+async def test_replies_to_who_is_alone_may_take_all_there_is() -> None:
+    rig, lone = Rig(slots=64, reply_bytes=8 << 10), Principal(1, "lone", is_alone=True)
+    num_sent = 0
+    with refuses(Reason.REPLY_BYTES_EXHAUSTED):
+        for handle in rig.table.open(40, principal=lone).handles.tolist():
+            await rig.submit(rig.request((handle, PREFILL, 1, 0, -1, [1.0] * 64), principal=lone))
+            rig.scheduler.settle()
+            num_sent += 1
+    assert num_sent > 4, "more than half of what there is"

@@ -166,9 +166,12 @@ async def test_a_flood_without_quotas_leaves_others_a_part_of_the_queue(unit: st
     await asyncio.gather(*sent)
 
 
-async def test_everybody_as_one_may_fill_the_queue() -> None:
-    rig = Rig(slots=32, eager=False, queue_rows=16)
-    sent = [decode(rig, ANONYMOUS, 8)() for _ in range(2)]
+@pytest.mark.parametrize("principal", [ANONYMOUS, Principal(1, "lone", is_alone=True)], ids=["everybody", "lone"])
+async def test_who_has_no_other_beside_may_fill_the_queue(principal: Principal) -> None:
+    rig = Rig(slots=32, eager=False, queue_rows=16, queue_bytes=16 * 8)
+    sent = [decode(rig, principal, 8)() for _ in range(2)]
+    with refuses(Reason.QUEUE_FULL):
+        decode(rig, principal, 1)()
     await asyncio.sleep(0)
     rig.engine.release()
     await asyncio.gather(*sent)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deltaline_server.telemetry.audit import REFUSALS_PER_S, Audit
+from deltaline_server.telemetry.audit import DONE_PER_S, REFUSALS_PER_S, Audit
 
 
 class Clock:
@@ -55,6 +55,17 @@ def test_refusals_of_a_principal_are_few_and_what_is_left_out_is_counted(path: P
     told = [(line["principal"], line.get("left_out", 0)) for line in lines(path)]
     of_flood = [("flood", 0)] * REFUSALS_PER_S
     assert told == [*of_flood, ("other", 0), ("flood", 5), *of_flood[1:], ("flood", 2)]
+
+
+def test_who_opens_without_end_has_few_lines_and_pushes_out_nothing_else(path: Path) -> None:
+    audit = Audit(str(path), Clock())
+    for _ in range(DONE_PER_S + 7):
+        audit.done("opened", "a", "c")
+    audit.done("drained", "a", "c")
+    audit.done("opened", "b", "c")
+    audit.close()
+    told = [(line["message"], line["principal"], line.get("left_out", 0)) for line in lines(path)]
+    assert told == [("opened", "a", 0)] * DONE_PER_S + [("drained", "a", 0), ("opened", "b", 0), ("opened", "a", 7)]
 
 
 def test_a_file_that_was_moved_is_begun_anew(path: Path) -> None:

@@ -93,6 +93,7 @@ class Forward(grpc.GenericRpcHandler):
             self.refused[error.refusal.reason.name] += 1
             await _abort(context, replies.status(error.refusal))
         except _Ended as ended:
+            await entered.hold(ended.hold_s)
             await _abort(context, ended.status)
         except (grpc.aio.AbortError, grpc.aio.InternalError):  # ended already, by its client perhaps
             raise
@@ -130,11 +131,11 @@ class Forward(grpc.GenericRpcHandler):
 
 
 class _Ended(Exception):
-    """The core ended a call with a status that is not OK."""
+    """The core ended a call with a status that is not OK, to be kept back for so long."""
 
-    def __init__(self, status: status_pb2.Status) -> None:
+    def __init__(self, status: status_pb2.Status, hold_s: float) -> None:
         super().__init__()
-        self.status = status
+        self.status, self.hold_s = status, hold_s
 
 
 class _Call:
@@ -196,7 +197,7 @@ class _Call:
             await self._reader.turn(self.unread, len(self._replies[0]))
         reply = self._replies.popleft()
         if isinstance(reply, status_pb2.Status):
-            raise _Ended(reply)
+            raise _Ended(reply, self._call.hold_s)
         return reply
 
     def given(self, reply: bytes) -> None:

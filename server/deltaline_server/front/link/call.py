@@ -32,13 +32,17 @@ class Line(Protocol):
     async def reply(self, call: Call, body: bytes, flags: int) -> None:
         """Send a message of the call, and return once its reader has room for another."""
 
+    async def hold(self, call: Call, seconds: float) -> None:
+        """Keep the refusal of a call back, or let who gets it do so."""
+
     def end_call(self, call: Call, status: status_pb2.Status) -> None:
         """Send the call's status, its last word."""
 
 
 class Call:
     """A call, from its packet to its status. share: what it makes the server hold counts to it. room: set while a reply
-    waits for the client's Place. in_hand_bytes: of the message that the handler has, as counted.
+    waits for the client's Place. in_hand_bytes: of the message that the handler has, as counted. hold_s: for how long
+    a front end keeps its status back.
 
     To handlers it is what grpc.aio's context is to them: `read`, `abort`, `time_remaining` and their kin.
     """
@@ -61,7 +65,7 @@ class Call:
         self._has_all = False
         self._came: asyncio.Future[None] | None = None
         self._num_taken = 0
-        self.in_hand_bytes = 0
+        self.in_hand_bytes, self.hold_s = 0, 0.0
         self._code, self._text, self._trailing = grpc.StatusCode.OK, "", cast("Sequence[tuple[str, str | bytes]]", ())
         self.room: asyncio.Future[link.Place] | None = None
         self._unread_bytes, self._has_read = 0, asyncio.Event()
@@ -159,6 +163,10 @@ class Call:
         is_due = is_due or self._num_taken >= link.STREAM_MESSAGES // 2
         num_taken, self._num_taken = (self._num_taken, 0) if is_due else (0, self._num_taken)
         return self._line.read_message(self, message, num_taken)
+
+    async def hold(self, seconds: float) -> None:
+        """Keep the call's refusal back for so long."""
+        await self._line.hold(self, seconds)
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, str | bytes]] = ()

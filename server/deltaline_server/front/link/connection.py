@@ -257,13 +257,20 @@ class Connection:
                 self._let_go(call.number, room.result())
         return place.packed()
 
+    async def hold(self, call: Call, seconds: float) -> None:
+        """Keep the refusal of a call back; a front end does so itself, and here nothing of the call remains."""
+        if self._is_front_end:
+            call.hold_s = seconds
+        else:
+            await asyncio.sleep(seconds)
+
     def end_call(self, call: Call, status: status_pb2.Status) -> None:
         """Send a call's status, its last word."""
         if not call.is_over:
             body = status.SerializeToString()
             if len(body) + link.ENVELOPE.size > link.MAX_PACKET_BYTES:
                 body = status_pb2.Status(code=status.code, message=status.message[:1000]).SerializeToString()
-            self._socket.write(link.pack(link.STATUS, call.number), body)
+            self._socket.write(link.pack(link.STATUS, call.number, amount=round(call.hold_s * 1e6)), body)
             self._forget(call)
 
     def _refuse(self, call: Call, status: status_pb2.Status) -> None:

@@ -6,6 +6,7 @@ So calls are counted until gRPC is done with them, and refused before anything i
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import grpc
@@ -16,8 +17,9 @@ from deltaline_server.front.port.slots import Slots
 
 # Calls at a time; one client has half of them at most.
 MAX_CALLS = 2048
-# Of the health service, which has to answer then too.
+# Of the health service, which has to answer then too; and of those that watch it, which stay.
 MAX_PROBES = 256
+MAX_WATCHES = 256
 # Replies that gRPC has taken and clients have not, all together and of one client.
 UNREAD_BYTES = 256 * 2**20
 CLIENT_UNREAD_BYTES = 32 * 2**20
@@ -29,6 +31,7 @@ HURRIED_REQUEST_S = 1.0
 CALLS_RETRY_S = 0.1
 UNREAD_RETRY_S = 0.5
 PROBES = "/grpc.health."
+WATCH = "/grpc.health.v1.Health/Watch"
 
 
 def too_much_unread() -> RequestError:
@@ -42,14 +45,16 @@ class Gate:
     """Counts what clients have, connection by connection. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self.calls, self.probes = Shares(MAX_CALLS), Shares(MAX_PROBES)
+        self.calls, self.probes, self.watches = Shares(MAX_CALLS), Shares(MAX_PROBES), Shares(MAX_WATCHES)
         self.unread = Shares(UNREAD_BYTES, CLIENT_UNREAD_BYTES)
         self.received = Slots(RECEIVED, HURRIED_REQUEST_S, REQUEST_S)
 
     def enter(self, method: str, context: Any) -> Entered:
         """Count a call until gRPC is done with it. Raises RequestError TOO_MANY_CALLS or REPLIES_UNREAD."""
         client = context.peer()
-        calls = self.probes if method.startswith(PROBES) else self.calls
+        calls = self.calls
+        if method.startswith(PROBES):
+            calls = self.watches if method == WATCH else self.probes
         if not calls.has_room(client):
             message = f"{calls.used} calls are in flight, the limit is {calls.limit}; one connection has half at most"
             raise RequestError(Reason.TOO_MANY_CALLS, message, retry_after_s=CALLS_RETRY_S)
@@ -63,10 +68,11 @@ class Gate:
 class Entered:
     """A call that is counted."""
 
-    __slots__ = ("_calls", "_client", "_gate", "_unread_bytes")
+    __slots__ = ("_calls", "_client", "_gate", "_held_until_s", "_unread_bytes")
 
     def __init__(self, gate: Gate, calls: Shares, client: str) -> None:
         self._gate, self._calls, self._client, self._unread_bytes = gate, calls, client, 0
+        self._held_until_s = 0.0
 
     def check_unread(self) -> None:
         """Raises RequestError REPLIES_UNREAD where the client has too much to read."""
@@ -90,8 +96,18 @@ class Entered:
         self._unread_bytes = len(reply)
         self._gate.unread.take(self._client, self._unread_bytes)
 
+    async def hold(self, seconds: float) -> None:
+        """Keep the answer to a refused call back. It counts for so long even if its client gives it up, or giving up
+        would be a way to go on at once."""
+        self._held_until_s = asyncio.get_running_loop().time() + seconds
+        await asyncio.sleep(seconds)
+
     def leave(self, context: Any) -> None:
         """gRPC is done with the call."""
-        self._calls.give_back(self._client, 1)
+        loop = asyncio.get_running_loop()
+        if self._held_until_s > loop.time():
+            loop.call_at(self._held_until_s, self._calls.give_back, self._client, 1)
+        else:
+            self._calls.give_back(self._client, 1)
         if self._unread_bytes:
             self._gate.unread.give_back(self._client, self._unread_bytes)

@@ -119,7 +119,7 @@ class PrincipalsFile:
                     raise ValueError("name: expected one that no other has")
                 number = self._numbers.setdefault(principal.name, len(self._numbers) + 1)
                 principals[principal.name] = principal = Principal(
-                    number, principal.name, principal.roles, principal.quotas
+                    number, principal.name, principal.roles, principal.quotas, is_alone=len(entries) == 1
                 )
                 for kind, values in _credentials(entry).items():
                     for value in values:

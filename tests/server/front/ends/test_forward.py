@@ -96,6 +96,25 @@ async def test_a_call_goes_on_with_its_client_deadline_and_metadata(front: Front
     assert await calling == b"reply"
 
 
+async def test_a_refusal_is_kept_back_as_long_as_the_core_says(front: Front) -> None:
+    refused = [asyncio.ensure_future(front.channel.unary_unary(STEP)(b"")) for _ in range(2)]
+    first, second = [(await front.receive(link.CALL)).envelope.call for _ in refused]
+    refusal = status_pb2.Status(code=code_pb2.PERMISSION_DENIED, message="no").SerializeToString()
+    await front.say(link.STATUS, first, refusal, amount=3_600_000_000)
+    await front.say(link.STATUS, second, refusal, amount=1000)
+    done, waiting = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+    codes = [error.code() for call in done if isinstance(error := call.exception(), grpc.aio.AioRpcError)]
+    assert codes == [grpc.StatusCode.PERMISSION_DENIED]
+    # Others go on, and it is given up as any call.
+    calling = asyncio.ensure_future(front.channel.unary_unary(STEP)(b""))
+    number = (await front.receive(link.CALL)).envelope.call
+    await front.say(link.MESSAGE, number, b"reply", flags=link.LAST)
+    assert await calling == b"reply"
+    (left,) = waiting
+    assert not left.done()
+    left.cancel()
+
+
 async def test_a_status_has_its_details_and_when_to_come_again(front: Front) -> None:
     calling = asyncio.ensure_future(front.channel.unary_unary(STEP)(b""))
     packet = await front.receive(link.CALL)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from deltaline_server.errors import Reason
 from deltaline_server.front.trust.principals import Principals, current_principal, open_principals
 from deltaline_server.front.trust.principals_file import PrincipalsFile
 from deltaline_server.front.trust.roles import OPEN, ROLES, Role
+from deltaline_server.principal import Principal
 
 STEP, LOAD, DRAIN = (
     f"/deltaline.v1.{name}" for name in ("LayerService/Step", "AdapterService/LoadAdapter", "AdminService/Drain")
@@ -37,6 +39,31 @@ class Context:
         return self._metadata
 
 
+@pytest.fixture(autouse=True)
+def own_context() -> Iterator[None]:
+    """A test leaves no principal behind, whom a later one could take for its own."""
+    before = whose()
+    yield
+    assert whose() is before
+
+
+def whose() -> Principal | None:
+    try:
+        return current_principal()
+    except LookupError:
+        return None
+
+
+def admitted(principals: Principals, method: str, context: Context) -> Principal:
+    """Judge a call as in a task of its own; who that is from then."""
+
+    def judge() -> Principal:
+        principals.admit(method, context)
+        return current_principal()
+
+    return copy_context().run(judge)
+
+
 @pytest.fixture
 def principals(tmp_path: Path) -> Principals:
     a = entry("a", "step", identities=["a.org"], uids=[7])
@@ -45,10 +72,9 @@ def principals(tmp_path: Path) -> Principals:
 
 def test_a_call_is_its_credentials_principals(principals: Principals) -> None:
     for context in (Context(headers("a")), Context(peer_dns=[b"a.org"]), Context(uid=[b"7"], peer="link:7:1")):
-        principals.admit(STEP, context)
-        assert current_principal().name == "a"
-    principals.admit(DRAIN, Context(headers("b"), peer_dns=[b"a.org"]))
-    assert current_principal().name == "b", "a token goes before a certificate"
+        assert admitted(principals, STEP, context).name == "a"
+    drains = admitted(principals, DRAIN, Context(headers("b"), peer_dns=[b"a.org"]))
+    assert drains.name == "b", "a token goes before a certificate"
 
 
 @pytest.mark.parametrize(
@@ -75,8 +101,8 @@ def test_others_are_refused(principals: Principals, context: Context, reason: Re
 
 
 def test_a_token_over_tls_may_come_from_anywhere(principals: Principals) -> None:
-    principals.admit(STEP, Context(headers("a"), peer="ipv4:10.0.0.1:5", transport_security_type=[b"ssl"]))
-    assert current_principal().name == "a"
+    context = Context(headers("a"), peer="ipv4:10.0.0.1:5", transport_security_type=[b"ssl"])
+    assert admitted(principals, STEP, context).name == "a"
 
 
 def test_health_is_open_and_a_method_that_is_not_in_the_table_is_nobodys(principals: Principals) -> None:
@@ -101,8 +127,8 @@ def test_without_principals_all_are_anonymous(host: str, peer: str, allowed: tup
     principals = open_principals(None, host)
     for method in (STEP, LOAD, DRAIN):
         if method in allowed:
-            principals.admit(method, Context(headers("a", "any"), peer=peer))
-            assert (current_principal().number, current_principal().name) == (0, "anonymous")
+            principal = admitted(principals, method, Context(headers("a", "any"), peer=peer))
+            assert (principal.number, principal.name) == (0, "anonymous")
         else:
             with refuses(Reason.ROLE_MISSING):
                 principals.admit(method, Context(peer=peer))

@@ -181,3 +181,12 @@ def test_a_bad_change_keeps_the_old_ones_and_is_told_once(
     file_of(tmp_path, entry("b"))
     file.reload()
     assert (file.generation, file.num_refused, names(file.known)) == (1, 1, ["b"])
+
+
+def test_who_is_alone_is_told_from_who_has_others_beside(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    file = PrincipalsFile(write_principals(path, entry("a", "step")))
+    assert [one.is_alone for one in file.known.principals] == [True]
+    write_principals(path, entry("a", "step"), entry("b", "step"))
+    file.reload()
+    assert [one.is_alone for one in file.known.principals] == [False, False]

@@ -1,0 +1,76 @@
+"""Calls that the gate counts: one whose refusal is kept back counts for so long, whether its client waits or not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from rigs.scheduler_rig import refuses
+from rigs.until import until
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.front.port import gate
+from deltaline_server.front.port.gate import Gate
+
+METHOD = "/deltaline.v1.LayerService/Step"
+
+
+class Context:
+    """A call of gRPC's."""
+
+    def __init__(self, client: str = "a") -> None:
+        self._client = client
+        self.callbacks = list[Callable[[Any], None]]()
+
+    def peer(self) -> str:
+        return self._client
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.callbacks.append(callback)
+
+    def end(self) -> None:
+        for callback in self.callbacks:
+            callback(self)
+
+
+async def test_a_call_that_is_given_up_while_its_refusal_is_kept_back_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "MAX_CALLS", 8)
+    made = Gate()
+    for _ in range(4):
+        context = Context()
+        holding = asyncio.create_task(made.enter(METHOD, context).hold(3600))
+        await asyncio.sleep(0)
+        holding.cancel()
+        context.end()
+    assert made.calls.used == 4
+    with refuses(Reason.TOO_MANY_CALLS):
+        made.enter(METHOD, Context())
+
+
+async def test_watches_leave_probes_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_WATCHES", 4)
+    made = Gate()
+    for client in "abcdefgh":
+        with suppress(RequestError):
+            made.enter(gate.WATCH, Context(client))
+    assert made.watches.used == made.watches.limit == 4
+    made.enter(gate.WATCH.replace("Watch", "Check"), Context("x"))
+    assert (made.probes.used, made.calls.used) == (1, 0)
+
+
+async def test_its_place_is_free_once_its_time_is_over() -> None:
+    made, early, late = Gate(), Context(), Context()
+    holding = asyncio.create_task(made.enter(METHOD, early).hold(0.05))
+    await asyncio.sleep(0)
+    early.end()
+    assert made.calls.used == 1
+    await made.enter(METHOD, late).hold(0)
+    late.end()
+    assert made.calls.used == 1, "a place that nothing keeps is free at once"
+    await until(lambda: not made.calls.used)
+    await holding

@@ -1,0 +1,66 @@
+"""What surrounds a call, with a handler and a context that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError
+from grpc.aio import AbortError
+
+from deltaline.v1 import layer_service_pb2
+from deltaline_server.front.interceptor import Interceptor
+from deltaline_server.front.trust.principals import Principals
+from deltaline_server.front.trust.refusals import BURST, Refusals
+from deltaline_server.telemetry.metrics import Metrics
+
+STEP = "/deltaline.v1.LayerService/Step"
+
+
+class Context:
+    """A call by the link. held_s: for how long its refusal is kept back, once that is known."""
+
+    def __init__(self) -> None:
+        self.held_s: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.may_end = asyncio.Event()
+
+    def peer(self) -> str:
+        return "link:7:1"
+
+    async def hold(self, seconds: float) -> None:
+        self.held_s.set_result(seconds)
+        await self.may_end.wait()
+
+    async def abort(self, *status: Any) -> None:
+        raise AbortError
+
+
+class Body:
+    """A message, which may be watched."""
+
+
+def refuse(body: Any) -> None:
+    raise DecodeError
+
+
+async def test_a_refusal_that_is_kept_back_keeps_no_message() -> None:
+    metrics = Metrics([layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"]])
+    refusals = Refusals(lambda: 0.0)
+    never: Any = None
+    handler: Any = grpc.unary_unary_rpc_method_handler(never, refuse)
+    wrapped: Any = Interceptor(metrics, Principals(), refusals=refusals).wrap(handler, STEP)
+    for _ in range(BURST):
+        refusals.hold_s("anonymous")
+    body, context = Body(), Context()
+    watched = weakref.ref(body)
+    answering = asyncio.create_task(wrapped.unary_unary(body, context))
+    del body
+    async with asyncio.timeout(60):
+        assert await context.held_s > 0
+    assert watched() is None
+    context.may_end.set()
+    with pytest.raises(AbortError):
+        await answering
