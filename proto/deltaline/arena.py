@@ -68,6 +68,8 @@ class Arena:
 
     def offset(self, array: NDArray[Any]) -> int | None:
         """Return where a contiguous array lies in the arena; None for one elsewhere or at another alignment."""
+        if array.base is None:  # it has memory of its own
+            return None
         offset = array.ctypes.data - self._address
         inside = offset >= 0 and offset + array.nbytes <= len(self._memory)
         return offset if inside and offset % ALIGNMENT == 0 and array.flags.c_contiguous else None

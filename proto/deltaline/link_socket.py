@@ -47,7 +47,9 @@ def receive(connected: socket.socket, buffer: memoryview, conversation: Conversa
         return False
     if not size:
         return False
-    fds = [fd for level, kind, data in ancillary if (level, kind) == _FILES for fd in memoryview(data).cast("i")]
+    fds: list[int] = []
+    if ancillary:
+        fds += [fd for level, kind, data in ancillary if (level, kind) == _FILES for fd in memoryview(data).cast("i")]
     conversation.received(buffer[:size], fds)
     return True
 
@@ -73,6 +75,7 @@ class LinkSocket(Generic[E]):
         self._loop = asyncio.get_running_loop()
         self._buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
         self._is_full = False
+        self._send = partial(send, connected)
         self.moved = asyncio.Event()
         self._loop.add_reader(connected, self._read)
 
@@ -85,7 +88,7 @@ class LinkSocket(Generic[E]):
         """Send what can go now; the rest goes by itself."""
         if self.is_over:
             return
-        is_full = not self.conversation.flush(partial(send, self._socket))
+        is_full = not self.conversation.flush(self._send)
         if is_full != self._is_full:
             self._is_full = is_full
             if is_full:

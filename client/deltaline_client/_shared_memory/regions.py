@@ -12,8 +12,11 @@ import mmap
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,7 +54,8 @@ RequestKey: TypeAlias = tuple[object, ...]
 class Placement:
     """Where the tensors of one request are: hidden [T, *input_shape], and room for its outputs [rows, *output_shape].
 
-    Whoever holds it holds the memory: SharedMemory does from an attempt without an answer on.
+    Whoever holds it holds the memory: SharedMemory does from an attempt without an answer on. is_copy: the hidden
+    states were copied there for the request, and nobody else reads or writes them.
     """
 
     region: int
@@ -59,11 +63,15 @@ class Placement:
     hidden_offset: int
     room: Array
     room_offset: int
+    is_copy: bool
 
-    def output_slice(self) -> layers.OutputSlice:
-        """What StepRequest.output_slice is to be."""
-        return layers.OutputSlice(region=self.region, offset=self.room_offset, size_bytes=self.room.nbytes)
+    @cached_property
+    def output_slice(self) -> bytes:
+        """What StepRequest.output_slice is to be, as fields of a StepRequest."""
+        place = layers.OutputSlice(region=self.region, offset=self.room_offset, size_bytes=self.room.nbytes)
+        return layers.StepRequest(output_slice=place).SerializeToString()
 
+    @cached_property
     def tensor(self) -> bytes:
         """The serialised Tensor that StepRequest.hidden is to be."""
         shared = tensor_pb2.SharedSlice(region=self.region, offset=self.hidden_offset)
@@ -103,6 +111,8 @@ class SharedMemory:
         self._region: tuple[int, Arena] | None = None
         # Of requests that may still reach the server, which would then write their outputs.
         self._unsettled: dict[RequestKey, Placement] = {}
+        # That of the last request that is over, if any: a decode loop asks for the same room again and again.
+        self._spares: deque[Placement] = deque(maxlen=1)
         self._to_release: list[int] = []
 
     def linked(self, inline_limit_bytes: int) -> None:
@@ -111,6 +121,11 @@ class SharedMemory:
         if not self._size_bytes and inline_limit_bytes >= _LINK_BYTES:
             self._by_default = range(_LINK_BYTES, inline_limit_bytes + 1)
             self._size_bytes = 4 * inline_limit_bytes
+
+    @property
+    def has_region(self) -> bool:
+        """Whether there is one now."""
+        return self._region is not None
 
     def ready(self, limits: ServerInfo, attempts: Attempts) -> Flow[None]:
         """Ask for a region unless there is one or can be none. While another call asks, wait for what it gets.
@@ -162,6 +177,8 @@ class SharedMemory:
         if that had no answer. None when there is no region or no room: then the request goes inline.
         """
         region = self._region
+        if region is None and self._by_default is None:
+            return None
         if self._by_default is not None:
             output_bytes = math.prod(output_shape) * hidden[0].dtype.itemsize
             if max(output_bytes, sum(array.nbytes for array in hidden)) not in self._by_default:
@@ -170,25 +187,49 @@ class SharedMemory:
         if region is None:
             return None
         number, arena = region
-        former = self._unsettled.get(request)
+        former = self._unsettled.get(request) if self._unsettled else None
         if former is not None and former.region == number:
             return former
         dtype = hidden[0].dtype
         is_there = len(hidden) == 1 and arena.offset(hidden[0]) is not None
-        if (math.prod(shape) * (not is_there) + math.prod(output_shape)) * dtype.itemsize > arena.size:
-            return None  # it would not fit in an empty one
-        packed: Array | None = hidden[0].reshape(shape) if is_there else arena.empty(shape, dtype)
-        if packed is not None and not is_there:
-            np.concatenate(hidden, axis=None, out=packed.reshape(-1))
-        room = arena.empty(output_shape, dtype)
-        if packed is None or room is None:
-            if any(placement.region == number for placement in list(self._unsettled.values())):
-                self._replace(number)
-            elif not self._has_logged_full:
-                _log.info("shared memory is full (%d bytes): steps that find no room go inline", arena.size)
-                self._has_logged_full = True
-            return None
-        return Placement(number, packed, arena.offset(packed) or 0, room, arena.offset(room) or 0)
+        place = self._spared(number, dtype, shape, output_shape)
+        if place is None or is_there:
+            if (math.prod(shape) * (not is_there) + math.prod(output_shape)) * dtype.itemsize > arena.size:
+                return None  # it would not fit in an empty one
+            packed: Array | None = hidden[0].reshape(shape) if is_there else arena.empty(shape, dtype)
+            room = arena.empty(output_shape, dtype)
+            if packed is None or room is None:
+                self._no_room(number, arena.size)
+                return None
+            offsets = [arena.offset(array) or 0 for array in (packed, room)]
+            place = Placement(number, packed, offsets[0], room, offsets[1], not is_there)
+        if len(hidden) > 1:
+            np.concatenate(hidden, axis=None, out=place.hidden.reshape(-1))
+        elif not is_there:
+            place.hidden[:] = hidden[0]
+        return place
+
+    def _no_room(self, number: int, size_bytes: int) -> None:
+        """A region is full."""
+        if any(placement.region == number for placement in list(self._unsettled.values())):
+            self._replace(number)
+        elif not self._has_logged_full:
+            _log.info("shared memory is full (%d bytes): steps that find no room go inline", size_bytes)
+            self._has_logged_full = True
+
+    def spare(self, placement: Placement) -> None:
+        """A request is over, and nobody reads its outputs in the placement any more: another may have it."""
+        if placement.is_copy:
+            self._spares.append(placement)
+
+    def _spared(self, number: int, dtype: np.dtype[Any], shape: Shape, output_shape: Shape) -> Placement | None:
+        """The spare placement, where it is of these shapes; it is let go where it is not."""
+        with suppress(IndexError):
+            spare = self._spares.pop()
+            shapes = spare.region, spare.hidden.dtype, spare.hidden.shape, spare.room.shape
+            if shapes == (number, dtype, shape, output_shape):
+                return spare
+        return None
 
     def end_attempt(self, request: RequestKey, placement: Placement, *, is_over: bool) -> None:
         """An attempt has ended. Not over: the server may still read and write the placement for this request.
@@ -202,6 +243,7 @@ class SharedMemory:
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         """An array in the region; where there is none or it is full, anywhere."""
+        self._spares.clear()
         array = None if self._region is None else self._region[1].empty(shape, dtype)
         return np.empty(shape, dtype) if array is None else array
 
@@ -212,23 +254,28 @@ class SharedMemory:
         """
         if self._region is not None and self._region[0] == placement.region:
             _log.info("shared memory is gone (%s): steps under way go inline", error)
-            self._region = None
-            self._unsettled.clear()
+            self._forget()
 
     def _replace(self, number: int) -> None:
         """Go on in another region, from the next call on: this one is full of requests without an answer."""
         if self._region is None or self._region[0] != number:
             return  # another thread was first
         _log.info("shared memory is full of steps without an answer: another region takes its place")
+        self._forget()
+        self._to_release.append(number)
+
+    def _forget(self) -> None:
+        """Hold nothing of the region any more."""
         self._region = None
         self._unsettled.clear()
-        self._to_release.append(number)
+        self._spares.clear()
 
     def end(self) -> Flow[None]:
         """Give the region back, if there is one; there will be no other."""
         if self._region is not None:
             self._to_release.append(self._region[0])
         self._region, self.is_off = None, True
+        self._spares.clear()
         while self._to_release:
             yield from self._release(self._to_release.pop())
 

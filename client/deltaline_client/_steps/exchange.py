@@ -70,7 +70,7 @@ class Exchange:
 
     def run(self, batch: Batch) -> Flow[StepResult]:
         """Apply a batch: as arrays where nothing is out of the ordinary, else row by row. Raises as `step` does."""
-        if not self._shared.is_off:
+        if not (self._shared.is_off or self._shared.has_region):
             yield from self._shared.ready(self._limits, self._attempts)
             self._attempts = self._client._attempts(self._options.get("timeout_s"))  # after a wait, all its time
         with Hold(Group.of(self._client, batch.sequences), self._options.get("span", 0)) as hold:
@@ -239,6 +239,8 @@ class Exchange:
         copies = answer.shared is None or self._options.get("copy", True)
         if request.advance(answer):
             request.applied = Applied(request.batch, outputs.copy() if copies else outputs, answer, self._timings)
+            if request.placement is not None and copies:
+                self._shared.spare(request.placement)
             return True
         rows = request.rows()
         first, first_step = rows[0]

@@ -107,8 +107,8 @@ class Request:
             _OUTPUT_ROWS[batch.output],
             options.get("priority", 0),
             0 if queue_timeout_s is None else max(1, round(queue_timeout_s * 1e6)),
-            wire.tensor_pieces(batch.packed()) if place is None else [place.tensor()],
-            None if place is None else place.output_slice(),
+            wire.tensor_pieces(batch.packed()) if place is None else [place.tensor],
+            b"" if place is None else place.output_slice,
         )
 
     def read(self, answer: StepAnswer) -> Array:

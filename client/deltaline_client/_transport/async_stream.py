@@ -19,7 +19,41 @@ from deltaline_client._transport.pending import Pending
 from deltaline_client._transport.token import Header, Token
 from deltaline_client._transport.tracing import traceparent
 
-Mailbox = asyncio.Queue[Answer]
+
+class Mailbox:
+    """Answers to the steps of one flow, which alone waits for them."""
+
+    def __init__(self) -> None:
+        self._answers = deque[Answer]()
+        self._came: asyncio.Future[None] | None = None
+
+    def put(self, answer: Answer) -> None:
+        """Add an answer."""
+        self._answers.append(answer)
+        if self._came is not None:
+            _wake(self._came)
+
+    def is_empty(self) -> bool:
+        """Whether none is there."""
+        return not self._answers
+
+    async def take(self, timeout_s: float) -> Answer | None:
+        """The next answer; None when the time is over."""
+        if not self._answers:
+            loop = asyncio.get_running_loop()
+            self._came = loop.create_future()
+            timer = loop.call_later(timeout_s, _wake, self._came)
+            try:
+                await self._came
+            finally:
+                timer.cancel()
+                self._came = None
+        return self._answers.popleft() if self._answers else None
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 class AsyncStepStream:
@@ -42,7 +76,7 @@ class AsyncStepStream:
     def send(self, number: int, request: Sequence[Buffer], mailbox: Mailbox) -> None:
         """Send a step; its answer, or the error that ended the stream, comes to the mailbox under `number`."""
         if self._is_closed:
-            mailbox.put_nowait((number, Disconnected()))
+            mailbox.put((number, Disconnected()))
             return
         if self._token is not None:
             self._take_header(self._token.header())
@@ -84,7 +118,7 @@ class _Live:
             self._writer = asyncio.create_task(self._write())
 
     def send(self, number: int, request: Sequence[Buffer], mailbox: Mailbox) -> None:
-        correlation_id = self._pending.add(number, mailbox.put_nowait)
+        correlation_id = self._pending.add(number, mailbox.put)
         self._outbox.append(stream_request(correlation_id, request, traceparent()))
         if self._writer is None:
             self._writer = asyncio.create_task(self._write())

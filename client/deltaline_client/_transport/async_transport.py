@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 import grpc
@@ -88,7 +87,8 @@ class AsyncTransport:
             self._give_up("the server gives it no memory")
         if self._where is not None:
             try:
-                return _LinkSession(await self._connected(self._where))
+                link = self._link
+                return _LinkSession(await self._connected(self._where) if link is None or link.is_over else link)
             except DeltalineError as error:
                 if self._address is None:
                     return _NoSession(error)
@@ -150,17 +150,17 @@ class _LinkSession:
 
     def __init__(self, connection: AsyncLink) -> None:
         self._connection = connection
-        self._mailbox: Mailbox = asyncio.Queue()
+        self._mailbox = Mailbox()
 
     @property
     def is_over(self) -> bool:
-        return self._connection.is_over and self._mailbox.empty()
+        return self._connection.is_over and self._mailbox.is_empty()
 
     def send(self, number: int, request: Sequence[Buffer]) -> None:
         self._connection.send(number, request, self._mailbox)
 
     async def receive(self, timeout_s: float) -> Answer | None:
-        return await _next(self._mailbox, timeout_s)
+        return await self._mailbox.take(timeout_s)
 
     async def call(self, command: Call) -> Any:
         return await self._connection.call(command)
@@ -176,13 +176,13 @@ class _GrpcSession:
 
     def __init__(self, transport: AsyncTransport, stream: AsyncStepStream, methods: dict[str, Any]) -> None:
         self._transport, self._stream, self._methods = transport, stream, methods
-        self._mailbox: Mailbox = asyncio.Queue()
+        self._mailbox = Mailbox()
 
     def send(self, number: int, request: Sequence[Buffer]) -> None:
         self._stream.send(number, request, self._mailbox)
 
     async def receive(self, timeout_s: float) -> Answer | None:
-        return await _next(self._mailbox, timeout_s)
+        return await self._mailbox.take(timeout_s)
 
     async def call(self, command: Call) -> Any:
         try:
@@ -229,31 +229,23 @@ class _NoSession:
 
     def __init__(self, error: DeltalineError) -> None:
         self._error = error
-        self._mailbox: Mailbox = asyncio.Queue()
+        self._mailbox = Mailbox()
 
     @property
     def is_over(self) -> bool:
-        return self._mailbox.empty()
+        return self._mailbox.is_empty()
 
     def send(self, number: int, request: Sequence[Buffer]) -> None:
-        self._mailbox.put_nowait((number, self._error))
+        self._mailbox.put((number, self._error))
 
     async def receive(self, timeout_s: float) -> Answer | None:
-        return await _next(self._mailbox, timeout_s)
+        return await self._mailbox.take(timeout_s)
 
     async def call(self, command: Call) -> Any:
         raise self._error
 
     async def memory(self, command: TakeMemory) -> Region | None:
         raise self._error
-
-
-async def _next(mailbox: Mailbox, timeout_s: float) -> Answer | None:
-    """The next answer; None when the time is over."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            return await mailbox.get()
-    return None
 
 
 def _is_cancelled() -> bool:

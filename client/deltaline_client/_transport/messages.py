@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -32,6 +32,7 @@ _ANSWER = (
     layers.StepResponse.OUTPUT_START_LOC_FIELD_NUMBER,
     layers.StepResponse.HIDDEN_FIELD_NUMBER,
 )
+_HIDDEN_TAG = layers.StepResponse.HIDDEN_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _ELEMENTS = (tensor_pb2.Tensor.INLINE_FIELD_NUMBER,)
 _ABSENT = 0, 0
 
@@ -74,9 +75,10 @@ def step_request(
     priority: int,
     queue_timeout_us: int,
     tensor: Sequence[wire.Buffer],
-    output_slice: layers.OutputSlice | None = None,
+    output_slice: bytes = b"",
 ) -> list[wire.Buffer]:
     """Return a serialised StepRequest as pieces. tensor: the hidden states, a serialised Tensor in pieces.
+    output_slice: the serialised field, where there is one.
 
     Pieces of the tensor are passed on: nothing is copied before they are joined. Raises ValueError for a number that
     its field can't hold.
@@ -89,10 +91,9 @@ def step_request(
             *(heads[0], sequence, heads[1], kind, heads[2], step),
             *(heads[3], position, heads[4], accepted, heads[5], query_start_loc),
             _asked(output, priority, queue_timeout_us),
+            output_slice,
         )
     )
-    if output_slice is not None:
-        fields += layers.StepRequest(output_slice=output_slice).SerializeToString()
     return [fields, *wire.field_pieces(layers.StepRequest.HIDDEN_FIELD_NUMBER, tensor)]
 
 
@@ -130,40 +131,87 @@ def read_stream_response(body: bytes) -> tuple[int, StepAnswer | DeltalineError]
     except DecodeError as error:
         raise ProtocolError("the reply can't be parsed") from error
     if found:
-        try:
-            return head.correlation_id, _read_step(body, *found[layers.StepStreamResponse.STEP_FIELD_NUMBER])
-        except (DecodeError, wire.WireError) as error:
-            return head.correlation_id, ProtocolError(f"the reply is malformed: {error}")
+        return head.correlation_id, _step_of(body, *found[layers.StepStreamResponse.STEP_FIELD_NUMBER])
     if head.HasField("status"):
         return head.correlation_id, from_status(head.status)
     return head.correlation_id, ProtocolError("the reply is empty")
 
 
-def _read_step(body: bytes, begin: int, end: int) -> StepAnswer:
-    """Read the StepResponse in body[begin:end]. Raises: DecodeError; WireError for a wrong tensor."""
-    found, rest = _scan(body, begin, end, _ANSWER)
-    get, (outcomes, positions, starts, hidden) = found.get, _ANSWER
-    (begin, end), position, start = get(outcomes, _ABSENT), get(positions, _ABSENT), get(starts, _ABSENT)
-    outcome = body[begin:end]
-    if not outcome.isascii() or (position[1] - position[0]) % 8 or (start[1] - start[0]) % 4:
-        raise DecodeError("a column of no such numbers")
-    # Columns are copied: numpy is slow where they are unaligned.
-    columns = outcome, np.frombuffer(body[slice(*position)], _INT64), body[slice(*start)]
-    fields = layers.StepResponse.FromString(rest)
-    if hidden not in found:
-        return StepAnswer(*columns, fields, None)
-    found, rest = _scan(body, *found[hidden], _ELEMENTS)
-    header = tensor_pb2.Tensor.FromString(rest)
-    if not found and header.HasField("shared"):
-        return StepAnswer(*columns, fields, None, header)
+def _usual_fields(body: bytes, begin: int, end: int) -> tuple[list[bytes], tuple[int, int] | None, bytes] | None:
+    """The columns of a response, where its tensor lies, and the rest, of one that our servers write: in this order."""
+    try:
+        columns, at, num_rows = [], begin, body[begin + 1]
+        if num_rows > 0x7F:  # of three bytes or more: the heads differ
+            num_rows = num_rows & 0x7F | body[begin + 2] << 7
+        for head, num_bytes in _usual_heads(num_rows):
+            if not body.startswith(head, at):
+                return None
+            at += len(head) + num_bytes
+            columns.append(body[at - num_bytes : at])
+        if body[at] != _HIDDEN_TAG:
+            return None
+        size, at = body[at + 1], at + 2
+        if size > 0x7F:
+            size, at = (size & 0x7F | body[at] << 7, at + 1) if body[at] < 0x80 else _varint(body, at - 1)
+    except (IndexError, DecodeError):
+        return None
+    return (columns, (at, at + size), body[at + size : end]) if at + size <= end else None
+
+
+@lru_cache(64)
+def _usual_heads(num_rows: int) -> list[tuple[bytes, int]]:
+    """What stands before each column of so many rows, and the column's bytes."""
+    sizes = num_rows, 8 * num_rows, 4 * (num_rows + 1)
+    return [(wire.field_head(number, size), size) for number, size in zip(_ANSWER[:3], sizes, strict=True)]
+
+
+def _step_of(body: bytes, begin: int, end: int) -> StepAnswer | ProtocolError:
+    """Read the StepResponse in body[begin:end], or say what is wrong with it."""
+    try:
+        usual = _usual_fields(body, begin, end)
+        if usual is None:
+            found, rest = _scan(body, begin, end, _ANSWER)
+            usual = [body[slice(*found.get(one, _ABSENT))] for one in _ANSWER[:3]], found.get(_ANSWER[3]), rest
+        (outcome, position, start), tensor, rest = usual
+        fields = layers.StepResponse.FromString(rest)
+        if fields.outcome or fields.position or fields.output_start_loc or fields.HasField("hidden"):
+            raise DecodeError("a field comes twice")
+        if not outcome.isascii() or len(position) % 8 or len(start) % 4:
+            raise DecodeError("a column of no such numbers")
+        hidden, shared = (None, None) if tensor is None else _tensor(body, *tensor)
+        # Columns are copied: numpy is slow where they are unaligned.
+        return StepAnswer(outcome, np.frombuffer(position, _INT64), start, fields, hidden, shared)
+    except (DecodeError, wire.WireError) as error:
+        return ProtocolError(f"the reply is malformed: {error}")
+
+
+def _tensor(body: bytes, begin: int, end: int) -> tuple[Array | None, tensor_pb2.Tensor | None]:
+    """Read the Tensor in body[begin:end]: its elements, or where they are. Raises: DecodeError; WireError."""
+    found, rest = _scan(body, begin, end, _ELEMENTS)
     begin, end = found.get(tensor_pb2.Tensor.INLINE_FIELD_NUMBER, _ABSENT)
+    if not found and (shared := _header(rest)).HasField("shared"):
+        return None, shared
+    return np.ndarray(*_shape_and_dtype(rest, end - begin), body, begin), None
+
+
+# Those of a decode loop are the same from step to step.
+@lru_cache(16)
+def _header(fields: bytes) -> tensor_pb2.Tensor:
+    """A Tensor but for its elements; nobody changes it. Raises DecodeError."""
+    return tensor_pb2.Tensor.FromString(fields)
+
+
+@lru_cache(16)
+def _shape_and_dtype(fields: bytes, num_bytes: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """What a Tensor of so many bytes says of its elements. Raises: DecodeError; WireError for what does not fit."""
+    header = _header(fields)
     dtype, shape = wire.numpy_dtype(header.dtype), tuple(header.shape)
     # Of no rows too, a row's size must be one that numpy takes.
     is_shaped = len(shape) in (2, 3) and min(shape[1:]) > 0 and math.prod(shape[1:]) <= wire.MAX_DIM
-    if not is_shaped or shape[0] < 0 or math.prod(shape) * dtype.itemsize != end - begin:
+    if not is_shaped or shape[0] < 0 or math.prod(shape) * dtype.itemsize != num_bytes:
         expected = "elements [rows, hidden_size] or [rows, streams, hidden_size]"
-        raise wire.WireError("hidden", expected, f"{end - begin} bytes for the shape {shape}")
-    return StepAnswer(*columns, fields, np.ndarray(shape, dtype, body, begin))
+        raise wire.WireError("hidden", expected, f"{num_bytes} bytes for the shape {shape}")
+    return shape, dtype
 
 
 def _scan(body: bytes, begin: int, end: int, numbers: tuple[int, ...]) -> tuple[dict[int, tuple[int, int]], bytes]:

@@ -23,7 +23,7 @@ from deltaline_server.front.trust.principals import Principals, current_principa
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.observer import Observer
-from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.scheduling.scheduler import GRPC_REPLY_TURNS, Scheduler
 from deltaline_server.step import StepRequest, StepResult
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
@@ -148,7 +148,7 @@ class LayerService:
             await self._examine(step)
         if self._tracing is not None:
             self._tracing.take(step)
-        self._scheduler.submit(step, partial(_complete, done))
+        self._scheduler.submit(step, partial(_complete, done), _reply_turns(context))
         del message, step  # it may lie in memory to be unmapped
         result = await done
         if self._tracing is not None:
@@ -179,7 +179,7 @@ class LayerService:
         window = StreamWindow(STREAM_STEPS, STREAM_BYTES, self._budget)
         principal, client, remaining_s = current_principal(), context.peer(), context.time_remaining()
         until_s = None if remaining_s is None else self._clock() + remaining_s
-        num_taken, begin_span, generation = 0, None, self._principals.generation
+        num_taken, begin_span, generation, reply_turns = 0, None, self._principals.generation, _reply_turns(context)
         loop = asyncio.get_running_loop()
         if self._tracing is not None:
             begin_span = self._tracing.begin_stream(STEP_STREAM, context.invocation_metadata())
@@ -208,10 +208,10 @@ class LayerService:
                     num_taken += 1
                     on_done: Callable[[StepResult | Refusal], None] = partial(answer, message.correlation_id, num_bytes)
                     if span is None:
-                        self._submit_safely(step, on_done)
+                        self._submit_safely(step, on_done, reply_turns)
                     else:
                         with span:
-                            self._submit_safely(step, span.ending(step, on_done))
+                            self._submit_safely(step, span.ending(step, on_done), reply_turns)
                     # Nothing of a step is held while the stream waits: it may lie in memory to be unmapped.
                     del message, step
             finally:
@@ -271,12 +271,14 @@ class LayerService:
         if step.is_kept_as_checksum:
             step.checksum = self._finite_check.begin_checksum(step.hidden)
 
-    def _submit_safely(self, step: StepRequest | Exception, answer: Callable[[StepResult | Refusal], None]) -> None:
+    def _submit_safely(
+        self, step: StepRequest | Exception, answer: Callable[[StepResult | Refusal], None], reply_turns: int
+    ) -> None:
         """Hand a step to the scheduler; what that raises, or what is given in place of a step, is refused."""
         try:
             if isinstance(step, Exception):
                 raise step
-            self._scheduler.submit(step, answer)
+            self._scheduler.submit(step, answer, reply_turns)
         except Exception as error:
             refusal = error.refusal if isinstance(error, RequestError) else bug(error)
             empty_frames(error)
@@ -298,6 +300,12 @@ class LayerService:
 def _num_unknown(refusals: Mapping[int, Refusal]) -> int:
     """How many of the rows named sequences that are none of the principal's."""
     return sum(refusal.reason is Reason.SEQUENCE_UNKNOWN for refusal in refusals.values())
+
+
+def _reply_turns(context: Context) -> int:
+    """Turns of the event loop that a reply of a call takes: gRPC's contexts don't say it."""
+    turns: int = getattr(context, "reply_turns", GRPC_REPLY_TURNS)
+    return turns
 
 
 def _complete(done: asyncio.Future[StepResult], result: StepResult) -> None:

@@ -19,6 +19,8 @@ from deltaline_server.step import BatchResult, RowKind, StepBatch
 # the next step does so within that time, and a loop that slept is late by its waking and finds its caches cold.
 LINGER_S = 2e-3
 
+_NO_ROWS = dict.fromkeys(RowKind, 0)
+
 
 class BatchEngine(Protocol):
     """What is needed of an engine."""
@@ -76,22 +78,23 @@ class BatchInFlight:
                 rows.pending.put_outputs(places, hidden if is_alone else hidden[taken : taken + count])
                 taken += count
 
-    def answer(self, result: BatchResult) -> bool:
-        """Tell the results of the steps that wait for this batch alone; return whether there was one."""
-        all_finite, row, has_answered = bool(result.finite.all()), 0, False
+    def answer(self, result: BatchResult) -> int:
+        """Tell the results of the steps that wait for this batch alone; return in how many turns of the event loop the
+        replies are gone, 0 where there is none."""
+        all_finite, row, turns = bool(result.finite.all()), 0, 0
         for rows in self.scheduled:
             pending, end = rows.pending, row + len(rows.taken)
             is_last = rows.is_last and 0 < len(rows.index) == pending.num_unfinished
             is_sound = all_finite or result.finite[row:end][rows.running].all()
             if is_last and is_sound and not (pending.joins or pending.has_failures):
                 pending.finish()
-                has_answered = True
+                turns = max(turns, pending.reply_turns)
             row = end
-        return has_answered
+        return turns
 
     def timing(self, result: BatchResult) -> BatchTiming:
         """What the observer counts."""
-        num_of_kind = dict.fromkeys(RowKind, 0)
+        num_of_kind = _NO_ROWS.copy()
         queued: list[tuple[RowKind, int, float]] = []
         for rows in self.scheduled:
             waited_s = self.began_s - rows.pending.arrival_s

@@ -107,6 +107,8 @@ class PendingStep:
         """Its name in the queue, and when it came to it, on the scheduler's clock."""
         self.on_done: Callable[[StepResult], None]
         """Called once, with the whole result."""
+        self.reply_turns: int
+        """Turns of the event loop from there until the reply has left, 1 or more."""
         self.use: Use
         """Of the principal, in which it counts."""
         self.adapters: NDArray[np.int64] | None = None

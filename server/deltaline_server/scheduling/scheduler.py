@@ -38,7 +38,7 @@ MAX_BATCHES_IN_FLIGHT = 2
 # The timers of an event loop that sleeps are that coarse (epoll counts milliseconds, and rounds up).
 TIMER_S = 1e-3
 # Turns of the event loop that a reply takes from its future to gRPC: a stream's goes through a callback and a task.
-REPLY_TURNS = 3
+GRPC_REPLY_TURNS = 3
 
 
 class Scheduler:
@@ -89,10 +89,13 @@ class Scheduler:
         """Run nothing more, the engine is about to close: what has begun stays as it is. After `stop`. Idempotent."""
         self._is_halted = True
 
-    def submit(self, request: StepRequest, on_done: Callable[[StepResult], None]) -> None:
+    def submit(
+        self, request: StepRequest, on_done: Callable[[StepResult], None], reply_turns: int = GRPC_REPLY_TURNS
+    ) -> None:
         """Judge every row, queue those that are new, and call `on_done` once with the whole result, maybe at once.
 
-        The work is done and its reply is kept whoever has gone meanwhile; `on_done` may not raise. Raises RequestError
+        The work is done and its reply is kept whoever has gone meanwhile; `on_done` may not raise. reply_turns: of the
+        event loop, from `on_done` until the reply has left: the books are settled behind it. Raises RequestError
         (QUEUE_FULL, REPLY_BYTES_EXHAUSTED, STOPPING) when the request can't be taken; then no row was touched.
         """
         if self._unsettled is not None:
@@ -100,7 +103,7 @@ class Scheduler:
         if self._is_stopped or self.has_failed:
             raise RequestError(Reason.STOPPING, "the server is stopping")
         pending, live_slots = admit(request, self._table, self._queue)
-        pending.arrival_s, pending.on_done = self._clock(), on_done
+        pending.arrival_s, pending.on_done, pending.reply_turns = self._clock(), on_done, reply_turns
         if not pending.is_whole:
             self._count_others(pending)
         if pending.can_finish:
@@ -276,8 +279,8 @@ class Scheduler:
         batch.take_outputs(result)
         self._unsettled = batch, result
         may_answer_first = self._in_flight.batches or not self._queue.ready_spans
-        if may_answer_first and batch.answer(result):
-            self._settle_later(REPLY_TURNS)
+        if may_answer_first and (turns := batch.answer(result)):
+            self._settle_later(turns)
         else:
             self._settle_and_pump()
 

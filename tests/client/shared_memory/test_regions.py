@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import itertools
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import pytest
 from rigs.shared_memory import lies_in_shared_memory
 
 from deltaline.v1 import admin_service_pb2 as admin
-from deltaline_client import AsyncClient, Client
+from deltaline_client import AsyncClient, Client, InvalidSharedMemory
 from deltaline_client._shared_memory.regions import SharedMemory
 from deltaline_client._transport.flow import Call, Sleep, TakeMemory
 from deltaline_client._transport.retry import Attempts, Retry
@@ -194,3 +195,82 @@ def test_a_full_region_that_another_call_has_replaced_is_not_replaced_again() ->
     placement = place("next", 8)
     assert placement is not None and placement.region == 2 and released == [1]
     maker.close()
+
+
+def with_region(size_bytes: int) -> SharedMemory:
+    """Shared memory that has a region."""
+    shared = SharedMemory(size_bytes)
+    give_region(shared, 1, size_bytes)
+    return shared
+
+
+def give_region(shared: SharedMemory, number: int, size_bytes: int) -> None:
+    limits: Any = SimpleNamespace(shared_memory_bytes=size_bytes)
+    asks = shared.ready(limits, Attempts(Retry(), 2.0))
+    assert isinstance(next(asks), TakeMemory)
+    file = os.memfd_create("deltaline")
+    os.ftruncate(file, size_bytes)
+    with pytest.raises(StopIteration):
+        asks.send((number, mmap.mmap(file, size_bytes)))
+    os.close(file)
+
+
+def test_a_request_of_the_same_shapes_takes_the_place_of_the_one_before() -> None:
+    shared, rows, one = with_region(SIZE), np.ones((2, 8), np.float32), np.full((4, 8), 2, np.float32)
+    first = shared.place((1,), list(np.concatenate([rows, rows])), (4, 8), (4, 8))
+    assert first is not None
+    other = shared.place((2,), [one], (4, 8), (4, 8))
+    assert other is not None and other.hidden_offset != first.hidden_offset  # the first request is not over
+    shared.spare(first)
+    again = shared.place((3,), [one], (4, 8), (4, 8))
+    assert again is first
+    np.testing.assert_array_equal(again.hidden, one)
+    shared.spare(again)
+    shared.spare(other)  # one is kept, the last
+    assert shared.place((4,), [one], (4, 8), (4, 8)) is other
+
+
+@pytest.mark.parametrize("change", ["rows", "outputs", "elements", "another region"])
+def test_a_request_of_other_shapes_gets_another_place(change: str) -> None:
+    shared, hidden = with_region(SIZE), np.ones((4, 8), np.float32)
+    first = shared.place((1,), [hidden], (4, 8), (4, 8))
+    assert first is not None
+    shared.spare(first)
+    shape, output_shape = (4, 8), (4, 8)
+    match change:
+        case "rows":
+            hidden, shape = hidden[:2], (2, 8)
+        case "outputs":
+            output_shape = (2, 8)
+        case "elements":
+            hidden = hidden.astype(np.float16)
+        case _:
+            shared.lost(first, InvalidSharedMemory("gone"))
+            give_region(shared, 2, SIZE)
+    second = shared.place((2,), [hidden], shape, output_shape)
+    assert second is not None and second is not first
+    assert (second.hidden.shape, second.room.shape, second.hidden.dtype) == (shape, output_shape, hidden.dtype)
+
+
+def test_hidden_states_that_lie_in_the_region_are_not_handed_out_again() -> None:
+    shared = with_region(SIZE)
+    own = shared.empty((4, 8), np.dtype(np.float32))
+    own[:] = 1
+    first = shared.place((1,), [own], (4, 8), (4, 8))
+    assert first is not None and np.shares_memory(first.hidden, own)
+    shared.spare(first)
+    second = shared.place((2,), [np.zeros((4, 8), np.float32)], (4, 8), (4, 8))
+    assert second is not None and not np.shares_memory(second.hidden, own)
+    shared.spare(second)
+    third = shared.place((3,), [own], (4, 8), (4, 8))
+    assert third is not None and np.shares_memory(third.hidden, own)
+    assert (own == 1).all()
+
+
+def test_a_spare_place_gives_way() -> None:
+    shared = with_region(SIZE)
+    first = shared.place((1,), [np.ones((2, 1 << 16), np.float32)], (2, 1 << 16), (1, 8))
+    assert first is not None
+    shared.spare(first)
+    del first
+    assert lies_in_shared_memory(shared.empty((3, 1 << 16), np.dtype(np.float32)))

@@ -71,7 +71,8 @@ def without_columns(message: layers.StepResponse) -> layers.StepResponse:
 def test_a_request_is_what_protobuf_reads(dtype: Any) -> None:
     hidden = np.arange(24).reshape(6, 4).astype(dtype)
     place = layers.OutputSlice(region=9, offset=64, size_bytes=128)
-    message = layers.StepStreamRequest.FromString(request(hidden[[0, 1, 4, 5]], output_slice=place))
+    output_slice = layers.StepRequest(output_slice=place).SerializeToString()
+    message = layers.StepStreamRequest.FromString(request(hidden[[0, 1, 4, 5]], output_slice=output_slice))
     assert message.correlation_id == 300
     np.testing.assert_array_equal(wire.decode(message.step.hidden, limit_bytes=1000), hidden[[0, 1, 4, 5]])
     message.step.ClearField("hidden")
@@ -148,8 +149,10 @@ def test_a_malformed_tensor_is_an_error_of_its_step(hidden: tensor_pb2.Tensor) -
     ],
     ids=["column twice", "tensor twice", "number of its own", "outcome of its own"],
 )
-def test_a_field_in_pieces_is_refused(more: bytes) -> None:
-    step = more + response().step.SerializeToString()
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_field_in_pieces_is_refused(more: bytes, is_behind: bool) -> None:
+    step = response().step.SerializeToString()
+    step = step + more if is_behind else more + step
     body = b"".join([b"\x08\x05", *wire.field_pieces(layers.StepStreamResponse.STEP_FIELD_NUMBER, [step])])
     assert layers.StepStreamResponse.FromString(body).correlation_id == 5  # protobuf takes it
     correlation_id, error = read_stream_response(body)

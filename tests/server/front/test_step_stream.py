@@ -90,9 +90,9 @@ async def test_steps_tell_the_scheduler_which_connection_they_came_by(
     clients: list[str] = []
     submit = server.runtime.scheduler.submit
 
-    def noted(request: Any, on_done: Any) -> None:
+    def noted(request: Any, on_done: Any, turns: int) -> None:
         clients.append(request.client)
-        submit(request, on_done)
+        submit(request, on_done, turns)
 
     monkeypatch.setattr(server.runtime.scheduler, "submit", noted)
     for number in range(2):
@@ -161,10 +161,10 @@ async def test_reader_that_stops_holds_the_writer(
         submitted = 0
         submit = server.runtime.scheduler.submit
 
-        def counted(request: Any, on_done: Any) -> None:
+        def counted(request: Any, on_done: Any, turns: int) -> None:
             nonlocal submitted
             submitted += 1
-            submit(request, on_done)
+            submit(request, on_done, turns)
 
         monkeypatch.setattr(server.runtime.scheduler, "submit", counted)
         stub: Any = layer_service_pb2_grpc.LayerServiceStub(channel)

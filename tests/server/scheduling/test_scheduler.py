@@ -10,7 +10,7 @@ import pytest
 from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, reason, refuses, turns
 
 from deltaline_server.errors import Reason
-from deltaline_server.step import OutputRows, RowOutcome
+from deltaline_server.step import OutputRows, RowOutcome, StepResult
 from deltaline_server.tables.sequence import SequenceState
 
 
@@ -221,6 +221,22 @@ async def test_stop_refuses_what_waits_and_finishes_what_runs() -> None:
     assert outputs(await running) == [1]
     await rig.scheduler.drained()
     rig.table.check_integrity()
+
+
+@pytest.mark.parametrize("reply_turns", [1, 2, 5])
+async def test_the_books_are_settled_right_behind_the_reply(reply_turns: int) -> None:
+    rig = Rig(eager=False)
+    told: list[StepResult] = []
+    rig.scheduler.submit(rig.request((rig.open()[0], DECODE, 1, 0, -1, [1])), told.append, reply_turns)
+    await turns()
+    rig.engine.run()
+    while not told:
+        await turns(1)
+    settled = []
+    for _ in range(6):
+        settled.append(rig.counts.total.get("executed", 0))
+        await turns(1)
+    assert settled.index(1) == reply_turns
 
 
 @pytest.mark.parametrize("is_answered_first", [False, True], ids=["while a batch completes", "while a request comes"])

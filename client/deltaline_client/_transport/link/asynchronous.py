@@ -15,7 +15,8 @@ from deltaline.conversation import Conversation, Region
 from deltaline.link_socket import LinkSocket
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError
-from deltaline_client._transport.flow import Answer, Call
+from deltaline_client._transport.async_stream import Mailbox
+from deltaline_client._transport.flow import Call
 from deltaline_client._transport.link.answer import answer_of
 from deltaline_client._transport.link.steps import LinkSteps
 from deltaline_client._transport.statuses import from_status
@@ -44,9 +45,9 @@ class AsyncLink:
         """Whether it is over since the server gave no memory for messages."""
         return self._conversation.lacks_memory
 
-    def send(self, number: int, request: Sequence[Buffer], mailbox: asyncio.Queue[Answer]) -> None:
+    def send(self, number: int, request: Sequence[Buffer], mailbox: Mailbox) -> None:
         """Send a step; its answer comes to the mailbox under `number`."""
-        self._steps.send(number, request, mailbox.put_nowait)
+        self._steps.send(number, request, mailbox.put)
         self._socket.flush()
 
     async def call(self, command: Call) -> Any:

@@ -40,6 +40,7 @@ class BlockingLink:
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
         self._is_full = False
+        self._send = partial(send, connected)
         self._why: DeltalineError = Unavailable("the local link broke")
 
     @property
@@ -140,7 +141,7 @@ class BlockingLink:
             self._conversation.fail(self._why)
 
     def _flush(self) -> None:
-        is_full = not self._conversation.flush(partial(send, self._socket))
+        is_full = not self._conversation.flush(self._send)
         if is_full != self._is_full:
             self._is_full = is_full
             self._poll.modify(self._socket, select.POLLIN | select.POLLOUT if is_full else select.POLLIN)

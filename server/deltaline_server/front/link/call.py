@@ -47,6 +47,9 @@ class Call:
     To handlers it is what grpc.aio's context is to them: `read`, `abort`, `time_remaining` and their kin.
     """
 
+    reply_turns = 1
+    """Turns of the event loop that a reply takes: whoever waits for it writes it to the socket."""
+
     def __init__(
         self,
         line: Line,
@@ -68,7 +71,8 @@ class Call:
         self.in_hand_bytes, self.hold_s = 0, 0.0
         self._code, self._text, self._trailing = grpc.StatusCode.OK, "", cast("Sequence[tuple[str, str | bytes]]", ())
         self.room: asyncio.Future[link.Place] | None = None
-        self._unread_bytes, self._has_read = 0, asyncio.Event()
+        self._unread_bytes = 0
+        self._has_read: asyncio.Future[None] | None = None
         self.is_over = False
 
     # -- what comes from the client --------------------------------------------------------------------------------
@@ -88,14 +92,15 @@ class Call:
     def was_read(self, num_bytes: int) -> None:
         """The front end's client has read so many bytes of replies."""
         self._unread_bytes -= num_bytes
-        self._has_read.set()
+        if self._has_read is not None and not self._has_read.done():
+            self._has_read.set_result(None)
 
     async def until_read(self, num_bytes: int) -> None:
         """A reply of so many bytes went to a front end: wait until its client has few to read."""
         self._unread_bytes += num_bytes
         while self._unread_bytes >= link.UNREAD_BYTES:
-            self._has_read.clear()
-            await self._has_read.wait()
+            self._has_read = asyncio.get_running_loop().create_future()
+            await self._has_read
 
     def drop(self) -> tuple[int, list[link.Place]]:
         """Let go of the messages: the bytes of those that were copied, the one in hand included, and where the others
