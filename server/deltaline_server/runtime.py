@@ -89,7 +89,7 @@ class Runtime:
         num_spans = len(model.spans)
         adapters = Adapters.build(config, model, loaded, clock, call_soon)
         table = SequenceTable(
-            lines=LinePool(config.max_sequences, engine.zero_lines, page_pool(model, pool)),
+            lines=LinePool(pool.num_lines, engine.zero_lines, page_pool(model, pool), options.snapshot_lines),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
             replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
             adapters=SequenceAdapters(config.max_sequences, None if adapters is None else adapters.registry),
@@ -265,6 +265,7 @@ def state_options(config: Config) -> StateOptions:
     """How much state the model is given."""
     return StateOptions(
         num_lines=config.max_sequences,
+        snapshot_lines=config.snapshot_lines_beside(config.max_sequences),
         max_draft=config.max_draft_tokens,
         state_dtype=getattr(torch, config.state_dtype),
         limit_bytes=config.state_bytes,

@@ -242,6 +242,8 @@ class Scheduler:
         # The device works while the books are brought up to what it was given.
         for rows in scheduled:
             queue.given(rows)
+            if table.num_frozen_reads:
+                table.end_frozen_reads(span, rows.slots)
             table.read_line[span][rows.slots] = table.write_line[rows.slots]
             if rows.num_of_kind[RowKind.VERIFY]:
                 is_verify = rows.pending.kind[rows.index] == RowKind.VERIFY
