@@ -24,6 +24,7 @@ from deltaline_server.principal import ANONYMOUS
 from deltaline_server.scheduling.in_flight import BatchEngine
 from deltaline_server.scheduling.observer import BatchTiming
 from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.snapshots.states import States
 from deltaline_server.step import (
     BatchResult,
     OutputRows,
@@ -46,6 +47,7 @@ from deltaline_server.tables.pages import PagePool, PagesPlaced
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
+from deltaline_server.tables.snapshots import SnapshotDescription, SnapshotTable
 
 MAX_DRAFT = 4
 PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
@@ -293,6 +295,18 @@ class Rig:
             clock=clock or (lambda: self.now),
         )
 
+        self.snapshots = SnapshotTable(
+            table=self.table,
+            capture=self.capture,
+            line_bytes=100,
+            page_bytes=10,
+            lease_tick_s=1.0,
+            clock=lambda: self.now,
+            wall_clock=lambda: 1e9 + self.now,
+        )
+        self.states = States(table=self.table, capture=self.capture, snapshots=self.snapshots, scheduler=self.scheduler)
+        if self.pages is not None:
+            self.pages.make_room = self.snapshots.make_room_for_pages
         self.adapter_slots.on_copied = self.scheduler.adapter_wait.copied
 
     def zero(self, lines: NDArray[np.int64]) -> None:
@@ -313,6 +327,24 @@ class Rig:
 
     def slots(self, *handles: int) -> NDArray[np.int64]:
         return self.table.lookup(self.table.server_epoch, np.array(handles, dtype=np.uint64))[0]
+
+    async def snapshot(self, *handles: int, **changes: Any) -> list[SnapshotDescription]:
+        options: dict[str, Any] = {"principal": ANONYMOUS, "lease_s": None, "is_pinned": False} | changes
+        made = await self.states.create(self.table.server_epoch, np.array(handles, dtype=np.uint64), **options)
+        self.states.check_integrity()
+        return made
+
+    async def fork(self, *handles: int, count: int = 1, **changes: Any) -> list[int]:
+        options: dict[str, Any] = {"principal": ANONYMOUS, "lease_s": None} | changes
+        opened = await self.states.fork(self.table.server_epoch, np.array(handles, dtype=np.uint64), count, **options)
+        self.states.check_integrity()
+        return [int(handle) for handle in opened.handles]
+
+    def restore(self, *ids: bytes, **changes: Any) -> list[int]:
+        options: dict[str, Any] = {"principal": ANONYMOUS, "lease_s": None} | changes
+        opened = self.states.restore(ids, **options)
+        self.states.check_integrity()
+        return [int(handle) for handle in opened.handles]
 
     def captured(self, *handles: int) -> list[CapturedState]:
         """The states of sequences with nothing in flight."""

@@ -32,6 +32,28 @@ class Needs:
     lines: int = 0
     pages: int = 0
 
+    def __add__(self, other: Needs) -> Needs:
+        return Needs(self.lines + other.lines, self.pages + other.pages)
+
+    def __sub__(self, other: Needs) -> Needs:
+        return Needs(self.lines - other.lines, self.pages - other.pages)
+
+
+class Holders:
+    """How many would hold each line and page if some captured states were let go of. Nothing is."""
+
+    def __init__(self, lines: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
+        """lines, pages: how many hold each now, of which this is the owner."""
+        self._lines, self._pages = lines, pages
+
+    def drop(self, state: CapturedState) -> Needs:
+        """A state is let go of: what is free then that was not before."""
+        return Needs(_add(self._lines, state.read_line, -1), _add(self._pages, state.pages, -1))
+
+    def take_back(self, state: CapturedState) -> Needs:
+        """It is held after all: what is not free then that was before."""
+        return Needs(_add(self._lines, state.read_line, 1), _add(self._pages, state.pages, 1))
+
 
 class Capture:
     """Captures states of sequences in a table, and restores them. All methods belong to the table's thread."""
@@ -39,6 +61,11 @@ class Capture:
     def __init__(self, table: SequenceTable, place: Callable[[PagesPlaced], None]) -> None:
         """place: lets the device write rows of its table of pages and copy pages, before the next batch runs."""
         self._table, self._place = table, place
+
+    def holders(self) -> Holders:
+        """Of each line and page."""
+        pages = self._table.pages
+        return Holders(self._table.lines.references(), np.zeros(1, np.int64) if pages is None else pages.references())
 
     def progress(self, slots: Slots) -> list[CommittedProgress]:
         """How far slots are. Raises RequestError VERIFY_PENDING or SPANS_UNEVEN where a state would mean nothing."""
@@ -137,3 +164,12 @@ class Capture:
         pages = self._table.pages
         if pages is not None and len(lines):
             self._place(pages.placed(lines, [(state.pages, state.position) for state in states]))
+
+
+def _add(holders: NDArray[np.int64], named: NDArray[np.int64] | Pages, count: int) -> int:
+    """Add `count` holders for each time that something is named, but NULL_LINE, which is page 0 as well. Returns how
+    many of what is named are free, before or after."""
+    places, times = np.unique(named[named != NULL_LINE], return_counts=True)
+    before = holders[places]
+    holders[places] = after = before + count * times
+    return int(((before == 0) | (after == 0)).sum())

@@ -96,10 +96,9 @@ class LinePool:
                     self.pages.release(line)
                 heapq.heappush(self._free, int(line))
 
-    def num_freed(self, lines: NDArray[np.int64]) -> int:
-        """How many lines would be free if as many references of each were dropped as it is named."""
-        named, counts = np.unique(lines[lines != NULL_LINE], return_counts=True)
-        return int((self._references[named] == counts).sum())
+    def references(self) -> NDArray[np.int64]:
+        """How many hold each line, int64 [num_lines + 1]: a copy."""
+        return self._references.copy()
 
     def check_batch(self, read_line: NDArray[np.int32], write_line: NDArray[np.int32]) -> None:
         """Raise ValueError if a row (int32 [N] each) reads a line that is not its own and may be written, or writes one

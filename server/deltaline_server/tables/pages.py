@@ -5,7 +5,7 @@ Nothing here grows with the tokens of a sequence but its row of the table.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,8 @@ class PagePool:
             raise ValueError(f"max_context: expected 1 .. {num_pages * page_size}, got {max_context}")
         self.num_pages, self.page_size, self.max_context = num_pages, page_size, max_context
         self.spans = frozenset(spans)
+        self.make_room: Callable[[int], None] = lambda num_pages: None
+        """Called when so many pages are lacking: some may be let go of."""
         self._free = list(range(num_pages, 0, -1))
         self._references = np.zeros(num_pages + 1, dtype=np.int64)
         self._table = np.zeros((num_lines + 1, -(-max_context // page_size)), dtype=np.int32)
@@ -166,10 +168,9 @@ class PagePool:
         self._references[pages] -= 1
         self._free += pages[self._references[pages] == 0][::-1].tolist()
 
-    def num_freed(self, pages: Pages) -> int:
-        """How many pages would be free if as many holders of each let go as it is named."""
-        named, counts = np.unique(pages, return_counts=True)
-        return int((self._references[named] == counts).sum())
+    def references(self) -> NDArray[np.int64]:
+        """How many hold each page, int64 [num_pages + 1]: a copy."""
+        return self._references.copy()
 
     def check_batch(self, write_line: NDArray[np.int32], position: NDArray[np.int32]) -> None:
         """Raise ValueError if a row (int32 [N] each) writes into a page that others hold too."""
