@@ -21,6 +21,7 @@ class Quotas:
     region_bytes: int = 0
     adapter_bytes: int = 0
     prefill_tokens_per_s: int = 0
+    snapshots: int = 0
 
     def check(self, quota: str, used: int, asked: int, retry_after_s: float = 1.0) -> None:
         """Raise RequestError QUOTA_EXCEEDED where so many more of a quota are too many."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -34,13 +35,16 @@ from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.snapshots.states import States
 from deltaline_server.step import Limits
+from deltaline_server.tables.capture import Capture
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
 from deltaline_server.tables.pages import PagePool
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
+from deltaline_server.tables.snapshots import SnapshotTable
 
 MAX_STEPS_IN_FLIGHT = 8
 # How often leases are checked, seconds.
@@ -61,6 +65,7 @@ class Runtime:
     engine: Engine
     table: SequenceTable
     scheduler: Scheduler
+    states: States
     regions: Regions
     link_regions: Regions
     """Memory of the local link."""
@@ -68,10 +73,18 @@ class Runtime:
     """None where the server keeps none."""
 
     @classmethod
-    def build(cls, config: Config, observer: Observer, clock: Callable[[], float], call_soon: CallSoon) -> Runtime:
+    def build(
+        cls,
+        config: Config,
+        observer: Observer,
+        clock: Callable[[], float],
+        call_soon: CallSoon,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> Runtime:
         """Load the model, test the kernels on its device and allocate its state. Raises: ModelError.
 
-        call_soon: runs calls on the event loop's thread, from any.
+        clock: monotonic seconds. wall_clock: seconds since 1970. call_soon: runs calls on the event loop's thread, from
+        any.
         """
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -89,7 +102,7 @@ class Runtime:
         num_spans = len(model.spans)
         adapters = Adapters.build(config, model, loaded, clock, call_soon)
         table = SequenceTable(
-            lines=LinePool(config.max_sequences, engine.zero_lines, page_pool(model, pool)),
+            lines=LinePool(pool.num_lines, engine.zero_lines, page_pool(model, pool), options.snapshot_lines),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
             replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
             adapters=SequenceAdapters(config.max_sequences, None if adapters is None else adapters.registry),
@@ -99,7 +112,20 @@ class Runtime:
             lease_tick_s=LEASE_TICK_S,
             clock=clock,
         )
+        capture = Capture(table, engine.place_pages)
+        snapshots = SnapshotTable(
+            table=table,
+            capture=capture,
+            line_bytes=pool.bytes_per_sequence,
+            page_bytes=0 if pool.kv is None else pool.kv.page_bytes,
+            lease_tick_s=LEASE_TICK_S,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
+        if table.pages is not None:
+            table.pages.make_room = snapshots.make_room_for_pages
         scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
+        states = States(table=table, capture=capture, snapshots=snapshots, scheduler=scheduler)
         if adapters is not None:
             adapters.registry.places.on_copied = scheduler.adapter_wait.copied
         pinning = CudaPinning(model.device) if model.device.type == "cuda" else None
@@ -119,7 +145,7 @@ class Runtime:
             pinning=pinning,
             beside=regions,
         )
-        return cls(config, model, pool, executor, engine, table, scheduler, regions, link_regions, adapters)
+        return cls(config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters)
 
     @property
     def device_name(self) -> str:
@@ -140,6 +166,7 @@ class Runtime:
     def reap(self) -> None:
         """End what has outlived its lease. To be called on the event loop, again and again."""
         self.table.reap()
+        self.states.reap()
         self.regions.reap()
         self.link_regions.reap()
 
@@ -265,6 +292,7 @@ def state_options(config: Config) -> StateOptions:
     """How much state the model is given."""
     return StateOptions(
         num_lines=config.max_sequences,
+        snapshot_lines=config.snapshot_lines_beside(config.max_sequences),
         max_draft=config.max_draft_tokens,
         state_dtype=getattr(torch, config.state_dtype),
         limit_bytes=config.state_bytes,

@@ -13,7 +13,7 @@ from rigs.target import ADMIN, HIDDEN, LAYER, Target, bounded_memory, reason_of,
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import tensor_pb2
-from deltaline_server.tables.sequences import slots_of
+from deltaline_server.tables.sequence import slots_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -98,9 +98,9 @@ def remove_zeroing(monkeypatch: pytest.MonkeyPatch) -> None:
     init = LinePool.__init__
 
     def without_zeroing(
-        self: LinePool, num_lines: int, zero: Callable[[NDArray[np.int64]], None], pages: PagePool | None = None
+        self: LinePool, num_lines: int, zero: Callable[[NDArray[np.int64]], None], *arguments: Any
     ) -> None:
-        init(self, num_lines, lambda lines: None, pages)
+        init(self, num_lines, lambda lines: None, *arguments)
 
     monkeypatch.setattr(LinePool, "__init__", without_zeroing)
 

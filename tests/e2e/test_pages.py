@@ -31,7 +31,8 @@ def make_small(make_server: Callable[..., Server]) -> Callable[..., Server]:
     def make(num_pages: int, **changes: Any) -> Server:
         lines = 5 * (4 * 16 * 16 * 4 + (3 + 4) * 128 * 4 + 2 * 4 * 100 * 4 + 13 * 4)
         limit = lines + (num_pages + 1) * PAGE_BYTES
-        return make_server(max_sequences=4, page_size=PAGE_SIZE, state_bytes=limit, **changes)
+        options = {"max_sequences": 4, "snapshot_lines": 0, "page_size": PAGE_SIZE, "state_bytes": limit}
+        return make_server(**(options | changes))
 
     return make
 

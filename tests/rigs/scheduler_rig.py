@@ -20,9 +20,11 @@ from rigs.adapter_rig import FakeContent, FakeDevice
 from rigs.limits import make_limits
 
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.principal import ANONYMOUS
 from deltaline_server.scheduling.in_flight import BatchEngine
 from deltaline_server.scheduling.observer import BatchTiming
 from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.snapshots.states import States
 from deltaline_server.step import (
     BatchResult,
     OutputRows,
@@ -36,13 +38,16 @@ from deltaline_server.step import (
 )
 from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
+from deltaline_server.tables.capture import Capture
+from deltaline_server.tables.captured import CapturedState
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
-from deltaline_server.tables.pages import PagePool
+from deltaline_server.tables.pages import PagePool, PagesPlaced
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
+from deltaline_server.tables.snapshots import SnapshotDescription, SnapshotTable
 
 MAX_DRAFT = 4
 PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
@@ -62,7 +67,7 @@ class ChecksumEngine:
         self.adapter: dict[tuple[int, int], int] = {}
         self.tokens: dict[tuple[int, int], list[float]] = {}
         self.drafts: dict[tuple[int, int, int], list[float]] = {}
-        self.waiting: list[tuple[StepBatch, Callable[[BatchResult], None]]] = []
+        self.waiting: list[tuple[StepBatch, Callable[[BatchResult], None], list[PagesPlaced]]] = []
         self.batches: list[StepBatch] = []
         self.poison_token: float | None = None
         self.page_size = 0
@@ -73,7 +78,7 @@ class ChecksumEngine:
         self.batches.append(batch)
         if self.device is not None:
             self.device.used += self.slots_of(batch)
-        self.waiting.append((batch, on_done))
+        self.waiting.append((batch, on_done, []))
         if self.eager:
             self.run()
 
@@ -82,8 +87,12 @@ class ChecksumEngine:
 
     def run(self) -> None:
         """Compute the batch that was submitted first."""
-        batch, on_done = self.waiting.pop(0)
+        batch, on_done, behind = self.waiting.pop(0)
         result = self.compute(batch)
+        waiting, self.waiting = self.waiting, []
+        for placed in behind:
+            self.place(placed)
+        self.waiting = waiting
         for slot in self.slots_of(batch):
             assert self.device is not None
             self.device.used.remove(slot)
@@ -98,6 +107,16 @@ class ChecksumEngine:
         """The first tokens in the line's pages."""
         places = [divmod(at, self.page_size) for at in range(length)]
         return [self.keys[span, self.page_of[line, place], offset] for place, offset in places]
+
+    def place(self, placed: PagesPlaced) -> None:
+        """Give lines the pages of others, and copy pages, behind the batches that wait."""
+        if self.waiting:
+            self.waiting[-1][2].append(placed)
+            return
+        for line, pages in zip(placed.lines.tolist(), placed.pages.tolist(), strict=True):
+            self.page_of |= {(line, place): page for place, page in enumerate(pages)}
+        for source, target in placed.copies.T.tolist():
+            self.keys |= {(span, target, at): key for (span, page, at), key in self.keys.items() if page == source}
 
     def zero(self, lines: list[int]) -> None:
         """Forget the lines' pages, of which the next owner is told anew."""
@@ -220,6 +239,7 @@ class Rig:
         batch_rows: int = 10_000,
         long_rows: int = 10_000,
         adapter_slots: int = 0,
+        snapshot_lines: int = 0,
         pages: int = 0,
         page_size: int = 4,
         max_context: int = 0,
@@ -244,10 +264,10 @@ class Rig:
                 num_pages=pages,
                 page_size=page_size,
                 max_context=max_context or pages * page_size,
-                num_lines=slots,
+                num_lines=slots + snapshot_lines,
                 spans=paged_spans,
             )
-        self.lines = LinePool(slots, self.zero, self.pages)
+        self.lines = LinePool(slots + snapshot_lines, self.zero, self.pages, snapshot_lines)
         self.table = SequenceTable(
             lines=self.lines,
             ledger=StepLedger(spans, slots, max_in_flight=8),
@@ -259,6 +279,7 @@ class Rig:
             lease_tick_s=1.0,
             clock=lambda: self.now,
         )
+        self.capture = Capture(self.table, self.engine.place)
         self.scheduler = Scheduler(
             table=self.table,
             engine=engine or self.engine,
@@ -274,6 +295,18 @@ class Rig:
             clock=clock or (lambda: self.now),
         )
 
+        self.snapshots = SnapshotTable(
+            table=self.table,
+            capture=self.capture,
+            line_bytes=100,
+            page_bytes=10,
+            lease_tick_s=1.0,
+            clock=lambda: self.now,
+            wall_clock=lambda: 1e9 + self.now,
+        )
+        self.states = States(table=self.table, capture=self.capture, snapshots=self.snapshots, scheduler=self.scheduler)
+        if self.pages is not None:
+            self.pages.make_room = self.snapshots.make_room_for_pages
         self.adapter_slots.on_copied = self.scheduler.adapter_wait.copied
 
     def zero(self, lines: NDArray[np.int64]) -> None:
@@ -291,6 +324,45 @@ class Rig:
 
     def close(self, *handles: int) -> list[SequenceState]:
         return self.table.close(self.table.server_epoch, np.array(handles, dtype=np.uint64))
+
+    def slots(self, *handles: int) -> NDArray[np.int64]:
+        return self.table.lookup(self.table.server_epoch, np.array(handles, dtype=np.uint64))[0]
+
+    async def snapshot(self, *handles: int, **changes: Any) -> list[SnapshotDescription]:
+        options: dict[str, Any] = {"principal": ANONYMOUS, "lease_s": None, "is_pinned": False} | changes
+        made = await self.states.create(self.table.server_epoch, np.array(handles, dtype=np.uint64), **options)
+        self.states.check_integrity()
+        return made
+
+    async def fork(self, *handles: int, count: int = 1, **changes: Any) -> list[int]:
+        options: dict[str, Any] = {"principal": ANONYMOUS, "lease_s": None} | changes
+        opened = await self.states.fork(self.table.server_epoch, np.array(handles, dtype=np.uint64), count, **options)
+        self.states.check_integrity()
+        return [int(handle) for handle in opened.handles]
+
+    def restore(self, *ids: bytes, **changes: Any) -> list[int]:
+        options: dict[str, Any] = {"principal": ANONYMOUS, "lease_s": None} | changes
+        opened = self.states.restore(ids, **options)
+        self.states.check_integrity()
+        return [int(handle) for handle in opened.handles]
+
+    def captured(self, *handles: int) -> list[CapturedState]:
+        """The states of sequences with nothing in flight."""
+        slots = self.slots(*handles)
+        states = self.capture.capture(slots, self.capture.progress(slots))
+        self.table.check_integrity()
+        return states
+
+    def restored(self, *states: CapturedState, count: int = 1) -> list[int]:
+        """Sequences that begin from states, `count` of each."""
+        handles = self.capture.restore(states, count, ANONYMOUS, None).handles
+        self.table.check_integrity()
+        return [int(handle) for handle in handles]
+
+    def released(self, *states: CapturedState) -> None:
+        for state in states:
+            self.capture.release(state)
+        self.table.check_integrity()
 
     def request(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepRequest:
         """rows: (handle, kind, step, position, accepted, tokens)."""

@@ -155,7 +155,7 @@ async def test_server_tells_what_it_serves(server: Server, stubs: Stubs) -> None
     assert (info.server_epoch, info.model_type, info.hidden_size) == (opened.server_epoch, "qwen3_5_text", 32)
     assert [(span.first, span.count) for span in info.spans] == [(0, 2)]
     assert (info.device, info.max_draft_tokens, info.max_sequences) == ("cpu", 4, 8)
-    assert info.sequence_state_bytes * 9 == server.runtime.pool.total_bytes
+    assert info.sequence_state_bytes * (8 + 2 + 1) == server.runtime.pool.total_bytes
 
 
 async def test_load_counts_open_sequences(stubs: Stubs) -> None:
@@ -411,7 +411,8 @@ def test_check_looks_at_certificates(
 
 @pytest.mark.parametrize("check", [["--check"], []])
 @pytest.mark.parametrize(
-    ("host_bytes", "named"), [(1_000_000, "--max-sequences, --state-bytes"), (1000, "--layers, --adapter-slots")]
+    ("host_bytes", "named"),
+    [(1_000_000, "--max-sequences, --snapshot-lines, --state-bytes"), (1000, "--layers, --adapter-slots")],
 )
 def test_more_than_the_host_has_is_refused_before_it_is_allocated(
     monkeypatch: pytest.MonkeyPatch,

@@ -16,6 +16,7 @@ from deltaline_server import runtime
 from deltaline_server.__main__ import main
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
 from deltaline_server.step import BatchResult, StepBatch
+from deltaline_server.tables.pages import PagesPlaced
 
 # A batch of 64 short rows takes 662 us, one of 512 takes 2.86 ms; a token of a long one 1.3 us.
 BATCH_S, ROW_S, TOKEN_S = 350e-6, 4.9e-6, 1.3e-6
@@ -53,6 +54,9 @@ class Pretender:
         return Launched(lambda: time.monotonic() >= done_s, result)
 
     def zero(self, lines: NDArray[np.int64]) -> None:
+        pass
+
+    def place_pages(self, placed: PagesPlaced) -> None:
         pass
 
     def is_lost(self) -> bool:

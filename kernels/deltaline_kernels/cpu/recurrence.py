@@ -30,7 +30,8 @@ def run_rows(rows: Rows, lines: StateLines, o: Tensor, num_key_heads: int, run_t
     for group in groups:
         mutates = group.replayed > 0 or group.committed > 0
         shared = state.dtype == torch.float32 and state.is_contiguous()
-        shared = shared and ((group.in_place and not apart) or not mutates)
+        # States that only move are a copy too: torch does not write a tensor to scattered lines from a view of it.
+        shared = shared and ((group.in_place and not apart) or not (mutates or (group.moves and not apart)))
         h = _load_state(state, group, shared)  # (B, HV, V, K) fp32
         moved = apart or group.moves
         if group.replayed > 0:

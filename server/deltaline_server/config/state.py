@@ -14,6 +14,13 @@ class StateOptions(Options):
     """What is held of sequences, and how much of it."""
 
     max_sequences: int = setting(256, "state", "sequences held at a time, and rows of a request", low=1, high=2**20)
+    snapshot_lines: int = setting(
+        -1,
+        "state",
+        "lines of state that snapshots and forks take beside those of sequences; -1 for a quarter of these",
+        low=-1,
+        high=2**20,
+    )
     max_draft_tokens: int = setting(8, "state", "tokens of a VERIFY row, at most", low=1, high=32)
     state_dtype: str = setting("float32", "state", "recurrent state", choices=("float32", "bfloat16"))
     state_bytes: int = setting(
@@ -36,6 +43,10 @@ class StateOptions(Options):
         600_000, "state", "lease of a sequence that asks for none, milliseconds", low=1, high=MAX_MS
     )
     max_lease_ms: int = setting(86_400_000, "state", "longest lease, milliseconds", low=1, high=MAX_MS)
+
+    def snapshot_lines_beside(self, num_sequences: int) -> int:
+        """Lines of snapshots beside those of so many sequences: as many as were asked for, or a quarter."""
+        return -(-num_sequences // 4) if self.snapshot_lines == -1 else self.snapshot_lines
 
     def __post_init__(self) -> None:
         """Check that the default lease may be had."""

@@ -21,11 +21,16 @@ from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
 from deltaline_server.step import BatchResult, Limits, StepBatch
 from deltaline_server.tables.lines import NULL_LINE
+from deltaline_server.tables.pages import PagesPlaced
 
 # One batch is copied in, one computed, one copied out.
 NUM_BUFFERS = 3
-# Lines that one replay of a graph zeroes.
+# Lines that one replay of a graph zeroes, and whose rows of the table of pages are written at once.
 LINES = 64
+# Pages that are copied at once, in all layers, by way of as many beside the pool.
+COPIES = 8
+# Entries of rows of the table that cross at once: more than 64 KiB from memory that is not pinned would be waited for.
+ENTRIES = 1 << 14
 
 
 class LineZeroing:
@@ -58,6 +63,41 @@ class LineZeroing:
             self._graph.replay()
 
 
+class PagePlacing:
+    """Writes rows of the table of pages and copies pages in all layers, through memory that is allocated once."""
+
+    def __init__(self, pool: StatePool) -> None:
+        """Allocate it, and do both once on the current stream, with the null line and page 0, which is nobody's."""
+        assert pool.page_table is not None
+        self._pool, width = pool, pool.page_table.shape[1]
+        with torch.inference_mode(False):  # threads write to it that are not in that mode
+            self._lines = torch.zeros(LINES, dtype=torch.int64, device=pool.device)
+            self._rows = torch.zeros(max(ENTRIES, width), dtype=torch.int32, device=pool.device)
+            self._copies = torch.zeros(2, COPIES, dtype=torch.int64, device=pool.device)
+            self._beside = [torch.empty_like(block[:, :COPIES]) for block in pool.page_blocks]
+        nothing = np.zeros((2, 1), dtype=np.int64)
+        self.place(PagesPlaced(nothing[0], np.zeros((1, 1), dtype=np.int32), nothing))
+
+    def place(self, placed: PagesPlaced) -> None:
+        """Begin to write and copy on the current stream. Raises IndexError if a line is none, before anything is."""
+        self._pool.check_lines(placed.lines)
+        width = placed.pages.shape[1]
+        count = min(LINES, max(1, len(self._rows) // max(width, 1))) if width else 0
+        for begin in range(0, len(placed.lines), count) if count else ():
+            lines, rows = placed.lines[begin : begin + count], placed.pages[begin : begin + count]
+            to_lines, to_rows = self._lines[: len(lines)], self._rows[: rows.size].view(rows.shape)
+            # From memory that is not pinned: it is read before this returns.
+            to_lines.copy_(torch.from_numpy(lines), non_blocking=True)
+            to_rows.copy_(torch.from_numpy(rows), non_blocking=True)
+            self._pool.place_rows(to_lines, to_rows)
+        for begin in range(0, placed.copies.shape[1], COPIES):
+            part = placed.copies[:, begin : begin + COPIES]
+            named = np.zeros((2, COPIES), dtype=np.int64)
+            named[:, : part.shape[1]] = part
+            self._copies.copy_(torch.from_numpy(named), non_blocking=True)
+            self._pool.copy_pages(self._copies, self._beside)
+
+
 class CudaExecutor:
     """Streams, buffers and graphs of one device, which is the current one of the thread that launches."""
 
@@ -88,6 +128,7 @@ class CudaExecutor:
         with torch.cuda.stream(self._compute):
             self._graphs.capture(sets, report)
             self._zeroing = LineZeroing(self._pool)
+            self._placing = None if self._pool.page_table is None else PagePlacing(self._pool)
         torch.cuda.synchronize(model.device)
         for buffers in sets:
             self._free.put(buffers)
@@ -125,6 +166,12 @@ class CudaExecutor:
     def zero(self, lines: NDArray[np.int64]) -> None:
         torch.cuda.set_stream(self._compute)
         self._zeroing.zero(lines)
+
+    def place_pages(self, placed: PagesPlaced) -> None:
+        torch.cuda.set_stream(self._compute)
+        if self._placing is None:
+            raise ValueError("pages: expected none, as this model has no attention layers")
+        self._placing.place(placed)
 
     def is_lost(self) -> bool:
         try:

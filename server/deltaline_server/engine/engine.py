@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.engine.executor import Executor, Launched, Report
 from deltaline_server.step import BatchResult, StepBatch
+from deltaline_server.tables.pages import PagesPlaced
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,11 @@ class _Submitted:
 
 
 @dataclass(frozen=True)
-class _Zero:
-    lines: NDArray[np.int64]
+class _Change:
+    """A change of the state that is no batch, and what it is for the log."""
+
+    apply: Callable[[], None]
+    what: str
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,17 @@ class _Prepare:
 
 
 class Engine:
-    """Owns the device thread: batches and zeroing run on it in the order in which they were submitted.
+    """Owns the device thread: batches and changes of lines and pages run on it in the order of their submission.
 
-    `submit`, `zero_lines` and `poll` wait for no computation and belong to one thread. Where a device computes by
-    itself, a second thread waits for its results, so that the next batch is launched meanwhile. Threads wake slowly: a
-    small batch of a caller who polls is launched by `submit` and completed by `poll`, when no thread has one to launch.
+    `submit`, `zero_lines`, `place_pages` and `poll` wait for no computation and belong to one thread. Where a device
+    computes by itself, a second thread waits for its results, so that the next batch is launched meanwhile. Threads
+    wake slowly: a small batch of a caller who polls is launched by `submit` and completed by `poll`, when no thread has
+    one to launch.
     """
 
     def __init__(self, executor: Executor, device: torch.device) -> None:
         self._executor, self._device = executor, device
-        self._tasks: queue.SimpleQueue[_Submitted | _Zero | _Prepare | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Submitted | _Change | _Prepare | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, name="device", daemon=False)]
         if executor.is_asynchronous:
@@ -127,11 +132,15 @@ class Engine:
 
         An engine that could not do it computes nothing more: `failed` is True. Raises RuntimeError after `close`.
         """
-        if not (self._executor.is_asynchronous and self._may_launch()):
-            self._put(_Zero(lines.copy()))
-            return
-        self._zero(lines)
-        self._take_turn(finished=1)
+        lines = lines.copy()
+        self._order(_Change(lambda: self._executor.zero(lines), f"zeroing {len(lines)} lines"))
+
+    def place_pages(self, placed: PagesPlaced) -> None:
+        """Write rows of the table of pages and copy pages in every layer, in the same order, and failing alike.
+
+        Its arrays must stay as they are.
+        """
+        self._order(_Change(lambda: self._executor.place_pages(placed), f"placing pages of {len(placed.lines)} lines"))
 
     def heartbeat_s(self) -> float:
         """Seconds since a thread last began or ended a task while there is work; 0.0 when idle."""
@@ -157,7 +166,15 @@ class Engine:
             self._executor.close()
             torch.set_float32_matmul_precision(self._precision)
 
-    def _put(self, task: _Submitted | _Zero | _Prepare) -> None:
+    def _order(self, change: _Change) -> None:
+        """Launch a change behind what was submitted, at once if the device has all of that."""
+        if not (self._executor.is_asynchronous and self._may_launch()):
+            self._put(change)
+            return
+        self._apply(change)
+        self._take_turn(finished=1)
+
+    def _put(self, task: _Submitted | _Change | _Prepare) -> None:
         with self._lock:
             self._begin()
             self._queued += 1
@@ -197,7 +214,7 @@ class Engine:
                 del task  # nothing of it is held while the thread waits: its arrays may lie in memory to be unmapped
         self._launched.put(None)
 
-    def _do(self, task: _Submitted | _Zero | _Prepare) -> bool:
+    def _do(self, task: _Submitted | _Change | _Prepare) -> bool:
         """Do a task; whether it is finished, and not only launched."""
         if isinstance(task, _Submitted):
             self._launch(task)
@@ -205,8 +222,8 @@ class Engine:
                 self._launched.put(task)
                 return False
             self._deliver(task)
-        elif isinstance(task, _Zero):
-            self._zero(task.lines)
+        elif isinstance(task, _Change):
+            self._apply(task)
         else:
             self._prepare(task)
         return True
@@ -258,12 +275,12 @@ class Engine:
             logger.error("the device is lost; the engine stops computing")
             self._has_failed = True
 
-    def _zero(self, lines: NDArray[np.int64]) -> None:
+    def _apply(self, change: _Change) -> None:
         try:
-            self._executor.zero(lines)
+            change.apply()
         except Exception:
-            # The lines may hold the state of their last owner: nothing may read them any more.
-            logger.exception("zeroing %d lines failed; the engine stops computing", len(lines))
+            # Lines may hold the state of their last owner, or lack pages: nothing may read them any more.
+            logger.exception("%s failed; the engine stops computing", change.what)
             self._has_failed = True
 
     def _prepare(self, task: _Prepare) -> None:

@@ -17,6 +17,7 @@ from deltaline_kernels.rows import NUM_FIELDS
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
+from deltaline_server.tables.pages import PagesPlaced
 
 Report = Callable[[int, int], None]
 
@@ -55,6 +56,11 @@ class Executor(Protocol):
         """Zero lines after the batches launched before, without waiting for these if it is asynchronous. Raises as
         StatePool.zero does."""
 
+    def place_pages(self, placed: PagesPlaced) -> None:
+        """Write rows of the table of pages and copy pages, likewise.
+
+        Raises IndexError if a line is none, and as StatePool.place_rows does."""
+
     def is_lost(self) -> bool:
         """Tell, after an error, whether the device answers no more."""
 
@@ -87,6 +93,11 @@ class CpuExecutor:
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         self._pool.zero(lines)
+
+    def place_pages(self, placed: PagesPlaced) -> None:
+        self._pool.check_lines(placed.lines)
+        self._pool.place_rows(torch.from_numpy(placed.lines), torch.from_numpy(placed.pages))
+        self._pool.copy_pages(torch.from_numpy(placed.copies))
 
     def is_lost(self) -> bool:
         return False

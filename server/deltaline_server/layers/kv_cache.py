@@ -5,6 +5,7 @@ A page of a sequence is the same number in every layer, so that one table serves
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,12 +88,15 @@ def plan_cache(
 
 def allocate_cache(
     shapes: Sequence[AttentionShape], plan: KvPlan, num_lines: int, dtype: torch.dtype, device: torch.device
-) -> list[KvState]:
-    """Allocate the pages of each layer, and one table for all."""
+) -> tuple[list[KvState], list[Tensor]]:
+    """Allocate the pages of each layer, and one table for all.
+
+    Beside the layers' states, the tensors `[2 * layers, pages, page_size, HKV, D]` in which the pages of layers that
+    are alike lie together, so that a page is copied in all of them at once.
+    """
     table = torch.zeros(num_lines + 1, plan.max_pages, dtype=torch.int32, device=device)
-    states = []
-    for shape in shapes:
-        size = plan.num_pages + 1, plan.page_size, shape.num_kv_heads, shape.head_dim
-        k_pages, v_pages = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
-        states.append(KvState(k_pages, v_pages, table))
-    return states
+    sizes = [(plan.num_pages + 1, plan.page_size, shape.num_kv_heads, shape.head_dim) for shape in shapes]
+    blocks = {size: torch.zeros(2 * count, *size, dtype=dtype, device=device) for size, count in Counter(sizes).items()}
+    rest = {size: iter(block.unbind()) for size, block in blocks.items()}
+    states = [KvState(next(rest[size]), next(rest[size]), table) for size in sizes]
+    return states, list(blocks.values())

@@ -41,9 +41,10 @@ class LayerState:
 
 @dataclass(frozen=True)
 class StateOptions:
-    """How much state to hold: lines besides the null line, most tokens of a VERIFY row, the recurrent state's dtype.
+    """How much state to hold: lines of sequences, most tokens of a VERIFY row, the recurrent state's dtype.
 
-    limit_bytes caps the whole pool; 0 for no cap. page_size: tokens of a page of attention layers.
+    snapshot_lines: beside those of sequences and the null line. limit_bytes caps the whole pool; 0 for no cap.
+    page_size: tokens of a page of attention layers.
     """
 
     num_lines: int
@@ -51,6 +52,18 @@ class StateOptions:
     state_dtype: torch.dtype = torch.float32
     limit_bytes: int = 0
     page_size: int = 64
+    snapshot_lines: int = 0
+
+    @property
+    def total_lines(self) -> int:
+        """All lines but the null line."""
+        return self.num_lines + self.snapshot_lines
+
+    @property
+    def counted_lines(self) -> str:
+        """The lines in words."""
+        snapshots = f", {self.snapshot_lines} snapshots" if self.snapshot_lines else ""
+        return f"{self.num_lines} sequences{snapshots} and the null line"
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,8 @@ class StatePool:
 
     layers: one state per layer, in the order of `shapes`: a LayerState or, of attention, a KvState. bytes_per_sequence:
     of one line of every layer. total_bytes: of all lines, the null line included, and all pages. kv: sizes of the
-    pages, None where no layer has any; page_table: the table that these layers share.
+    pages, None where no layer has any; page_table: the table that these layers share; page_blocks: where their pages
+    lie together (allocate_cache).
     """
 
     def __init__(
@@ -85,13 +99,15 @@ class StatePool:
         plan = plan_state(shapes, options, dtype)
         self.kv = plan.kv
         self.bytes_per_sequence, self.total_bytes = plan.line_bytes, plan.total_bytes
-        self.num_lines = options.num_lines
+        self.num_lines = options.total_lines
         self.max_draft = options.max_draft
         self.state_dtype = options.state_dtype
         self.device = device
         paged = [shape for shape in shapes if isinstance(shape, AttentionShape)]
         try:
-            caches = allocate_cache(paged, plan.kv, options.num_lines, dtype, device) if plan.kv else []
+            caches, self.page_blocks = (
+                allocate_cache(paged, plan.kv, self.num_lines, dtype, device) if plan.kv else ([], [])
+            )
             rest = iter(caches)
             self.layers: tuple[Any, ...] = tuple(
                 next(rest) if isinstance(shape, AttentionShape) else _allocate_lines(shape, options, dtype, device)
@@ -100,8 +116,7 @@ class StatePool:
         except RuntimeError as error:  # that is how torch says that there is no room
             raise ModelError(
                 f"--max-sequences: expected {device} to have room for {self.total_bytes} bytes of state, "
-                f"{self.bytes_per_sequence} of lines for each of {options.num_lines} sequences and the null line, and "
-                "pages; it has not"
+                f"{self.bytes_per_sequence} of lines for each of {options.counted_lines}, and pages; it has not"
             ) from error
         self.page_table = caches[0].page_table if caches else None
 
@@ -136,6 +151,26 @@ class StatePool:
         lines, places = new_pages[:2].long()
         self.page_table.index_put_((lines, places), new_pages[2])
 
+    def place_rows(self, lines: Tensor, pages: Tensor) -> None:
+        """Begin rows of the table: lines int64 `[n]`, none twice, with pages int32 `[n, k]`, both on the device.
+
+        Raises ValueError where no layer has pages.
+        """
+        if self.page_table is None:
+            raise ValueError("pages: expected none, as this model has no attention layers")
+        self.page_table[:, : pages.shape[1]].index_copy_(0, lines, pages)
+
+    def copy_pages(self, copies: Tensor, beside: Sequence[Tensor] | None = None) -> None:
+        """Copy pages in every layer: int64 `[2, m]` on the device, pages and those to become copies of them, which are
+        none of the former; but page 0 may be copied to itself.
+
+        beside: of each of page_blocks `[2 * layers, m, page_size, HKV, D]`, to be used on the way; None: allocated.
+        """
+        source, target = copies
+        for i, block in enumerate(self.page_blocks):
+            taken = torch.index_select(block, 1, source, out=None if beside is None else beside[i])
+            block.index_copy_(1, target, taken)
+
 
 def plan_state(shapes: Sequence[MixerShape], options: StateOptions, dtype: torch.dtype) -> StatePlan:
     """Return how much a pool takes, in Python integers; allocate nothing.
@@ -152,11 +187,13 @@ def plan_state(shapes: Sequence[MixerShape], options: StateOptions, dtype: torch
     paged = [shape for shape in shapes if isinstance(shape, AttentionShape)]
     plans = [_line_shapes(shape, options, dtype) for shape in shapes if not isinstance(shape, AttentionShape)]
     line_bytes = sum(math.prod(size) * kind.itemsize for plan in plans for size, kind in plan)
-    limit, num_lines, kv, pages = options.limit_bytes, options.num_lines + 1, None, ""
+    if options.snapshot_lines < 0:
+        raise ModelError(f"snapshot_lines: expected at least 0, got {options.snapshot_lines}")
+    limit, num_lines, kv, pages = options.limit_bytes, options.total_lines + 1, None, ""
     if paged:
         check_page_size(options.page_size)
         room = limit - line_bytes * num_lines if limit else None
-        kv = plan_cache(paged, options.num_lines, options.page_size, room, dtype)
+        kv = plan_cache(paged, options.total_lines, options.page_size, room, dtype)
         if kv.num_pages < 1:
             kv = replace(kv, num_pages=1, max_context=min(paged[0].max_positions, options.page_size))
         line_bytes += kv.max_pages * torch.int32.itemsize
@@ -164,8 +201,8 @@ def plan_state(shapes: Sequence[MixerShape], options: StateOptions, dtype: torch
     total_bytes = line_bytes * num_lines + (kv.total_bytes if kv else 0)
     if 0 < limit < total_bytes:
         raise ModelError(
-            f"--state-bytes: expected at least {total_bytes} for {options.num_lines} sequences and the null "
-            f"line of {line_bytes} bytes each{pages}, got a limit of {limit}"
+            f"--state-bytes: expected at least {total_bytes} for {options.counted_lines} of {line_bytes} bytes "
+            f"each{pages}, got a limit of {limit}"
         )
     return StatePlan(line_bytes, kv, total_bytes)
 
@@ -182,7 +219,7 @@ def _allocate_lines(
 ) -> LayerState:
     """Allocate the lines of a recurrent layer."""
     sizes = _line_shapes(shape, options, dtype)
-    return LayerState(*(torch.zeros(options.num_lines + 1, *size, dtype=kind, device=device) for size, kind in sizes))
+    return LayerState(*(torch.zeros(options.total_lines + 1, *size, dtype=kind, device=device) for size, kind in sizes))
 
 
 def _line_shapes(

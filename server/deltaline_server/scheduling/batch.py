@@ -50,6 +50,10 @@ def lay_out(
         if not pending.request.is_input_shared:
             copied_bytes += tokens.nbytes
         wants_all &= pending.form.output is OutputRows.ALL and not rows.has_padding
+    if table.captured or table.num_frozen_reads:
+        table.lines.check_batch(control[1, :-1], control[2, :-1])
+        if table.pages is not None and span in table.pages.spans:
+            table.pages.check_batch(control[2, :-1], control[6, :-1])
     wanted = None if wants_all else _wanted(scheduled)
     into = () if first.request.output_memory is None else _into(scheduled)
     if not into:

@@ -17,7 +17,7 @@ from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.pending import Join, PendingStep, RowState
 from deltaline_server.scheduling.ready import ReadyQueue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
-from deltaline_server.scheduling.step_index import StepIndex
+from deltaline_server.scheduling.step_index import Places, StepIndex
 from deltaline_server.scheduling.use import Use, check_share
 from deltaline_server.step import Limits, StepRequest
 from deltaline_server.tables.kept_replies import Fingerprint, KeptReply, is_streamed
@@ -52,6 +52,8 @@ class Queue:
         num_spans = table.ledger.num_spans
         self._pending: list[dict[int, PendingStep]] = [{} for _ in range(num_spans)]
         self._index = [StepIndex(table.num_slots, table.ledger.max_in_flight) for _ in range(num_spans)]
+        self.places = Places(table, self._index, self._freed)
+        """What is no step and has its place among them."""
         sizes = limits.max_draft_tokens, limits.chunk_tokens, limits.short_rows, limits.long_rows
         self.ready_spans: set[int] = set()
         """Spans with rows that may run."""
@@ -237,6 +239,7 @@ class Queue:
         if first > ledger.done.step[span, slot] + 1:  # the tail is the last step that is still in flight
             last, at = self._find(span, slot, first - 1)
             ledger.take(span, last.admission, np.array([at]))
+        self.places.drop(span, slot, first)
         self._table.settle(np.array([slot]))
 
     def poison(self, slot: int) -> None:
@@ -284,6 +287,10 @@ class Queue:
                     self.ended += pending.joiners
         if not any(self._pending):
             self._idle.set()
+
+    def _freed(self, span: int, number: int, index: NDArray[np.int64]) -> None:
+        """Rows (positions in the admission of a pending step) wait behind no place any more."""
+        self._may_run(self._pending[span][number], index)
 
     def _may_run(self, pending: PendingStep, index: NDArray[np.int64]) -> None:
         """Rows (positions in the admission) may run; beside the first ones, those not admitted get their places."""

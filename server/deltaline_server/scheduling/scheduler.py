@@ -83,6 +83,7 @@ class Scheduler:
         """Refuse what waits and what comes, UNAVAILABLE STOPPING; what has begun is finished. Idempotent."""
         self._is_stopped = True
         self._queue.refuse_all(Reason.STOPPING)
+        self._queue.places.run()
         self._queue.finish()
 
     def halt(self) -> None:
@@ -116,6 +117,18 @@ class Scheduler:
             else:  # the device has nothing to do: a turn of the loop is time lost
                 self._guarded(self._pump)
         self._table.touch(live_slots)  # last: it need not keep the device waiting
+
+    def in_order(self, slots: Slots, on_reached: Callable[[set[int]], None]) -> None:
+        """Call `on_reached` once, maybe at once, when the steps of slots (none twice) that were taken so far are over;
+        those that come meanwhile wait until it has returned.
+
+        It gets the slots of which such a step was refused; it may not raise. Raises RequestError STOPPING.
+        """
+        self.settle()
+        if self._is_stopped or self.has_failed:
+            raise RequestError(Reason.STOPPING, "the server is stopping")
+        self._queue.places.take(slots, on_reached)
+        self._guarded(self._queue.places.run)
 
     def settle(self) -> None:
         """Bring ledger, kept replies and leases up to the batch that is done: before anything reads them."""
@@ -158,6 +171,8 @@ class Scheduler:
         now_s, queue, batches = self._clock(), self._queue, self._in_flight.batches
         if queue.deadlines and queue.deadlines[0][0] <= now_s:
             queue.drop_overdue(now_s)
+        if queue.places.has_any:
+            queue.places.run()
         while len(batches) < MAX_BATCHES_IN_FLIGHT and queue.ready_spans:
             if batches and not has_waited and self._must_wait(now_s):
                 break
@@ -245,6 +260,8 @@ class Scheduler:
         # The device works while the books are brought up to what it was given.
         for rows in scheduled:
             queue.given(rows)
+            if table.num_frozen_reads:
+                table.end_frozen_reads(span, rows.slots)
             table.read_line[span][rows.slots] = table.write_line[rows.slots]
             if rows.num_of_kind[RowKind.VERIFY]:
                 is_verify = rows.pending.kind[rows.index] == RowKind.VERIFY

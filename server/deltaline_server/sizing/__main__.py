@@ -71,7 +71,7 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     rows = [
         ("on the device", "bytes", ""),
         ("weights", _number(weights), _readable(weights)),
-        (f"lines of {config.max_sequences} sequences and the null line", *_both(_lines_bytes(sizes, config))),
+        (f"lines of {sizes.options.counted_lines}", *_both(_lines_bytes(sizes))),
     ]
     if state.kv is not None:
         kv = state.kv
@@ -137,8 +137,8 @@ def _row(layer: LayerSize, parts: Sequence[str]) -> tuple[str, ...]:
     return layer.kind, str(len(layer.layers)), _number(layer.weight_bytes), *line, token
 
 
-def _lines_bytes(sizes: Sizes, config: Config) -> int:
-    return sizes.state.line_bytes * (config.max_sequences + 1)
+def _lines_bytes(sizes: Sizes) -> int:
+    return sizes.state.line_bytes * (sizes.options.total_lines + 1)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -32,7 +32,7 @@ def check_host(config: Config) -> None:
         if sizes.total_bytes - state_bytes > limit_bytes:
             named = "--layers, --adapter-slots"
         else:
-            named = "--max-sequences, --state-bytes"
+            named = "--max-sequences, --snapshot-lines, --state-bytes"
         raise ModelError(
             f"{named}: expected at most {limit_bytes} bytes, the memory of this host, got {sizes.total_bytes}: "
             f"{state_bytes} of state, {others}"

@@ -43,6 +43,7 @@ class Sizes:
     is within the options' limit; of one that is not, `state` is as it would be without a limit.
     """
 
+    config: Config
     plan: ModelPlan
     options: StateOptions
     layers: list[LayerSize]
@@ -86,7 +87,8 @@ class Sizes:
     def sequences_in(self, budget_bytes: int) -> int:
         """The most sequences of `context` tokens each that a state of so many bytes holds; 0 where it holds none.
 
-        What --max-sequences is to be for them: as many lines with the null line, and pages for that many tokens each.
+        What --max-sequences is to be for them: as many lines, with the null line and those of snapshots, and pages for
+        that many tokens each.
         """
         lines = sum(len(size.layers) * sum(size.line.values()) for size in self.layers)
         pages = 0 if self.state.kv is None else self.pages_per_sequence * self.state.kv.page_bytes
@@ -97,7 +99,8 @@ class Sizes:
         return low
 
     def _holds(self, count: int, budget_bytes: int) -> bool:
-        options = replace(self.options, num_lines=count, limit_bytes=budget_bytes)
+        snapshot_lines = self.config.snapshot_lines_beside(count)
+        options = replace(self.options, num_lines=count, snapshot_lines=snapshot_lines, limit_bytes=budget_bytes)
         try:
             state = plan_state(list(self.plan.loader.shapes.values()), options, self.plan.layout.placement.dtype)
         except ModelError:
@@ -125,7 +128,7 @@ def size(config: Config, context: int | None) -> Sizes:
                 f"--context: expected 1 .. {most} tokens, most of a sequence (--max-context), got {context}"
             )
         sizes = [_layer_size(plan, options.scope, kind, layers, state) for kind, layers in kinds.items()]
-        return Sizes(plan, state, sizes, planned, adapter_bytes, most if context is None else context, fits)
+        return Sizes(config, plan, state, sizes, planned, adapter_bytes, most if context is None else context, fits)
 
 
 def _plan_state(shapes: list[MixerShape], options: StateOptions, dtype: torch.dtype) -> tuple[StatePlan, bool]:

@@ -176,6 +176,10 @@ class AdapterRegistry:
         self._entries[number].num_sequences += count
         return number
 
+    def hold(self, number: int, count: int = 1) -> None:
+        """So many more sequences or captured states have an adapter that one has bound: as `bind` does."""
+        self._entries[number].num_sequences += count
+
     def release(self, number: int, count: int = 1) -> None:
         """`count` sequences that had bound the adapter are over."""
         entry = self._entries.get(number)

@@ -6,6 +6,7 @@ step is done. A new step is judged by the tail; when an admitted step is dropped
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,6 +73,20 @@ class Admission:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class CommittedProgress:
+    """How far a slot is on all spans when nothing is pending and they are at one position.
+
+    replay, zero_commits int64 [spans], as in Progress. fixed: counts that one span has fixed and another has yet to
+    come to, by position and ordinal.
+    """
+
+    position: int
+    replay: NDArray[np.int64]
+    zero_commits: NDArray[np.int64]
+    fixed: Mapping[tuple[int, int], int]
+
+
 class StepLedger:
     """The progress of every cell. Slots are the caller's: it only asks about slots in use."""
 
@@ -89,18 +104,48 @@ class StepLedger:
         for shared in (self._every_row, self._zeros, self._no_commits):
             shared.flags.writeable = False
 
-    def reset(self, slot: int) -> None:
-        """A slot begins anew: step 0, position 0, nothing pending, on every span."""
+    def reset(self, slots: Slots) -> None:
+        """Slots begin anew: step 0, position 0, nothing pending, on every span."""
         for progress in (self.done, self.tail):
-            progress.values[:, :, slot] = 0
-        self._committed_step[:, slot] = 0
-        self._committed_accepted[:, slot] = 0
-        self._fixed.pop(slot, None)
+            progress.values[:, :, slots] = 0
+        self._committed_step[:, slots] = 0
+        self._committed_accepted[:, slots] = 0
+        if self._fixed:
+            for slot in slots.tolist():
+                self._fixed.pop(slot, None)
 
     def steps_in_flight(self, slots: Slots) -> NDArray[np.int64]:
         """Admitted steps that are not done, over all spans, int64 [len(slots)]."""
         in_flight: NDArray[np.int64] = (self.tail.step[:, slots] - self.done.step[:, slots]).sum(axis=0)
         return in_flight
+
+    # -- capturing -------------------------------------------------------------------------------------------------
+
+    def captured(self, slot: int) -> CommittedProgress | Refusal:
+        """How far the steps that are done have brought a slot; or why a state of it means nothing: VERIFY_PENDING or
+        SPANS_UNEVEN."""
+        done = self.done
+        pending = np.flatnonzero(done.pending[:, slot])
+        if len(pending):
+            span = int(pending[0])
+            text = f"a verify of {done.pending[span, slot]} tokens waits for its accepted count"
+            return replace(self.refusal(Reason.VERIFY_PENDING, span, slot), message=text)
+        positions = done.position[:, slot]
+        if (positions != positions[0]).any():
+            return self.refusal(Reason.SPANS_UNEVEN, 0, slot)
+        fixed = dict(self._fixed.get(slot, {}))
+        return CommittedProgress(
+            int(positions[0]), done.replay[:, slot].copy(), done.zero_commits[:, slot].copy(), fixed
+        )
+
+    def restore(self, slots: Slots, captured: CommittedProgress) -> None:
+        """Slots that began anew begin where another was: no step is done, nothing is pending."""
+        for progress in (self.done, self.tail):
+            progress.position[:, slots] = captured.position
+            progress.replay[:, slots] = captured.replay[:, None]
+            progress.zero_commits[:, slots] = captured.zero_commits[:, None]
+        if captured.fixed:
+            self._fixed |= {slot: dict(captured.fixed) for slot in slots.tolist()}
 
     # -- taking steps ----------------------------------------------------------------------------------------------
 
@@ -310,6 +355,7 @@ class StepLedger:
             Reason.POSITION_MISMATCH: f"the position before this step's commit is {expected}; "
             "a step's position is counted after the commit that it carries",
             Reason.VERIFY_PENDING: f"a verify of {pending} tokens waits for its accepted count",
+            Reason.SPANS_UNEVEN: f"the spans are at the positions {self.done.position[:, slot].tolist()}",
             Reason.ACCEPTED_OUT_OF_RANGE: f"accepted: expected 0 .. {pending}, -1 when none is pending, got {accepted}",
             Reason.NOTHING_TO_COMMIT: "accepted: no verify of that step is done and pending",
             Reason.COMMIT_CONFLICT: "accepted: another count was fixed for this verify before",

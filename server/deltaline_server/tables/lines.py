@@ -1,15 +1,15 @@
-"""The lines of the state pool: which are free and which are in use. A line's pages go with it."""
+"""The lines of the state pool: which are free, and who holds the others. A written line's pages go with it."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.tables.pages import PagePool
+from deltaline_server.tables.pages import PagePool, Pages
 
 NULL_LINE = 0
 
@@ -17,25 +17,40 @@ NULL_LINE = 0
 class LinePool:
     """Hands out lines 1 .. num_lines, the lowest first, so that a batch's lines tend to form a run.
 
-    `zero` is called with every line that is handed out, before `allocate` returns; it may zero them later, as long as
-    it does so before the next batch runs. There is no other way to get a line. pages: those that lines get beside; they
-    go back with the line. None where no layer keeps keys.
+    A line is written by the one who got it, until it is frozen: from then on nobody writes it, any number may hold it,
+    and it is free when the last of them lets go. At most snapshot_lines are frozen at a time, so that as many as there
+    are sequences are left for these.
+
+    `zero` is called with every line that is handed out to be read before it is written, before `allocate` returns; it
+    may zero them later, as long as it does so before the next batch runs. There is no other way to get a line. pages:
+    those that lines get beside; they go back with the line. None where no layer keeps keys.
     """
 
     def __init__(
-        self, num_lines: int, zero: Callable[[NDArray[np.int64]], None], pages: PagePool | None = None
+        self,
+        num_lines: int,
+        zero: Callable[[NDArray[np.int64]], None],
+        pages: PagePool | None = None,
+        snapshot_lines: int = 0,
     ) -> None:
-        self.num_lines, self.pages = num_lines, pages
+        self.num_lines, self.snapshot_lines, self.pages = num_lines, snapshot_lines, pages
+        self.num_frozen = 0
         self._zero = zero
         self._free = list(range(1, num_lines + 1))
-        self._references = np.zeros(num_lines + 1, dtype=np.int32)
+        self._references = np.zeros(num_lines + 1, dtype=np.int64)
+        self._is_frozen = np.zeros(num_lines + 1, dtype=np.bool_)
 
     @property
     def num_used(self) -> int:
         return self.num_lines - len(self._free)
 
-    def allocate(self, count: int) -> NDArray[np.int64]:
-        """Take `count` zeroed lines with one reference each, int64 [count].
+    @property
+    def num_freezable(self) -> int:
+        """Lines that may be frozen beside those that are."""
+        return self.snapshot_lines - self.num_frozen
+
+    def allocate(self, count: int, *, zeroes: bool = True) -> NDArray[np.int64]:
+        """Take `count` lines with one reference each, int64 [count], zeroed unless each is written before it is read.
 
         Raises RequestError NO_FREE_LINES when fewer are free; then none is taken.
         """
@@ -47,8 +62,23 @@ class LinePool:
             )
         lines = np.array([heapq.heappop(self._free) for _ in range(count)], dtype=np.int64)
         self._references[lines] = 1
-        self._zero(lines)
+        if zeroes:
+            self._zero(lines)
         return lines
+
+    def freeze(self, line: int) -> None:
+        """Let a line be written no more; who wrote it still holds it. Its pages are to be elsewhere."""
+        if self._references[line] != 1 or self._is_frozen[line] or not self.num_freezable:
+            raise ValueError(f"line: expected one that is written, and room for a frozen one, got {line}")
+        self._is_frozen[line] = True
+        self.num_frozen += 1
+
+    def hold(self, lines: NDArray[np.int64], count: int = 1) -> None:
+        """Add `count` references of each frozen line as often as it is named. The null line is passed over."""
+        lines = lines[lines != NULL_LINE]
+        if not self._is_frozen[lines].all():
+            raise ValueError(f"lines: expected frozen ones, got {lines.tolist()}")
+        np.add.at(self._references, lines, count)
 
     def release(self, lines: Iterable[int]) -> None:
         """Drop one reference of each line; a line without references is free. The null line is passed over."""
@@ -59,17 +89,54 @@ class LinePool:
                 raise ValueError(f"line: expected one in use, got {line}, which is free")
             self._references[line] -= 1
             if self._references[line] == 0:
-                if self.pages is not None:
+                if self._is_frozen[line]:
+                    self._is_frozen[line] = False
+                    self.num_frozen -= 1
+                elif self.pages is not None:
                     self.pages.release(line)
                 heapq.heappush(self._free, int(line))
 
-    def check_integrity(self) -> None:
-        """Raise ValueError unless every line is either free or referenced, and the null line is neither."""
+    def references(self) -> NDArray[np.int64]:
+        """How many hold each line, int64 [num_lines + 1]: a copy."""
+        return self._references.copy()
+
+    def check_batch(self, read_line: NDArray[np.int32], write_line: NDArray[np.int32]) -> None:
+        """Raise ValueError if a row (int32 [N] each) reads a line that is not its own and may be written, or writes one
+        that others may read."""
+        writes = write_line[write_line > NULL_LINE]
+        if self._is_frozen[writes].any():
+            raise ValueError("batch: a row writes a line that others may read")
+        reads = read_line[(read_line > NULL_LINE) & (read_line != write_line)]
+        if not self._is_frozen[reads].all():
+            raise ValueError("batch: a row reads a line that another may write")
+
+    def check_integrity(
+        self, references: NDArray[np.int64] | None = None, captured: Sequence[tuple[Pages, int]] = ()
+    ) -> None:
+        """Raise ValueError unless every line is either free or referenced, the null line is neither, and the pages
+        agree with the lines that are written and with captured states, whose pages and tokens are given.
+
+        references: how many each line is known to have, int64 [num_lines + 1].
+        """
         free = np.zeros(self.num_lines + 1, dtype=bool)
         free[self._free] = True
         if len(self._free) != int(free.sum()) or free[NULL_LINE] or self._references[NULL_LINE] != 0:
             raise ValueError("line pool: a line is free twice, or the null line is in the pool")
         if (free[1:] == (self._references[1:] > 0)).any():
             raise ValueError("line pool: a line is both free and in use, or neither")
+        if (self._is_frozen & free).any() or int(self._is_frozen.sum()) != self.num_frozen:
+            raise ValueError("line pool: the count of frozen lines is wrong, or one is free")
+        if self.num_frozen > self.snapshot_lines:
+            raise ValueError("line pool: more lines are frozen than may be")
+        if (self._references[~self._is_frozen] > 1).any():
+            raise ValueError("line pool: a line that is written has several holders")
+        if references is not None and (references != self._references).any():
+            raise ValueError("line pool: references and their holders disagree")
         if self.pages is not None:
-            self.pages.check_integrity(self._references > 0)
+            self.pages.check_integrity(self.is_written, captured)
+
+    @property
+    def is_written(self) -> NDArray[np.bool_]:
+        """Which lines somebody may write, bool [num_lines + 1]."""
+        written: NDArray[np.bool_] = (self._references > 0) & ~self._is_frozen
+        return written

@@ -6,6 +6,8 @@ sequence that lives: its state was made under it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +62,12 @@ class SequenceAdapters:
         number = self.registry.bind(name, count, principal)
         return BoundAdapter(number, name, self.registry.content(number).content_hash)
 
+    def hold(self, adapter: BoundAdapter, count: int = 1) -> None:
+        """Reserve an adapter, which another has at this time, for `count` more, as `reserve` does by its name."""
+        if adapter.number:
+            assert self.registry is not None
+            self.registry.hold(adapter.number, count)
+
     def give_back(self, adapter: BoundAdapter, count: int) -> None:
         """What was reserved is not used after all."""
         if adapter.number:
@@ -96,12 +104,13 @@ class SequenceAdapters:
         numbers = self.number.take(slots)
         return numbers if np.count_nonzero(numbers) else None
 
-    def check_integrity(self) -> None:
-        """Raise ValueError unless the numbers, their count and the registry's agree."""
-        numbers, counts = np.unique(self.number[self.number != NO_ADAPTER], return_counts=True)
-        if int(counts.sum()) != self.num_bound:
+    def check_integrity(self, captured: Iterable[BoundAdapter] = ()) -> None:
+        """Raise ValueError unless the numbers, their count and the registry's agree. captured: those of states."""
+        bound = Counter(self.number[self.number != NO_ADAPTER].tolist())
+        if bound.total() != self.num_bound:
             raise ValueError("sequence adapters: the count of sequences with an adapter is wrong")
+        bound += Counter(adapter.number for adapter in captured if adapter.number)
         if self.registry is not None:
             self.registry.check_integrity()
-            if dict(zip(numbers.tolist(), counts.tolist(), strict=True)) != self.registry.bound():
+            if bound != self.registry.bound():
                 raise ValueError("sequence adapters: sequences and the registry disagree")

@@ -19,30 +19,24 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.principal import ANONYMOUS, Principal
+from deltaline_server.tables.captured import CapturedState, count_references
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import Slots, StepLedger
 from deltaline_server.tables.lines import NULL_LINE, LinePool
 from deltaline_server.tables.open_tokens import Opened, OpenTokens
-from deltaline_server.tables.sequence import GONE, SequenceDescription, SequenceState, SpanProgress
+from deltaline_server.tables.pages import Lines
+from deltaline_server.tables.sequence import (
+    GONE,
+    MAX_SLOTS,
+    SequenceDescription,
+    SequenceState,
+    SpanProgress,
+    make_handles,
+    slots_of,
+)
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 CLOSING = bytes([SequenceState.CLOSING])
-# A handle is 40 random bits over the number of its slot.
-SLOT_BITS = 24
-MAX_SLOTS = (1 << SLOT_BITS) - 1
-_SLOT_MASK = np.uint64(MAX_SLOTS)
-
-
-def make_handles(slots: Slots) -> NDArray[np.uint64]:
-    """Make new handles for slots, uint64 [len(slots)]; never 0."""
-    random = np.array([secrets.randbits(40) or 1 for _ in range(len(slots))], dtype=np.uint64)
-    handles: NDArray[np.uint64] = (random << np.uint64(SLOT_BITS)) | slots.astype(np.uint64)
-    return handles
-
-
-def slots_of(handles: NDArray[np.uint64]) -> Slots:
-    """The slots that handles name, int64 [N], in range or not."""
-    return (handles & _SLOT_MASK).view(np.int64)
 
 
 class SequenceTable:
@@ -71,7 +65,7 @@ class SequenceTable:
         """Open sequences by their principal's number."""
         self.is_draining = False
         """Whether no new sequence is opened any more."""
-        self._lines, self.pages, self._clock, self._lease_tick_s = lines, lines.pages, clock, lease_tick_s
+        self.lines, self.pages, self._clock, self._lease_tick_s = lines, lines.pages, clock, lease_tick_s
         self._last_reap_s = clock()
         self._free = list(range(num_slots))
         self._tokens = OpenTokens(num_slots, self._is_any_held, clock)
@@ -84,9 +78,14 @@ class SequenceTable:
         self._former_state = np.full(num_slots, SequenceState.UNKNOWN, dtype=np.uint8)
         self._lease_s = np.zeros(num_slots)
         self._deadline_s = np.zeros(num_slots)
-        # Lines that a batch reads and writes. A span that has not run yet reads the null line: the fresh-sequence flag.
+        # Lines that a batch reads and writes. A span that has not run yet reads the null line, the fresh-sequence flag,
+        # or a frozen line, which its slot holds until then.
         self.read_line = np.zeros((ledger.num_spans, num_slots), dtype=np.int64)
         self.write_line = np.zeros(num_slots, dtype=np.int64)
+        self.num_frozen_reads = 0
+        """Spans of slots that read a frozen line."""
+        self.captured: set[CapturedState] = set()
+        """States that are held for whoever may go on from them."""
         # The half of the draft ring that holds the last verify's drafts.
         self.draft_half = np.zeros((ledger.num_spans, num_slots), dtype=np.int64)
 
@@ -96,11 +95,12 @@ class SequenceTable:
 
     @property
     def num_lines_used(self) -> int:
-        return self._lines.num_used
+        """Lines that sequences write, of `num_lines`; those of snapshots are beside them."""
+        return self.num_open
 
     @property
     def num_lines(self) -> int:
-        return self._lines.num_lines
+        return self.num_slots
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -118,38 +118,53 @@ class SequenceTable:
         ADAPTERS_OFF, ADAPTER_UNKNOWN or QUOTA_EXCEEDED, and DRAINING unless the token is known; SEQUENCE_CLOSED,
         SEQUENCE_EXPIRED or SEQUENCE_UNKNOWN when one of what the token opened is over.
         """
-        now = self._clock()
-        lease_s = self._checked_lease(lease_s)
+        lease_s = self.checked_lease(lease_s)
         known = self._tokens.find(principal, token, count, adapter)
         if known is not None:
             self._check_held(known, principal)
             return known
+        self.check_room(count, principal)
+        bound = self.adapters.reserve(adapter, count, principal)
+        try:
+            lines = self.lines.allocate(count)
+        except RequestError:
+            self.adapters.give_back(bound, count)
+            raise
+        slots = self.begin(lines, lease_s, principal)
+        self.adapters.put(slots, bound)
+        opened = Opened(self.handles(slots), lease_s, bound)
+        self._tokens.keep(principal, token, opened)
+        return opened
+
+    def check_room(self, count: int, principal: Principal) -> None:
+        """Raise RequestError DRAINING, QUOTA_EXCEEDED or NO_FREE_LINES where no `count` more sequences may begin."""
         if self.is_draining:
             raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
         if principal.quotas is not None:
             principal.quotas.check("sequences", self.num_open_of[principal.number], count)
-        bound = self.adapters.reserve(adapter, count, principal)
-        try:
-            lines = self._lines.allocate(count)
-        except RequestError:
-            self.adapters.give_back(bound, count)
-            raise
-        slots = np.array([heapq.heappop(self._free) for _ in range(count)], dtype=np.int64)
-        self._handle[slots] = handles = make_handles(slots)
-        self.adapters.put(slots, bound)
+        if count > len(self._free):
+            message = f"{count} sequences asked for, {len(self._free)} of {self.num_slots} lines are free"
+            raise RequestError(Reason.NO_FREE_LINES, message, retry_after_s=1.0)
+
+    def begin(self, lines: Lines, lease_s: float, principal: Principal) -> Slots:
+        """Let as many sequences begin as there are lines, which they will write, in slots that are free; they read
+        nothing and have no adapter so far. Returns their slots, int64 [len(lines)]."""
+        slots = np.array([heapq.heappop(self._free) for _ in range(len(lines))], dtype=np.int64)
+        self._handle[slots] = make_handles(slots)
         self._state[slots] = SequenceState.OPEN
         self._principal[slots] = principal.number
-        self.num_open_of[principal.number] += count
+        self.num_open_of[principal.number] += len(lines)
         self._lease_s[slots] = lease_s
-        self._deadline_s[slots] = now + lease_s
+        self._deadline_s[slots] = self._clock() + lease_s
         self.write_line[slots] = lines
         self.read_line[:, slots] = NULL_LINE
         self.draft_half[:, slots] = 0
-        for slot in slots.tolist():
-            self.ledger.reset(slot)
-        opened = Opened(handles, lease_s, bound)
-        self._tokens.keep(principal, token, opened)
-        return opened
+        self.ledger.reset(slots)
+        return slots
+
+    def handles(self, slots: Slots) -> NDArray[np.uint64]:
+        """The handles of slots that are in use, uint64 [len(slots)]."""
+        return self._handle[slots]
 
     def close(self, epoch: int, handles: NDArray[np.uint64], principal: Principal = ANONYMOUS) -> list[SequenceState]:
         """End sequences; those with steps in flight end when the steps are done. Idempotent."""
@@ -167,7 +182,7 @@ class SequenceTable:
     ) -> list[SequenceState]:
         """Move lease deadlines to `lease_s` from now, or to the lease that the sequence was opened with."""
         if lease_s is not None:
-            self._checked_lease(lease_s)
+            self.checked_lease(lease_s)
         slots, states = self.lookup(epoch, handles, principal)
         held = slots[(states == SequenceState.OPEN) | (states == SequenceState.POISONED)]
         self._deadline_s[held] = self._clock() + (self._lease_s[held] if lease_s is None else lease_s)
@@ -196,6 +211,15 @@ class SequenceTable:
         self.num_expired += len(over)
         return len(over)
 
+    def end_frozen_reads(self, span: int | slice, slots: Slots) -> None:
+        """Let go of the frozen lines that slots read on a span, or on several; what they read then is theirs to say."""
+        if not self.num_frozen_reads:
+            return
+        read = self.read_line[span, slots]
+        frozen = read[(read != NULL_LINE) & (read != self.write_line[slots])]
+        self.num_frozen_reads -= len(frozen)
+        self.lines.release(frozen.tolist())
+
     def poison(self, slot: int) -> None:
         """The slot's state can't be trusted: it takes no more steps."""
         if self._state[slot] == SequenceState.OPEN:
@@ -222,15 +246,17 @@ class SequenceTable:
         self._former_principal[slot] = self._principal[slot]
         self.num_open_of[int(self._principal[slot])] -= 1
         self._handle[slot], self._state[slot] = 0, SequenceState.FREE
-        self._lines.release([int(self.write_line[slot])])
+        self.end_frozen_reads(slice(None), np.array([slot]))
+        self.lines.release([int(self.write_line[slot])])
         self.write_line[slot] = NULL_LINE
         self.read_line[:, slot] = NULL_LINE
         self.replies.drop(slot)
-        self.ledger.reset(slot)
+        self.ledger.reset(np.array([slot]))
         self.adapters.end(slot)
         heapq.heappush(self._free, slot)
 
-    def _checked_lease(self, lease_s: float | None) -> float:
+    def checked_lease(self, lease_s: float | None) -> float:
+        """The lease that is asked for, or the default. Raises RequestError INVALID_REQUEST."""
         if lease_s is None:
             return self.default_lease_s
         if not 0 < lease_s <= self.max_lease_s:
@@ -346,22 +372,26 @@ class SequenceTable:
     def check_integrity(self) -> None:
         """Raise ValueError unless slots, lines, handles, ledger and replies agree. Cheap enough for tests and idle
         time."""
-        self._lines.check_integrity()
+        references = count_references(self.lines.num_lines, self.read_line, self.write_line, self.captured)
+        self.lines.check_integrity(references, [(state.pages, state.position) for state in self.captured])
         self.ledger.check_integrity()
         free = np.zeros(self.num_slots, dtype=bool)
         free[self._free] = True
         if (free != (self._state == SequenceState.FREE)).any() or (free != (self._handle == 0)).any():
             raise ValueError("sequence table: free slots and states disagree")
-        if (free != (self.write_line == NULL_LINE)).any() or self.num_open != self._lines.num_used:
+        if (free != (self.write_line == NULL_LINE)).any():
             raise ValueError("sequence table: slots and lines disagree")
         used = self.write_line[~free]
         if len(np.unique(used)) != len(used):
             raise ValueError("sequence table: a line belongs to two slots")
-        if ((self.read_line != NULL_LINE) & (self.read_line != self.write_line)).any():
-            raise ValueError("sequence table: a slot reads a line that is not its own")
+        is_frozen_read = (self.read_line != NULL_LINE) & (self.read_line != self.write_line)
+        if self.lines.is_written[self.read_line[is_frozen_read]].any() or not self.lines.is_written[used].all():
+            raise ValueError("sequence table: a slot reads a line that another writes, or writes a frozen one")
+        if int(is_frozen_read.sum()) != self.num_frozen_reads:
+            raise ValueError("sequence table: the count of frozen lines that are read is wrong")
         counts = np.bincount(self._principal[~free], minlength=1)
         if any(count != counts[number : number + 1].sum() for number, count in self.num_open_of.items()):
             raise ValueError("sequence table: principals and their counts disagree")
-        self.adapters.check_integrity()
+        self.adapters.check_integrity(state.adapter for state in self.captured)
         if self.adapters.number[free].any():
             raise ValueError("sequence table: a free slot has an adapter")

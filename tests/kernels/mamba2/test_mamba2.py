@@ -175,3 +175,12 @@ def use_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     from deltaline_kernels.mamba2 import plan
 
     monkeypatch.setattr(plan, "MANY_HEADS", 1)
+
+
+def test_drafts_on_neighbouring_lines_leave_their_states_on_scattered_ones(path: Path) -> None:
+    """On the CPU these states were a view of the lines, from which torch writes no others."""
+    batch = make_mamba_batch([Row(2, verify=True, to="other"), Row(2, verify=True, to="other"), Row(1)], path)
+    batch.state[2] = batch.state[3]
+    batch.rows.control[1, :2] = torch.tensor([1, 2], device=batch.state.device)
+    batch.rows.control[2, :2] = torch.tensor([6, 4], device=batch.state.device)
+    check_against_reference(batch, path, path.dtype)

@@ -166,8 +166,8 @@ def test_what_lines_leave_of_the_limit_is_for_pages() -> None:
         for spare in (0, PAGE_BYTES - 1):
             pool = make_hybrid(limit_bytes=whole + (num_pages + 1) * PAGE_BYTES + spare)
             assert pool.kv is not None and (pool.kv.num_pages, pool.kv.max_context) == (num_pages, 100)
-            found = {id(tensor): tensor for tensor in tensors_in(pool)}
-            assert pool.total_bytes == sum(tensor.nbytes for tensor in found.values())
+            found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors_in(pool)}
+            assert pool.total_bytes == sum(storage.nbytes() for storage in found.values())
 
 
 def test_the_longest_context_is_what_all_pages_hold() -> None:
@@ -215,3 +215,35 @@ def test_pages_are_put_where_they_are_told_and_go_with_the_line(device: str) -> 
     assert torch.equal(pool.page_table.cpu(), expected)
     with pytest.raises(ValueError, match="new_pages: expected None"):
         make_pool(device).put_pages(entries)
+
+
+def test_rows_of_the_table_and_copies_of_pages_reach_all_layers_and_nothing_else(device: str) -> None:
+    wide = replace(ATTENTION, num_kv_heads=1)
+    shapes: list[MixerShape] = [ATTENTION, SHAPE, wide, ATTENTION]
+    pool = StatePool(shapes, replace(OPTIONS, page_size=16), dtype=torch.float32, device=torch.device(device))
+    caches = [state for state in pool.layers if isinstance(state, KvState)]
+    tensors = [tensor for cache in caches for tensor in (cache.k_pages, cache.v_pages)]
+    assert [tensor.shape[2] for tensor in tensors] == [2, 2, 1, 1, 2, 2] and pool.page_table is not None
+    for tensor in tensors:
+        tensor.normal_()
+    pool.page_table.fill_(9)
+    before = [tensor.clone() for tensor in tensors]
+    lines, rows = np.array([2, 4]), np.array([[5, 6, 7], [1, 2, 3]], dtype=np.int32)
+    pool.place_rows(torch.tensor(lines, device=device), torch.tensor(rows, device=device))
+    pool.copy_pages(torch.tensor([[7, 3, 0], [8, 4, 0]], device=device))
+    assert pool.page_table[lines, :3].tolist() == rows.tolist()
+    assert (pool.page_table[lines, 3:] == 9).all() and (pool.page_table[[0, 1, 3, 5]] == 9).all()
+    for tensor, old in zip(tensors, before, strict=True):
+        old[[8, 4]] = old[[7, 3]]
+        assert torch.equal(tensor, old)
+
+
+def test_snapshot_lines_are_counted() -> None:
+    options = replace(OPTIONS, snapshot_lines=2)
+    pool = make_pool(options=options)
+    assert (pool.num_lines, pool.total_bytes) == (7, 8 * 2 * LINE_BYTES)
+    assert all(len(tensor) == 8 for layer in pool.layers for tensor in layer.tensors)
+    with pytest.raises(ModelError, match="for 5 sequences, 2 snapshots and the null line"):
+        make_pool(options=replace(options, limit_bytes=7 * 2 * LINE_BYTES))
+    with pytest.raises(ModelError, match="snapshot_lines: expected at least 0, got -1"):
+        make_pool(options=replace(options, snapshot_lines=-1))

@@ -18,6 +18,7 @@ from deltaline_server.engine.engine import SMALL_BYTES, Engine
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
 from deltaline_server.scheduling.in_flight import LINGER_S, BatchInFlight, InFlight
 from deltaline_server.step import BatchResult, StepBatch
+from deltaline_server.tables.pages import PagesPlaced
 
 WAIT_S = 100.0
 
@@ -61,6 +62,9 @@ class HeldDevice:
 
     def finish_one(self) -> None:
         self._waiting.get(timeout=WAIT_S).set()
+
+    def place_pages(self, placed: PagesPlaced) -> None:
+        raise AssertionError("no layer has pages")
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         self.events.append("zero")

@@ -99,7 +99,7 @@ def test_calculated_is_what_the_server_allocates(name: str, options: dict[str, A
     for state in pool.layers:
         if isinstance(state, LayerState):
             [layer] = [layer for layer in sizes.layers if layer.line]
-            rows = config.max_sequences + 1
+            rows = config.max_sequences + config.snapshot_lines_beside(config.max_sequences) + 1
             assert layer.line == {part: tensor.nbytes // rows for part, tensor in vars(state).items()}
         else:
             page_bytes = (state.k_pages.nbytes + state.v_pages.nbytes) // len(state.k_pages)

@@ -11,8 +11,7 @@ from rigs.scheduler_rig import DECODE, Rig, outputs, reason, refuses, turns
 
 from deltaline_server.errors import Reason
 from deltaline_server.principal import Principal
-from deltaline_server.tables.sequence import SequenceState
-from deltaline_server.tables.sequences import MAX_SLOTS, make_handles
+from deltaline_server.tables.sequence import MAX_SLOTS, SequenceState, make_handles
 
 TOKEN = b"0123456789abcdef"
 

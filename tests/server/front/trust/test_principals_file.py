@@ -95,7 +95,7 @@ def test_a_wrong_token_is_compared_with_all_in_constant_time(tmp_path: Path, mon
         ([entry("a", uids=[-1])], "uids: expected a list of numbers of users, got [-1]"),
         ([entry("a", identities=[""])], "identities: expected a list of SPIFFE ids and DNS names, got ['']"),
         ([entry("a", colour="red")], "expected the keys name, tokens, identities, uids, roles, quotas, got 'colour'"),
-        ([entry("a", quotas={"lines": 1})], "adapter_bytes, prefill_tokens_per_s, got 'lines'"),
+        ([entry("a", quotas={"lines": 1})], "adapter_bytes, prefill_tokens_per_s, snapshots, got 'lines'"),
         ([entry("a", quotas=[1])], "quotas: expected a table with some of sequences, queued_rows"),
         ([entry("a", quotas={"sequences": -1})], "quotas: sequences: expected 0 .. 1125899906842624, got -1"),
         ([entry("a", quotas={"sequences": "many"})], "quotas: sequences: expected a whole number, got 'many'"),

@@ -1,0 +1,145 @@
+"""What is asked of states: to be kept, to be gone on from, and to be let go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.principal import Principal
+from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.tables.capture import Capture
+from deltaline_server.tables.ledger import CommittedProgress, Slots
+from deltaline_server.tables.open_tokens import Opened
+from deltaline_server.tables.sequence import SequenceState
+from deltaline_server.tables.sequences import SequenceTable
+from deltaline_server.tables.snapshots import SnapshotDescription, SnapshotState, SnapshotTable
+
+Result = TypeVar("Result")
+
+
+class States:
+    """Snapshots and forks of sequences. All methods belong to the event loop's thread; each does all or nothing.
+
+    A snapshot and a fork have their place in the order of each sequence's steps: behind those that were taken before,
+    and those that come meanwhile wait.
+    """
+
+    def __init__(
+        self, *, table: SequenceTable, capture: Capture, snapshots: SnapshotTable, scheduler: Scheduler
+    ) -> None:
+        self._table, self._capture, self._snapshots, self._scheduler = table, capture, snapshots, scheduler
+
+    async def create(
+        self,
+        epoch: int,
+        handles: NDArray[np.uint64],
+        principal: Principal,
+        *,
+        lease_s: float | None,
+        is_pinned: bool,
+    ) -> list[SnapshotDescription]:
+        """A snapshot of each sequence, handles uint64 [N].
+
+        Raises RequestError: those of sequences (SEQUENCE_UNKNOWN ...), DUPLICATE_SEQUENCE, VERIFY_PENDING,
+        SPANS_UNEVEN, STATE_NOT_FINITE, PREDECESSOR_REFUSED, and as SnapshotTable.create does.
+        """
+
+        def create(slots: Slots, progress: Sequence[CommittedProgress]) -> list[SnapshotDescription]:
+            return self._snapshots.create(slots, progress, principal, lease_s, is_pinned)
+
+        return await self._in_order(epoch, handles, principal, create)
+
+    async def fork(
+        self,
+        epoch: int,
+        handles: NDArray[np.uint64],
+        count: int,
+        principal: Principal,
+        *,
+        lease_s: float | None,
+    ) -> Opened:
+        """`count` children of each sequence, those of the first one first; handles uint64 [N].
+
+        Raises RequestError as `create` does, INVALID_REQUEST, and as SnapshotTable.fork does.
+        """
+        if not 1 <= count <= self._table.num_slots:
+            message = f"count: expected 1 .. {self._table.num_slots}, got {count}"
+            raise RequestError(Reason.INVALID_REQUEST, message, field="count")
+
+        def fork(slots: Slots, progress: Sequence[CommittedProgress]) -> Opened:
+            return self._snapshots.fork(slots, progress, count, principal, lease_s)
+
+        return await self._in_order(epoch, handles, principal, fork)
+
+    def restore(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> Opened:
+        """One sequence of each snapshot; ids may repeat. Raises RequestError as SnapshotTable.restore does."""
+        self._scheduler.settle()
+        return self._snapshots.restore(ids, principal, lease_s)
+
+    def describe(self, principal: Principal) -> list[SnapshotDescription]:
+        """The snapshots of a principal, the oldest first."""
+        return self._snapshots.describe(principal)
+
+    def renew(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> list[SnapshotState]:
+        """Renew leases, for the time that each was created with where lease_s is None. Raises RequestError
+        INVALID_REQUEST for a lease that there can't be."""
+        return self._snapshots.renew(ids, principal, lease_s)
+
+    def release(self, ids: Sequence[bytes], principal: Principal) -> list[SnapshotState]:
+        """End snapshots. Idempotent."""
+        return self._snapshots.release(ids, principal)
+
+    def reap(self) -> None:
+        """End snapshots that have outlived their lease."""
+        self._snapshots.reap()
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless all that is counted agrees."""
+        self._snapshots.check_integrity()
+
+    async def _in_order(
+        self,
+        epoch: int,
+        handles: NDArray[np.uint64],
+        principal: Principal,
+        work: Callable[[Slots, Sequence[CommittedProgress]], Result],
+    ) -> Result:
+        """The result of work on sequences' states, when the steps that were taken so far are over; nothing is done for
+        whoever has gone meanwhile."""
+        if len(np.unique(handles)) != len(handles):
+            raise RequestError(Reason.DUPLICATE_SEQUENCE, "sequence: expected none twice", field="sequence")
+        slots = self._held(epoch, handles, principal)
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+        def on_reached(dropped: set[int]) -> None:
+            if done.done():
+                return
+            try:
+                self._held(epoch, handles, principal)
+                if dropped:
+                    message = "a step before this call was refused, so nothing was done"
+                    raise RequestError(Reason.PREDECESSOR_REFUSED, message)
+                done.set_result(work(slots, self._capture.progress(slots)))
+            except Exception as error:
+                done.set_exception(error)
+
+        self._scheduler.in_order(slots, on_reached)
+        return await done
+
+    def _held(self, epoch: int, handles: NDArray[np.uint64], principal: Principal) -> Slots:
+        """The slots of sequences that are open. Raises RequestError where one is not, or its state is not finite."""
+        slots, states = self._table.lookup(epoch, handles, principal)
+        for slot, state in zip(slots.tolist(), states.tolist(), strict=True):
+            if state == SequenceState.POISONED:
+                message = "a computation on the sequence's state failed or gave a value that is not finite"
+                raise RequestError(Reason.STATE_NOT_FINITE, message)
+            if state != SequenceState.OPEN:
+                refusal = self._table.refusal(state, slot, 0)
+                raise RequestError(refusal.reason, refusal.message)
+        self._table.touch(slots)
+        return slots

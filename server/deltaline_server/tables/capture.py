@@ -1,0 +1,175 @@
+"""Capturing: a sequence's state becomes immutable and the sequence goes on beside it; others begin from it.
+
+No state is copied but the last page of keys and values where it is not full. The line that a sequence's next step would
+read is frozen and becomes the captured state's, and the sequence writes another from that step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltaline_server.errors import Refusal, RequestError
+from deltaline_server.principal import Principal
+from deltaline_server.tables.captured import CapturedState
+from deltaline_server.tables.ledger import CommittedProgress, Slots
+from deltaline_server.tables.lines import NULL_LINE
+from deltaline_server.tables.open_tokens import Opened
+from deltaline_server.tables.pages import Pages, PagesPlaced
+from deltaline_server.tables.sequence_adapters import BASE
+from deltaline_server.tables.sequences import SequenceTable
+
+NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What capturing or restoring takes: lines that may be frozen, and free pages."""
+
+    lines: int = 0
+    pages: int = 0
+
+    def __add__(self, other: Needs) -> Needs:
+        return Needs(self.lines + other.lines, self.pages + other.pages)
+
+    def __sub__(self, other: Needs) -> Needs:
+        return Needs(self.lines - other.lines, self.pages - other.pages)
+
+
+class Holders:
+    """How many would hold each line and page if some captured states were let go of. Nothing is."""
+
+    def __init__(self, lines: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
+        """lines, pages: how many hold each now, of which this is the owner."""
+        self._lines, self._pages = lines, pages
+
+    def drop(self, state: CapturedState) -> Needs:
+        """A state is let go of: what is free then that was not before."""
+        return Needs(_add(self._lines, state.read_line, -1), _add(self._pages, state.pages, -1))
+
+    def take_back(self, state: CapturedState) -> Needs:
+        """It is held after all: what is not free then that was before."""
+        return Needs(_add(self._lines, state.read_line, 1), _add(self._pages, state.pages, 1))
+
+
+class Capture:
+    """Captures states of sequences in a table, and restores them. All methods belong to the table's thread."""
+
+    def __init__(self, table: SequenceTable, place: Callable[[PagesPlaced], None]) -> None:
+        """place: lets the device write rows of its table of pages and copy pages, before the next batch runs."""
+        self._table, self._place = table, place
+
+    def holders(self) -> Holders:
+        """Of each line and page."""
+        pages = self._table.pages
+        return Holders(self._table.lines.references(), np.zeros(1, np.int64) if pages is None else pages.references())
+
+    def progress(self, slots: Slots) -> list[CommittedProgress]:
+        """How far slots are. Raises RequestError VERIFY_PENDING or SPANS_UNEVEN where a state would mean nothing."""
+        progress = []
+        for slot in slots.tolist():
+            found = self._table.ledger.captured(slot)
+            if isinstance(found, Refusal):
+                raise RequestError(found.reason, found.message, metadata=found.metadata)
+            progress.append(found)
+        return progress
+
+    def needs(self, slots: Slots, progress: Sequence[CommittedProgress], children: int = 0) -> Needs:
+        """What capturing slots takes, and restoring each `children` times, of which each may need a page."""
+        table = self._table
+        num_written = int((table.read_line[:, slots] == table.write_line[slots]).any(axis=0).sum())
+        cut = 0 if table.pages is None else sum(table.pages.is_cut(one.position) for one in progress)
+        return Needs(num_written, cut * (1 + children))
+
+    def needs_of(self, states: Sequence[CapturedState]) -> Needs:
+        """What restoring states takes."""
+        pages = self._table.pages
+        return Needs(0, 0 if pages is None else sum(pages.is_cut(state.position) for state in states))
+
+    def capture(self, slots: Slots, progress: Sequence[CommittedProgress]) -> list[CapturedState]:
+        """Capture the states of slots (none twice) that have nothing in flight, and of which `progress` was told.
+
+        What it `needs` must be there.
+        """
+        states = [self._capture(slot, one) for slot, one in zip(slots.tolist(), progress, strict=True)]
+        self._tell(self._table.write_line[slots], states)
+        return states
+
+    def restore(
+        self, states: Sequence[CapturedState], count: int, principal: Principal, lease_s: float | None
+    ) -> Opened:
+        """Let `count` sequences of a principal begin from each state, those of the first one first.
+
+        Their steps count from 1, and no reply is kept of them. What it `needs_of` them must be there. The adapter that
+        is told is that of all, BASE where they differ. Raises RequestError as SequenceTable.check_room does, and
+        INVALID_REQUEST for the lease; then nothing has changed.
+        """
+        table = self._table
+        lease_s = table.checked_lease(lease_s)
+        table.check_room(count * len(states), principal)
+        lines = table.lines.allocate(count * len(states), zeroes=False)
+        slots = table.begin(lines, lease_s, principal)
+        for begin, state in zip(range(0, len(slots), count), states, strict=True):
+            self._restore(slots[begin : begin + count], state)
+        self._tell(lines, [state for state in states for _ in range(count)])
+        adapters = {state.adapter for state in states}
+        return Opened(table.handles(slots), lease_s, adapters.pop() if len(adapters) == 1 else BASE)
+
+    def release(self, state: CapturedState) -> None:
+        """Let go of a state. To be called once."""
+        table = self._table
+        table.captured.remove(state)
+        table.lines.release(state.read_line.tolist())
+        if table.pages is not None:
+            table.pages.drop(state.pages)
+        table.adapters.give_back(state.adapter, 1)
+
+    def _capture(self, slot: int, progress: CommittedProgress) -> CapturedState:
+        table = self._table
+        line, read_line = int(table.write_line[slot]), table.read_line[:, slot].copy()
+        new_line, num_own = line, int((read_line == line).sum())
+        if num_own:
+            table.lines.freeze(line)
+            (new_line,) = table.lines.allocate(1, zeroes=False).tolist()
+            table.write_line[slot] = new_line
+            # The sequence reads it now; one reference it has, as who wrote it.
+            table.lines.hold(np.full(num_own - 1, line))
+            table.num_frozen_reads += num_own
+        table.lines.hold(read_line)
+        pages = NO_PAGES if table.pages is None else table.pages.capture(line, progress.position, new_line)
+        adapter = table.adapters.of(slot)
+        table.adapters.hold(adapter)
+        state = CapturedState(read_line, table.draft_half[:, slot].copy(), pages, progress, adapter)
+        table.captured.add(state)
+        return state
+
+    def _restore(self, slots: Slots, state: CapturedState) -> None:
+        """Let sequences that have just begun in slots begin from a state."""
+        table, count = self._table, len(slots)
+        table.ledger.restore(slots, state.progress)
+        table.read_line[:, slots] = state.read_line[:, None]
+        table.draft_half[:, slots] = state.draft_half[:, None]
+        table.lines.hold(state.read_line, count)
+        table.num_frozen_reads += count * int(np.count_nonzero(state.read_line != NULL_LINE))
+        table.adapters.hold(state.adapter, count)
+        table.adapters.put(slots, state.adapter)
+        if table.pages is not None:
+            table.pages.restore(state.pages, state.position, table.write_line[slots])
+
+    def _tell(self, lines: NDArray[np.int64], states: Sequence[CapturedState]) -> None:
+        """Tell the device which pages lines have that go on behind states."""
+        pages = self._table.pages
+        if pages is not None and len(lines):
+            self._place(pages.placed(lines, [(state.pages, state.position) for state in states]))
+
+
+def _add(holders: NDArray[np.int64], named: NDArray[np.int64] | Pages, count: int) -> int:
+    """Add `count` holders for each time that something is named, but NULL_LINE, which is page 0 as well. Returns how
+    many of what is named are free, before or after."""
+    places, times = np.unique(named[named != NULL_LINE], return_counts=True)
+    before = holders[places]
+    holders[places] = after = before + count * times
+    return int(((before == 0) | (after == 0)).sum())

@@ -1,0 +1,274 @@
+"""A served model whose engine computes when it is told, in memory that is poisoned wherever nobody has written yet.
+
+Every batch is computed once more for each of its rows on a reference: a sequence of its own on another pool, which
+shares nothing, was fed the same tokens in the same places of the same batches, and must give the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rigs.limits import make_limits
+from rigs.scheduler_rig import Counts
+
+from deltaline_kernels import Rows
+from deltaline_server.engine.executor import CpuExecutor
+from deltaline_server.layers.kv_cache import KvState
+from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
+from deltaline_server.models.model import Model, ModelOptions, load_model
+from deltaline_server.runtime import page_pool
+from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.snapshots.states import States
+from deltaline_server.step import BatchResult, StepBatch
+from deltaline_server.tables.capture import Capture
+from deltaline_server.tables.kept_replies import KeptReplies
+from deltaline_server.tables.ledger import StepLedger
+from deltaline_server.tables.lines import LinePool
+from deltaline_server.tables.pages import PagePool, PagesPlaced
+from deltaline_server.tables.sequence_adapters import SequenceAdapters
+from deltaline_server.tables.sequences import SequenceTable
+from deltaline_server.tables.snapshots import SnapshotTable
+
+MAX_DRAFT, PAGE_SIZE, MAX_CONTEXT = 4, 16, 160
+CPU = torch.device("cpu")
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a sequence did in a batch: its row there, how far it was, and the outputs. step: 0 where it is inherited."""
+
+    batch: StepBatch
+    row: int
+    step: int
+    committed: int
+    replayed: int
+    position: int
+    output: Array
+
+
+class Reference:
+    """A sequence on a line of its own, which nobody else ever reads."""
+
+    def __init__(self, model: Model, pool: StatePool, line: int) -> None:
+        self._model, self._pool, self._line = model, pool, line
+        spans = len(model.spans)
+        self._has_begun, self._half = [False] * spans, [0] * spans
+        if pool.page_table is not None:
+            width = pool.page_table.shape[1]
+            pool.page_table[line] = torch.arange(1, width + 1) + (line - 1) * width
+
+    def run(self, batch: StepBatch, row: int, committed: int, replayed: int, position: int) -> Array:
+        """The outputs of a batch's row, beside which the others are padding."""
+        span, control = batch.span, batch.control.copy()
+        control[1:3, :-1], control[3:7, :-1] = -1, 0
+        read = self._line if self._has_begun[span] else 0
+        control[1:, row] = read, self._line, committed, replayed, self._half[span], position
+        self._has_begun[span] = True
+        self._half[span] ^= not committed
+        longest = int(np.diff(control[0]).max())
+        rows = Rows(torch.from_numpy(control), batch.num_short, MAX_DRAFT, longest)
+        hidden = torch.from_numpy(np.concatenate(batch.hidden))
+        with torch.inference_mode():
+            output = self._model.forward(span, hidden, rows, self._pool)
+        made: Array = output[control[0, row] : control[0, row + 1]].numpy()
+        return made
+
+
+class InlineEngine:
+    """Computes batches and changes of the state one after the other: at once (`eager`), or by `run`."""
+
+    def __init__(self, model: Model, pool: StatePool, on_batch: Callable[[StepBatch], Callable[[Array], None]]) -> None:
+        """on_batch: told of a batch that is submitted; what it returns is told of the outputs, before anybody else."""
+        self._pool, self._executor, self._on_batch = pool, CpuExecutor(model, pool), on_batch
+        self.eager = True
+        self._tasks: deque[Callable[[], None]] = deque()
+
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
+        told = self._on_batch(batch)
+
+        def compute() -> None:
+            with torch.inference_mode():
+                result = self._executor.launch(batch).result()
+            told(result.hidden)
+            on_done(result)
+
+        self._do(compute)
+
+    def poll(self) -> bool:
+        return False
+
+    def run(self) -> None:
+        while self._tasks:
+            self._tasks.popleft()()
+
+    def zero_lines(self, lines: NDArray[np.int64]) -> None:
+        lines = lines.copy()
+        self._do(lambda: self._executor.zero(lines))
+
+    def place_pages(self, placed: PagesPlaced) -> None:
+        self._do(lambda: self._executor.place_pages(placed))
+
+    def poison_lines(self, lines: Sequence[int]) -> None:
+        """Let lines hold what nobody may read, and their rows of the table name a page that is not theirs."""
+
+        def poison() -> None:
+            for state in self._pool.layers:
+                for tensor in state.tensors if isinstance(state, LayerState) else ():
+                    tensor[lines] = torch.nan
+            if self._pool.page_table is not None:
+                self._pool.page_table[lines] = 1
+
+        self._do(poison)
+
+    def poison_pages(self, pages: Sequence[int]) -> None:
+        def poison() -> None:
+            for state in self._pool.layers:
+                if isinstance(state, KvState):
+                    state.k_pages[pages] = state.v_pages[pages] = torch.nan
+
+        self._do(poison)
+
+    def _do(self, task: Callable[[], None]) -> None:
+        self._tasks.append(task)
+        if self.eager and len(self._tasks) == 1:
+            task()
+            self._tasks.popleft()
+
+
+class PoisonedLines(LinePool):
+    """Lines that hold poison while they are free."""
+
+    engine: InlineEngine
+
+    def release(self, lines: Iterable[int]) -> None:
+        lines = list(lines)
+        before = self.references() > 0
+        super().release(lines)
+        freed = np.flatnonzero(before & (self.references() == 0)).tolist()
+        if freed:
+            self.engine.poison_lines(freed)
+
+
+class PoisonedPages(PagePool):
+    """Pages that hold poison while they are free."""
+
+    engine: InlineEngine
+
+    def drop(self, pages: NDArray[np.int32]) -> None:
+        before = self.references() > 0
+        super().drop(pages)
+        freed = np.flatnonzero(before & (self.references() == 0)).tolist()
+        if freed:
+            self.engine.poison_pages(freed)
+
+
+class StateRig:
+    """Table, scheduler and states of a small model of random weights on the CPU; a clock that is moved by hand.
+
+    on_rows: told of each batch's rows when it is submitted: the batch, and the handles of its rows by their places;
+    what it returns is told of the outputs.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        folder: Path,
+        on_rows: Callable[[StepBatch, dict[int, int]], Callable[[Array], None]],
+        *,
+        slots: int,
+        snapshot_lines: int,
+        pages: int,
+        spans: Sequence[range] | None = None,
+        references: int,
+    ) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(config))
+        self.now, self._on_rows = 100.0, on_rows
+        options = ModelOptions(CPU, random_init=path, dtype=torch.float32, spans=spans, max_context=MAX_CONTEXT)
+        self.model = load_model(options)
+        lines = slots + snapshot_lines
+        self.pool = self.model.make_pool(
+            StateOptions(slots, MAX_DRAFT, page_size=PAGE_SIZE, snapshot_lines=snapshot_lines)
+        )
+        self._reference_pool = self.model.make_pool(StateOptions(references, MAX_DRAFT, page_size=PAGE_SIZE))
+        self._reference_lines = list(range(references, 0, -1))
+        self.engine = InlineEngine(self.model, self.pool, self._batch)
+        self.pages = None
+        made = page_pool(self.model, self.pool)
+        if made is not None:
+            self.pages = PoisonedPages(
+                num_pages=pages,
+                page_size=PAGE_SIZE,
+                max_context=min(MAX_CONTEXT, pages * PAGE_SIZE),
+                num_lines=lines,
+                spans=made.spans,
+            )
+            self.pages.engine = self.engine
+            self.engine.poison_pages(range(pages + 1))
+        self.lines = PoisonedLines(lines, self.engine.zero_lines, self.pages, snapshot_lines)
+        self.lines.engine = self.engine
+        self.engine.poison_lines(range(1, lines + 1))
+        num_spans = len(self.model.spans)
+        self.table = SequenceTable(
+            lines=self.lines,
+            ledger=StepLedger(num_spans, slots, 8),
+            replies=KeptReplies(num_spans, slots, 1 << 24),
+            adapters=SequenceAdapters(slots),
+            num_slots=slots,
+            default_lease_s=60.0,
+            max_lease_s=3600.0,
+            lease_tick_s=1e9,
+            clock=lambda: self.now,
+        )
+        capture = Capture(self.table, self.engine.place_pages)
+        self.snapshots = SnapshotTable(
+            table=self.table,
+            capture=capture,
+            line_bytes=1,
+            page_bytes=1,
+            lease_tick_s=1e9,
+            clock=lambda: self.now,
+            wall_clock=lambda: self.now,
+        )
+        if self.pages is not None:
+            self.pages.make_room = self.snapshots.make_room_for_pages
+        self.scheduler = Scheduler(
+            table=self.table,
+            engine=self.engine,
+            limits=make_limits(max_draft_tokens=MAX_DRAFT),
+            observer=Counts(),
+            clock=lambda: self.now,
+        )
+        self.states = States(table=self.table, capture=capture, snapshots=self.snapshots, scheduler=self.scheduler)
+
+    def reference(self, history: Sequence[Entry]) -> tuple[int, Reference]:
+        """A reference that was fed a history, which gave the same bits again; and its line."""
+        line = self._reference_lines.pop()
+        made = Reference(self.model, self._reference_pool, line)
+        for entry in history:
+            again = made.run(entry.batch, entry.row, entry.committed, entry.replayed, entry.position)
+            np.testing.assert_array_equal(again, entry.output)
+        return line, made
+
+    def forget(self, line: int) -> None:
+        """A reference is over."""
+        self._reference_lines.append(line)
+
+    def _batch(self, batch: StepBatch) -> Callable[[Array], None]:
+        handles = {}
+        for row, line in enumerate(batch.control[2, :-1].tolist()):
+            if line > 0:
+                (slot,) = np.flatnonzero(self.table.write_line == line).tolist()
+                handles[row] = int(self.table.handles(np.array([slot]))[0])
+        # What the scheduler keeps of it may be written again.
+        kept = replace(batch, control=batch.control.copy(), hidden=tuple(piece.copy() for piece in batch.hidden))
+        return self._on_rows(kept, handles)

@@ -1,0 +1,477 @@
+"""Random operations on sequences and snapshots, against a model in plain Python that keeps every history whole.
+
+Whatever was shared, frozen, copied, given up or left poisoned: each output is bitwise that of a sequence which shares
+nothing and was fed the same history in the same places of the same batches; and every count agrees after each step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rigs.scheduler_rig import turns
+from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
+from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, StateRig
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.principal import ANONYMOUS
+from deltaline_server.step import OutputRows, RowKind, RowOutcome, StepBatch, StepForm, StepRequest, StepResult
+from deltaline_server.tables.capture import Capture
+from deltaline_server.tables.captured import CapturedState
+from deltaline_server.tables.ledger import Slots
+from deltaline_server.tables.pages import PagePool
+from deltaline_server.tables.sequence import SequenceState
+from deltaline_server.tables.sequences import SequenceTable
+from deltaline_server.tables.snapshots import SnapshotState
+
+SLOTS, SNAPSHOT_LINES, PAGES = 9, 4, 48
+PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
+MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
+    "gated_delta_net": (GATED_DELTA_NET, None),
+    "mamba2": (MAMBA2, None),
+    "hybrid": (HYBRID, None),
+    "hybrid, two spans": (HYBRID, [range(0, 1), range(1, 2)]),
+    "streams": (HYBRID | {"hc_mult": 2}, None),
+}
+
+
+@dataclass
+class Span:
+    """How far a sequence is on a span, as whoever steps it knows."""
+
+    step: int = 0
+    position: int = 0
+    pending: int = 0
+    replay: int = 0
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A step that was taken: what its row will be in batches."""
+
+    step: int
+    kind: RowKind
+    replayed: int
+    position: int
+
+
+@dataclass
+class Known:
+    """A sequence as the model knows it."""
+
+    spans: list[Span]
+    history: list[Entry] = field(default_factory=list)
+    issued: list[deque[Issued]] = field(default_factory=list)
+    reference: Reference | None = None
+    line: int = 0
+
+    def child(self, history: list[Entry], spans: list[Span]) -> Known:
+        inherited = [replace(entry, step=0) for entry in history]
+        return Known([replace(span, step=0) for span in spans], inherited, [deque() for _ in spans])
+
+    @property
+    def refusal(self) -> Reason | None:
+        """Why it can't be captured."""
+        if any(span.pending for span in self.spans):
+            return Reason.VERIFY_PENDING
+        return Reason.SPANS_UNEVEN if len({span.position for span in self.spans}) > 1 else None
+
+
+class World:
+    """The rig, and what the model knows of it. done: operations by their name."""
+
+    def __init__(self, name: str, folder: Path, seed: int) -> None:
+        config, spans = MODELS[name]
+        self.rng = np.random.default_rng(seed)
+        self.rig = StateRig(
+            config,
+            folder,
+            self.on_rows,
+            slots=SLOTS,
+            snapshot_lines=SNAPSHOT_LINES,
+            pages=PAGES,
+            spans=spans,
+            references=3 * SLOTS,
+        )
+        self.num_spans = len(self.rig.model.spans)
+        self.known: dict[int, Known] = {}
+        self.snapshots: dict[bytes, tuple[Known, bool]] = {}
+        self.done: Counter[str] = Counter()
+        self.waiting: list[asyncio.Future[Any]] = []
+        self.num_compared = 0
+
+    # -- what batches do -------------------------------------------------------------------------------------------
+
+    def on_rows(self, batch: StepBatch, handles: dict[int, int]) -> Callable[[Array], None]:
+        """Predict what the rows of a batch do; what comes out is compared with their references."""
+        span, expected = batch.span, []
+        for row, handle in handles.items():
+            known = self.known[handle]
+            issued = known.issued[span].popleft()
+            length = int(np.diff(batch.control[0])[row])
+            committed = 0 if issued.kind is VERIFY else length
+            expected.append((known, row, committed, issued))
+
+        def told(hidden: Array) -> None:
+            if batch.wanted is not None:
+                hidden, wanted = np.full((batch.num_tokens, hidden.shape[1]), np.nan, hidden.dtype), hidden
+                hidden[batch.wanted] = wanted
+            for known, row, committed, issued in expected:
+                if known.reference is None:
+                    known.line, known.reference = self.rig.reference(known.history)
+                done = known.reference.run(batch, row, committed, issued.replayed, issued.position)
+                output = hidden[batch.control[0, row] : batch.control[0, row + 1]].copy()
+                np.testing.assert_array_equal(output, done)
+                known.history.append(
+                    Entry(batch, row, issued.step, committed, issued.replayed, issued.position, output)
+                )
+                self.num_compared += 1
+
+        return told
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def some(self, most: int) -> list[int]:
+        """Some of the open sequences, at least one."""
+        count = int(self.rng.integers(1, min(most, len(self.known)) + 1))
+        handles = list(self.known)
+        return [handles[i] for i in self.rng.choice(len(handles), count, replace=False).tolist()]
+
+    async def open(self) -> None:
+        if len(self.known) < SLOTS:
+            self.begin(self.rig.table.open(1, lease_s=1e3).handles, [Known([Span() for _ in range(self.num_spans)])])
+
+    def begin(self, handles: Array, all_known: list[Known]) -> None:
+        for handle, known in zip(handles.tolist(), all_known, strict=True):
+            known.issued = [deque() for _ in range(self.num_spans)]
+            assert handle not in self.known
+            self.known[handle] = known
+
+    async def step(self) -> None:
+        """Steps of some sequences, mostly on every span alike."""
+        rows = []
+        for handle in self.some(4):
+            kind = RowKind(int(self.rng.choice([PREFILL, DECODE, DECODE, VERIFY])))
+            length = {
+                PREFILL: int(self.rng.integers(1, 40)),
+                DECODE: 1,
+                VERIFY: int(self.rng.integers(1, MAX_DRAFT + 1)),
+            }
+            accepted = int(self.rng.integers(0, 5))
+            rows.append((handle, kind, length[kind], accepted))
+        last = self.num_spans if self.rng.random() < 0.9 else 1
+        for span in range(last):
+            self.submit(span, rows)
+
+    def submit(self, span: int, rows: list[tuple[int, RowKind, int, int]]) -> None:
+        fields, before, tokens = [], [], 0
+        for handle, kind, length, accepted in rows:
+            at = self.known[handle].spans[span]
+            if at.pending and self.num_spans > 1:
+                accepted = 1  # the same on every span
+            commit = min(accepted, at.pending) if at.pending else -1
+            before.append(replace(at))
+            if commit >= 0:
+                at.position, at.pending, at.replay = at.position + commit, 0, commit
+            at.step += 1
+            fields.append((handle, kind, at.step, at.position, commit))
+            self.known[handle].issued[span].append(Issued(at.step, kind, at.replay, at.position))
+            at.replay = 0
+            if kind is VERIFY:
+                at.pending = length
+            else:
+                at.position += length
+            tokens += length
+        starts = np.cumsum([0, *(row[2] for row in rows)])
+        ends = self.rig.model.ends[span]
+        handle_, kind_, step_, position_, accepted_ = (list(column) for column in zip(*fields, strict=True))
+        form = StepForm(
+            self.rig.table.server_epoch,
+            span,
+            np.array(handle_, dtype=np.uint64),
+            np.array(kind_, dtype=np.uint8),
+            np.array(accepted_, dtype=np.int32),
+            starts.astype(np.int64),
+            OutputRows.ALL,
+            0,
+            ends,
+        )
+        hidden = self.rng.standard_normal((tokens, ends.input_width)).astype(np.float32)
+        request = StepRequest(form, np.array(step_, dtype=np.int64), np.array(position_, dtype=np.int64), hidden)
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        self.rig.scheduler.submit(request, future.set_result)
+        slots, _ = self.rig.table.lookup(form.server_epoch, form.handle)
+        tail = self.rig.table.ledger.tail.step[span, slots]
+        for handle, last, step, old in zip(handle_, tail.tolist(), step_, before, strict=True):
+            if last < step:  # it was refused when it came, and nothing of it happened
+                self.known[handle].spans[span] = old
+                self.known[handle].issued[span].pop()
+                self.done["step refused"] += 1
+        self.waiting.append(future)
+
+    async def commit(self) -> None:
+        """Fix how much of a verify is accepted, by itself."""
+        (handle,) = self.some(1)
+        known = self.known[handle]
+        for span, at in enumerate(known.spans):
+            if at.pending and not known.issued[span] and not self.waiting:
+                accepted = min(1 if self.num_spans > 1 else int(self.rng.integers(0, 5)), at.pending)
+                numbers, handles = np.array([at.step]), np.array([handle], dtype=np.uint64)
+                counts = np.array([accepted], dtype=np.int32)
+                table = self.rig.table
+                positions, refusals = table.commit(table.server_epoch, span, handles, numbers, counts)
+                assert not refusals and positions[0] == at.position + accepted
+                at.position, at.pending, at.replay = at.position + accepted, 0, accepted
+
+    async def snapshot(self) -> None:
+        handles, is_pinned = self.some(2), bool(self.rng.random() < 0.2)
+        expected = self.expected(handles)
+        lease_s = float(self.rng.choice([5.0, 100.0]))
+        table = self.rig.table
+        made = self.rig.states.create(
+            table.server_epoch, np.array(handles, dtype=np.uint64), ANONYMOUS, lease_s=lease_s, is_pinned=is_pinned
+        )
+
+        async def told() -> None:
+            try:
+                described = await made
+            except RequestError as error:
+                self.refused(error, expected, "snapshot")
+                return
+            assert not any(known.refusal for known, _, _ in expected())
+            for one, (known, history, spans) in zip(described, expected(), strict=True):
+                assert one.position == spans[0].position
+                self.snapshots[one.id] = known.child(history, spans), is_pinned
+            self.done["snapshot"] += 1
+
+        await self.ordered(told())
+
+    async def fork(self) -> None:
+        handles, count = self.some(2), int(self.rng.integers(1, 4))
+        expected = self.expected(handles)
+        table = self.rig.table
+        made = self.rig.states.fork(
+            table.server_epoch, np.array(handles, dtype=np.uint64), count, ANONYMOUS, lease_s=1e3
+        )
+
+        async def told() -> None:
+            try:
+                opened = await made
+            except RequestError as error:
+                self.refused(error, expected, "fork")
+                return
+            assert not any(known.refusal for known, _, _ in expected())
+            children = [known.child(history, spans) for known, history, spans in expected() for _ in range(count)]
+            self.begin(opened.handles, children)
+            self.done["fork"] += 1
+
+        await self.ordered(told())
+
+    async def ordered(self, told: Any) -> None:
+        """Let something take its place among the steps, now."""
+        self.waiting.append(asyncio.ensure_future(told))
+        await turns(2)
+
+    def expected(self, handles: list[int]) -> Callable[[], list[tuple[Known, list[Entry], list[Span]]]]:
+        """What sequences will be when the steps that were taken so far are done."""
+        parents = [self.known[handle] for handle in handles]
+        spans = [[replace(span) for span in known.spans] for known in parents]
+
+        def then() -> list[tuple[Known, list[Entry], list[Span]]]:
+            found = []
+            for known, at in zip(parents, spans, strict=True):
+                history = [entry for entry in known.history if entry.step <= at[entry.batch.span].step]
+                found.append((Known(at), history, at))
+            return found
+
+        return then
+
+    def refused(self, error: RequestError, expected: Callable[[], list[Any]], name: str) -> None:
+        reason = error.refusal.reason
+        why = {known.refusal for known, _, _ in expected()} - {None}
+        if why:
+            assert reason in why
+        else:
+            assert reason in (Reason.NO_SNAPSHOT_LINES, Reason.PAGES_EXHAUSTED, Reason.NO_FREE_LINES)
+        self.done[f"{name}: {reason.name}"] += 1
+
+    async def restore(self) -> None:
+        if not self.snapshots:
+            return
+        ids = [
+            list(self.snapshots)[i] for i in self.rng.integers(0, len(self.snapshots), self.rng.integers(1, 3)).tolist()
+        ]
+        try:
+            opened = self.rig.states.restore(ids, ANONYMOUS, lease_s=1e3)
+        except RequestError as error:
+            assert error.refusal.reason in (Reason.PAGES_EXHAUSTED, Reason.NO_FREE_LINES, Reason.SNAPSHOT_UNKNOWN)
+            self.done[f"restore: {error.refusal.reason.name}"] += 1
+            return
+        stored = [self.snapshots[id][0] for id in ids]
+        self.begin(opened.handles, [known.child(known.history, known.spans) for known in stored])
+        self.done["restore"] += 1
+
+    async def release(self) -> None:
+        if self.snapshots:
+            id = list(self.snapshots)[int(self.rng.integers(0, len(self.snapshots)))]
+            (state,) = self.rig.states.release([id], ANONYMOUS)
+            assert state in (SnapshotState.RELEASED, SnapshotState.EVICTED, SnapshotState.EXPIRED)
+            del self.snapshots[id]
+
+    async def close(self) -> None:
+        await self.finish()
+        (handle,) = self.some(1)
+        states = self.rig.table.close(self.rig.table.server_epoch, np.array([handle], dtype=np.uint64))
+        assert states == [SequenceState.CLOSED]
+        self.end(handle)
+
+    async def expire(self) -> None:
+        """Time goes on: leases end, of snapshots and now and then of a sequence."""
+        await self.finish()
+        if self.rng.random() < 0.3:
+            (handle,) = self.some(1)
+            table = self.rig.table
+            table.renew(table.server_epoch, np.array([handle], dtype=np.uint64), 1.0)
+            # Its lease is a step's as well: only what was asked for now ends so soon.
+            self.rig.now += 2
+            assert table.reap() == 1
+            self.end(handle)
+        self.rig.now += 4
+        self.rig.states.reap()
+        others = np.array(list(self.known), dtype=np.uint64)
+        self.rig.table.renew(self.rig.table.server_epoch, others, 1e3)
+
+    def end(self, handle: int) -> None:
+        known = self.known.pop(handle)
+        if known.reference is not None:
+            self.rig.forget(known.line)
+
+    # -- all of it -------------------------------------------------------------------------------------------------
+
+    async def finish(self) -> None:
+        """Compute all that waits; every step that was taken has been done."""
+        self.rig.engine.eager = True
+        self.rig.engine.run()
+        for waiting in self.waiting:
+            result = await asyncio.wait_for(waiting, 60)
+            if isinstance(result, StepResult):
+                assert {RowOutcome(int(one)) for one in result.outcome} <= {RowOutcome.EXECUTED, RowOutcome.REFUSED}
+                reasons = {refusal.reason for refusal in result.refusals.values()}
+                assert reasons <= {Reason.PAGES_EXHAUSTED, Reason.CONTEXT_EXCEEDED}
+        self.waiting = []
+        self.rig.scheduler.settle()
+        assert not self.rig.scheduler.has_failed
+        assert not any(issued for known in self.known.values() for issued in known.issued)
+        for id, state in zip(
+            self.snapshots, self.rig.states.renew(list(self.snapshots), ANONYMOUS, lease_s=None), strict=True
+        ):
+            assert state is SnapshotState.HELD or state is not SnapshotState.EVICTED or not self.snapshots[id][1]
+            self.done[state.name] += 1
+        gone = self.rig.states.renew(list(self.snapshots), ANONYMOUS, lease_s=None)
+        self.snapshots = {
+            id: one
+            for (id, one), state in zip(self.snapshots.items(), gone, strict=True)
+            if state is SnapshotState.HELD
+        }
+
+    async def run(self, count: int) -> None:
+        """So many operations."""
+        operations = {
+            self.open: 3,
+            self.step: 12,
+            self.commit: 5,
+            self.snapshot: 7,
+            self.fork: 3,
+            self.restore: 3,
+            self.release: 1,
+            self.close: 5,
+            self.expire: 1,
+        }
+        weights = np.array(list(operations.values())) / sum(operations.values())
+        for _ in range(count):
+            name = list(operations)[int(self.rng.choice(len(weights), p=weights))]
+            if not self.known:
+                name = self.open
+            await name()
+            if len(self.waiting) > 3 or self.rng.random() < 0.6:
+                await self.finish()
+                self.rig.engine.eager = bool(self.rng.random() < 0.5)
+                long = [handle for handle, known in self.known.items() if too_long(known)]
+                for handle in long:
+                    self.rig.table.close(self.rig.table.server_epoch, np.array([handle], dtype=np.uint64))
+                    self.end(handle)
+            self.rig.states.check_integrity()
+        await self.finish()
+        self.rig.states.check_integrity()
+
+
+def too_long(known: Known) -> bool:
+    return len(known.history) > 24 or max(span.position for span in known.spans) > MAX_CONTEXT - 30
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.sweep)])
+async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, count: int, tmp_path: Path) -> None:
+    world = World(name, tmp_path, seed=2)
+    await world.run(count)
+    assert world.num_compared > count / 2, world.done
+    assert min(world.done[one] for one in ("snapshot", "fork", "restore", "EVICTED", "HELD")) > 0, world.done
+
+
+def share_the_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is written while it is shared."""
+    monkeypatch.setattr(PagePool, "is_cut", lambda self, num_tokens: False)
+    monkeypatch.setattr(PagePool, "check_batch", lambda *_: None)
+
+
+def release_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line goes back while a child has yet to read it."""
+    restore = Capture.restore
+
+    def without_reference(self: Capture, states: list[CapturedState], *arguments: Any) -> Any:
+        opened = restore(self, states, *arguments)
+        table = self._table
+        for state in states:
+            table.lines.release(state.read_line.tolist())
+        return opened
+
+    monkeypatch.setattr(Capture, "restore", without_reference)
+
+
+def write_the_frozen_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent goes on in the line that its snapshot has."""
+    capture = Capture.capture
+
+    def in_place(self: Capture, slots: Slots, *arguments: Any) -> list[CapturedState]:
+        table: SequenceTable = self._table
+        before = table.write_line[slots].copy()
+        states = capture(self, slots, *arguments)
+        table.write_line[slots] = before
+        return states
+
+    monkeypatch.setattr(Capture, "capture", in_place)
+
+
+@pytest.mark.parametrize("plant", [share_the_last_page, release_too_early, write_the_frozen_line])
+@pytest.mark.parametrize("checks", [True, False], ids=["counts", "outputs"])
+async def test_planted_bugs_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], checks: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the counts, and without them by the outputs, or where a guard of the tables comes first."""
+    plant(monkeypatch)
+    world = World("hybrid", tmp_path, seed=3)
+    if not checks:
+        monkeypatch.setattr(world.rig.states, "check_integrity", lambda: None)
+        monkeypatch.setattr(world.rig.lines, "check_batch", lambda *_: None)
+        with pytest.raises((AssertionError, ValueError)):
+            await world.run(300)
+    else:
+        with pytest.raises(ValueError, match=r"pool|table|batch"):
+            await world.run(300)
