@@ -25,6 +25,7 @@ from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor, Executor, Report
 from deltaline_server.front.requests import Served
+from deltaline_server.front.state_service import States
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
 from deltaline_server.memory.pinning import CudaPinning
@@ -65,6 +66,8 @@ class Runtime:
     link_regions: Regions
     """Memory of the local link."""
     adapters: Adapters | None
+    """None where the server keeps none."""
+    states: States | None = None
     """None where the server keeps none."""
 
     @classmethod
@@ -187,6 +190,7 @@ class Runtime:
             kv_page_tokens=0 if self.pool.kv is None else self.pool.kv.page_size,
             kv_page_bytes=0 if self.pool.kv is None else self.pool.kv.page_bytes,
             max_context=0 if self.pool.kv is None else self.pool.kv.max_context,
+            serves_state=self.states is not None,
         )
 
 

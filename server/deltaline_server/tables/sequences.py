@@ -13,6 +13,7 @@ import heapq
 import secrets
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import Slots, StepLedger
 from deltaline_server.tables.lines import NULL_LINE, LinePool
-from deltaline_server.tables.open_tokens import Opened, OpenTokens
+from deltaline_server.tables.open_tokens import Opened, OpenTokens, Origin
 from deltaline_server.tables.sequence import GONE, SequenceDescription, SequenceState, SpanProgress
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
@@ -118,12 +119,27 @@ class SequenceTable:
         ADAPTERS_OFF, ADAPTER_UNKNOWN or QUOTA_EXCEEDED, and DRAINING unless the token is known; SEQUENCE_CLOSED,
         SEQUENCE_EXPIRED or SEQUENCE_UNKNOWN when one of what the token opened is over.
         """
-        now = self._clock()
         lease_s = self._checked_lease(lease_s)
-        known = self._tokens.find(principal, token, count, adapter)
-        if known is not None:
-            self._check_held(known, principal)
-            return known
+        make = partial(self._open, count, lease_s, adapter, principal)
+        return self.open_once(principal, token, count, Origin(adapter), make)
+
+    def open_once(
+        self, principal: Principal, token: bytes, count: int, origin: Origin, make: Callable[[], Opened]
+    ) -> Opened:
+        """What the principal's token has opened within a minute, else what `make` opens now: `count` sequences.
+
+        Raises what `make` raises; RequestError INVALID_REQUEST, SEQUENCE_CLOSED, SEQUENCE_EXPIRED and SEQUENCE_UNKNOWN
+        as `open`.
+        """
+        opened = self._tokens.find(principal, token, count, origin)
+        if opened is None:
+            opened = make()
+            self._tokens.keep(principal, token, origin, opened)
+        else:
+            self._check_held(opened, principal)
+        return opened
+
+    def _open(self, count: int, lease_s: float, adapter: str, principal: Principal) -> Opened:
         if self.is_draining:
             raise RequestError(Reason.DRAINING, "the server is draining", retry_after_s=1.0)
         if principal.quotas is not None:
@@ -141,15 +157,13 @@ class SequenceTable:
         self._principal[slots] = principal.number
         self.num_open_of[principal.number] += count
         self._lease_s[slots] = lease_s
-        self._deadline_s[slots] = now + lease_s
+        self._deadline_s[slots] = self._clock() + lease_s
         self.write_line[slots] = lines
         self.read_line[:, slots] = NULL_LINE
         self.draft_half[:, slots] = 0
         for slot in slots.tolist():
             self.ledger.reset(slot)
-        opened = Opened(handles, lease_s, bound)
-        self._tokens.keep(principal, token, opened)
-        return opened
+        return Opened(handles, lease_s, bound)
 
     def close(self, epoch: int, handles: NDArray[np.uint64], principal: Principal = ANONYMOUS) -> list[SequenceState]:
         """End sequences; those with steps in flight end when the steps are done. Idempotent."""

@@ -1,0 +1,1 @@
+"""States of sequences that outlive them: captured, restored, and stored in tiers."""
