@@ -11,8 +11,8 @@ or not at all. Knows the protocol; not models, not tokens, not torch (tensors ar
 
 from deltaline.tls import Tls
 from deltaline_client._adapters.types import Adapter, AdapterList, AdapterState, LoadedAdapter
-from deltaline_client._async_client import AsyncAdapters, AsyncClient, AsyncSequence
-from deltaline_client._client import Adapters, Client, Sequence
+from deltaline_client._async_client import AsyncAdapters, AsyncClient, AsyncSequence, AsyncSnapshot, AsyncSnapshots
+from deltaline_client._client import Adapters, Client, Sequence, Snapshot, Snapshots
 from deltaline_client._exceptions import (
     AcceptedOutOfRange,
     AccessError,
@@ -84,6 +84,7 @@ from deltaline_client._exceptions import (
     UploadTimeout,
     VerifyPending,
 )
+from deltaline_client._snapshots.snapshot import SnapshotState, Tier
 from deltaline_client._steps.rows import Row, RowResult, StepError, StepResult
 from deltaline_client._transport.retry import Retry
 from deltaline_client._types import (
@@ -114,6 +115,8 @@ __all__ = [
     "AsyncAdapters",
     "AsyncClient",
     "AsyncSequence",
+    "AsyncSnapshot",
+    "AsyncSnapshots",
     "Bug",
     "Cancelled",
     "CapacityError",
@@ -168,7 +171,10 @@ __all__ = [
     "ServerLoad",
     "SharedMemoryExhausted",
     "SharedMemoryOff",
+    "Snapshot",
+    "SnapshotState",
     "SnapshotUnknown",
+    "Snapshots",
     "SpanProgress",
     "SpanTooFarAhead",
     "SpansUneven",
@@ -185,6 +191,7 @@ __all__ = [
     "StepTiming",
     "StepUnfinished",
     "Stopping",
+    "Tier",
     "Tls",
     "TokenInPlaintext",
     "TooManyCalls",
