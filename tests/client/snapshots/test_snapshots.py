@@ -147,6 +147,8 @@ def test_a_count_is_one_or_more(driven: Any, server: Any, count: int) -> None:
 def test_sequences_go_on_from_a_snapshot_after_its_own_is_closed(driven: Any, server: Any) -> None:
     server.adapters["french"] = b"\x01" * 32
     parent = prompted(driven, adapter="french")
+    [child] = driven.do(parent.fork())
+    assert (child.adapter, child.adapter_hash) == ("french", b"\x01" * 32)
     [snapshot] = driven.do(driven.client.snapshots.create([parent], pin=True, lease_s=30.0))
     assert (snapshot.position, snapshot.pinned, snapshot.lease_remaining_s, snapshot.tier) == (5, True, 30, Tier.DEVICE)
     assert (snapshot.adapter, snapshot.adapter_hash, snapshot.size_bytes) == ("french", b"\x01" * 32, 3 << 20)

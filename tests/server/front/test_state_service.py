@@ -335,6 +335,7 @@ async def test_who_guesses_handles_is_slowed(stub: Any, state: Any, server: Serv
     opened = await opened_at(stub, 0)
     never = layers.OpenSequencesResponse(server_epoch=opened.server_epoch, sequence=[1 << 40])
     assert reason_of(status_of(await refused(state.ForkSequences(fork(never))))) == "SEQUENCE_UNKNOWN"
+    assert server.metrics.registry.get_sample_value("deltaline_unknown_handles_total") == 1
     names = {"server_epoch": opened.server_epoch}
     for first in range(1, 2000, MAX_SEQUENCES):
         guesses = [number << 24 for number in range(first, first + MAX_SEQUENCES)]
@@ -359,6 +360,7 @@ async def test_a_server_that_stops_ends_what_waits(stand_in: None, make_server: 
         await server.stop()
         with pytest.raises(grpc.aio.AioRpcError):
             await call
+        assert not [task for task in asyncio.all_tasks() if "RequestIds" in repr(task)]
     assert server.runtime.table.num_open == 1
 
 
