@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from google.rpc import code_pb2
 
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline_server.config import Config, flag, kind_of, shown
 from deltaline_server.errors import Reason
 
@@ -42,6 +42,7 @@ def test_every_reason_is_in_the_table_with_its_code() -> None:
 def test_every_call_is_in_the_table() -> None:
     services = [
         *layer_service_pb2.DESCRIPTOR.services_by_name.values(),
+        *state_service_pb2.DESCRIPTOR.services_by_name.values(),
         *admin_service_pb2.DESCRIPTOR.services_by_name.values(),
         *adapter_service_pb2.DESCRIPTOR.services_by_name.values(),
     ]

@@ -21,9 +21,10 @@ from deltaline_cli.bench.run import BenchError
 from deltaline_cli.demo import DemoError, demo, missing_packages
 from deltaline_cli.drain import add_drain
 from deltaline_cli.health import add_health
+from deltaline_cli.snapshots import add_snapshots
 from deltaline_cli.text import plural, readable_bytes, table
 from deltaline_cli.top.command import add_top
-from deltaline_client import Client, DeltalineError, LayerSpan, Output, Unavailable
+from deltaline_client import Client, DeltalineError, LayerSpan, Output, ServerInfo, Unavailable
 
 _ABOUT = """\
 Talks to a deltaline server: a service that holds the recurrent layers of a language model and their state.
@@ -36,6 +37,7 @@ Talks to a deltaline server: a service that holds the recurrent layers of a lang
   deltaline drain HOST --wait         let that server finish its sequences, and stop
   deltaline size --model DIR          what a server of that checkpoint takes; needs deltaline[server]
   deltaline adapters list             which adapters (LoRA) it holds
+  deltaline snapshots list            which states of sequences it holds
   deltaline bench --clients 4         how fast it answers
 """
 _BENCH = """\
@@ -138,11 +140,19 @@ def show_info(options: argparse.Namespace) -> int:
         ("calls go by", "the local link" if info.is_linked else "gRPC"),
         ("inline tensors", f"at most {readable_bytes(info.inline_limit_bytes)}"),
         ("leases", f"{info.default_lease_s:g} s, at most {info.max_lease_s:g} s"),
+        ("snapshots", _snapshots(info)),
         ("adapters", adapters),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(info.versions.items()))),
     ]
     print(table(rows, align="<<"))
     return 0
+
+
+def _snapshots(info: ServerInfo) -> str:
+    """What a server keeps of states."""
+    if not info.serves_state:
+        return "none"
+    return f"{info.snapshot_lines} {plural(info.snapshot_lines, 'line')} beyond those of sequences"
 
 
 def _streams(span: LayerSpan) -> str:
@@ -205,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     add_health(commands)
     add_drain(commands, served)
     add_adapters(commands)
+    add_snapshots(commands)
     _add_bench(commands, served)
     commands.add_parser("size", help="what a server of a model takes, and what a budget holds", add_help=False)
     about = "start a server and drive it from a few clients"

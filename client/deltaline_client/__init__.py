@@ -11,8 +11,8 @@ or not at all. Knows the protocol; not models, not tokens, not torch (tensors ar
 
 from deltaline.tls import Tls
 from deltaline_client._adapters.types import Adapter, AdapterList, AdapterState, LoadedAdapter
-from deltaline_client._async_client import AsyncAdapters, AsyncClient, AsyncSequence
-from deltaline_client._client import Adapters, Client, Sequence
+from deltaline_client._async_client import AsyncAdapters, AsyncClient, AsyncSequence, AsyncSnapshot, AsyncSnapshots
+from deltaline_client._client import Adapters, Client, Sequence, Snapshot, Snapshots
 from deltaline_client._exceptions import (
     AcceptedOutOfRange,
     AccessError,
@@ -42,6 +42,7 @@ from deltaline_client._exceptions import (
     MessageTooLarge,
     NoFreeLines,
     NonFiniteInput,
+    NoSnapshotLines,
     NothingToCommit,
     PagesExhausted,
     PositionMismatch,
@@ -61,9 +62,12 @@ from deltaline_client._exceptions import (
     ServerError,
     SharedMemoryExhausted,
     SharedMemoryOff,
+    SnapshotUnknown,
+    SpansUneven,
     SpanTooFarAhead,
     StateError,
     StateLost,
+    StateNotFinite,
     StatePoisoned,
     StepConflict,
     StepGap,
@@ -80,6 +84,7 @@ from deltaline_client._exceptions import (
     UploadTimeout,
     VerifyPending,
 )
+from deltaline_client._snapshots.snapshot import SnapshotState, Tier
 from deltaline_client._steps.rows import Row, RowResult, StepError, StepResult
 from deltaline_client._transport.retry import Retry
 from deltaline_client._types import (
@@ -110,6 +115,8 @@ __all__ = [
     "AsyncAdapters",
     "AsyncClient",
     "AsyncSequence",
+    "AsyncSnapshot",
+    "AsyncSnapshots",
     "Bug",
     "Cancelled",
     "CapacityError",
@@ -133,6 +140,7 @@ __all__ = [
     "LoadedAdapter",
     "MessageTooLarge",
     "NoFreeLines",
+    "NoSnapshotLines",
     "NonFiniteInput",
     "NothingToCommit",
     "Output",
@@ -163,10 +171,16 @@ __all__ = [
     "ServerLoad",
     "SharedMemoryExhausted",
     "SharedMemoryOff",
+    "Snapshot",
+    "SnapshotState",
+    "SnapshotUnknown",
+    "Snapshots",
     "SpanProgress",
     "SpanTooFarAhead",
+    "SpansUneven",
     "StateError",
     "StateLost",
+    "StateNotFinite",
     "StatePoisoned",
     "StepConflict",
     "StepError",
@@ -177,6 +191,7 @@ __all__ = [
     "StepTiming",
     "StepUnfinished",
     "Stopping",
+    "Tier",
     "Tls",
     "TokenInPlaintext",
     "TooManyCalls",

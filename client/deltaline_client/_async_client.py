@@ -11,6 +11,8 @@ from deltaline.tls import Tls
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeltalineError
+from deltaline_client._snapshots import calls as snapshot_calls
+from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, id_of
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits
@@ -82,27 +84,42 @@ class AsyncClient(ClientState):
         finally:
             flow.close()
 
-    async def open(self, *, lease_s: float | None = None, adapter: str | None = None) -> AsyncSequence:
-        """Open a sequence with zero state.
+    async def open(
+        self, *, lease_s: float | None = None, adapter: str | None = None, snapshot: AsyncSnapshot | bytes | None = None
+    ) -> AsyncSequence:
+        """Open a sequence with zero state, or with that of a snapshot.
 
         lease_s: how long it lives without a step; default the server's. adapter: the name of one that is loaded, which
-        the sequence has for as long as it lives; default none. Raises as open_many.
+        the sequence has for as long as it lives; default none. snapshot: one, or its id; the sequence has its adapter.
+        Raises as open_many.
         """
-        return (await self.open_many(1, lease_s=lease_s, adapter=adapter))[0]
+        return (await self.open_many(1, lease_s=lease_s, adapter=adapter, snapshot=snapshot))[0]
 
     async def open_many(
-        self, count: int, *, lease_s: float | None = None, adapter: str | None = None
+        self,
+        count: int,
+        *,
+        lease_s: float | None = None,
+        adapter: str | None = None,
+        snapshot: AsyncSnapshot | bytes | None = None,
     ) -> list[AsyncSequence]:
-        """Open `count` sequences with the same adapter, all or none.
+        """Open `count` sequences with the same adapter, or the same snapshot, all or none.
 
-        Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name.
+        Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name,
+        SnapshotUnknown when the snapshot is not held; ValueError for both.
         """
-        return await self._run(sequences.open_sequences(self, AsyncSequence, count, lease_s, adapter))
+        snapshot_id = b"" if snapshot is None else id_of(snapshot)
+        return await self._run(sequences.open_sequences(self, AsyncSequence, count, lease_s, adapter, snapshot_id))
 
     @property
     def adapters(self) -> AsyncAdapters:
         """The adapters of the server: load, unload, list."""
         return AsyncAdapters(self)
+
+    @property
+    def snapshots(self) -> AsyncSnapshots:
+        """The snapshots of this client's principal: create, list, renew, release."""
+        return AsyncSnapshots(self)
 
     step = awaited(steps.step)
     resume = awaited(steps.resume)
@@ -150,6 +167,7 @@ class AsyncSequence(SequenceRecord):
     resume = awaited(calls.resume_one)
     commit = awaited(calls.commit_one)
     close = awaited(calls.close_one)
+    fork = awaited(snapshot_calls.fork)
 
     async def __aenter__(self) -> Self:
         return self
@@ -160,3 +178,36 @@ class AsyncSequence(SequenceRecord):
         except DeltalineError:
             if exception is None:  # else the body's error matters more; the lease frees the state
                 raise
+
+
+class AsyncSnapshot(SnapshotRecord[AsyncSequence]):
+    """A state of a sequence that the server holds, to go on from any number of times. Made by AsyncClient.snapshots;
+    `async with` releases it. Else it lives until its lease ends."""
+
+    _make_sequence = AsyncSequence
+    restore = awaited(snapshot_calls.restore)
+    renew = awaited(snapshot_calls.renew_one)
+    release = awaited(snapshot_calls.release_one)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, exception: BaseException | None, traceback: object) -> None:
+        try:
+            await self.release()
+        except DeltalineError:
+            if exception is None:  # else the body's error matters more; the lease frees the state
+                raise
+
+
+class AsyncSnapshots(SnapshotsRecord[AsyncSnapshot]):
+    """The snapshots of a client's principal: what `AsyncClient.snapshots` is.
+
+    Methods and arguments are those of Snapshots.
+    """
+
+    _make_snapshot = AsyncSnapshot
+    create = awaited(snapshot_calls.create)
+    list = awaited(snapshot_calls.list_snapshots)
+    renew = awaited(snapshot_calls.renew)
+    release = awaited(snapshot_calls.release)

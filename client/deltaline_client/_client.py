@@ -11,6 +11,8 @@ from deltaline.tls import Tls
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeltalineError
+from deltaline_client._snapshots import calls as snapshot_calls
+from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, id_of
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits
@@ -102,25 +104,42 @@ class Client(ClientState):
             flow.close()
             session.close()
 
-    def open(self, *, lease_s: float | None = None, adapter: str | None = None) -> Sequence:
-        """Open a sequence with zero state.
+    def open(
+        self, *, lease_s: float | None = None, adapter: str | None = None, snapshot: Snapshot | bytes | None = None
+    ) -> Sequence:
+        """Open a sequence with zero state, or with that of a snapshot.
 
         lease_s: how long it lives without a step; default the server's. adapter: the name of one that is loaded, which
-        the sequence has for as long as it lives; default none. Raises as open_many.
+        the sequence has for as long as it lives; default none. snapshot: one, or its id; the sequence has its adapter.
+        Raises as open_many.
         """
-        return self.open_many(1, lease_s=lease_s, adapter=adapter)[0]
+        return self.open_many(1, lease_s=lease_s, adapter=adapter, snapshot=snapshot)[0]
 
-    def open_many(self, count: int, *, lease_s: float | None = None, adapter: str | None = None) -> list[Sequence]:
-        """Open `count` sequences with the same adapter, all or none.
+    def open_many(
+        self,
+        count: int,
+        *,
+        lease_s: float | None = None,
+        adapter: str | None = None,
+        snapshot: Snapshot | bytes | None = None,
+    ) -> list[Sequence]:
+        """Open `count` sequences with the same adapter, or the same snapshot, all or none.
 
-        Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name.
+        Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name,
+        SnapshotUnknown when the snapshot is not held; ValueError for both.
         """
-        return self._run(sequences.open_sequences(self, Sequence, count, lease_s, adapter))
+        snapshot_id = b"" if snapshot is None else id_of(snapshot)
+        return self._run(sequences.open_sequences(self, Sequence, count, lease_s, adapter, snapshot_id))
 
     @property
     def adapters(self) -> Adapters:
         """The adapters of the server: load, unload, list."""
         return Adapters(self)
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The snapshots of this client's principal: create, list, renew, release."""
+        return Snapshots(self)
 
     step = blocking(steps.step)
     resume = blocking(steps.resume)
@@ -172,6 +191,7 @@ class Sequence(SequenceRecord):
     resume = blocking(calls.resume_one)
     commit = blocking(calls.commit_one)
     close = blocking(calls.close_one)
+    fork = blocking(snapshot_calls.fork)
 
     def __enter__(self) -> Self:
         return self
@@ -182,3 +202,37 @@ class Sequence(SequenceRecord):
         except DeltalineError:
             if exception is None:  # else the body's error matters more; the lease frees the state
                 raise
+
+
+class Snapshot(SnapshotRecord[Sequence]):
+    """A state of a sequence that the server holds, to go on from any number of times. Made by Client.snapshots;
+    as a context manager it releases itself. Else it lives until its lease ends."""
+
+    _make_sequence = Sequence
+    restore = blocking(snapshot_calls.restore)
+    renew = blocking(snapshot_calls.renew_one)
+    release = blocking(snapshot_calls.release_one)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, exception: BaseException | None, traceback: object) -> None:
+        try:
+            self.release()
+        except DeltalineError:
+            if exception is None:  # else the body's error matters more; the lease frees the state
+                raise
+
+
+class Snapshots(SnapshotsRecord[Snapshot]):
+    """The snapshots of a client's principal: what `Client.snapshots` is.
+
+    [snapshot] = client.snapshots.create([sequence])
+    first, second = snapshot.restore(2)
+    """
+
+    _make_snapshot = Snapshot
+    create = blocking(snapshot_calls.create)
+    list = blocking(snapshot_calls.list_snapshots)
+    renew = blocking(snapshot_calls.renew)
+    release = blocking(snapshot_calls.release)

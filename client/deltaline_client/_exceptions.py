@@ -34,12 +34,15 @@ DeltalineError
 │   ├── PagesExhausted
 │   ├── TooManyUnknown
 │   ├── QuotaExceeded
+│   ├── NoSnapshotLines
 │   └── SharedMemoryExhausted
-├── StateError               the state of the sequence is gone
+├── StateError               the state of the sequence, or of a snapshot, is gone
 │   ├── SequenceUnknown
 │   ├── SequenceClosed
 │   ├── SequenceExpired
 │   ├── StateLost
+│   ├── SnapshotUnknown
+│   ├── StateNotFinite
 │   └── StatePoisoned
 ├── ConflictError            the caller and the server disagree about how far the sequence is
 │   ├── StepStale
@@ -50,6 +53,7 @@ DeltalineError
 │   ├── NothingToCommit
 │   ├── CommitConflict
 │   ├── SpanTooFarAhead
+│   ├── SpansUneven
 │   ├── PredecessorRefused
 │   ├── AdapterExists
 │   ├── AdapterInUse
@@ -222,12 +226,16 @@ class QuotaExceeded(CapacityError, reason="QUOTA_EXCEEDED"):
     """The caller's principal has as much as it may; `metadata` tells quota, limit, used and asked."""
 
 
+class NoSnapshotLines(CapacityError, reason="NO_SNAPSHOT_LINES"):
+    """No line is free for a snapshot, and none that is held may give way."""
+
+
 class SharedMemoryExhausted(CapacityError, reason="SHARED_MEMORY_EXHAUSTED"):
     """The server has no more memory to share."""
 
 
 class StateError(DeltalineError):
-    """The state of the sequence is gone; open a new one."""
+    """The state of the sequence, or of the snapshot, is gone; open a new one."""
 
 
 class SequenceUnknown(StateError, reason="SEQUENCE_UNKNOWN"):
@@ -244,6 +252,14 @@ class SequenceExpired(StateError, reason="SEQUENCE_EXPIRED"):
 
 class StateLost(StateError, reason="STATE_LOST"):
     """The server process that held it is gone."""
+
+
+class SnapshotUnknown(StateError, reason="SNAPSHOT_UNKNOWN"):
+    """Never made for this caller, released, expired, or it gave way."""
+
+
+class StateNotFinite(StateError, reason="STATE_NOT_FINITE"):
+    """The state has a value that is not finite, so it is not captured."""
 
 
 class StatePoisoned(StateError, reason="STATE_POISONED"):
@@ -284,6 +300,10 @@ class CommitConflict(ConflictError, reason="COMMIT_CONFLICT"):
 
 class SpanTooFarAhead(ConflictError, reason="SPAN_TOO_FAR_AHEAD"):
     """Another span of the sequence is too far behind."""
+
+
+class SpansUneven(ConflictError, reason="SPANS_UNEVEN"):
+    """The spans of the sequence are at different positions, so it has no one state to capture."""
 
 
 class PredecessorRefused(ConflictError, reason="PREDECESSOR_REFUSED"):

@@ -105,6 +105,8 @@ class ServerInfo:
     kv_page_tokens: int
     kv_page_bytes: int
     max_context: int
+    serves_state: bool
+    snapshot_lines: int
     is_linked: bool = False
 
     def input_shape(self, span: int = 0) -> tuple[int, ...]:

@@ -19,17 +19,15 @@ from typing import Self
 
 import grpc
 from google.protobuf.internal import api_implementation
-from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from deltaline import link
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_server.config import Config
-from deltaline_server.front import adapter_service, admin_service, health, layer_service
+from deltaline_server.front import adapter_service, layer_service
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.admin_service import AdminService
 from deltaline_server.front.ends.processes import FrontEndError, FrontEnds
-from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, grpc_options
+from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, SERVICES, grpc_options
 from deltaline_server.front.health import Health
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
@@ -39,6 +37,7 @@ from deltaline_server.front.link.listener import Listener
 from deltaline_server.front.link.methods import Methods
 from deltaline_server.front.port.descriptors import DescriptorError, connections
 from deltaline_server.front.port.gate import Gate
+from deltaline_server.front.state_service import StateService
 from deltaline_server.front.trust.principals import open_principals
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.front.trust.tls import Tls
@@ -79,18 +78,11 @@ class Server:
         self.address = ""
         self._clock = clock
         self._message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
-        self.metrics = Metrics(
-            [
-                layer_service_pb2.DESCRIPTOR.services_by_name["LayerService"],
-                adapter_service_pb2.DESCRIPTOR.services_by_name["AdapterService"],
-                admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"],
-                health_pb2.DESCRIPTOR.services_by_name["Health"],
-                reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
-            ]
-        )
+        self.metrics = Metrics(SERVICES)
         self.gate = Gate()
         self._http: HttpPort | None = None
         self._tls: Tls | None = None
+        self._state_service: StateService | None = None
         self.link = Listener(None)
         self.front_ends = FrontEnds(clock)
         self.has_started = self._is_ready = self._is_interrupted = self._has_failed = False
@@ -215,6 +207,8 @@ class Server:
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
         self._layer_service.close()
+        if self._state_service is not None:
+            await self._state_service.close()
         await self.runtime.close()
         await self._close_telemetry()
         gc.unfreeze()  # or what the server had would stay for as long as the process does
@@ -301,15 +295,24 @@ class Server:
             refusals=self._refusals,
             clock=self._clock,
             tracing=self._tracing,
+            states=runtime.states,
         )
         admin = AdminService(info=info, table=table, scheduler=scheduler, regions=runtime.regions, drain=self.drain)
         self._health = Health(
             {"": self._is_live, layer_service.NAME: self._takes_work, adapter_service.NAME: self._takes_adapters}
         )
         adapters = AdapterService(runtime.adapters).handlers()
-        own = (self._layer_service.handlers(), adapters, admin.handlers(), self._health.handlers())
-        names = (layer_service.NAME, adapter_service.NAME, admin_service.NAME, health.NAME, reflection.SERVICE_NAME)
-        handlers = (*own, _reflection(names))
+        own = [self._layer_service.handlers(), adapters, admin.handlers(), self._health.handlers()]
+        self._state_service = StateService(
+            states=runtime.states,
+            table=table,
+            served=runtime.served(),
+            guesses=self._layer_service.guesses,
+            settle=scheduler.settle,
+            clock=self._clock,
+        )
+        own.append(self._state_service.handlers())
+        handlers = (*own, _reflection([service.full_name for service in SERVICES]))
         self._server.add_generic_rpc_handlers(handlers)
         served = Served(
             find=Methods(handlers, interceptor).find,

@@ -214,6 +214,8 @@ class Runtime:
             kv_page_tokens=0 if self.pool.kv is None else self.pool.kv.page_size,
             kv_page_bytes=0 if self.pool.kv is None else self.pool.kv.page_bytes,
             max_context=0 if self.pool.kv is None else self.pool.kv.max_context,
+            serves_state=True,
+            snapshot_lines=config.snapshot_lines_beside(config.max_sequences),
         )
 
 

@@ -6,7 +6,18 @@ import inspect
 import types
 
 import deltaline_client
-from deltaline_client import Adapters, AsyncAdapters, AsyncClient, AsyncSequence, Client, Sequence
+from deltaline_client import (
+    Adapters,
+    AsyncAdapters,
+    AsyncClient,
+    AsyncSequence,
+    AsyncSnapshot,
+    AsyncSnapshots,
+    Client,
+    Sequence,
+    Snapshot,
+    Snapshots,
+)
 from deltaline_client._transport.channel import OPTIONS
 
 
@@ -23,7 +34,7 @@ def test_the_export_list_is_what_is_public() -> None:
 def test_both_clients_have_the_same_methods() -> None:
     def signatures(kind: type) -> dict[str, str]:
         return {
-            name: str(inspect.signature(member)).replace("AsyncSequence", "Sequence")
+            name: str(inspect.signature(member)).replace("AsyncS", "S")
             for name, member in inspect.getmembers(kind, inspect.isfunction)
             if not name.startswith("_")
         }
@@ -31,7 +42,10 @@ def test_both_clients_have_the_same_methods() -> None:
     assert signatures(Client) == signatures(AsyncClient)
     assert signatures(Sequence) == signatures(AsyncSequence)
     assert signatures(Adapters) == signatures(AsyncAdapters)
-    assert all(inspect.getdoc(getattr(Client, name)) for name in signatures(Client))
+    assert signatures(Snapshots) == signatures(AsyncSnapshots)
+    assert signatures(Snapshot) == signatures(AsyncSnapshot)
+    for kind in (Client, Snapshots, Snapshot):
+        assert all(inspect.getdoc(getattr(kind, name)) for name in signatures(kind))
 
 
 def test_the_channel_never_retries_by_itself() -> None:

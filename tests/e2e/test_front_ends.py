@@ -26,7 +26,7 @@ from rigs.programs import Program, run_together
 from rigs.server_process import ServerProcess, is_alive
 from rigs.until import until
 
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline_client import AsyncClient, Retry
 from deltaline_server.app import Server, StartError
 from deltaline_server.front.ends.memory import most_bytes
@@ -34,7 +34,10 @@ from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
 
 METHODS = [
     method
-    for module in (layer_service_pb2, adapter_service_pb2, admin_service_pb2, health_pb2, reflection_pb2)
+    for module in (
+        *(layer_service_pb2, state_service_pb2, adapter_service_pb2, admin_service_pb2),
+        *(health_pb2, reflection_pb2),
+    )
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
@@ -45,7 +48,7 @@ WITH_BOTH = {"front_ends": 1, "adapter_bytes": 1 << 20, "max_adapter_rank": MAX_
 
 
 @pytest.fixture(autouse=True)
-def paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def paths(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
     """What this process imports, its front ends do."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 

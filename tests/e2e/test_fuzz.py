@@ -32,12 +32,12 @@ from rigs.mutation import with_bytes_mutated
 from rigs.principals import entry, headers, token_of, write_principals
 from rigs.raw_link import raw_link
 from rigs.small_models import HIDDEN
-from rigs.target import ADMIN, LAYER, LEAK
+from rigs.target import ADMIN, LAYER, LEAK, STATE
 from rigs.until import until
 from rigs.ways import CODES, Said, Way, grpc_way, link_way
 
 from deltaline import link
-from deltaline.v1 import admin_service_pb2
+from deltaline.v1 import admin_service_pb2, state_service_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_client import AsyncClient, AsyncSequence, Tls
 from deltaline_server.app import Server
@@ -115,7 +115,7 @@ SWEEP = 250_000
 
 @pytest.fixture
 def make_watched(
-    make_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: None
 ) -> Callable[..., Server]:
     """A function that makes a server with everything on that parses what clients send."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of front ends
@@ -157,14 +157,21 @@ def beyond(call: MutatedCall, info: Any) -> str:
             "timeout_ms": range(24 * 3600 * 1000 + 1),
             "span": range(len(info.spans)),
             "priority": range(-8, 8),
+            "limit": range(4097),
         }
         for name, bound in bounds.items():
             if getattr(message, name, bound.start) not in bound:
                 return name
         if len(getattr(message, "sequence", "?")) not in range(1, info.max_sequences + 1):
             return "sequence"
-        if len(getattr(message, "open_token", "")) not in (0, 16):
-            return "open_token"
+        for name in ("open_token", "after"):
+            if len(getattr(message, name, "")) not in (0, 16):
+                return name
+        if len(getattr(message, "request_id", bytes(16))) != 16:
+            return "request_id"
+        ids = getattr(message, "snapshot_id", [bytes(16)])  # an open has one, or none
+        if any(len(one) != 16 for one in ([ids] * bool(ids) if isinstance(ids, bytes) else ids or [b""])):
+            return "snapshot_id"
     return ""
 
 
@@ -294,6 +301,7 @@ async def one_connection(
 ) -> None:
     """The calls of a connection, from the first on."""
     victims = await mutator.open_many(VICTIMS)
+    level = await mutator.open_many(2)
     prompts = [np.ones((TOKENS_ON_ITS_SPAN, HIDDEN), np.float32)] * VICTIMS
     async with witness.span_is_free:
         await mutator.prefill(victims, prompts, span=WITNESS_SPAN)
@@ -304,7 +312,13 @@ async def one_connection(
             METHODS[ADMIN + "CreateSharedMemory"], [size.SerializeToString()], headers("mutator"), 60.0
         )
         region = admin_service_pb2.CreateSharedMemoryResponse.FromString(said.replies[0]).region
-        held = Held(epoch, [victim.handle for victim in victims], region, "mutator")
+        asked = state_service_pb2.CreateSnapshotsRequest(
+            request_id=os.urandom(16), server_epoch=epoch, sequence=[one.handle for one in level]
+        )
+        said = await way.call(METHODS[STATE + "CreateSnapshots"], [asked.SerializeToString()], headers("mutator"), 60.0)
+        made = state_service_pb2.CreateSnapshotsResponse.FromString(said.replies[0]).snapshots
+        ids = [one.snapshot_id for one in made]
+        held = Held(epoch, [one.handle for one in victims], [one.handle for one in level], ids, region, "mutator")
 
         async def one(number: int) -> None:
             call = draw(seed, number, held)

@@ -27,7 +27,7 @@ from rigs.target import reason_of
 from rigs.until import until
 
 from deltaline import link
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from deltaline.v1.admin_service_pb2_grpc import AdminServiceStub
 from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
@@ -50,6 +50,12 @@ EXPECTED: dict[str, tuple[set[str] | None, grpc.StatusCode]] = {
     "Step": (STEP, INVALID),
     "CommitSequences": (STEP, INVALID),
     "StepStream": (STEP, OK),
+    "ForkSequences": (STEP, INVALID),
+    "CreateSnapshots": (STEP, INVALID),
+    "RestoreSequences": (STEP, INVALID),
+    "ListSnapshots": (STEP, OK),
+    "RenewSnapshots": (STEP, INVALID),
+    "ReleaseSnapshots": (STEP, INVALID),
     "LoadAdapter": (ADAPTER, INVALID),
     "UnloadAdapter": (ADAPTER, grpc.StatusCode.NOT_FOUND),
     "ListAdapters": (ANY, OK),
@@ -66,14 +72,17 @@ EXPECTED: dict[str, tuple[set[str] | None, grpc.StatusCode]] = {
 BODIES = {"Drain": admin_service_pb2.DrainRequest(timeout_ms=2**60).SerializeToString()}
 METHODS = {
     f"/{service.full_name}/{method.name}": method
-    for module in (layer_service_pb2, adapter_service_pb2, admin_service_pb2, health_pb2, reflection_pb2)
+    for module in (
+        *(layer_service_pb2, state_service_pb2, adapter_service_pb2, admin_service_pb2),
+        *(health_pb2, reflection_pb2),
+    )
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
     """What this process imports, its front ends do; files are looked at often."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(app, "RELOAD_TICK_S", 0.02)

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2
 
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, tensor_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, state_service_pb2, tensor_pb2
 
 ROOT = Path(__file__).parents[2] / "proto"
-FILES = [module.DESCRIPTOR for module in (tensor_pb2, layer_service_pb2, admin_service_pb2, adapter_service_pb2)]
+FILES = [
+    module.DESCRIPTOR
+    for module in (tensor_pb2, layer_service_pb2, state_service_pb2, admin_service_pb2, adapter_service_pb2)
+]
 METHODS = [m for file in FILES for service in file.services_by_name.values() for m in service.methods]
 
 
@@ -96,7 +99,7 @@ def test_numbers_are_used_once_and_without_gaps() -> None:
 
 def test_numeric_arrays_have_fixed_width() -> None:
     """Varints would make a step's size depend on its values and its parsing slow; shapes and enums are short."""
-    fixed = {"FIXED32", "FIXED64", "SFIXED32", "SFIXED64", "ENUM", "MESSAGE"}
+    fixed = {"FIXED32", "FIXED64", "SFIXED32", "SFIXED64", "ENUM", "MESSAGE", "BYTES"}
     for file in files():
         for message in file.message_type:
             for field in message.field:

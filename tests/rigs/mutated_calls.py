@@ -1,6 +1,7 @@
 """Calls of every method with messages, metadata and deadlines that nobody meant; each follows from a seed and a number.
 
-Each begins as a valid call about what the server really holds: sequences, a region of shared memory, adapters.
+Each begins as a valid call about what the server really holds: sequences, snapshots, a region of shared memory,
+adapters.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from rigs.small_models import GATED_DELTA_NET, HIDDEN
 from safetensors.torch import save
 
 from deltaline import wire
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, tensor_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, state_service_pb2, tensor_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.models.config import ModelConfig
 
 METHODS: dict[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
-    for module in (pb, adapter_service_pb2, admin_service_pb2, health_pb2, reflection_pb2)
+    for module in (pb, state_service_pb2, adapter_service_pb2, admin_service_pb2, health_pb2, reflection_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
@@ -61,10 +62,13 @@ class MutatedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """What the valid calls are about. victims: handles, on which anything may be done."""
+    """What the valid calls are about. victims, snapshots: handles and ids, with which anything may be done. level:
+    handles of sequences that are not stepped, so that their spans are at one position."""
 
     epoch: int
     victims: Sequence[int]
+    level: Sequence[int]
+    snapshots: Sequence[bytes]
     region: int
     name: str
     """Of the principal who calls."""
@@ -127,6 +131,8 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
             token = rng.choice((b"", b"t" * 16, rng.randbytes(16), rng.randbytes(16)))
             adapter = rng.choice(("", "", "", "", _ADAPTER_NAMES[0]))
             made = pb.OpenSequencesRequest(count=rng.choice((1, 3)), lease_ms=1000, open_token=token, adapter=adapter)
+            if rng.random() < 0.2:
+                made.adapter, made.snapshot_id = "", rng.choice(held.snapshots)
         case "CloseSequences":
             made = pb.CloseSequencesRequest(server_epoch=epoch, sequence=some[:1])
         case "DescribeSequences":
@@ -143,6 +149,26 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
             count = len(some)
             step, accepted = [rng.choice((1, 2))] * count, [rng.randrange(4)] * count
             made = pb.CommitSequencesRequest(server_epoch=epoch, sequence=some, step=step, accepted=accepted)
+        case "ForkSequences" | "CreateSnapshots":
+            what = {"count": rng.choice((1, 2))} if method.name == "ForkSequences" else {"pinned": rng.random() < 0.5}
+            made = message_factory.GetMessageClass(method.input_type)(
+                request_id=_request_id(rng),
+                server_epoch=epoch,
+                sequence=rng.choice((some[:2], held.level)),
+                lease_ms=1000,
+                **what,
+            )
+        case "RestoreSequences" | "RenewSnapshots":
+            made = message_factory.GetMessageClass(method.input_type)(
+                request_id=_request_id(rng), snapshot_id=rng.choices(held.snapshots, k=2), lease_ms=1000
+            )
+        case "ReleaseSnapshots":
+            made = state_service_pb2.ReleaseSnapshotsRequest(
+                request_id=_request_id(rng), snapshot_id=[rng.choice((bytes(16), rng.choice(held.snapshots)))]
+            )
+        case "ListSnapshots":
+            after = rng.choice((b"", bytes(16), rng.choice(held.snapshots)))
+            made = state_service_pb2.ListSnapshotsRequest(after=after, limit=rng.choice((0, 1, 4096)))
         case "CreateSharedMemory":
             made = admin_service_pb2.CreateSharedMemoryRequest(size_bytes=100, lease_ms=1000)
         case "ReleaseSharedMemory":
@@ -163,6 +189,11 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
         case _:
             made = message_factory.GetMessageClass(method.input_type)()
     return [made]
+
+
+def _request_id(rng: Random) -> bytes:
+    """At times one that has come before."""
+    return rng.choice((bytes([rng.randrange(4)] * 16), rng.randbytes(16), rng.randbytes(16)))
 
 
 def _step(held: Held, handles: Sequence[int], rng: Random) -> Any:

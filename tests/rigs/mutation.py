@@ -6,6 +6,7 @@ Knows protobuf's encoding and a message's descriptor; not what a field means.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -241,7 +242,8 @@ def _change_column(column: Any, field: FieldDescriptor, rng: Random) -> None:
     kind = rng.randrange(4)
     if kind == 0 or not column:
         count = rng.choice((1, 2, 65, 3000))
-        column.extend([_bound(field, rng) if count < 3 else rng.getrandbits(31) for _ in range(count)])
+        many = partial(rng.randbytes, 16) if field.type == _F.TYPE_BYTES else partial(rng.getrandbits, 31)
+        column.extend([_bound(field, rng) if count < 3 else many() for _ in range(count)])
     elif kind == 1:
         del column[rng.randrange(len(column)) :]
     elif kind == 2:

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from numpy.typing import NDArray
+from rigs.running_states import FakeStates, opened_from
 
 from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as admin
-from deltaline.v1 import admin_service_pb2_grpc, layer_service_pb2_grpc, tensor_pb2
+from deltaline.v1 import admin_service_pb2_grpc, layer_service_pb2_grpc, state_service_pb2_grpc, tensor_pb2
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client import AsyncClient, Client, Retry
 from deltaline_server.errors import Reason
@@ -48,6 +49,12 @@ def status_of(
         retry_info.retry_delay.FromNanoseconds(round(retry_after_s * 1e9))
         status.details.add().Pack(retry_info)
     return status
+
+
+def _abort(status: status_pb2.Status, context: Any) -> None:
+    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+    codes = {code.value[0]: code for code in grpc.StatusCode}
+    context.abort(codes[status.code], status.message)
 
 
 @dataclass
@@ -104,6 +111,8 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
             max_lease_ms=600_000,
             device="cpu",
             versions={"numpy": "2"},
+            serves_state=True,
+            snapshot_lines=4,
         )
         self.load = admin.GetLoadResponse(lines_total=16)
         # What happens before each GetLoad, as long as there is something.
@@ -123,6 +132,8 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self.server = grpc.server(futures.ThreadPoolExecutor(8))
         layer_service_pb2_grpc.add_LayerServiceServicer_to_server(self, self.server)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self, self.server)
+        self.states = FakeStates(self)
+        state_service_pb2_grpc.add_StateServiceServicer_to_server(self.states, self.server)
         self.port = self.server.add_insecure_port("127.0.0.1:0")
         self.server.start()
 
@@ -164,16 +175,19 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
                 answer.step.CopyFrom(self.Step(message.step, context))
             yield answer
 
-    def _enter(self, method: str, request: Any, context: Any) -> Fault:
+    def enter(self, method: str, request: Any, context: Any) -> Fault:
         self.requests[method].append(request)
         fault = self.faults[method].popleft() if self.faults[method] else Fault()
         if fault.status is not None:
-            context.set_trailing_metadata((("grpc-status-details-bin", fault.status.SerializeToString()),))
-            codes = {code.value[0]: code for code in grpc.StatusCode}
-            context.abort(codes[fault.status.code], fault.status.message)
+            _abort(fault.status, context)
         return fault
 
-    def _leave(self, fault: Fault, context: Any) -> None:
+    @staticmethod
+    def abort(reason: Reason, context: Any) -> None:
+        """End a call with a reason."""
+        _abort(status_of(reason), context)
+
+    def leave(self, fault: Fault, context: Any) -> None:
         if fault.hang:
             self.arrived.set()
             self.released.wait(60)
@@ -181,13 +195,13 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
             context.abort(fault.lost, "the connection broke")
 
     def GetServerInfo(self, request: Any, context: Any) -> admin.GetServerInfoResponse:
-        self._enter("GetServerInfo", request, context)
+        self.enter("GetServerInfo", request, context)
         return self.info
 
     def GetLoad(self, request: Any, context: Any) -> admin.GetLoadResponse:
         if self.before_loads:
             self.before_loads.popleft()()
-        self._enter("GetLoad", request, context)
+        self.enter("GetLoad", request, context)
         self.load.sequences_open = len(self.streams)
         return self.load
 
@@ -200,21 +214,25 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         return admin.ReleaseSharedMemoryResponse()
 
     def Drain(self, request: Any, context: Any) -> admin.DrainResponse:
-        self._enter("Drain", request, context)
+        self.enter("Drain", request, context)
         self.load.draining = True
         return admin.DrainResponse(sequences_open=len(self.streams))
 
     def OpenSequences(self, request: Any, context: Any) -> layers.OpenSequencesResponse:
         if request.adapter and request.adapter not in self.adapters:
             self.refuse("OpenSequences", Reason.ADAPTER_UNKNOWN)
-        fault = self._enter("OpenSequences", request, context)
+        fault = self.enter("OpenSequences", request, context)
+        if request.snapshot_id:
+            response = opened_from(self.states, request, context, self)
+            self.leave(fault, context)
+            return response
         if request.open_token not in self.opened:
             first = 100 + sum(map(len, self.opened.values()))
             handles = list(range(first, first + request.count))
             self.streams |= {handle: defaultdict(Stream) for handle in handles}
             self.opened[request.open_token] = handles
             self.bound |= dict.fromkeys(handles, request.adapter)
-        self._leave(fault, context)
+        self.leave(fault, context)
         return layers.OpenSequencesResponse(
             server_epoch=self.info.server_epoch,
             sequence=self.opened[request.open_token],
@@ -226,18 +244,18 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         return layers.SEQUENCE_STATE_OPEN if handle in self.streams else layers.SEQUENCE_STATE_UNKNOWN
 
     def CloseSequences(self, request: Any, context: Any) -> layers.CloseSequencesResponse:
-        fault = self._enter("CloseSequences", request, context)
+        fault = self.enter("CloseSequences", request, context)
         for handle in request.sequence:
             self.streams.pop(handle, None)
-        self._leave(fault, context)
+        self.leave(fault, context)
         return layers.CloseSequencesResponse(state=[layers.SEQUENCE_STATE_CLOSED for _ in request.sequence])
 
     def RenewLeases(self, request: Any, context: Any) -> layers.RenewLeasesResponse:
-        self._enter("RenewLeases", request, context)
+        self.enter("RenewLeases", request, context)
         return layers.RenewLeasesResponse(state=[self._state(handle) for handle in request.sequence])
 
     def DescribeSequences(self, request: Any, context: Any) -> layers.DescribeSequencesResponse:
-        self._enter("DescribeSequences", request, context)
+        self.enter("DescribeSequences", request, context)
         response = layers.DescribeSequencesResponse()
         for handle in request.sequence:
             spans = [self.streams[handle][span] for span in range(2)] if handle in self.streams else []
@@ -259,7 +277,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         return response
 
     def CommitSequences(self, request: Any, context: Any) -> layers.CommitSequencesResponse:
-        fault = self._enter("CommitSequences", request, context)
+        fault = self.enter("CommitSequences", request, context)
         response = layers.CommitSequencesResponse()
         with self.lock:
             rows = zip(request.sequence, request.step, request.accepted, strict=True)
@@ -273,7 +291,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
                 elif stream.drafts is not None:
                     stream.commit(accepted)
                 response.position.append(stream.position)
-        self._leave(fault, context)
+        self.leave(fault, context)
         return response
 
     @staticmethod
@@ -283,7 +301,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         return Reason.COMMIT_CONFLICT if stream.drafts is None and accepted != stream.fixed else None
 
     def Step(self, request: Any, context: Any) -> layers.StepResponse:
-        fault = self._enter("Step", request, context)
+        fault = self.enter("Step", request, context)
         start = list(request.query_start_loc)
         hidden = wire.decode(request.hidden, limit_bytes=self.info.inline_limit_bytes)
         response = layers.StepResponse(output_start_loc=[0], timing=layers.StepTiming(queue_ns=10**6, batch_rows=3))
@@ -313,7 +331,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
             response.position.append(stream.position)
             response.output_start_loc.append(response.output_start_loc[-1] + len(output))
         response.hidden.CopyFrom(wire.encode(np.concatenate(outputs)))
-        self._leave(fault, context)
+        self.leave(fault, context)
         return response
 
     @staticmethod

@@ -25,7 +25,7 @@ from deltaline_server.tables.open_tokens import Opened
 
 HIDDEN = 64
 LAYER, ADMIN = "/deltaline.v1.LayerService/", "/deltaline.v1.AdminService/"
-ADAPTER = "/deltaline.v1.AdapterService/"
+ADAPTER, STATE = "/deltaline.v1.AdapterService/", "/deltaline.v1.StateService/"
 # Nothing of the inside may show in an error's text.
 LEAK = re.compile(r"/[a-z]+/|0x[0-9a-f]{6}|Traceback|Error\b|<class|object at|deltaline_server|\.py\b")
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client._exceptions import ProtocolError
+from deltaline_client._exceptions import ProtocolError, SnapshotUnknown
 from deltaline_client._seconds import milliseconds
-from deltaline_client._state import ClientState, retried
+from deltaline_client._state import ClientState, info, retried
 from deltaline_client._steps.sequence import SequenceRecord
+from deltaline_client._table import POSITION
 from deltaline_client._transport.flow import Flow, Method, Response
 from deltaline_client._transport.methods import CLOSE, DESCRIBE, DRAIN, LOAD, OPEN, RENEW
 from deltaline_client._types import SequenceDescription, SequenceState, ServerLoad
@@ -21,38 +22,68 @@ T = TypeVar("T")
 
 _TOKEN_BYTES = 16
 
+Make: TypeAlias = Callable[[ClientState, int, int, str | None, bytes], S]
+"""Makes a sequence of a client, handle, server_epoch, adapter and adapter_hash."""
+
 
 def open_sequences(
     client: ClientState,
-    make: Callable[[ClientState, int, int, str | None, bytes], S],
+    make: Make[S],
     count: int,
     lease_s: float | None,
     adapter: str | None,
+    snapshot_id: bytes = b"",
 ) -> Flow[list[S]]:
     """Open `count` sequences, all or none; `make` makes the objects, of client, handle, server_epoch, adapter and hash.
 
-    Raises ProtocolError if the server has opened them without the adapter: it is too old to know any.
+    Raises ProtocolError if the server has opened them without the adapter: it is too old to know any. SnapshotUnknown
+    if it is too old to know snapshots.
     """
     if not isinstance(adapter, str | None):
         raise TypeError(f"adapter: expected a name, or None for none, got {type(adapter).__name__}")
     if adapter == "":
         raise ValueError("adapter: expected a name, or None for none, got an empty name")
+    if adapter is not None and snapshot_id:
+        raise ValueError("adapter: expected none beside a snapshot, whose sequences have its own")
+    if snapshot_id and not (yield from info(client)).serves_state:
+        raise SnapshotUnknown("snapshot: the server keeps none")
     request = layers.OpenSequencesRequest(
         count=count,
         lease_ms=milliseconds("lease_s", lease_s),
         open_token=secrets.token_bytes(_TOKEN_BYTES),
         adapter=adapter or "",
+        snapshot_id=snapshot_id,
     )
     response = yield from retried(client, OPEN, request)
     if len(response.sequence) != count:
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequence)}")
-    if client._info is not None and client._info.server_epoch != response.server_epoch:
-        client._info = None  # another process answers now; it may serve something else
     epoch, adapter_hash = response.server_epoch, response.adapter_hash
-    sequences = [make(client, handle, epoch, adapter, adapter_hash) for handle in response.sequence]
+    if snapshot_id:
+        adapter = response.adapter or None
+    sequences = yield from begin(client, make, epoch, response.sequence, response.position, adapter, adapter_hash)
     if (adapter is not None) != bool(response.adapter_hash):
         yield from close(client, sequences)  # no one else has their handles
         raise ProtocolError("the server has not opened the sequences with the adapter that was asked for")
+    return sequences
+
+
+def begin(
+    client: ClientState,
+    make: Make[S],
+    server_epoch: int,
+    handles: Sequence[int],
+    position: int,
+    adapter: str | None,
+    adapter_hash: bytes,
+) -> Flow[list[S]]:
+    """Make the objects of sequences that a server has just opened, at a position on every span."""
+    if client._info is not None and client._info.server_epoch != server_epoch:
+        client._info = None  # another process answers now; it may serve something else
+    sequences = [make(client, handle, server_epoch, adapter, adapter_hash) for handle in handles]
+    if position:
+        for span in range(len((yield from info(client)).spans)):
+            for sequence in sequences:
+                sequence.progress(span).write({POSITION: position})
     return sequences
 
 

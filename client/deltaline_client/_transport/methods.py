@@ -5,11 +5,13 @@ from __future__ import annotations
 from deltaline.v1 import adapter_service_pb2 as adapters
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
+from deltaline.v1 import state_service_pb2 as states
 from deltaline_client._transport.flow import Method
 
 _LAYERS = "/deltaline.v1.LayerService/"
 _ADMIN = "/deltaline.v1.AdminService/"
 _ADAPTERS = "/deltaline.v1.AdapterService/"
+_STATES = "/deltaline.v1.StateService/"
 
 OPEN = Method(_LAYERS + "OpenSequences", layers.OpenSequencesRequest, layers.OpenSequencesResponse)
 CLOSE = Method(_LAYERS + "CloseSequences", layers.CloseSequencesRequest, layers.CloseSequencesResponse)
@@ -30,11 +32,21 @@ LOAD_ADAPTER = Method(
 UNLOAD_ADAPTER = Method(_ADAPTERS + "UnloadAdapter", adapters.UnloadAdapterRequest, adapters.UnloadAdapterResponse)
 LIST_ADAPTERS = Method(_ADAPTERS + "ListAdapters", adapters.ListAdaptersRequest, adapters.ListAdaptersResponse)
 
+FORK = Method(_STATES + "ForkSequences", states.ForkSequencesRequest, states.ForkSequencesResponse)
+CREATE_SNAPSHOTS = Method(_STATES + "CreateSnapshots", states.CreateSnapshotsRequest, states.CreateSnapshotsResponse)
+RESTORE = Method(_STATES + "RestoreSequences", states.RestoreSequencesRequest, states.RestoreSequencesResponse)
+LIST_SNAPSHOTS = Method(_STATES + "ListSnapshots", states.ListSnapshotsRequest, states.ListSnapshotsResponse)
+RENEW_SNAPSHOTS = Method(_STATES + "RenewSnapshots", states.RenewSnapshotsRequest, states.RenewSnapshotsResponse)
+RELEASE_SNAPSHOTS = Method(
+    _STATES + "ReleaseSnapshots", states.ReleaseSnapshotsRequest, states.ReleaseSnapshotsResponse
+)
+
 STEP_STREAM = _LAYERS + "StepStream"
 
 METHODS = (
     *(OPEN, CLOSE, DESCRIBE, RENEW, COMMIT),
     *(INFO, LOAD, DRAIN, CREATE_MEMORY, RELEASE_MEMORY),
     *(LOAD_ADAPTER, UNLOAD_ADAPTER, LIST_ADAPTERS),
+    *(FORK, CREATE_SNAPSHOTS, RESTORE, LIST_SNAPSHOTS, RENEW_SNAPSHOTS, RELEASE_SNAPSHOTS),
 )
 """All but the stream."""

@@ -198,6 +198,7 @@ class OpenSequencesRequest(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     OPEN_TOKEN_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     """How many, 1 .. GetServerInfoResponse.max_sequences. Else INVALID_ARGUMENT, reason INVALID_REQUEST. More than are
     free: RESOURCE_EXHAUSTED, reason NO_FREE_LINES, with RetryInfo. While draining, unless the open_token is known:
@@ -210,14 +211,21 @@ class OpenSequencesRequest(_message.Message):
     open_token: _builtins.bytes
     """Random bytes that name this open, so that a retry returns the same handles; 16 bytes, or empty for none. Remembered
     for a minute, also when these sequences are over. If one of them is: NOT_FOUND, reason SEQUENCE_CLOSED,
-    SEQUENCE_EXPIRED or SEQUENCE_UNKNOWN; nothing is opened. Other lengths, or the same token with another count or
-    adapter: INVALID_ARGUMENT, reason INVALID_REQUEST.
+    SEQUENCE_EXPIRED or SEQUENCE_UNKNOWN; nothing is opened. Other lengths, or the same token with another count,
+    adapter or snapshot: INVALID_ARGUMENT, reason INVALID_REQUEST.
     """
     adapter: _builtins.str
     """Name of the adapter (AdapterService.LoadAdapter) that all of them have for as long as they live; empty for none. The
     content that has the name now is theirs, also when the adapter is unloaded and its name given to another. No adapter
     has this name: NOT_FOUND, reason ADAPTER_UNKNOWN. A server that keeps no adapters: FAILED_PRECONDITION, reason
     ADAPTERS_OFF.
+    """
+    snapshot_id: _builtins.bytes
+    """Snapshot.snapshot_id (StateService) of the state that all of them begin with, 16 bytes; empty for zero state. They
+    have its adapter: with another `adapter` than none, or another length, INVALID_ARGUMENT, reason INVALID_REQUEST. One
+    that is not held: NOT_FOUND, reason SNAPSHOT_UNKNOWN; too few pages free: RESOURCE_EXHAUSTED, reason PAGES_EXHAUSTED.
+    A server without StateService knows no snapshots, and opens with zero state: see
+    GetServerInfoResponse.serves_state.
     """
     def __init__(
         self,
@@ -226,10 +234,11 @@ class OpenSequencesRequest(_message.Message):
         lease_ms: _builtins.int = ...,
         open_token: _builtins.bytes = ...,
         adapter: _builtins.str = ...,
+        snapshot_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "count", b"count", "lease_ms", b"lease_ms", "open_token", b"open_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "count", b"count", "lease_ms", b"lease_ms", "open_token", b"open_token", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -245,12 +254,18 @@ class OpenSequencesResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     ADAPTER_HASH_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process; goes with every later request about these sequences. Never 0."""
     lease_ms: _builtins.int
     """The lease that each got, milliseconds."""
     adapter_hash: _builtins.bytes
     """Adapter.content_hash of their adapter; empty for none. State made under it is never continued under another."""
+    position: _builtins.int
+    """Committed tokens of each on every span: those of the snapshot, 0 without one."""
+    adapter: _builtins.str
+    """The name under which the snapshot's adapter was opened; empty for none, and without a snapshot."""
     @_builtins.property
     def sequence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Handles, `count` of them. Opaque; never 0."""
@@ -262,10 +277,12 @@ class OpenSequencesResponse(_message.Message):
         sequence: _abc.Iterable[_builtins.int] | None = ...,
         lease_ms: _builtins.int = ...,
         adapter_hash: _builtins.bytes = ...,
+        position: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_hash", b"adapter_hash", "lease_ms", b"lease_ms", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_hash", b"adapter_hash", "lease_ms", b"lease_ms", "position", b"position", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,7 +77,7 @@ class LayerServiceServicer:
     """
 
     def OpenSequences(self, request, context):
-        """Opens sequences, all or none. Each has zero state, step 0 and position 0 on every span.
+        """Opens sequences, all or none. Each has step 0 on every span, and zero state at position 0, or that of a snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class LayerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LayerServiceAsyncStub: ...
     OpenSequences: _grpc.UnaryUnaryMultiCallable[_layer_service_pb2.OpenSequencesRequest, _layer_service_pb2.OpenSequencesResponse]
-    """Opens sequences, all or none. Each has zero state, step 0 and position 0 on every span."""
+    """Opens sequences, all or none. Each has step 0 on every span, and zero state at position 0, or that of a snapshot."""
     CloseSequences: _grpc.UnaryUnaryMultiCallable[_layer_service_pb2.CloseSequencesRequest, _layer_service_pb2.CloseSequencesResponse]
     """Ends sequences and frees their state. Idempotent. A sequence with steps in flight is freed when they are done."""
     DescribeSequences: _grpc.UnaryUnaryMultiCallable[_layer_service_pb2.DescribeSequencesRequest, _layer_service_pb2.DescribeSequencesResponse]
@@ -61,7 +61,7 @@ class LayerServiceAsyncStub(LayerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenSequences: _aio.UnaryUnaryMultiCallable[_layer_service_pb2.OpenSequencesRequest, _layer_service_pb2.OpenSequencesResponse]  # type: ignore[assignment]
-    """Opens sequences, all or none. Each has zero state, step 0 and position 0 on every span."""
+    """Opens sequences, all or none. Each has step 0 on every span, and zero state at position 0, or that of a snapshot."""
     CloseSequences: _aio.UnaryUnaryMultiCallable[_layer_service_pb2.CloseSequencesRequest, _layer_service_pb2.CloseSequencesResponse]  # type: ignore[assignment]
     """Ends sequences and frees their state. Idempotent. A sequence with steps in flight is freed when they are done."""
     DescribeSequences: _aio.UnaryUnaryMultiCallable[_layer_service_pb2.DescribeSequencesRequest, _layer_service_pb2.DescribeSequencesResponse]  # type: ignore[assignment]
@@ -86,7 +86,7 @@ class LayerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _layer_service_pb2.OpenSequencesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_layer_service_pb2.OpenSequencesResponse, _abc.Awaitable[_layer_service_pb2.OpenSequencesResponse]]:
-        """Opens sequences, all or none. Each has zero state, step 0 and position 0 on every span."""
+        """Opens sequences, all or none. Each has step 0 on every span, and zero state at position 0, or that of a snapshot."""
 
     @_abc_1.abstractmethod
     def CloseSequences(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, state_service_pb2
 
-_LAYER, _ADAPTER, _ADMIN = (
+_LAYER, _STATE, _ADAPTER, _ADMIN = (
     f"/{module.DESCRIPTOR.services_by_name[name].full_name}"
     for module, name in (
         (layer_service_pb2, "LayerService"),
+        (state_service_pb2, "StateService"),
         (adapter_service_pb2, "AdapterService"),
         (admin_service_pb2, "AdminService"),
     )
@@ -31,6 +32,14 @@ def _loaded(reply: bytes) -> dict[str, object]:
 
 AUDITED = {
     f"{_LAYER}/OpenSequences": Audited("opened", lambda asked: {"count": asked.count, "adapter": asked.adapter}),
+    f"{_STATE}/ForkSequences": Audited(
+        "forked", lambda asked: {"sequences": len(asked.sequence), "count": asked.count}
+    ),
+    f"{_STATE}/CreateSnapshots": Audited(
+        "snapshots made", lambda asked: {"sequences": len(asked.sequence), "pinned": asked.pinned}
+    ),
+    f"{_STATE}/RestoreSequences": Audited("restored", lambda asked: {"snapshots": len(asked.snapshot_id)}),
+    f"{_STATE}/ReleaseSnapshots": Audited("snapshots released", lambda asked: {"snapshots": len(asked.snapshot_id)}),
     f"{_ADAPTER}/LoadAdapter": Audited("loaded", _loaded),
     f"{_ADAPTER}/UnloadAdapter": Audited("unloaded", lambda asked: {"adapter": asked.name}),
     f"{_ADMIN}/CreateSharedMemory": Audited("shared memory", lambda asked: {"size_bytes": asked.size_bytes}),

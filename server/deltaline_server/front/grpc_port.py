@@ -1,4 +1,4 @@
-"""gRPC's port: the options of its servers, and why a port can't be had."""
+"""gRPC's port: its services, the options of its servers, and why a port can't be had."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import errno
 import socket
 
 import grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline_server.front.port.descriptors import MAX_CONNECTIONS
 
+SERVICES = [
+    service
+    for module in (
+        *(layer_service_pb2, state_service_pb2, adapter_service_pb2, admin_service_pb2),
+        *(health_pb2, reflection_pb2),
+    )
+    for service in module.DESCRIPTOR.services_by_name.values()
+]
 # How long what is under way when a connection is too old may go on: a step's time, and some more. Steps of a stream
 # that is cut are sent again.
 AGE_GRACE_MS = 60_000

@@ -16,6 +16,7 @@ from deltaline_server.front import replies, requests
 from deltaline_server.front.flow_control import SharedBudget, StreamWindow
 from deltaline_server.front.interceptor import Context, bug, empty_frames
 from deltaline_server.front.requests import Served
+from deltaline_server.front.state_service import States
 from deltaline_server.front.step_message import StepMessage, StreamStep
 from deltaline_server.front.step_parser import StepParser
 from deltaline_server.front.trust.guesses import Guesses
@@ -25,6 +26,7 @@ from deltaline_server.principal import Principal
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import GRPC_REPLY_TURNS, Scheduler
 from deltaline_server.step import StepRequest, StepResult
+from deltaline_server.tables.open_tokens import Origin
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
 
@@ -55,10 +57,12 @@ class LayerService:
         refusals: Refusals,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
+        states: States,
     ) -> None:
         """`observer` counts what streams refuse, and `refusals` says when that may be answered; `principals` judges
-        those that live on; `clock` is the scheduler's: monotonic seconds."""
-        self._tracing, self._principals, self._refusals = tracing, principals, refusals
+        those that live on; `states` are what sequences may begin with; `clock` is the scheduler's: monotonic
+        seconds."""
+        self._tracing, self._principals, self._refusals, self._states = tracing, principals, refusals, states
         self._table, self._scheduler, self._served = table, scheduler, served
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
@@ -87,16 +91,16 @@ class LayerService:
     async def open_sequences(self, message: pb.OpenSequencesRequest, context: Context) -> bytes:
         """Open sequences."""
         self._scheduler.settle()  # it may end sequences, whose lines are free then
-        count = requests.read_count(message, self._served)
+        count, principal = requests.read_count(message, self._served), current_principal()
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
-        opened = self._table.open(count, lease_s, message.open_token, message.adapter, current_principal())
-        response = pb.OpenSequencesResponse(
-            server_epoch=self._table.server_epoch,
-            sequence=opened.handles.tolist(),
-            lease_ms=round(opened.lease_s * 1000),
-            adapter_hash=opened.adapter.content_hash,
-        )
-        return response.SerializeToString()
+        if not message.snapshot_id:
+            opened = self._table.open(count, lease_s, message.open_token, message.adapter, principal)
+            return replies.open_response(self._table.server_epoch, opened)
+        make = partial(self._states.restore, [message.snapshot_id] * count, principal, lease_s=lease_s)
+        origin = Origin(snapshot=message.snapshot_id)
+        opened = self._table.open_once(principal, message.open_token, count, origin, make)
+        [first] = self._table.describe(self._table.server_epoch, opened.handles[:1], principal)
+        return replies.open_response(self._table.server_epoch, opened, first)
 
     async def close_sequences(self, message: pb.CloseSequencesRequest, context: Context) -> bytes:
         """End sequences."""

@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import state_service_pb2 as state_pb
 from deltaline.v1 import tensor_pb2
 from deltaline_server.errors import DOMAIN, Refusal
 from deltaline_server.step import OutputMemory, StepResult, StepTiming
+from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.sequence import SequenceDescription, SequenceState
+from deltaline_server.tables.snapshots import SnapshotDescription, SnapshotState
 
 Pieces: TypeAlias = list[wire.Buffer]
 """A serialised message as bytes and views of arrays, to be joined, or copied to where it goes."""
@@ -125,6 +128,67 @@ def describe_response(handle: NDArray[np.uint64], descriptions: Sequence[Sequenc
     return response.SerializeToString()
 
 
+def open_response(server_epoch: int, opened: Opened, restored: SequenceDescription | None = None) -> bytes:
+    """Serialise an OpenSequencesResponse. restored: one of the sequences, where they begin with a snapshot."""
+    return pb.OpenSequencesResponse(
+        server_epoch=server_epoch,
+        sequence=opened.handles.tolist(),
+        lease_ms=round(opened.lease_s * 1000),
+        adapter_hash=(opened if restored is None else restored).adapter.content_hash,
+        position=0 if restored is None else restored.spans[0].position,
+        adapter="" if restored is None else restored.adapter.name,
+    ).SerializeToString()
+
+
+def fork_response(server_epoch: int, opened: Opened, first: Sequence[SequenceDescription]) -> bytes:
+    """Serialise a ForkSequencesResponse. first: the first child of each parent."""
+    return state_pb.ForkSequencesResponse(
+        server_epoch=server_epoch,
+        sequence=opened.handles.tolist(),
+        position=[child.spans[0].position for child in first],
+        lease_ms=round(opened.lease_s * 1000),
+    ).SerializeToString()
+
+
+def restore_response(server_epoch: int, opened: Opened, descriptions: Sequence[SequenceDescription]) -> bytes:
+    """Serialise a RestoreSequencesResponse. descriptions: of each sequence."""
+    response = state_pb.RestoreSequencesResponse(server_epoch=server_epoch, lease_ms=round(opened.lease_s * 1000))
+    for handle, told in zip(opened.handles.tolist(), descriptions, strict=True):
+        response.sequences.add(
+            sequence=handle,
+            position=told.spans[0].position,
+            adapter=told.adapter.name,
+            adapter_hash=told.adapter.content_hash,
+        )
+    return response.SerializeToString()
+
+
+def snapshot(description: SnapshotDescription) -> state_pb.Snapshot:
+    """Make the message of a snapshot."""
+    return state_pb.Snapshot(
+        snapshot_id=description.id,
+        position=description.position,
+        adapter=description.adapter,
+        adapter_hash=description.adapter_hash,
+        pinned=description.is_pinned,
+        lease_remaining_ms=max(0, round(description.lease_s * 1000)),
+        size_bytes=description.num_bytes,
+        # The two enums have the same numbers.
+        tier=cast("state_pb.Tier.ValueType", int(description.tier)),
+        created_ms=round(description.created * 1000),
+    )
+
+
+def renew_snapshots_response(states: Sequence[SnapshotState]) -> bytes:
+    """Serialise a RenewSnapshotsResponse."""
+    return state_pb.RenewSnapshotsResponse(state=map(_snapshot_state, states)).SerializeToString()
+
+
+def release_snapshots_response(states: Sequence[SnapshotState]) -> bytes:
+    """Serialise a ReleaseSnapshotsResponse."""
+    return state_pb.ReleaseSnapshotsResponse(state=map(_snapshot_state, states)).SerializeToString()
+
+
 def _timing(timing: StepTiming) -> pb.StepTiming:
     """Whole nanoseconds of each stage."""
     return pb.StepTiming(
@@ -140,3 +204,8 @@ def _timing(timing: StepTiming) -> pb.StepTiming:
 def _wire_state(state: SequenceState) -> pb.SequenceState.ValueType:
     """The wire's value: the two enums have the same numbers."""
     return cast("pb.SequenceState.ValueType", int(state))
+
+
+def _snapshot_state(state: SnapshotState) -> state_pb.SnapshotState.ValueType:
+    """The wire's value, likewise."""
+    return cast("state_pb.SnapshotState.ValueType", int(state))

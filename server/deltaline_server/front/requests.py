@@ -16,14 +16,18 @@ from numpy.typing import NDArray
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import state_service_pb2 as state_pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.step_message import Column, Slice, StepMessage
 from deltaline_server.memory.regions import Owner, Regions
 from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.step import Limits, OutputMemory, OutputRows, RowKind, SpanShapes, StepForm, StepRequest
+from deltaline_server.tables.snapshots import ID_BYTES
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
 OPEN_TOKEN_BYTES = 16
+# Of a request about snapshots, and of a page of their list.
+MAX_SNAPSHOTS = 4096
 # uint64 counters from the wire are cut here, so that sums of them stay in int64; no server counts this far, so a cut
 # value is still refused as a row's step or position.
 MAX_COUNTER = np.uint64(2**62)
@@ -76,11 +80,15 @@ def parse(parser: Callable[[bytes], M], body: bytes) -> M:
 
 
 def read_count(message: pb.OpenSequencesRequest, served: Served) -> int:
-    """Return how many sequences are asked for, 1 .. max_sequences, after checking the token's length."""
+    """Return how many sequences are asked for, 1 .. max_sequences, after checking what else the message has."""
     if not 1 <= message.count <= served.limits.max_sequences:
         raise _invalid("count", f"must be in 1 .. {served.limits.max_sequences}, got {message.count}")
     if len(message.open_token) not in (0, OPEN_TOKEN_BYTES):
         raise _invalid("open_token", f"must have {OPEN_TOKEN_BYTES} bytes or none, got {len(message.open_token)}")
+    if message.snapshot_id:
+        _check_id("snapshot_id", message.snapshot_id)
+        if message.adapter:
+            raise _invalid("adapter", "must be empty with a snapshot_id: its sequences have the snapshot's adapter")
     return message.count
 
 
@@ -108,6 +116,38 @@ def read_handles(sequence: Column, served: Served) -> NDArray[np.uint64]:
     if np.count_nonzero(ordered[1:] == ordered[:-1]):
         raise RequestError(Reason.DUPLICATE_SEQUENCE, "a sequence is named twice", field="sequence")
     return handle
+
+
+def read_request_id(request_id: bytes) -> bytes:
+    """Return the id that names a call."""
+    _check_id("request_id", request_id)
+    return request_id
+
+
+def read_children(count: int, num_parents: int, served: Served) -> int:
+    """Return how many children each parent gets: 1 or more, max_sequences in all."""
+    most = served.limits.max_sequences // num_parents
+    if not 1 <= count <= most:
+        raise _invalid("count", f"must be in 1 .. {most} for each of {num_parents} sequences, got {count}")
+    return count
+
+
+def read_snapshot_ids(snapshot_id: Sequence[bytes], most: int) -> list[bytes]:
+    """Return 1 .. `most` ids of snapshots, which may repeat."""
+    if not 1 <= len(snapshot_id) <= most:
+        raise _batch("snapshot_id", f"must have 1 .. {most} entries, got {len(snapshot_id)}")
+    for one in snapshot_id:
+        _check_id("snapshot_id", one)
+    return list(snapshot_id)
+
+
+def read_page(message: state_pb.ListSnapshotsRequest) -> tuple[bytes, int]:
+    """Return the id that a page begins behind, b"" for the first, and how many snapshots it may have."""
+    if message.after:
+        _check_id("after", message.after)
+    if message.limit > MAX_SNAPSHOTS:
+        raise _invalid("limit", f"must be in 0 .. {MAX_SNAPSHOTS}, got {message.limit}")
+    return message.after, message.limit or MAX_SNAPSHOTS
 
 
 def read_commit(message: pb.CommitSequencesRequest, served: Served) -> CommitRequest:
@@ -185,6 +225,11 @@ def _read_form(message: StepMessage, served: Served, owners: Container[Owner]) -
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
     output = _read_output(message.output)
     return StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, shapes)
+
+
+def _check_id(field: str, value: bytes) -> None:
+    if len(value) != ID_BYTES:
+        raise _invalid(field, f"must have {ID_BYTES} bytes, got {len(value)}")
 
 
 def _read_span(span: int, served: Served) -> int:

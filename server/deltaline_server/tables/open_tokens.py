@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,13 @@ from deltaline_server.principal import Principal
 from deltaline_server.tables.sequence_adapters import BoundAdapter
 
 LIFE_S = 60.0
+
+
+class Origin(NamedTuple):
+    """What sequences are opened with: an adapter's name, or the id of a snapshot; both empty for none."""
+
+    adapter: str = ""
+    snapshot: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -35,30 +43,32 @@ class OpenTokens:
     ) -> None:
         self._limit, self._is_any_held, self._clock = 2 * num_slots, is_any_held, clock
         # By the principal's number and the token, with the time at which each is forgotten.
-        self._opened: OrderedDict[tuple[int, bytes], tuple[Opened, float]] = OrderedDict()
+        self._opened: OrderedDict[tuple[int, bytes], tuple[Opened, Origin, float]] = OrderedDict()
 
-    def find(self, principal: Principal, token: bytes, count: int, adapter: str) -> Opened | None:
+    def find(self, principal: Principal, token: bytes, count: int, origin: Origin) -> Opened | None:
         """What the principal's token has opened, which may be over. Raises RequestError INVALID_REQUEST when that was
-        another number of sequences, or with an adapter of another name."""
-        while self._opened and next(iter(self._opened.values()))[1] <= self._clock():
+        another number of sequences, or they began otherwise."""
+        while self._opened and next(iter(self._opened.values()))[2] <= self._clock():
             self._opened.popitem(last=False)
-        opened, _ = self._opened.get((principal.number, token), (None, 0.0))
+        opened, before, _ = self._opened.get((principal.number, token), (None, origin, 0.0))
         if opened is not None and len(opened.handles) != count:
             raise _used(f"it was used to open {len(opened.handles)} sequences, not {count}")
-        if opened is not None and opened.adapter.name != adapter:
+        if before.adapter != origin.adapter:
             raise _used("it was used to open sequences with another adapter")
+        if before.snapshot != origin.snapshot:
+            raise _used("it was used to open sequences from another snapshot, or from none")
         return opened
 
-    def keep(self, principal: Principal, token: bytes, opened: Opened) -> None:
+    def keep(self, principal: Principal, token: bytes, origin: Origin, opened: Opened) -> None:
         """Remember what a token has opened. An empty token is none."""
         if not token:
             return
         if len(self._opened) >= self._limit:  # at most half of them have sequences that are held
-            over = [key for key, (old, _) in self._opened.items() if not self._is_any_held(old.handles)]
+            over = [key for key, (old, _, _) in self._opened.items() if not self._is_any_held(old.handles)]
             ((most, count),) = Counter(number for number, _ in over).most_common(1)
             for key in [key for key in over if key[0] == most][: (count + 1) // 2]:
                 del self._opened[key]
-        self._opened[principal.number, token] = opened, self._clock() + LIFE_S
+        self._opened[principal.number, token] = opened, origin, self._clock() + LIFE_S
 
 
 def _used(message: str) -> RequestError:

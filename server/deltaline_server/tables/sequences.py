@@ -13,6 +13,7 @@ import heapq
 import secrets
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from deltaline_server.tables.captured import CapturedState, count_references
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import Slots, StepLedger
 from deltaline_server.tables.lines import NULL_LINE, LinePool
-from deltaline_server.tables.open_tokens import Opened, OpenTokens
+from deltaline_server.tables.open_tokens import Opened, OpenTokens, Origin
 from deltaline_server.tables.pages import Lines
 from deltaline_server.tables.sequence import (
     GONE,
@@ -119,10 +120,26 @@ class SequenceTable:
         SEQUENCE_EXPIRED or SEQUENCE_UNKNOWN when one of what the token opened is over.
         """
         lease_s = self.checked_lease(lease_s)
-        known = self._tokens.find(principal, token, count, adapter)
-        if known is not None:
-            self._check_held(known, principal)
-            return known
+        make = partial(self._open, count, lease_s, adapter, principal)
+        return self.open_once(principal, token, count, Origin(adapter), make)
+
+    def open_once(
+        self, principal: Principal, token: bytes, count: int, origin: Origin, make: Callable[[], Opened]
+    ) -> Opened:
+        """What the principal's token has opened within a minute, else what `make` opens now: `count` sequences.
+
+        Raises what `make` raises; RequestError INVALID_REQUEST, SEQUENCE_CLOSED, SEQUENCE_EXPIRED and SEQUENCE_UNKNOWN
+        as `open`.
+        """
+        opened = self._tokens.find(principal, token, count, origin)
+        if opened is None:
+            opened = make()
+            self._tokens.keep(principal, token, origin, opened)
+        else:
+            self._check_held(opened, principal)
+        return opened
+
+    def _open(self, count: int, lease_s: float, adapter: str, principal: Principal) -> Opened:
         self.check_room(count, principal)
         bound = self.adapters.reserve(adapter, count, principal)
         try:
@@ -132,9 +149,7 @@ class SequenceTable:
             raise
         slots = self.begin(lines, lease_s, principal)
         self.adapters.put(slots, bound)
-        opened = Opened(self.handles(slots), lease_s, bound)
-        self._tokens.keep(principal, token, opened)
-        return opened
+        return Opened(self.handles(slots), lease_s, bound)
 
     def check_room(self, count: int, principal: Principal) -> None:
         """Raise RequestError DRAINING, QUOTA_EXCEEDED or NO_FREE_LINES where no `count` more sequences may begin."""

@@ -1,11 +1,14 @@
-"""What the tests of LayerService share: the server's engine, held back."""
+"""What the tests of services share: the server's engine, held back; states that are stood in for."""
 
 from __future__ import annotations
 
 import pytest
 from rigs.layer_calls import HeldEngine
+from rigs.stand_in_states import stand_in
 
 from deltaline_server.app import Server
+
+__all__ = ["stand_in"]
 
 
 @pytest.fixture

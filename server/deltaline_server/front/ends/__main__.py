@@ -21,17 +21,14 @@ from typing import Any
 
 import grpc
 from google.rpc import code_pb2, status_pb2
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
 
 from deltaline import link
 from deltaline.conversation import Conversation
 from deltaline.link_socket import LinkSocket
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2
 from deltaline_server import log
 from deltaline_server.front.ends.forward import Forward
 from deltaline_server.front.ends.memory import most_bytes
-from deltaline_server.front.grpc_port import add_port, grpc_options
+from deltaline_server.front.grpc_port import SERVICES, add_port, grpc_options
 from deltaline_server.front.port.descriptors import connections
 from deltaline_server.front.port.gate import Gate
 from deltaline_server.front.trust.tls import Tls
@@ -42,11 +39,6 @@ TELL_S = 0.5
 # gRPC would else let each call that nobody reads yet fill a window of megabytes, where a client's link is fast.
 _NO_PROBE = ("grpc.http2.bdp_probe", 0)
 _PR_SET_PDEATHSIG = 1
-_SERVICES = [
-    service
-    for module in (layer_service_pb2, adapter_service_pb2, admin_service_pb2, health_pb2, reflection_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
-]
 
 
 def main() -> int:
@@ -83,7 +75,7 @@ async def _serve(
     conversation: Conversation[status_pb2.Status] = Conversation(message_bytes, _told)
     connection = LinkSocket(core, conversation)
     server = grpc.aio.server(options=[*options, _NO_PROBE])
-    forward = Forward(connection, _SERVICES, Gate())
+    forward = Forward(connection, SERVICES, Gate())
     server.add_generic_rpc_handlers((forward,))
     add_port(server, address, None if tls is None else tls.credentials())
     await server.start()

@@ -10,7 +10,7 @@ class Role(StrEnum):
     """What a principal may do, as the principals' file names it."""
 
     STEP = "step"
-    """Hold sequences and step them."""
+    """Hold sequences and their snapshots, and step them."""
     ADAPTER = "adapter"
     """Load and unload adapters."""
     ADMIN = "admin"
@@ -34,6 +34,12 @@ ROLES: Mapping[str, frozenset[Role] | None] = {
     "/deltaline.v1.LayerService/Step": _STEP,
     "/deltaline.v1.LayerService/CommitSequences": _STEP,
     "/deltaline.v1.LayerService/StepStream": _STEP,
+    "/deltaline.v1.StateService/ForkSequences": _STEP,
+    "/deltaline.v1.StateService/CreateSnapshots": _STEP,
+    "/deltaline.v1.StateService/RestoreSequences": _STEP,
+    "/deltaline.v1.StateService/ListSnapshots": _STEP,
+    "/deltaline.v1.StateService/RenewSnapshots": _STEP,
+    "/deltaline.v1.StateService/ReleaseSnapshots": _STEP,
     "/deltaline.v1.AdapterService/LoadAdapter": _ADAPTER,
     "/deltaline.v1.AdapterService/UnloadAdapter": _ADAPTER,
     "/deltaline.v1.AdapterService/ListAdapters": EVERY_ROLE,

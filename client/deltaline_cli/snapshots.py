@@ -1,0 +1,173 @@
+"""`deltaline snapshots`: lists, shows and releases the snapshots of a server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from deltaline_cli.address import add_server, tls_of, token_of
+from deltaline_cli.text import plural, readable_bytes, table
+from deltaline_client import Client, Snapshot, SnapshotState
+
+_ABOUT = """\
+Snapshots of sequences: states that a server holds, from which any number of sequences may go on. They are of whoever
+made them, so this sees those of the principal that calls (--token-file), and of no other.
+
+  deltaline snapshots list                 what there is, the oldest first
+  deltaline snapshots show 1f3a            one of them, by the beginning of its id
+  deltaline snapshots release 1f3a 77c0    end them; sequences that were restored from them go on
+"""
+_LIST = """\
+Lists the caller's snapshots, the oldest first: the beginning of each one's id; the tokens that its state has seen; the
+name under which its adapter was opened; whether it stays when memory is short (pinned); its size, with what it shares
+with others; where it lies (device, host or file); how old it is; and how long its lease still lasts.
+"""
+_SHOW = """\
+Shows what is known of a snapshot. ID is the beginning of an id as `list` prints it, as much of it as no other has.
+"""
+_RELEASE = """\
+Ends snapshots and frees what only they hold. Each ID is the beginning of an id as `list` prints it, as much of it as
+no other has; when one of them means none or several, nothing is released. What is over already is no error.
+"""
+# Hexadecimal digits of an id that `list` shows; more where two begin alike.
+_DIGITS = 12
+_TIMEOUT_S = 5.0
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+def add_snapshots(commands: Any) -> None:
+    """Add `snapshots` and its commands to those of the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    about = "list, show and release the snapshots of a server"
+    parser = commands.add_parser("snapshots", help=about, description=_ABOUT, formatter_class=raw)
+    parser.set_defaults(run=run_snapshots)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    served = argparse.ArgumentParser(add_help=False)
+    add_server(served, "--server")
+
+    def add(action: str, about: str, description: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = actions.add_parser(
+            action, parents=[served], help=about, description=description, formatter_class=raw
+        )
+        text = "seconds until the command gives up, its retries included [%(default)s]"
+        added.add_argument("--timeout", default=_TIMEOUT_S, type=float, metavar="SECONDS", help=text)
+        return added
+
+    listing = add("list", "what snapshots there are", _LIST)
+    listing.add_argument(
+        "--json", action="store_true", help="print JSON, with whole ids, sizes in bytes, times in seconds"
+    )
+    show = add("show", "one snapshot", _SHOW)
+    show.add_argument("id", metavar="ID", type=_beginning, help="the beginning of an id, in hexadecimal digits")
+    release = add("release", "end snapshots", _RELEASE)
+    release.add_argument("ids", nargs="+", metavar="ID", type=_beginning, help="the beginnings of ids")
+
+
+def run_snapshots(options: argparse.Namespace) -> int:
+    """Run one of the commands; 0. Raises DeltalineError, ValueError."""
+    with Client(options.server, timeout=options.timeout, tls=tls_of(options), **token_of(options)) as client:
+        held = sorted(client.snapshots.list(), key=lambda one: (one.created_s, one.id))
+        match options.action:
+            case "list":
+                print(_json(held) if options.json else _table(held, time.time()))
+            case "show":
+                print(_shown(_meant(held, options.id), time.time()))
+            case _:
+                which = list(dict.fromkeys(_meant(held, beginning) for beginning in options.ids))
+                for one, state in zip(which, client.snapshots.release(which), strict=True):
+                    was = "is released" if state is SnapshotState.RELEASED else f"was over: {state.name.lower()}"
+                    print(f"{one.id.hex()} {was}")
+    return 0
+
+
+def _meant(held: Sequence[Snapshot], beginning: str) -> Snapshot:
+    """The one snapshot whose id begins so. Raises ValueError."""
+    found = [one for one in held if one.id.hex().startswith(beginning)]
+    if len(found) != 1:
+        many = f"{len(found)} do: give more digits" if found else "none does"
+        raise ValueError(f"ID: expected the beginning of one snapshot's id, got {beginning}, with which {many}")
+    return found[0]
+
+
+def _beginning(text: str) -> str:
+    """The beginning of an id. Raises ArgumentTypeError."""
+    digits = text.lower()
+    if not 1 <= len(digits) <= 32 or set(digits) - set("0123456789abcdef"):
+        raise argparse.ArgumentTypeError(f"expected 1 to 32 hexadecimal digits, got {text!r}")
+    return digits
+
+
+def _table(held: Sequence[Snapshot], now_s: float) -> str:
+    heading = ("id", "position", "adapter", "pinned", "size", "tier", "age", "lease left")
+    digits = _digits([one.id.hex() for one in held])
+    rows = [
+        (
+            one.id.hex()[:digits],
+            str(one.position),
+            one.adapter or "-",
+            "yes" if one.pinned else "no",
+            readable_bytes(one.size_bytes),
+            one.tier.name.lower(),
+            _time(now_s - one.created_s),
+            _time(one.lease_remaining_s),
+        )
+        for one in held
+    ]
+    lines = [table([heading, *rows], align="<><<><>>")] if rows else []
+    size = readable_bytes(sum(one.size_bytes for one in held))
+    return "\n".join([*lines, f"{len(rows) or 'no'} {plural(len(rows), 'snapshot')}, {size}"])
+
+
+def _digits(ids: Sequence[str]) -> int:
+    """How many digits tell ids apart, _DIGITS at least."""
+    digits = _DIGITS
+    while len({one[:digits] for one in ids}) < len(ids):
+        digits += 4
+    return digits
+
+
+def _shown(one: Snapshot, now_s: float) -> str:
+    made = datetime.fromtimestamp(one.created_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    adapter = "none" if one.adapter is None else f"{one.adapter}, hash {one.adapter_hash.hex()}"
+    rows = [
+        ("id", one.id.hex()),
+        ("position", f"{one.position} {plural(one.position, 'token')}"),
+        ("adapter", adapter),
+        ("pinned", "yes" if one.pinned else "no, it gives way when memory is short"),
+        ("size", f"{readable_bytes(one.size_bytes)}, what it shares with others included"),
+        ("tier", one.tier.name.lower()),
+        ("made", f"{made}, {_time(now_s - one.created_s)} ago"),
+        ("lease", f"{_time(one.lease_remaining_s)} left"),
+    ]
+    return table(rows, align="<<")
+
+
+def _json(held: Sequence[Snapshot]) -> str:
+    listed = [
+        {
+            "id": one.id.hex(),
+            "position": one.position,
+            "adapter": one.adapter,
+            "adapter_hash": one.adapter_hash.hex(),
+            "pinned": one.pinned,
+            "size_bytes": one.size_bytes,
+            "tier": one.tier.name.lower(),
+            "created_s": one.created_s,
+            "lease_remaining_s": one.lease_remaining_s,
+        }
+        for one in held
+    ]
+    return json.dumps({"snapshots": listed}, indent=2)
+
+
+def _time(seconds: float) -> str:
+    """A time in its largest unit, rounded down: 59 s, 1 min, 3 h, 2 d."""
+    seconds = max(0.0, seconds)  # the server's clock may be ahead
+    for size, unit in _UNITS:
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"

@@ -1,0 +1,1 @@
+"""Snapshots of sequences, and sequences that go on from them."""

@@ -1,0 +1,223 @@
+"""What is done with snapshots: create, list, renew, release, restore; and forks of sequences."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from deltaline.v1 import state_service_pb2 as pb
+from deltaline_client._exceptions import ProtocolError, StepUnfinished
+from deltaline_client._seconds import milliseconds
+from deltaline_client._snapshots.snapshot import (
+    ID_BYTES,
+    AnySequence,
+    AnySnapshot,
+    SnapshotRecord,
+    SnapshotsRecord,
+    SnapshotState,
+    id_of,
+)
+from deltaline_client._state import ClientState, info, retried
+from deltaline_client._steps.commit import commit
+from deltaline_client._steps.hold import Group, Hold
+from deltaline_client._steps.sequence import SequenceRecord
+from deltaline_client._steps.sequences import begin
+from deltaline_client._table import UNFINISHED
+from deltaline_client._transport.flow import Flow, Method, Request, Response
+from deltaline_client._transport.methods import (
+    CREATE_SNAPSHOTS,
+    FORK,
+    LIST_SNAPSHOTS,
+    RELEASE_SNAPSHOTS,
+    RENEW_SNAPSHOTS,
+    RESTORE,
+)
+
+# Ids of one request.
+_MAX_IDS = 4096
+
+StateResponse = TypeVar("StateResponse", pb.RenewSnapshotsResponse, pb.ReleaseSnapshotsResponse)
+
+# On the snapshots of a client.
+
+
+def create(
+    snapshots: SnapshotsRecord[AnySnapshot],
+    sequences: Sequence[SequenceRecord],
+    *,
+    pin: bool = False,
+    lease_s: float | None = None,
+) -> Flow[list[AnySnapshot]]:
+    """Capture the state of sequences, all or none; the sequences go on. Commits that wait for a step are made first.
+
+    Args: pin, whether they stay when memory is short; lease_s, how long they live, default the server's.
+    Raises NoSnapshotLines when there is no room in time; StepUnfinished, SequenceBusy; VerifyPending for a verify whose
+    count was not given; SpansUneven; StateError.
+    """
+    client = snapshots._client
+    request = pb.CreateSnapshotsRequest(
+        request_id=_new_id(),
+        server_epoch=_epoch(sequences),
+        sequence=[one.handle for one in sequences],
+        lease_ms=milliseconds("lease_s", lease_s),
+        pinned=pin,
+    )
+    response = yield from _captured(client, sequences, CREATE_SNAPSHOTS, request)
+    if len(response.snapshots) != len(sequences):
+        raise ProtocolError(f"asked for {len(sequences)} snapshots, got {len(response.snapshots)}")
+    return [snapshots._make_snapshot(client, one) for one in response.snapshots]
+
+
+def list_snapshots(snapshots: SnapshotsRecord[AnySnapshot]) -> Flow[list[AnySnapshot]]:
+    """The snapshots that the server holds for this client's principal, whoever made them, in the order of their ids."""
+    client, found, after = snapshots._client, list[AnySnapshot](), b""
+    while True:
+        page = yield from retried(client, LIST_SNAPSHOTS, pb.ListSnapshotsRequest(after=after))
+        found += [snapshots._make_snapshot(client, one) for one in page.snapshots]
+        if not page.has_more:
+            return found
+        if not page.snapshots or page.snapshots[-1].snapshot_id <= after:
+            raise ProtocolError("a page of snapshots says that there are more, and leads nowhere")
+        after = page.snapshots[-1].snapshot_id
+
+
+def renew(
+    snapshots: SnapshotsRecord[Any], which: Sequence[SnapshotRecord[Any] | bytes], lease_s: float | None = None
+) -> Flow[list[SnapshotState]]:
+    """Move lease deadlines to lease_s from now (default: the lease that each was made with).
+
+    which: snapshots, or their ids. Returns what each is now: HELD, or what became of it.
+    """
+    lease_ms = milliseconds("lease_s", lease_s)
+
+    def request(ids: list[bytes]) -> pb.RenewSnapshotsRequest:
+        return pb.RenewSnapshotsRequest(request_id=_new_id(), snapshot_id=ids, lease_ms=lease_ms)
+
+    return (yield from _states(snapshots._client, RENEW_SNAPSHOTS, request, which))
+
+
+def release(snapshots: SnapshotsRecord[Any], which: Sequence[SnapshotRecord[Any] | bytes]) -> Flow[list[SnapshotState]]:
+    """End snapshots; sequences that were restored from them go on. Idempotent; returns what each is now.
+
+    which: snapshots, or their ids.
+    """
+
+    def request(ids: list[bytes]) -> pb.ReleaseSnapshotsRequest:
+        return pb.ReleaseSnapshotsRequest(request_id=_new_id(), snapshot_id=ids)
+
+    return (yield from _states(snapshots._client, RELEASE_SNAPSHOTS, request, which))
+
+
+# On a snapshot.
+
+
+def restore(
+    snapshot: SnapshotRecord[AnySequence], count: int = 1, *, lease_s: float | None = None
+) -> Flow[list[AnySequence]]:
+    """Open `count` sequences that begin with the snapshot, all or none; the snapshot stays.
+
+    lease_s: how long each lives without a step; default the server's. Raises SnapshotUnknown when it is held no more;
+    NoFreeLines when so many do not become free in time.
+    """
+    _check_count(count)
+    client, make = snapshot._client, type(snapshot)._make_sequence
+    lease_ms = milliseconds("lease_s", lease_s)
+    request = pb.RestoreSequencesRequest(request_id=_new_id(), snapshot_id=[snapshot.id] * count, lease_ms=lease_ms)
+    response = yield from retried(client, RESTORE, request)
+    if len(response.sequences) != count:
+        raise ProtocolError(f"asked for {count} sequences, got {len(response.sequences)}")
+    epoch = response.server_epoch
+    handles = [one.sequence for one in response.sequences]
+    return (yield from begin(client, make, epoch, handles, snapshot.position, snapshot.adapter, snapshot.adapter_hash))
+
+
+def renew_one(snapshot: SnapshotRecord[Any], lease_s: float | None = None) -> Flow[SnapshotState]:
+    """Move the lease's deadline to lease_s from now (default: the lease it was made with); returns what it is now."""
+    [state] = yield from renew(SnapshotsRecord(snapshot._client), [snapshot], lease_s)
+    return state
+
+
+def release_one(snapshot: SnapshotRecord[Any]) -> Flow[None]:
+    """End the snapshot; sequences that were restored from it go on. Idempotent."""
+    yield from release(SnapshotsRecord(snapshot._client), [snapshot])
+
+
+# On a sequence.
+
+
+def fork(sequence: AnySequence, count: int = 1, *, lease_s: float | None = None) -> Flow[list[AnySequence]]:
+    """Open `count` sequences that begin where this one is, with its adapter, all or none; this one goes on.
+
+    A commit that waits for a step is made first. lease_s: how long each lives without a step; default the server's.
+    Raises NoFreeLines when so many do not become free in time; StepUnfinished, SequenceBusy; VerifyPending for a verify
+    whose count was not given; SpansUneven; StateError.
+    """
+    _check_count(count)
+    client, make = sequence._client, type(sequence)
+    request = pb.ForkSequencesRequest(
+        request_id=_new_id(),
+        server_epoch=sequence.server_epoch,
+        sequence=[sequence.handle],
+        count=count,
+        lease_ms=milliseconds("lease_s", lease_s),
+    )
+    response = yield from _captured(client, [sequence], FORK, request)
+    if len(response.sequence) != count or len(response.position) != 1:
+        raise ProtocolError(f"asked for {count} children, got {len(response.sequence)}")
+    epoch, adapter_hash = response.server_epoch, sequence.adapter_hash
+    [position] = response.position
+    return (yield from begin(client, make, epoch, response.sequence, position, sequence.adapter, adapter_hash))
+
+
+def _captured(
+    client: ClientState, sequences: Sequence[SequenceRecord], method: Method[Request, Response], request: Request
+) -> Flow[Response]:
+    """Call a method that captures sequences while no other call steps them. Raises StepUnfinished, SequenceBusy."""
+    spans = range(len((yield from info(client)).spans))
+    for span in spans:
+        waiting = [one for one in sequences if one.progress(span).accepted is not None]
+        if waiting:
+            accepted = [one.progress(span).accepted or 0 for one in waiting]
+            yield from commit(client, waiting, accepted, now=True, span=span)
+    with ExitStack() as held:
+        for span in spans:
+            hold = held.enter_context(Hold(Group.of(client, sequences), span))
+            if hold.numbers[UNFINISHED].any():
+                raise StepUnfinished("a step of this sequence has an unknown outcome; resume it first")
+        return (yield from retried(client, method, request))
+
+
+def _states(
+    client: ClientState,
+    method: Method[Any, StateResponse],
+    request: Callable[[list[bytes]], Any],
+    which: Sequence[SnapshotRecord[Any] | bytes],
+) -> Flow[list[SnapshotState]]:
+    """Ask about snapshots, as many at a time as a request may have. Returns their states in order."""
+    ids, states = list(map(id_of, which)), list[SnapshotState]()
+    for first in range(0, len(ids), _MAX_IDS):
+        some = ids[first : first + _MAX_IDS]
+        response = yield from retried(client, method, request(some))
+        if len(response.state) != len(some) or not set(response.state) <= set(map(int, SnapshotState)):
+            raise ProtocolError(f"asked about {len(some)} snapshots, got other answers")
+        states += map(SnapshotState, response.state)
+    return states
+
+
+def _new_id() -> bytes:
+    return secrets.token_bytes(ID_BYTES)
+
+
+def _epoch(sequences: Sequence[SequenceRecord]) -> int:
+    """The server process that sequences belong to. Raises ValueError."""
+    epochs = {one.server_epoch for one in sequences}
+    if len(epochs) != 1:
+        raise ValueError(f"sequences: expected some of one server process, got {len(sequences)} of {len(epochs)}")
+    return epochs.pop()
+
+
+def _check_count(count: int) -> None:
+    if count < 1:
+        raise ValueError(f"count: expected 1 or more, got {count}")

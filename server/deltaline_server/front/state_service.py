@@ -1,0 +1,189 @@
+"""StateService: snapshots of sequences, and sequences that go on from them.
+
+A handler only waits for work: an RPC that is cancelled cancels nothing, and the same call sent again gets what it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+from numpy.typing import NDArray
+
+from deltaline.v1 import state_service_pb2 as pb
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.front import replies, requests
+from deltaline_server.front.interceptor import Context
+from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
+from deltaline_server.front.trust.guesses import Guesses
+from deltaline_server.front.trust.principals import current_principal
+from deltaline_server.principal import Principal
+from deltaline_server.tables.open_tokens import Opened
+from deltaline_server.tables.request_ids import RequestIds
+from deltaline_server.tables.sequences import SequenceTable
+from deltaline_server.tables.snapshots import SnapshotDescription, SnapshotState
+
+NAME = pb.DESCRIPTOR.services_by_name["StateService"].full_name
+
+
+class States(Protocol):
+    """The states that a server keeps. All or none each; a lease of None is the default, or the one that a snapshot was
+    made with. What they are made of is not imported here."""
+
+    async def create(
+        self, epoch: int, handles: NDArray[np.uint64], principal: Principal, *, lease_s: float | None, is_pinned: bool
+    ) -> list[SnapshotDescription]:
+        """Capture sequences, in the order of their steps. Raises RequestError."""
+
+    def restore(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> Opened:
+        """Open a sequence for each id; ids may repeat. Raises RequestError."""
+
+    async def fork(
+        self, epoch: int, handles: NDArray[np.uint64], count: int, principal: Principal, *, lease_s: float | None
+    ) -> Opened:
+        """Open `count` children of each sequence, in order. Raises RequestError."""
+
+    def describe(self, principal: Principal) -> list[SnapshotDescription]:
+        """The principal's snapshots."""
+
+    def renew(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> list[SnapshotState]:
+        """Move lease deadlines."""
+
+    def release(self, ids: Sequence[bytes], principal: Principal) -> list[SnapshotState]:
+        """End snapshots."""
+
+
+class StateService:
+    """The handlers of StateService. They take parsed messages and return serialised replies."""
+
+    def __init__(
+        self,
+        *,
+        states: States,
+        table: SequenceTable,
+        served: Served,
+        guesses: Guesses,
+        settle: Callable[[], object],
+        clock: Callable[[], float],
+    ) -> None:
+        """`guesses` are those of LayerService; `settle` brings the books of sequences up to date; `clock` counts
+        monotonic seconds."""
+        self._states, self._table, self._served = states, table, served
+        self._guesses, self._settle = guesses, settle
+        self.request_ids = RequestIds(clock)
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """What a grpc.aio server registers."""
+        unary = grpc.unary_unary_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            NAME,
+            {
+                "ForkSequences": unary(self.fork_sequences, pb.ForkSequencesRequest.FromString),
+                "CreateSnapshots": unary(self.create_snapshots, pb.CreateSnapshotsRequest.FromString),
+                "RestoreSequences": unary(self.restore_sequences, pb.RestoreSequencesRequest.FromString),
+                "ListSnapshots": unary(self.list_snapshots, pb.ListSnapshotsRequest.FromString),
+                "RenewSnapshots": unary(self.renew_snapshots, pb.RenewSnapshotsRequest.FromString),
+                "ReleaseSnapshots": unary(self.release_snapshots, pb.ReleaseSnapshotsRequest.FromString),
+            },
+        )
+
+    async def fork_sequences(self, message: pb.ForkSequencesRequest, context: Context) -> bytes:
+        """Open children."""
+        epoch = requests.read_epoch(message.server_epoch)
+        handles = requests.read_handles(message.sequence, self._served)
+        count = requests.read_children(message.count, len(handles), self._served)
+        lease_s = requests.read_lease_s(message.lease_ms, self._served)
+        principal = current_principal()
+
+        async def work() -> bytes:
+            self._settle()
+            opened = await self._states.fork(epoch, handles, count, principal, lease_s=lease_s)
+            first = self._table.describe(self._table.server_epoch, opened.handles[::count], principal)
+            return replies.fork_response(self._table.server_epoch, opened, first)
+
+        return await self._once_by_handles("ForkSequences", message, work, context)
+
+    async def create_snapshots(self, message: pb.CreateSnapshotsRequest, context: Context) -> bytes:
+        """Capture states."""
+        epoch = requests.read_epoch(message.server_epoch)
+        handles = requests.read_handles(message.sequence, self._served)
+        lease_s = requests.read_lease_s(message.lease_ms, self._served)
+        principal = current_principal()
+
+        async def work() -> bytes:
+            self._settle()
+            made = await self._states.create(epoch, handles, principal, lease_s=lease_s, is_pinned=message.pinned)
+            return pb.CreateSnapshotsResponse(snapshots=map(replies.snapshot, made)).SerializeToString()
+
+        return await self._once_by_handles("CreateSnapshots", message, work, context)
+
+    async def restore_sequences(self, message: pb.RestoreSequencesRequest, context: Context) -> bytes:
+        """Go on from snapshots."""
+        ids = requests.read_snapshot_ids(message.snapshot_id, self._served.limits.max_sequences)
+        lease_s = requests.read_lease_s(message.lease_ms, self._served)
+        principal = current_principal()
+
+        async def work() -> bytes:
+            self._settle()
+            opened = self._states.restore(ids, principal, lease_s=lease_s)
+            told = self._table.describe(self._table.server_epoch, opened.handles, principal)
+            return replies.restore_response(self._table.server_epoch, opened, told)
+
+        return await self._once("RestoreSequences", message, work)
+
+    async def list_snapshots(self, message: pb.ListSnapshotsRequest, context: Context) -> bytes:
+        """Tell which snapshots there are."""
+        after, limit = requests.read_page(message)
+        behind = sorted((one for one in self._states.describe(current_principal()) if one.id > after), key=_id)
+        page = map(replies.snapshot, behind[:limit])
+        return pb.ListSnapshotsResponse(snapshots=page, has_more=len(behind) > limit).SerializeToString()
+
+    async def renew_snapshots(self, message: pb.RenewSnapshotsRequest, context: Context) -> bytes:
+        """Move lease deadlines."""
+        ids = requests.read_snapshot_ids(message.snapshot_id, MAX_SNAPSHOTS)
+        lease_s = requests.read_lease_s(message.lease_ms, self._served)
+        principal = current_principal()
+
+        async def work() -> bytes:
+            return replies.renew_snapshots_response(self._states.renew(ids, principal, lease_s=lease_s))
+
+        return await self._once("RenewSnapshots", message, work)
+
+    async def release_snapshots(self, message: pb.ReleaseSnapshotsRequest, context: Context) -> bytes:
+        """End snapshots."""
+        ids = requests.read_snapshot_ids(message.snapshot_id, MAX_SNAPSHOTS)
+        principal = current_principal()
+
+        async def work() -> bytes:
+            return replies.release_snapshots_response(self._states.release(ids, principal))
+
+        return await self._once("ReleaseSnapshots", message, work)
+
+    async def close(self) -> None:
+        """End what is under way; after the last call."""
+        await self.request_ids.close()
+
+    async def _once(self, method: str, message: Message, work: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
+        """The reply of the work, or of the call that did it before with the message's request_id."""
+        request_id = requests.read_request_id(getattr(message, "request_id"))  # noqa: B009 - Message has none
+        content = message.SerializeToString(deterministic=True)
+        return await self.request_ids.once(current_principal(), method, request_id, content, work)
+
+    async def _once_by_handles(
+        self, method: str, message: Message, work: Callable[[], Coroutine[Any, Any, bytes]], context: Context
+    ) -> bytes:
+        """The same of a call that names sequences: who guesses them is slowed."""
+        self._guesses.check(context.peer(), current_principal())
+        try:
+            return await self._once(method, message, work)
+        except RequestError as error:
+            if error.refusal.reason is Reason.SEQUENCE_UNKNOWN:
+                self._guesses.add(context.peer(), current_principal(), 1)
+            raise
+
+
+def _id(one: SnapshotDescription) -> bytes:
+    return one.id

@@ -1,0 +1,156 @@
+"""Forks and snapshots end to end: by both clients and every way, and over a network that loses and repeats calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from rigs.hostile_proxy import HostileProxy
+from rigs.linked import FAST, Driven, tokens
+from rigs.served import served
+from rigs.stand_in_states import StandInStates
+from rigs.until import until
+
+from deltaline_client import AsyncClient, NoFreeLines, SequenceState, SnapshotState, SnapshotUnknown
+from deltaline_server.app import Server
+
+NUM_CLIENTS = 6
+
+
+def states_of(server: Server) -> StandInStates:
+    kept = server.runtime.states
+    assert isinstance(kept, StandInStates)
+    return kept
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("way", ["grpc", "link", "front end"])
+def test_both_clients_by_every_way(
+    make_server: Callable[..., Server],
+    driven: Driven,
+    stand_in: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of front ends
+    link = str(tmp_path / "run" / "link.sock") if way == "link" else "off"
+    server, do = make_server(link=link, front_ends=int(way == "front end")), driven.do
+    with served(server) as address:
+        client = driven.make(f"link:{link}" if way == "link" else address, retry=FAST)
+        info = do(client.info())
+        assert info.serves_state and info.is_linked == (way == "link")
+        sequence = do(client.open())
+        do(sequence.prefill(tokens(5)))
+        [snapshot] = do(client.snapshots.create([sequence], pin=True))
+        assert (snapshot.position, snapshot.pinned) == (5, True)
+        children = do(sequence.fork(3))
+        restored = [*do(snapshot.restore(2)), do(client.open(snapshot=snapshot.id))]
+        everyone = [sequence, *children, *restored]
+        assert [one.position for one in everyone] == [5] * 7
+        assert do(client.decode(everyone, tokens(7))).shape == (7, 64)
+        assert [one.position for one in everyone] == [6] * 7
+        assert [one.spans[0].step for one in do(client.describe(everyone))] == [2] + [1] * 6
+        do(client.close(children))
+        assert [one.id for one in do(client.snapshots.list())] == [snapshot.id]
+        assert do(client.snapshots.release([snapshot])) == [SnapshotState.RELEASED]
+        with pytest.raises(SnapshotUnknown):
+            do(snapshot.restore())
+        assert do(client.describe([sequence]))[0].state is SequenceState.OPEN
+        assert server.runtime.table.num_open == 4
+        do(client.disconnect())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("calls_each", [40, pytest.param(1000, marks=pytest.mark.sweep)])
+async def test_calls_over_a_hostile_network_are_done_once(
+    make_server: Callable[..., Server], stand_in: None, calls_each: int
+) -> None:
+    rng = np.random.default_rng(1)
+    made, held = Counter[str](), Counter[str]()
+
+    def fate() -> str:
+        return str(rng.choice(["sent", "lost", "unanswered", "doubled", "late"], p=[0.6, 0.1, 0.1, 0.1, 0.1]))
+
+    async def one_client(address: str, seed: int) -> None:
+        draw = Random(seed)
+        async with AsyncClient(address, retry=FAST, timeout=300.0) as client:
+            sequences, snapshots = await client.open_many(2), list[Any]()
+            for _ in range(calls_each):
+                what = draw.choice(("fork", "create", "restore", "open", "renew", "release", "close"))
+                snapshot = draw.choice(snapshots) if snapshots else None
+                match what:
+                    case "fork":
+                        sequences += await draw.choice(sequences).fork(draw.choice((1, 2)))
+                    case "create" if len(snapshots) < 4:
+                        snapshots += await client.snapshots.create(draw.sample(sequences, 2))
+                    case "restore" if snapshot is not None:
+                        sequences += await snapshot.restore(draw.choice((1, 2)))
+                    case "open" if snapshot is not None:
+                        sequences.append(await client.open(snapshot=snapshot))
+                    case "renew" if snapshot is not None:
+                        assert await snapshot.renew(60.0) is SnapshotState.HELD
+                    case "release" if snapshot is not None:
+                        assert await client.snapshots.release([snapshot]) == [SnapshotState.RELEASED]
+                        snapshots.remove(snapshot)
+                    case "close" if len(sequences) > 6:
+                        await client.close(sequences[2:])
+                        del sequences[2:]
+                        continue
+                    case _:
+                        continue
+                made[what] += 1
+            assert set(await client.describe(sequences)) and {one.id for one in snapshots} <= {
+                one.id for one in await client.snapshots.list()
+            }
+            held["sequences"] += len(sequences)
+            held["snapshots"] += len(snapshots)
+
+    async with make_server(max_sequences=256, link="off") as server, HostileProxy(server.address, fate) as proxy:
+        await asyncio.gather(*(one_client(proxy.address, seed) for seed in range(NUM_CLIENTS)))
+        states, table = states_of(server), server.runtime.table
+        done = {
+            "fork": states.num_forks,
+            "create": states.num_creates,
+            "restore + open": states.num_restores,
+            "renew": states.num_renewals,
+            "release": states.num_releases,
+        }
+        asked = {what: made[what] for what in ("fork", "create", "renew", "release")}
+        assert done == asked | {"restore + open": made["restore"] + made["open"]}
+        assert min(done.values()) > 0 and all(proxy.fates.values()) and len(proxy.fates) == 5
+        async with AsyncClient(server.address) as client:
+            assert len(await client.snapshots.list()) == held["snapshots"]
+        table.check_integrity()
+        assert table.num_open == held["sequences"]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+async def test_a_fork_that_finds_no_room_opens_nothing_and_may_be_tried_again(
+    make_server: Callable[..., Server], stand_in: None
+) -> None:
+    async with (
+        make_server(max_sequences=4, link="off") as server,
+        AsyncClient(server.address, retry=FAST, timeout=0.2) as hasty,
+        AsyncClient(server.address, retry=FAST) as patient,
+    ):
+        [parent] = await hasty.open_many(1)
+        others = await patient.open_many(2)
+        with pytest.raises(NoFreeLines):
+            await parent.fork(2)
+        assert server.runtime.table.num_open == 3
+        mine = await patient.open()
+        forking = asyncio.create_task(others[0].fork(1))
+        num_before = states_of(server).num_forks
+        await until(lambda: states_of(server).num_forks > num_before)
+        await mine.close()
+        assert len(await forking) == 1

@@ -1,0 +1,162 @@
+"""StateService of the small server whose layer is a running sum: forks and snapshots are copies of sums."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deltaline.v1 import layer_service_pb2 as layers
+from deltaline.v1 import state_service_pb2 as pb
+from deltaline.v1 import state_service_pb2_grpc
+from deltaline_server.errors import Reason
+
+if TYPE_CHECKING:
+    from rigs.running_sum import FakeServer, Stream
+
+PAGE = 3
+
+
+@dataclass
+class Kept:
+    """A snapshot: its message, and the sums."""
+
+    message: pb.Snapshot
+    streams: dict[int, Stream]
+
+
+class FakeStates(state_service_pb2_grpc.StateServiceServicer):
+    """Its snapshots by id, and what calls did by method and request id. Faults are the server's.
+
+    empty_answers: methods that answer with nothing in it.
+    """
+
+    def __init__(self, server: FakeServer) -> None:
+        self._server, self._next = server, 1
+        self.kept: dict[bytes, Kept] = {}
+        self.done: dict[tuple[str, bytes], Any] = {}
+        self.empty_answers: set[str] = set()
+
+    def begin(self, streams: dict[int, Stream], adapter: str = "") -> int:
+        """A handle of a new sequence with copies of these sums."""
+        handle = 10_000 + self._next
+        self._next += 1
+        copies: Any = copy.deepcopy(streams)
+        for stream in copies.values():
+            stream.step, stream.content, stream.reply = 0, (), None
+        self._server.streams[handle], self._server.bound[handle] = copies, adapter
+        return handle
+
+    def ForkSequences(self, request: Any, context: Any) -> Any:
+        def work() -> pb.ForkSequencesResponse:
+            parents = [self._capturable(handle, context) for handle in request.sequence]
+            bound = [self._server.bound[handle] for handle in request.sequence]
+            children = [
+                self.begin(one, name) for one, name in zip(parents, bound, strict=True) for _ in range(request.count)
+            ]
+            positions = [one[0].position for one in parents]
+            epoch = self._server.info.server_epoch
+            return pb.ForkSequencesResponse(server_epoch=epoch, sequence=children, position=positions, lease_ms=1000)
+
+        return self._once("ForkSequences", request, context, work)
+
+    def CreateSnapshots(self, request: Any, context: Any) -> Any:
+        def work() -> pb.CreateSnapshotsResponse:
+            made = []
+            for handle in request.sequence:
+                streams = copy.deepcopy(self._capturable(handle, context))
+                adapter = self._server.bound[handle]
+                message = pb.Snapshot(
+                    snapshot_id=self._next.to_bytes(16, "big"),
+                    position=streams[0].position,
+                    adapter=adapter,
+                    adapter_hash=self._server.adapters.get(adapter, b""),
+                    pinned=request.pinned,
+                    lease_remaining_ms=request.lease_ms or 60_000,
+                    size_bytes=3 << 20,
+                    tier=pb.TIER_DEVICE,
+                    created_ms=1_700_000_000_500,
+                )
+                self._next += 1
+                self.kept[message.snapshot_id] = Kept(message, streams)
+                made.append(message)
+            return pb.CreateSnapshotsResponse(snapshots=made)
+
+        return self._once("CreateSnapshots", request, context, work)
+
+    def RestoreSequences(self, request: Any, context: Any) -> Any:
+        def work() -> pb.RestoreSequencesResponse:
+            response = pb.RestoreSequencesResponse(server_epoch=self._server.info.server_epoch, lease_ms=1000)
+            for one in request.snapshot_id:
+                if one not in self.kept:
+                    self._server.abort(Reason.SNAPSHOT_UNKNOWN, context)
+                message = self.kept[one].message
+                response.sequences.add(
+                    sequence=self.begin(self.kept[one].streams, message.adapter),
+                    position=message.position,
+                    adapter=message.adapter,
+                    adapter_hash=message.adapter_hash,
+                )
+            return response
+
+        return self._once("RestoreSequences", request, context, work)
+
+    def ListSnapshots(self, request: Any, context: Any) -> Any:
+        self._server.enter("ListSnapshots", request, context)
+        behind = [self.kept[one].message for one in sorted(self.kept) if one > request.after]
+        return pb.ListSnapshotsResponse(snapshots=behind[:PAGE], has_more=len(behind) > PAGE)
+
+    def RenewSnapshots(self, request: Any, context: Any) -> Any:
+        def work() -> pb.RenewSnapshotsResponse:
+            held = [one in self.kept for one in request.snapshot_id]
+            states = {True: pb.SNAPSHOT_STATE_HELD, False: pb.SNAPSHOT_STATE_UNKNOWN}
+            return pb.RenewSnapshotsResponse(state=[states[one] for one in held])
+
+        return self._once("RenewSnapshots", request, context, work)
+
+    def ReleaseSnapshots(self, request: Any, context: Any) -> Any:
+        def work() -> pb.ReleaseSnapshotsResponse:
+            was_held = [self.kept.pop(one, None) is not None for one in request.snapshot_id]
+            states = {True: pb.SNAPSHOT_STATE_RELEASED, False: pb.SNAPSHOT_STATE_UNKNOWN}
+            return pb.ReleaseSnapshotsResponse(state=[states[one] for one in was_held])
+
+        return self._once("ReleaseSnapshots", request, context, work)
+
+    def _once(self, method: str, request: Any, context: Any, work: Any) -> Any:
+        fault = self._server.enter(method, request, context)
+        key = method, bytes(request.request_id)
+        if key not in self.done:
+            with self._server.lock:
+                self.done[key] = work()
+        self._server.leave(fault, context)
+        return type(self.done[key])() if method in self.empty_answers else self.done[key]
+
+    def _capturable(self, handle: int, context: Any) -> dict[int, Stream]:
+        streams = self._server.streams.get(handle)
+        if streams is None:
+            self._server.abort(Reason.SEQUENCE_EXPIRED, context)
+            raise AssertionError
+        both = [streams[span] for span in range(len(self._server.info.spans))]
+        if any(one.drafts is not None for one in both):
+            self._server.abort(Reason.VERIFY_PENDING, context)
+        if len({one.position for one in both}) > 1:
+            self._server.abort(Reason.SPANS_UNEVEN, context)
+        return streams
+
+
+def opened_from(states: FakeStates, request: Any, context: Any, server: FakeServer) -> layers.OpenSequencesResponse:
+    """What OpenSequences empty_answers to a request with a snapshot_id."""
+    if request.snapshot_id not in states.kept:
+        server.abort(Reason.SNAPSHOT_UNKNOWN, context)
+    kept = states.kept[request.snapshot_id]
+    key = "OpenSequences", bytes(request.open_token)
+    if key not in states.done:
+        states.done[key] = [states.begin(kept.streams, kept.message.adapter) for _ in range(request.count)]
+    return layers.OpenSequencesResponse(
+        server_epoch=server.info.server_epoch,
+        sequence=states.done[key],
+        lease_ms=request.lease_ms,
+        adapter_hash=kept.message.adapter_hash,
+        position=kept.message.position,
+        adapter=kept.message.adapter,
+    )
