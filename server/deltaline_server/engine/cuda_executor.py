@@ -74,7 +74,7 @@ class PagePlacing:
             self._lines = torch.zeros(LINES, dtype=torch.int64, device=pool.device)
             self._rows = torch.zeros(max(ENTRIES, width), dtype=torch.int32, device=pool.device)
             self._copies = torch.zeros(2, COPIES, dtype=torch.int64, device=pool.device)
-            self._beside = [torch.empty_like(block[:, :COPIES]) for block in pool.page_blocks]
+            self._beside = [block.new_empty(len(block), COPIES, *block.shape[2:]) for block in pool.page_blocks]
         nothing = np.zeros((2, 1), dtype=np.int64)
         self.place(PagesPlaced(nothing[0], np.zeros((1, 1), dtype=np.int32), nothing))
 

@@ -22,6 +22,7 @@ from deltaline_server.tables.pages import Pages, PagesPlaced
 from deltaline_server.tables.sequence_adapters import BASE
 from deltaline_server.tables.sequences import SequenceTable
 
+NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
 NO_PAGES: Pages = np.zeros(0, dtype=np.int32)
 
 
@@ -62,10 +63,44 @@ class Capture:
         """place: lets the device write rows of its table of pages and copy pages, before the next batch runs."""
         self._table, self._place = table, place
 
-    def holders(self) -> Holders:
-        """Of each line and page."""
+    def holders(self, busy: Slots) -> Holders:
+        """Of each line and page; who has a line to itself, and can be given it back by `thaw`, is not counted."""
         pages = self._table.pages
-        return Holders(self._table.lines.references(), np.zeros(1, np.int64) if pages is None else pages.references())
+        return Holders(self._idle_readers(busy)[0], np.zeros(1, np.int64) if pages is None else pages.references())
+
+    def thaw(self, busy: Slots) -> None:
+        """Give frozen lines back to be written that no state holds any more, only a sequence that has not stepped
+        since: it lets go of the line that it would have written instead. busy: slots that are to be left alone."""
+        table = self._table
+        others, reader = self._idle_readers(busy)
+        for line in np.flatnonzero((others == 0) & (reader >= 0)).tolist():
+            slot = int(reader[line])
+            old_line = int(table.write_line[slot])
+            if (table.read_line[:, slot] == old_line).any():
+                continue  # it was given back another
+            table.lines.thaw(line)
+            table.write_line[slot] = line
+            table.num_frozen_reads -= int((table.read_line[:, slot] == line).sum())
+            if table.pages is not None:
+                self._place(table.pages.move(old_line, line))
+            table.lines.release([old_line])
+
+    def _idle_readers(self, busy: Slots) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of each line, int64 [lines]: how many hold it beside the one slot that reads it and has written nothing
+        since; and that slot, -1 where there is none such, or several."""
+        table = self._table
+        read_line, others = table.read_line, table.lines.references()
+        is_own = read_line == table.write_line
+        spans, slots = np.nonzero((read_line != NULL_LINE) & ~is_own)
+        lines = read_line[spans, slots]
+        first, last = np.full(len(others), table.num_slots), np.full(len(others), -1)
+        np.minimum.at(first, lines, slots)
+        np.maximum.at(last, lines, slots)
+        is_idle = np.append(~is_own.any(axis=0), False)
+        is_idle[busy] = False
+        reader = np.where((first == last) & is_idle[first], last, -1)
+        counts = np.bincount(lines, minlength=len(others))
+        return others - np.where(reader >= 0, counts, 0), reader
 
     def progress(self, slots: Slots) -> list[CommittedProgress]:
         """How far slots are. Raises RequestError VERIFY_PENDING or SPANS_UNEVEN where a state would mean nothing."""

@@ -73,6 +73,14 @@ class LinePool:
         self._is_frozen[line] = True
         self.num_frozen += 1
 
+    def thaw(self, line: int) -> None:
+        """Let a frozen line be written again, by the only one who holds it."""
+        if not self._is_frozen[line]:
+            raise ValueError(f"line: expected a frozen one, got {line}")
+        self._is_frozen[line] = False
+        self._references[line] = 1
+        self.num_frozen -= 1
+
     def hold(self, lines: NDArray[np.int64], count: int = 1) -> None:
         """Add `count` references of each frozen line as often as it is named. The null line is passed over."""
         lines = lines[lines != NULL_LINE]

@@ -163,6 +163,14 @@ class PagePool:
                 copies.append((int(pages[-1]), int(rows[i, len(pages) - 1])))
         return PagesPlaced(lines, rows, np.array(copies, dtype=np.int64).reshape(-1, 2).T)
 
+    def move(self, line: int, new_line: int) -> PagesPlaced:
+        """Let a line's pages be those of another, which has none. Returns what the device has to be told."""
+        count = int(self._count[line])
+        self._table[new_line, :count] = self._table[line, :count]
+        self._count[[line, new_line]] = 0, count
+        rows = self._table[[new_line], :count]
+        return PagesPlaced(np.array([new_line], dtype=np.int64), rows, np.zeros((2, 0), dtype=np.int64))
+
     def drop(self, pages: Pages) -> None:
         """Let go of pages (none twice)."""
         self._references[pages] -= 1

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
-from deltaline_server.tables.capture import Capture, Needs
+from deltaline_server.tables.capture import NO_SLOTS, Capture, Needs
 from deltaline_server.tables.captured import CapturedState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
@@ -118,7 +118,7 @@ class SnapshotTable:
         lease_s = self._table.checked_lease(lease_s)
         if principal.quotas is not None:
             principal.quotas.check("snapshots", self.num_of[principal.number], len(slots))
-        self._make_room(self._capture.needs(slots, progress), num_snapshots=len(slots))
+        self._make_room(self._capture.needs(slots, progress), slots, len(slots))
         ids = [self._add(state, principal, lease_s, is_pinned) for state in self._capture.capture(slots, progress)]
         return [self._description(id, self._held[id], self._clock()) for id in ids]
 
@@ -132,7 +132,7 @@ class SnapshotTable:
         self._table.check_room(len(ids), principal)
         for id in ids:
             self._held.move_to_end(id)
-        self._make_room(self._capture.needs_of(states), kept=set(ids))
+        self._make_room(self._capture.needs_of(states), kept=frozenset(ids))
         return self._capture.restore(states, 1, principal, lease_s)
 
     def fork(
@@ -149,7 +149,7 @@ class SnapshotTable:
         """
         self._table.checked_lease(lease_s)
         self._table.check_room(count * len(slots), principal)
-        self._make_room(self._capture.needs(slots, progress, count))
+        self._make_room(self._capture.needs(slots, progress, count), slots)
         states = self._capture.capture(slots, progress)
         try:
             return self._capture.restore(states, count, principal, lease_s)
@@ -159,7 +159,7 @@ class SnapshotTable:
 
     def make_room_for_pages(self, num_pages: int) -> None:
         """Let unpinned snapshots give way until so many more pages are free, or none that has pages is left."""
-        self._evict(Needs(pages=num_pages), set())
+        self._give_way(self._victims(Needs(pages=num_pages), 0, NO_SLOTS, frozenset())[0])
 
     # -- what owners do --------------------------------------------------------------------------------------------
 
@@ -216,17 +216,21 @@ class SnapshotTable:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, needs: Needs, num_snapshots: int = 0, kept: set[bytes] | None = None) -> None:
-        """Let unpinned snapshots, but those to be kept, give way until what is needed is there.
+    def _make_room(
+        self, needs: Needs, slots: Slots = NO_SLOTS, num_snapshots: int = 0, kept: frozenset[bytes] = frozenset()
+    ) -> None:
+        """Let unpinned snapshots, but those to be kept, give way until what is needed is there; slots: that need it.
 
         Raises RequestError NO_SNAPSHOT_LINES or PAGES_EXHAUSTED; then none has.
         """
         lines, pages = self._table.lines, self._table.pages
+        if needs.lines > lines.num_freezable:
+            self._capture.thaw(slots)
         short = Needs(
             max(0, needs.lines - lines.num_freezable), 0 if pages is None else max(0, needs.pages - pages.num_free)
         )
         num_over = len(self._held) + num_snapshots - self._limit
-        victims, given = self._victims(short, num_over, kept or set())
+        victims, given = self._victims(short, num_over, slots, kept)
         if given.lines < short.lines or len(victims) < num_over:
             message = (
                 f"{needs.lines} lines asked for, {lines.num_freezable + given.lines} of {lines.snapshot_lines} for "
@@ -238,19 +242,18 @@ class SnapshotTable:
             message = f"{needs.pages} pages asked for, {pages.num_free + given.pages} can be had"
             raise RequestError(Reason.PAGES_EXHAUSTED, message, retry_after_s=0.05)
         self._give_way(victims)
-
-    def _evict(self, needs: Needs, kept: set[bytes]) -> None:
-        self._give_way(self._victims(needs, 0, kept)[0])
+        if needs.lines > lines.num_freezable:
+            self._capture.thaw(slots)
 
     def _give_way(self, victims: Sequence[bytes]) -> None:
         for id in victims:
             self._end(id, SnapshotState.EVICTED)
         self.num_evicted += len(victims)
 
-    def _victims(self, needs: Needs, count: int, kept: set[bytes]) -> tuple[list[bytes], Needs]:
+    def _victims(self, needs: Needs, count: int, slots: Slots, kept: frozenset[bytes]) -> tuple[list[bytes], Needs]:
         """Unpinned snapshots, the least recently used first, whose end gives what is needed, or as much of it as there
         is, and which are `count` at least; and what it gives. None goes in vain."""
-        left, given, victims = self._capture.holders(), Needs(), list[bytes]()
+        left, given, victims = self._capture.holders(slots), Needs(), list[bytes]()
         for id, one in self._held.items():
             if given.lines >= needs.lines and given.pages >= needs.pages and len(victims) >= count:
                 break

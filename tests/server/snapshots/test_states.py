@@ -212,18 +212,51 @@ async def test_unpinned_snapshots_give_way_to_captures_the_least_recently_used_f
     assert held == [ids[0], made.id] and rig.snapshots.num_evicted == 2
 
 
-async def test_lines_that_are_pinned_or_still_read_do_not_give_way() -> None:
+async def test_lines_that_are_pinned_or_read_by_several_do_not_give_way() -> None:
     rig = make_rig(snapshot_lines=2)
     first, second, third = await prefilled(rig, 3)
     await rig.snapshot(first, is_pinned=True)
-    (unpinned,) = await rig.snapshot(second)  # whose line the sequence has yet to read
+    (unpinned,) = await rig.snapshot(second)
+    (child,) = await rig.fork(second)
     with refuses(Reason.NO_SNAPSHOT_LINES) as caught:
         await rig.snapshot(third)
     assert "1 lines asked for, 0 of 2" in str(caught.value) and caught.value.refusal.retry_after_s
     assert rig.states.renew([unpinned.id], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]  # not in vain
-    await decoded(rig, second, 2, 6)
+    await decoded(rig, child, 1, 6)
     await rig.snapshot(third)
     assert rig.states.renew([unpinned.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
+
+
+@pytest.mark.parametrize("spans", [1, 2])
+async def test_an_idle_sequence_is_given_its_line_back_to_write(spans: int) -> None:
+    rig = make_rig(snapshot_lines=1, spans=spans, paged_spans=(0,))
+    first, second = rig.open(2)
+    for span in range(spans):
+        for handle in (first, second):
+            await rig.step((handle, PREFILL, 1, 0, -1, tokens(6)), span=span)
+    line = rig.table.write_line[rig.slots(first)].tolist()
+    for _ in range(2):
+        (given_up,) = await rig.snapshot(first)
+        (made,) = await rig.snapshot(second)  # neither has stepped since
+        assert rig.states.renew([given_up.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
+        assert rig.table.write_line[rig.slots(first)].tolist() == line and rig.lines.num_frozen == 1
+        assert (rig.lines.num_used, rig.table.num_frozen_reads) == (3, spans)
+    for span in range(spans):
+        result = await rig.step((first, DECODE, 2, 6, -1, [9.0]), (second, DECODE, 2, 6, -1, [8.0]), span=span)
+        assert [outputs(result, row) for row in (0, 1)] == [[checksum([*tokens(6), token])] for token in (9.0, 8.0)]
+    (child,) = rig.restore(made.id)
+    assert await decoded(rig, child, 1, 6) == checksum([*tokens(6), 9.0])
+
+
+async def test_a_line_that_is_to_be_captured_is_not_given_back() -> None:
+    rig = make_rig(snapshot_lines=1)
+    first, second = await prefilled(rig, 2)
+    (made,) = await rig.snapshot(second)
+    rig.states.release([made.id], ANONYMOUS)
+    with refuses(Reason.NO_SNAPSHOT_LINES):
+        await rig.snapshot(first, second)
+    await rig.snapshot(second)
+    await rig.snapshot(first)
 
 
 async def test_two_snapshots_of_one_line_give_way_together() -> None:
