@@ -141,3 +141,10 @@ async def test_replies_to_one_leave_room_for_those_to_others(eager: bool) -> Non
     rig.scheduler.settle()
     await turns()
     assert {use.reply_bytes for use in rig.scheduler.use.values()} == {0}
+
+
+async def test_clients_have_their_turns_in_the_order_in_which_they_came() -> None:
+    flood = Flood(chunk_tokens=64)
+    for tag in (0, 1, 2, 3):  # the first is in flight when the others come
+        flood.send(ALICE, 1, tag, tokens=128, client=str(tag))
+    assert await flood.batches() == [{tag: 64} for tag in (0, 0, 1, 2, 3, 1, 2, 3)]

@@ -11,7 +11,7 @@ from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, 
 
 from deltaline_server.errors import Reason
 from deltaline_server.scheduling.observer import BatchTiming
-from deltaline_server.step import OutputRows, RowOutcome
+from deltaline_server.step import OutputRows, RowOutcome, SpanShapes
 from deltaline_server.tables.sequence import SequenceState
 
 
@@ -231,6 +231,33 @@ async def test_stop_refuses_what_waits_and_finishes_what_runs() -> None:
     assert outputs(await running) == [1]
     await rig.scheduler.drained()
     rig.table.check_integrity()
+
+
+async def test_rows_that_run_together_may_have_steps_behind_them_or_none() -> None:
+    rig = Rig(eager=False)
+    a, b, c, d = rig.open(4)
+    for busy in (c, d):
+        rig.submit(rig.request((busy, DECODE, 1, 0, -1, [1])))
+        await turns()
+    together = rig.submit(rig.request((a, DECODE, 1, 0, -1, [2]), (b, DECODE, 1, 0, -1, [3])))
+    behind = rig.submit(rig.request((b, DECODE, 2, 1, -1, [4])))
+    while rig.engine.waiting:
+        rig.engine.run()
+        await turns()
+    assert (outputs(together.result()), outputs(together.result(), 1)) == ([2], [3])
+    assert outputs(behind.result()) == [11]
+    rig.scheduler.settle()
+    rig.table.check_integrity()
+
+
+@pytest.mark.parametrize(("streams", "expected"), [(0, (3, 4)), (2, (3, 2, 2))])
+async def test_outputs_have_their_streams(streams: int, expected: tuple[int, ...]) -> None:
+    rig = Rig()
+    shapes = SpanShapes(4 // (streams or 1), 4, streams, streams)
+    (a,) = rig.open()
+    hidden = np.ones((3, 4), np.float32)
+    request = rig.request((a, PREFILL, 1, 0, -1, [1, 2, 3]), shapes=shapes, hidden=hidden)
+    assert (await rig.submit(request)).hidden.shape == expected
 
 
 async def test_nothing_more_runs_once_the_engine_is_about_to_close() -> None:

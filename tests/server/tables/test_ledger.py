@@ -171,3 +171,24 @@ def test_a_first_step_has_nothing_to_commit() -> None:
     ledger, request = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT), make_request([RowKind.DECODE], [1], [0], [0])
     _, refusals = ledger.admit(request, np.arange(1), np.array([3]), request.form.lengths)
     assert refusals[0].reason is Reason.NOTHING_TO_COMMIT
+
+
+@pytest.mark.parametrize(("step", "num_behind"), [(1, 0), (3, 0), (2, 1)], ids=["before", "after", "one is behind"])
+def test_a_commit_of_its_own_names_the_verify_that_is_the_last_step(step: int, num_behind: int) -> None:
+    ledger, slot = StepLedger(1, NUM_SLOTS, MAX_IN_FLIGHT), 3
+    for progress in (ledger.done, ledger.tail):
+        progress.values[:3, 0, slot] = 2, 10, 4
+    ledger.tail.step[0, slot] += num_behind
+    refusal = ledger.commit(0, slot, step, 1)
+    assert refusal is not None and refusal.reason is Reason.NOTHING_TO_COMMIT
+    assert ledger.done.values[:3, 0, slot].tolist() == [2, 10, 4]
+
+
+def test_a_commit_of_its_own_again_is_the_same_commit() -> None:
+    ledger, slot = StepLedger(1, NUM_SLOTS, MAX_IN_FLIGHT), 3
+    for progress in (ledger.done, ledger.tail):
+        progress.values[:3, 0, slot] = 2, 10, 4
+    for accepted, expected in ((1, None), (1, None), (2, Reason.COMMIT_CONFLICT)):
+        refusal = ledger.commit(0, slot, 2, accepted)
+        assert (refusal and refusal.reason) == expected
+    assert ledger.done.values[:4, 0, slot].tolist() == [2, 11, 0, 1]

@@ -221,6 +221,13 @@ async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
     assert left() == 60.0
 
 
+def test_a_lease_has_at_most_the_longest() -> None:
+    rig = Rig()
+    assert rig.table.open(1, rig.table.max_lease_s).lease_s == rig.table.max_lease_s
+    with refuses(Reason.INVALID_REQUEST):
+        rig.table.open(1, rig.table.max_lease_s + 0.001)
+
+
 def test_a_handle_of_a_sequence_that_is_over_renews_no_lease_of_who_has_its_place() -> None:
     rig = Rig(slots=1)
     (former,) = rig.open()
