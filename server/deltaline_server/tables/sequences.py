@@ -87,7 +87,7 @@ class SequenceTable:
         # Lines that a batch reads and writes. A span that has not run yet reads the null line: the fresh-sequence flag.
         self.read_line = np.zeros((ledger.num_spans, num_slots), dtype=np.int64)
         self.write_line = np.zeros(num_slots, dtype=np.int64)
-        # The half of the draft ring that holds the last verify's drafts.
+        # The half of the draft ring that holds the last verify's drafts; until there is one either will do.
         self.draft_half = np.zeros((ledger.num_spans, num_slots), dtype=np.int64)
 
     @property
@@ -144,7 +144,6 @@ class SequenceTable:
         self._deadline_s[slots] = now + lease_s
         self.write_line[slots] = lines
         self.read_line[:, slots] = NULL_LINE
-        self.draft_half[:, slots] = 0
         for slot in slots.tolist():
             self.ledger.reset(slot)
         opened = Opened(handles, lease_s, bound)
