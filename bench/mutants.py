@@ -1,6 +1,7 @@
 """Mutants of the server: small changes of its code, each run against the tests of its own room; survivors are printed.
 
     python bench/mutants.py --count 60 --seed 1
+    python bench/mutants.py --count 60 --seed 1 --skip 25   # when the first 25 are done
 
 The mutants are cosmic-ray's: an operator, a comparison, a number, a constant or a keyword replaced, a loop left out. Of
 all that there are in the rooms a sample is drawn from the seed. Nothing is changed in place: every worker has a copy of
@@ -32,7 +33,7 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("front", "scheduling", "tables")
-COPIED = ("proto", "kernels", "server", "client", "bench", "tests", "pyproject.toml")
+COPIED = ("proto", "kernels", "server", "client", "bench", "tests", "docs", "pyproject.toml")
 # A mutant that runs so many times as long as the tests do, and so many seconds, is caught.
 PATIENCE, PATIENCE_S = 5, 30.0
 
@@ -79,23 +80,18 @@ def make_copy(folder: Path) -> Path:
     return folder
 
 
-def tests_of(room: str, copy: Path) -> list[str]:
-    """The command that runs a room's tests on a copy, whose packages the processes that they start import too."""
+def tests_of(room: str, copy: Path, module: Path | None = None) -> list[str]:
+    """The command that runs a room's tests on a copy, whose packages the processes that they start import too.
+
+    module: in the copy; the tests nearest to it run first, since they see most of what is wrong with it.
+    """
     packages = ":".join(str(copy / name) for name in ("proto", "kernels", "server", "client", "bench"))
-    pytest = [
-        "env",
-        f"PYTHONPATH={packages}",
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        "0",
-    ]
-    return [*pytest, "-c", str(copy / "pyproject.toml"), str(copy / "tests/server" / room)]
+    options = ("-x", "-q", "-p", "no:cacheprovider", "-n", "0", "-c", str(copy / "pyproject.toml"))
+    tests, files = copy / "tests/server", sorted((copy / "tests/server" / room).rglob("test_*.py"))
+    if module is not None:
+        mirror = tests / module.relative_to(copy / "server/deltaline_server").with_name(f"test_{module.name}")
+        files.sort(key=lambda path: (path != mirror, path.parent != mirror.parent))
+    return ["env", f"PYTHONPATH={packages}", sys.executable, "-m", "pytest", *options, *map(str, files)]
 
 
 def timed(room: str, copy: Path) -> float:
@@ -108,9 +104,12 @@ def timed(room: str, copy: Path) -> float:
 
 
 def main() -> int:
-    """Run the sample and print the survivors and how many of each room were caught; return 0."""
+    """Run the sample and print what became of each and how many of each room were caught; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=300, help="mutants to run [%(default)s]")
+    parser.add_argument("--count", type=int, default=300, help="mutants to draw [%(default)s]")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="of them, the first, which an earlier run tried [%(default)s]"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sample [%(default)s]")
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS), help="of the server [all three]")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="copies of the tree [one per core]")
@@ -123,24 +122,28 @@ def main() -> int:
         first = Path(scratch, "0")
         limits_s = {room: PATIENCE_S + PATIENCE * timed(room, first) for room in options.rooms}
 
-        def judge(room: str, mutant: MutationSpec) -> tuple[str, str]:
-            """Run one: what is to be printed of it, nothing where it was caught."""
+        def judge(room: str, mutant: MutationSpec) -> str:
+            """Run one: its change, or nothing where it was caught."""
             copy = free.get()
             place = copy / mutant.module_path.relative_to(ROOT)
             placed = MutationSpec(place, mutant.operator_name, mutant.occurrence, mutant.start_pos, mutant.end_pos)
-            result = mutate_and_test([placed], " ".join(tests_of(room, copy)), limits_s[room])
+            result = mutate_and_test([placed], " ".join(tests_of(room, copy, place)), limits_s[room])
             free.put(copy)
-            if result.test_outcome is TestOutcome.KILLED:
-                return room, ""
-            return room, f"\n{mutant.operator_name}\n{result.diff or result.output}".replace(f"{copy}/", "")
+            is_caught = result.test_outcome is TestOutcome.KILLED
+            return "" if is_caught else f"{result.diff or result.output}\n".replace(f"{copy}/", "")
 
-        for room, told in pool.map(judge, *zip(*drawn(options.rooms, options.count, options.seed), strict=True)):
-            run[room] += 1
-            caught[room] += not told
-            if told:
-                print(told, flush=True)
-    for room in options.rooms:
-        print(f"{room}: {caught[room]} of {run[room]} were caught")
+        sample = drawn(options.rooms, options.count, options.seed)[options.skip :]
+        told = pool.map(judge, *zip(*sample, strict=True))
+        try:
+            for number, ((room, mutant), change) in enumerate(zip(sample, told, strict=True), options.skip):
+                run[room] += 1
+                caught[room] += not change
+                place = f"{mutant.module_path.relative_to(ROOT)}:{mutant.start_pos[0]}"
+                print(number, "survived" if change else "caught", mutant.operator_name, place, flush=True)
+                print(end=change, flush=True)
+        finally:  # --skip goes on behind an interrupted run
+            for room in options.rooms:
+                print(f"{room}: {caught[room]} of {run[room]} were caught")
     return 0
 
 

@@ -82,7 +82,6 @@ class Server:
         self.gate = Gate()
         self._http: HttpPort | None = None
         self._tls: Tls | None = None
-        self._state_service: StateService | None = None
         self.link = Listener(None)
         self.front_ends = FrontEnds(clock)
         self.has_started = self._is_ready = self._is_interrupted = self._has_failed = False
@@ -207,8 +206,7 @@ class Server:
             await asyncio.wait_for(self.runtime.scheduler.drained(), self._grace_s)
         self.runtime.scheduler.halt()
         self._layer_service.close()
-        if self._state_service is not None:
-            await self._state_service.close()
+        await self._state_service.close()
         await self.runtime.close()
         await self._close_telemetry()
         gc.unfreeze()  # or what the server had would stay for as long as the process does

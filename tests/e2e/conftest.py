@@ -14,14 +14,14 @@ import pytest_asyncio
 from rigs.linked import Driven
 from rigs.served import served
 from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
-from rigs.stand_in_states import stand_in
 from rigs.target import Target, target_of
+from rigs.watched_states import watched
 
 from deltaline_client import AsyncClient, Client
 from deltaline_server.app import Server
 from deltaline_server.config import Config
 
-__all__ = ["stand_in"]
+__all__ = ["watched"]
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ WITH_BOTH = {"front_ends": 1, "adapter_bytes": 1 << 20, "max_adapter_rank": MAX_
 
 
 @pytest.fixture(autouse=True)
-def paths(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
+def paths(monkeypatch: pytest.MonkeyPatch, watched: None) -> None:
     """What this process imports, its front ends do."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 

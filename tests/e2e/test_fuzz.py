@@ -115,7 +115,7 @@ SWEEP = 250_000
 
 @pytest.fixture
 def make_watched(
-    make_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: None
+    make_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
 ) -> Callable[..., Server]:
     """A function that makes a server with everything on that parses what clients send."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of front ends

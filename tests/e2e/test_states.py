@@ -16,8 +16,8 @@ import pytest
 from rigs.hostile_proxy import HostileProxy
 from rigs.linked import FAST, Driven, tokens
 from rigs.served import served
-from rigs.stand_in_states import StandInStates
 from rigs.until import until
+from rigs.watched_states import WatchedStates
 
 from deltaline_client import AsyncClient, NoFreeLines, SequenceState, SnapshotState, SnapshotUnknown
 from deltaline_server.app import Server
@@ -25,9 +25,9 @@ from deltaline_server.app import Server
 NUM_CLIENTS = 6
 
 
-def states_of(server: Server) -> StandInStates:
+def states_of(server: Server) -> WatchedStates:
     kept = server.runtime.states
-    assert isinstance(kept, StandInStates)
+    assert isinstance(kept, WatchedStates)
     return kept
 
 
@@ -36,7 +36,7 @@ def states_of(server: Server) -> StandInStates:
 def test_both_clients_by_every_way(
     make_server: Callable[..., Server],
     driven: Driven,
-    stand_in: None,
+    watched: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     way: str,
@@ -73,7 +73,7 @@ def test_both_clients_by_every_way(
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("calls_each", [40, pytest.param(1000, marks=pytest.mark.sweep)])
 async def test_calls_over_a_hostile_network_are_done_once(
-    make_server: Callable[..., Server], stand_in: None, calls_each: int
+    make_server: Callable[..., Server], watched: None, calls_each: int
 ) -> None:
     rng = np.random.default_rng(1)
     made, held = Counter[str](), Counter[str]()
@@ -136,7 +136,7 @@ async def test_calls_over_a_hostile_network_are_done_once(
 
 @pytest.mark.parametrize("device", ["cpu"])
 async def test_a_fork_that_finds_no_room_opens_nothing_and_may_be_tried_again(
-    make_server: Callable[..., Server], stand_in: None
+    make_server: Callable[..., Server], watched: None
 ) -> None:
     async with (
         make_server(max_sequences=4, link="off") as server,

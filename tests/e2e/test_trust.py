@@ -82,7 +82,7 @@ METHODS = {
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, watched: None) -> None:
     """What this process imports, its front ends do; files are looked at often."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setattr(app, "RELOAD_TICK_S", 0.02)

@@ -16,7 +16,6 @@ from deltaline_server.front import replies, requests
 from deltaline_server.front.flow_control import SharedBudget, StreamWindow
 from deltaline_server.front.interceptor import Context, bug, empty_frames
 from deltaline_server.front.requests import Served
-from deltaline_server.front.state_service import States
 from deltaline_server.front.step_message import StepMessage, StreamStep
 from deltaline_server.front.step_parser import StepParser
 from deltaline_server.front.trust.guesses import Guesses
@@ -25,6 +24,7 @@ from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import GRPC_REPLY_TURNS, Scheduler
+from deltaline_server.snapshots.states import States
 from deltaline_server.step import StepRequest, StepResult
 from deltaline_server.tables.open_tokens import Origin
 from deltaline_server.tables.sequence import SequenceState
@@ -98,7 +98,7 @@ class LayerService:
             return replies.open_response(self._table.server_epoch, opened)
         make = partial(self._states.restore, [message.snapshot_id] * count, principal, lease_s=lease_s)
         origin = Origin(snapshot=message.snapshot_id)
-        opened = self._table.open_once(principal, message.open_token, count, origin, make)
+        opened = self._table.tokens.once(principal, message.open_token, count, origin, make)
         [first] = self._table.describe(self._table.server_epoch, opened.handles[:1], principal)
         return replies.open_response(self._table.server_epoch, opened, first)
 

@@ -5,13 +5,11 @@ A handler only waits for work: an RPC that is cancelled cancels nothing, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import grpc
-import numpy as np
 from google.protobuf.message import Message
-from numpy.typing import NDArray
 
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
@@ -20,40 +18,12 @@ from deltaline_server.front.interceptor import Context
 from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import current_principal
-from deltaline_server.principal import Principal
-from deltaline_server.tables.open_tokens import Opened
+from deltaline_server.snapshots.states import States
 from deltaline_server.tables.request_ids import RequestIds
 from deltaline_server.tables.sequences import SequenceTable
-from deltaline_server.tables.snapshots import SnapshotDescription, SnapshotState
+from deltaline_server.tables.snapshots import SnapshotDescription
 
 NAME = pb.DESCRIPTOR.services_by_name["StateService"].full_name
-
-
-class States(Protocol):
-    """The states that a server keeps. All or none each; a lease of None is the default, or the one that a snapshot was
-    made with. What they are made of is not imported here."""
-
-    async def create(
-        self, epoch: int, handles: NDArray[np.uint64], principal: Principal, *, lease_s: float | None, is_pinned: bool
-    ) -> list[SnapshotDescription]:
-        """Capture sequences, in the order of their steps. Raises RequestError."""
-
-    def restore(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> Opened:
-        """Open a sequence for each id; ids may repeat. Raises RequestError."""
-
-    async def fork(
-        self, epoch: int, handles: NDArray[np.uint64], count: int, principal: Principal, *, lease_s: float | None
-    ) -> Opened:
-        """Open `count` children of each sequence, in order. Raises RequestError."""
-
-    def describe(self, principal: Principal) -> list[SnapshotDescription]:
-        """The principal's snapshots."""
-
-    def renew(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> list[SnapshotState]:
-        """Move lease deadlines."""
-
-    def release(self, ids: Sequence[bytes], principal: Principal) -> list[SnapshotState]:
-        """End snapshots."""
 
 
 class StateService:

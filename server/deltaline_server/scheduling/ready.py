@@ -125,8 +125,7 @@ class _LongRows:
         self, budget: int, max_short: int, most: int, chosen: list[_LongRow], has_adapter: Callable[[_LongRow], bool]
     ) -> None:
         """Take tokens of the principals whose turn it is, as _DeficitRoundRobin.take does of clients."""
-        num_in_vain = 0
-        while num_in_vain < len(self.rows):
+        while self.rows:
             principal, rows = next(iter(self.rows.items()))
             is_alone = len(self.rows) == 1
             left = room = budget if is_alone else min(budget, self._deficit)
@@ -139,10 +138,9 @@ class _LongRows:
             if rows and (is_alone or left == budget):
                 return  # it is the batch that is full, not the turn that is over
             del self.rows[principal]
-            self._deficit = self._quantum
+            self._deficit = self._quantum  # no budget is larger, so that nobody's turn behind this one is in vain
             if rows:
                 self.rows[principal] = rows
-                num_in_vain = num_in_vain + 1 if left == room else 0
 
 
 class ReadyQueue:

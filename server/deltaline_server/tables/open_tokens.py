@@ -39,11 +39,33 @@ class OpenTokens:
     sequences are over are forgotten, of the principal that has most of them, the oldest first."""
 
     def __init__(
-        self, num_slots: int, is_any_held: Callable[[NDArray[np.uint64]], bool], clock: Callable[[], float]
+        self,
+        num_slots: int,
+        is_any_held: Callable[[NDArray[np.uint64]], bool],
+        check_held: Callable[[Opened, Principal], None],
+        clock: Callable[[], float],
     ) -> None:
-        self._limit, self._is_any_held, self._clock = 2 * num_slots, is_any_held, clock
+        """check_held raises RequestError where one of what a principal has opened is over."""
+        self._limit, self._is_any_held, self._check_held = 2 * num_slots, is_any_held, check_held
+        self._clock = clock
         # By the principal's number and the token, with the time at which each is forgotten.
         self._opened: OrderedDict[tuple[int, bytes], tuple[Opened, Origin, float]] = OrderedDict()
+
+    def once(
+        self, principal: Principal, token: bytes, count: int, origin: Origin, make: Callable[[], Opened]
+    ) -> Opened:
+        """What the principal's token has opened within a minute, else what `make` opens now: `count` sequences.
+
+        Raises what `make` raises; RequestError INVALID_REQUEST where the token has opened others, and SEQUENCE_CLOSED,
+        SEQUENCE_EXPIRED or SEQUENCE_UNKNOWN where one of them is over.
+        """
+        opened = self.find(principal, token, count, origin)
+        if opened is None:
+            opened = make()
+            self.keep(principal, token, origin, opened)
+        else:
+            self._check_held(opened, principal)
+        return opened
 
     def find(self, principal: Principal, token: bytes, count: int, origin: Origin) -> Opened | None:
         """What the principal's token has opened, which may be over. Raises RequestError INVALID_REQUEST when that was

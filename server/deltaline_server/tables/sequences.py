@@ -69,7 +69,7 @@ class SequenceTable:
         self.lines, self.pages, self._clock, self._lease_tick_s = lines, lines.pages, clock, lease_tick_s
         self._last_reap_s = clock()
         self._free = list(range(num_slots))
-        self._tokens = OpenTokens(num_slots, self._is_any_held, clock)
+        self.tokens = OpenTokens(num_slots, self._is_any_held, self._check_held, clock)
         self._handle = np.zeros(num_slots, dtype=np.uint64)
         self._state = np.zeros(num_slots, dtype=np.uint8)
         self._principal = np.zeros(num_slots, dtype=np.int32)
@@ -87,7 +87,7 @@ class SequenceTable:
         """Spans of slots that read a frozen line."""
         self.captured: set[CapturedState] = set()
         """States that are held for whoever may go on from them."""
-        # The half of the draft ring that holds the last verify's drafts.
+        # The half of the draft ring that holds the last verify's drafts; until there is one either will do.
         self.draft_half = np.zeros((ledger.num_spans, num_slots), dtype=np.int64)
 
     @property
@@ -121,23 +121,7 @@ class SequenceTable:
         """
         lease_s = self.checked_lease(lease_s)
         make = partial(self._open, count, lease_s, adapter, principal)
-        return self.open_once(principal, token, count, Origin(adapter), make)
-
-    def open_once(
-        self, principal: Principal, token: bytes, count: int, origin: Origin, make: Callable[[], Opened]
-    ) -> Opened:
-        """What the principal's token has opened within a minute, else what `make` opens now: `count` sequences.
-
-        Raises what `make` raises; RequestError INVALID_REQUEST, SEQUENCE_CLOSED, SEQUENCE_EXPIRED and SEQUENCE_UNKNOWN
-        as `open`.
-        """
-        opened = self._tokens.find(principal, token, count, origin)
-        if opened is None:
-            opened = make()
-            self._tokens.keep(principal, token, origin, opened)
-        else:
-            self._check_held(opened, principal)
-        return opened
+        return self.tokens.once(principal, token, count, Origin(adapter), make)
 
     def _open(self, count: int, lease_s: float, adapter: str, principal: Principal) -> Opened:
         self.check_room(count, principal)
@@ -173,7 +157,6 @@ class SequenceTable:
         self._deadline_s[slots] = self._clock() + lease_s
         self.write_line[slots] = lines
         self.read_line[:, slots] = NULL_LINE
-        self.draft_half[:, slots] = 0
         self.ledger.reset(slots)
         return slots
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from rigs.layer_calls import HeldEngine
-from rigs.stand_in_states import stand_in
+from rigs.watched_states import watched
 
 from deltaline_server.app import Server
 
-__all__ = ["stand_in"]
+__all__ = ["watched"]
 
 
 @pytest.fixture

@@ -110,3 +110,10 @@ def test_spans_have_their_own_times() -> None:
     pace = BatchTimeModel(2, 4096)
     pace.measured(1, ROWS, 0, SHORT_S, 0.0)
     assert pace.predicted_s(0, ROWS, 0) == 0.0
+
+
+def test_a_number_of_rows_that_was_not_met_takes_the_time_of_the_nearest() -> None:
+    pace = BatchTimeModel(1, 4096)
+    pace.measured(0, 7, 0, 1.0, 0.0)
+    pace.measured(0, 63, 0, 2.0, 0.0)
+    assert [pace.predicted_s(0, rows, 0) for rows in (1, 8, 31, 200)] == [1.0, 1.0, 2.0, 2.0]

@@ -152,3 +152,10 @@ async def test_replies_to_who_is_alone_may_take_all_there_is() -> None:
             rig.scheduler.settle()
             num_sent += 1
     assert num_sent > 4, "more than half of what there is"
+
+
+async def test_clients_have_their_turns_in_the_order_in_which_they_came() -> None:
+    flood = Flood(chunk_tokens=64)
+    for tag in (0, 1, 2, 3):  # the first is in flight when the others come
+        flood.send(ALICE, 1, tag, tokens=128, client=str(tag))
+    assert await flood.batches() == [{tag: 64} for tag in (0, 0, 1, 2, 3, 1, 2, 3)]

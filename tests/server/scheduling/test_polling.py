@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -392,3 +393,41 @@ async def test_polling_goes_on_after_a_fault_of_who_is_told() -> None:
         now_s += LINGER_S
         await turns()
     assert len(landed) == 2 and len(faults) == 1
+
+
+async def test_a_result_that_a_thread_has_right_after_the_loop_looked_for_it_is_told() -> None:
+    engine, landed = Missed(), list[BatchInFlight]()
+    in_flight = InFlight(engine, lambda batch, result: landed.append(batch), lambda: 5.0)
+    in_flight.start(LookedFor(engine))
+    await turns()
+    assert len(landed) == 1
+
+
+class Missed:
+    """An engine that is never polled in vain: its threads tell all."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[BatchResult], None]] = []
+
+    def submit(self, batch: StepBatch, on_done: Callable[[BatchResult], None], polls: bool = False) -> None:
+        self.waiting.append(on_done)
+
+    def poll(self) -> bool:
+        return False
+
+
+class LookedFor(BatchInFlight):
+    """A thread of the engine has its result as soon as somebody has looked for it in vain."""
+
+    def __init__(self, engine: Missed) -> None:
+        super().__init__([], make_batch(), 0.0, 0.0)
+        self.engine = engine
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name == "result" and found is None:
+            tell = self.engine.waiting.pop()
+            thread = threading.Thread(target=tell, args=(BatchResult(np.zeros((0, 1)), np.ones(1, bool)),))
+            thread.start()
+            thread.join()
+        return found

@@ -175,3 +175,11 @@ async def test_who_has_no_other_beside_may_fill_the_queue(principal: Principal) 
     await asyncio.sleep(0)
     rig.engine.release()
     await asyncio.gather(*sent)
+
+
+async def test_rows_and_tokens_that_ran_are_counted_for_their_principal() -> None:
+    rig, principal = Rig(), Principal(1, "one")
+    a, b = rig.table.open(2, principal=principal).handles.tolist()
+    await rig.step((a, PREFILL, 1, 0, -1, [1.0] * 9), (b, DECODE, 1, 0, -1, [1.0]), principal=principal)
+    use = rig.scheduler.use[1]
+    assert (use.rows_run, use.tokens_run) == (2, 10)

@@ -10,7 +10,8 @@ import pytest
 from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, reason, refuses, turns
 
 from deltaline_server.errors import Reason
-from deltaline_server.step import OutputRows, RowOutcome, StepResult
+from deltaline_server.scheduling.observer import BatchTiming
+from deltaline_server.step import OutputRows, RowOutcome, SpanShapes, StepResult
 from deltaline_server.tables.sequence import SequenceState
 
 
@@ -49,6 +50,15 @@ async def test_a_batch_s_times_count_once_for_a_request_with_several_rows_in_it(
     stages = result.timing.copy_in_s, result.timing.compute_s, result.timing.copy_out_s
     assert stages == (1e-6, 2e-6, 3e-6)
     assert (result.timing.batch_rows, result.timing.batch_tokens) == (3, 65)
+
+
+async def test_how_long_a_row_waited_is_told_with_its_first_chunk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, told = Rig(chunk_tokens=64), list[BatchTiming]()
+    monkeypatch.setattr(rig.counts, "batch_done", told.append)
+    (a,) = rig.open()
+    await rig.step((a, PREFILL, 1, 0, -1, [1.0] * 200))
+    queued = [[(kind, count) for kind, count, _ in timing.queued] for timing in told]
+    assert queued == [[(PREFILL, 1)], [], [], []]
 
 
 async def test_rows_of_waiting_requests_run_in_one_batch_by_priority() -> None:
@@ -237,6 +247,46 @@ async def test_the_books_are_settled_right_behind_the_reply(reply_turns: int) ->
         settled.append(rig.counts.total.get("executed", 0))
         await turns(1)
     assert settled.index(1) == reply_turns
+
+
+async def test_rows_that_run_together_may_have_steps_behind_them_or_none() -> None:
+    rig = Rig(eager=False)
+    a, b, c, d = rig.open(4)
+    for busy in (c, d):
+        rig.submit(rig.request((busy, DECODE, 1, 0, -1, [1])))
+        await turns()
+    together = rig.submit(rig.request((a, DECODE, 1, 0, -1, [2]), (b, DECODE, 1, 0, -1, [3])))
+    behind = rig.submit(rig.request((b, DECODE, 2, 1, -1, [4])))
+    while rig.engine.waiting:
+        rig.engine.run()
+        await turns()
+    assert (outputs(together.result()), outputs(together.result(), 1)) == ([2], [3])
+    assert outputs(behind.result()) == [11]
+    rig.scheduler.settle()
+    rig.table.check_integrity()
+
+
+@pytest.mark.parametrize(("streams", "expected"), [(0, (3, 4)), (2, (3, 2, 2))])
+async def test_outputs_have_their_streams(streams: int, expected: tuple[int, ...]) -> None:
+    rig = Rig()
+    shapes = SpanShapes(4 // (streams or 1), 4, streams, streams)
+    (a,) = rig.open()
+    hidden = np.ones((3, 4), np.float32)
+    request = rig.request((a, PREFILL, 1, 0, -1, [1, 2, 3]), shapes=shapes, hidden=hidden)
+    assert (await rig.submit(request)).hidden.shape == expected
+
+
+async def test_nothing_more_runs_once_the_engine_is_about_to_close() -> None:
+    rig = Rig(eager=False, chunk_tokens=64)
+    (a,) = rig.open()
+    long = rig.submit(rig.request((a, PREFILL, 1, 0, -1, [1.0] * 200)))
+    await turns()
+    rig.scheduler.stop()  # what has begun goes on, until
+    rig.scheduler.halt()
+    num_batches = len(rig.engine.batches)
+    rig.engine.release()
+    await turns()
+    assert len(rig.engine.batches) == num_batches == 2 and not long.done()
 
 
 @pytest.mark.parametrize("is_answered_first", [False, True], ids=["while a batch completes", "while a request comes"])

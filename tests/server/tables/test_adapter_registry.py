@@ -114,17 +114,17 @@ def test_reserved_memory_is_in_use_until_it_is_given_back() -> None:
 
 
 def test_the_number_of_adapters_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_registry, "MAX_ADAPTERS", 2)
-    rig = Rig(limit_bytes=1000)
-    for name in "abc":
+    monkeypatch.setattr(adapter_registry, "MAX_ADAPTERS", 300)
+    rig, names = Rig(limit_bytes=10_000), [f"{number:03}" for number in range(302)]
+    for name in names[:301]:
         rig.load(name)
-    assert rig.names == ["b", "c"]
-    for name in "bc":
+    assert rig.names == names[1:301]
+    for name in names[1:301]:
         rig.registry.bind(name)
     with pytest.raises(RequestError) as error:
-        rig.load("d")
+        rig.load(names[301])
     assert reason_of(error) is Reason.ADAPTER_BYTES_EXHAUSTED
-    assert str(error.value).startswith("the server keeps 2 adapters at most, all in use")
+    assert str(error.value).startswith("the server keeps 300 adapters at most, all in use")
 
 
 def test_an_evicted_adapter_leaves_its_slot_cleared() -> None:
@@ -279,3 +279,10 @@ def test_a_quota_makes_only_ones_own_go() -> None:
     assert reason_of(exceeded) is Reason.QUOTA_EXCEEDED
     assert [one.name for one in rig.registry.describe(held)] == ["c", "d"], "nothing went in vain"
     rig.registry.check_integrity()
+
+
+def test_a_quota_counts_what_was_loaded_before_principals_were_read_anew() -> None:
+    rig = Rig(limit_bytes=100)
+    for name in "abc":
+        load_for(rig, Principal(int("1000"), "held", quotas=Quotas(adapter_bytes=25)), name, name.encode())
+    assert [one.name for one in rig.registry.describe(Principal(1000, "held"))] == ["b", "c"]

@@ -140,6 +140,15 @@ async def test_they_stay_within_the_budget_and_are_given_up_first() -> None:
         rig.close(a)
 
 
+async def test_they_are_kept_as_long_as_there_is_room() -> None:
+    rig = Rig(reply_bytes=10 * 48)
+    (a,) = rig.open()
+    for number in range(1, 7):
+        await rig.step(chunk(a, number))
+    again = [await rig.step(chunk(a, number)) for number in range(1, 7)]
+    assert [one.outcome.tolist() for one in again] == [[RowOutcome.REPLAYED]] * 6
+
+
 def test_the_longest_unused_are_given_up_first() -> None:
     replies = EarlierReplies(max_steps=8)
     hidden = np.zeros((1, 4), np.float32)

@@ -154,3 +154,41 @@ def test_of_rows_that_begin_those_whose_commit_another_span_has_fixed_otherwise_
     refusal = ledger.commit(0, 3, 2, 2)
     assert refusal is not None and refusal.reason is Reason.COMMIT_CONFLICT
     assert ledger.commit(1, 1, 2, 4) is None
+
+
+@pytest.mark.parametrize(("accepted", "expected"), [(3, {}), (2, {0: Reason.COMMIT_CONFLICT})])
+def test_a_commit_of_its_own_may_ride_on_the_next_step_again(accepted: int, expected: dict[int, Reason]) -> None:
+    ledger, slot = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT), 3
+    for progress in (ledger.done, ledger.tail):
+        progress.values[:3, 1, slot] = 2, 10, 4
+    assert ledger.commit(1, slot, 2, 3) is None
+    request = make_request([RowKind.DECODE], [3], [13], [accepted])
+    _, refusals = ledger.admit(request, np.arange(1), np.array([slot]), request.form.lengths)
+    assert {row: refusal.reason for row, refusal in refusals.items()} == expected
+
+
+def test_a_first_step_has_nothing_to_commit() -> None:
+    ledger, request = StepLedger(2, NUM_SLOTS, MAX_IN_FLIGHT), make_request([RowKind.DECODE], [1], [0], [0])
+    _, refusals = ledger.admit(request, np.arange(1), np.array([3]), request.form.lengths)
+    assert refusals[0].reason is Reason.NOTHING_TO_COMMIT
+
+
+@pytest.mark.parametrize(("step", "num_behind"), [(1, 0), (3, 0), (2, 1)], ids=["before", "after", "one is behind"])
+def test_a_commit_of_its_own_names_the_verify_that_is_the_last_step(step: int, num_behind: int) -> None:
+    ledger, slot = StepLedger(1, NUM_SLOTS, MAX_IN_FLIGHT), 3
+    for progress in (ledger.done, ledger.tail):
+        progress.values[:3, 0, slot] = 2, 10, 4
+    ledger.tail.step[0, slot] += num_behind
+    refusal = ledger.commit(0, slot, step, 1)
+    assert refusal is not None and refusal.reason is Reason.NOTHING_TO_COMMIT
+    assert ledger.done.values[:3, 0, slot].tolist() == [2, 10, 4]
+
+
+def test_a_commit_of_its_own_again_is_the_same_commit() -> None:
+    ledger, slot = StepLedger(1, NUM_SLOTS, MAX_IN_FLIGHT), 3
+    for progress in (ledger.done, ledger.tail):
+        progress.values[:3, 0, slot] = 2, 10, 4
+    for accepted, expected in ((1, None), (1, None), (2, Reason.COMMIT_CONFLICT)):
+        refusal = ledger.commit(0, slot, 2, accepted)
+        assert (refusal and refusal.reason) == expected
+    assert ledger.done.values[:4, 0, slot].tolist() == [2, 11, 0, 1]

@@ -32,6 +32,13 @@ def table(pool: PagePool, line: int, tokens: int) -> list[int]:
     return list(entries[2].tolist())
 
 
+@pytest.mark.parametrize("line", [1, 5])
+def test_the_first_and_the_last_line_have_pages(line: int) -> None:
+    pool = make()
+    pool.grant(ints(line), ints(32))
+    assert table(pool, line, 32) == list(range(1, 9))
+
+
 def test_tokens_get_as_many_pages_as_they_need_and_nothing_twice() -> None:
     pool = make()
     pool.grant(ints(2, 1), ints(5, 4))

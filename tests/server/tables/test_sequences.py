@@ -220,6 +220,24 @@ async def test_renewal_moves_only_the_deadline_and_completion_renews() -> None:
     assert left() == 60.0
 
 
+def test_a_lease_has_at_most_the_longest() -> None:
+    rig = Rig()
+    assert rig.table.open(1, rig.table.max_lease_s).lease_s == rig.table.max_lease_s
+    with refuses(Reason.INVALID_REQUEST):
+        rig.table.open(1, rig.table.max_lease_s + 0.001)
+
+
+def test_a_handle_of_a_sequence_that_is_over_renews_no_lease_of_who_has_its_place() -> None:
+    rig = Rig(slots=1)
+    (former,) = rig.open()
+    rig.close(former)
+    (present,) = rig.open()
+    epoch = rig.table.server_epoch
+    for over in ((epoch, former, SequenceState.CLOSED), (epoch + 1, present, SequenceState.LOST)):
+        assert rig.table.renew(over[0], np.array([over[1]], np.uint64), 600.0) == [over[2]]
+    assert rig.table.describe(epoch, np.array([present], np.uint64))[0].lease_remaining_s == 60.0
+
+
 async def test_the_lease_of_a_poisoned_sequence_can_be_renewed_until_it_is_closed() -> None:
     rig = Rig()
     (a,) = rig.open()

@@ -143,12 +143,16 @@ class Connection:
     def _begin(self, envelope: link.Envelope, packet: memoryview) -> None:
         """Begin a call. Raises LinkError."""
         handler, timeout_us = self._served.find(envelope.method), envelope.amount
+        metadata = link.read_metadata(envelope.metadata)
         client, share = self._peer, self._share
         if self._is_front_end:
             client, share = Peer.read(envelope.client), self._served.held.join(lambda why: self._overfull(call, why))
-        metadata = link.read_metadata(envelope.metadata)
         call = Call(self, envelope.call, handler, metadata, timeout_us, client, share)
-        call.add(self._message(call, envelope, packet), bool(envelope.flags & link.LAST))
+        try:
+            call.add(self._message(call, envelope, packet), bool(envelope.flags & link.LAST))
+        except Exception:
+            self._drop(call)
+            raise
         if call.is_over:
             self._drop(call)
         elif handler is None:

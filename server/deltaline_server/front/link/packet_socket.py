@@ -35,7 +35,7 @@ class PacketSocket:
         self._take, self._end = take, end
         self._loop = asyncio.get_running_loop()
         # Packets that the socket did not take, each with the file that goes with it.
-        self._outbox: deque[tuple[bytes, int]] = deque()
+        self._outbox: deque[tuple[bytes, int | None]] = deque()
         self._drained = asyncio.Event()
         self._is_closed = False
 
@@ -43,9 +43,8 @@ class PacketSocket:
         """Take what the client sends."""
         self._loop.add_reader(self._socket, self._read)
 
-    def write(self, *pieces: Buffer, fd: int = -1) -> None:
-        """Send a packet, behind those that wait. fd: a file to go with it, the caller's, open until `close`; -1 for
-        none."""
+    def write(self, *pieces: Buffer, fd: int | None = None) -> None:
+        """Send a packet, behind those that wait. fd: a file to go with it, the caller's, open until `close`."""
         if self._is_closed:
             return
         if not self._outbox:
@@ -73,7 +72,7 @@ class PacketSocket:
         self._is_closed = True
         if last and not self._outbox:
             with suppress(OSError):  # the client may have gone, and is not waited for
-                self._send((last,), -1)
+                self._send((last,))
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
@@ -87,7 +86,7 @@ class PacketSocket:
         except BlockingIOError:
             return
         except OSError:
-            size, flags = 0, 0
+            return self._end("")
         try:
             if flags & _CTRUNC:
                 raise link.LinkError("expected no descriptors, which go from the server to the client only")
@@ -101,9 +100,9 @@ class PacketSocket:
         except Exception as error:
             self._end(bug(error).message)
 
-    def _send(self, pieces: Sequence[Buffer], fd: int) -> None:
+    def _send(self, pieces: Sequence[Buffer], fd: int | None = None) -> None:
         """Raises OSError."""
-        if fd < 0:
+        if fd is None:
             self._socket.sendmsg(pieces)
         else:
             socket.send_fds(self._socket, pieces, [fd])

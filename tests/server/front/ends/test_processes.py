@@ -6,7 +6,9 @@ import asyncio
 import errno
 import logging
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from deltaline import link
+from deltaline_server.errors import Reason
 from deltaline_server.front.ends import processes
 from deltaline_server.front.ends.port import SharedPort
 from deltaline_server.front.ends.processes import FrontEndError, FrontEnds
@@ -144,3 +147,36 @@ def test_a_port_is_one_server_s_until_it_gives_it_back() -> None:
         assert caught.value.errno == errno.EADDRINUSE
     first.close()
     SharedPort("127.0.0.1", first.port).close()
+
+
+async def test_one_that_says_nothing_does_not_serve(make_front_ends: Callable[..., FrontEnds]) -> None:
+    silent = SERVES.replace("print('serving', flush=True)", "import os; os.close(1)")
+    with pytest.raises(FrontEndError, match="before it served"):
+        await make_front_ends(Time(1)).start(1, SERVED, command(silent))
+
+
+async def test_what_one_has_refused_is_counted(make_front_ends: Callable[..., FrontEnds]) -> None:
+    refused, is_counted = Counter[Reason](), asyncio.Event()
+
+    def count(reason: Reason, number: int) -> None:
+        refused[reason] += number
+        if reason is Reason.REPLIES_UNREAD:
+            is_counted.set()
+
+    observer: Any = SimpleNamespace(refused=count)
+    says = 'print(\'{"TOO_MANY_CALLS": 2}\\n{"TOO_MANY_CALLS": 3, "REPLIES_UNREAD": 1}\', flush=True)\n'
+    program = SERVES.replace("while core", f"{says}while core")
+    await make_front_ends(Time(1)).start(1, replace(SERVED, observer=observer), command(program))
+    await asyncio.wait_for(is_counted.wait(), 60)
+    assert refused == {Reason.TOO_MANY_CALLS: 5, Reason.REPLIES_UNREAD: 1}
+
+
+async def test_the_time_of_one_counts_while_it_runs_and_when_it_has_ended(
+    make_front_ends: Callable[..., FrontEnds],
+) -> None:
+    busy = "import os\nwhile os.times().user < 0.3: pass\nwhile os.times().system < 0.2: os.stat('/')\n"
+    front_ends = make_front_ends(Time(1))
+    await front_ends.start(1, SERVED, command(busy + SERVES))
+    while_it_runs_s = front_ends.cpu_s
+    await front_ends.stop(0.0)
+    assert 0.5 <= while_it_runs_s <= front_ends.cpu_s + 0.05  # the kernel counts in ticks of 10 ms

@@ -134,6 +134,19 @@ async def test_a_large_message_leaves_its_memory_before_it_is_read(rig: Rig) -> 
     assert (await rig.packet(link.MESSAGE)).body == b"200000"
 
 
+@pytest.mark.parametrize(("size", "is_taken"), [(1 << 19, True), ((1 << 19) + 1, False)])
+async def test_a_message_has_no_more_bytes_than_the_most(rig: Rig, size: int, is_taken: bool) -> None:
+    place, fd = await rig.memory(1 << 20)
+    os.close(fd)
+    await rig.go(2, b"ask", b"a", place._replace(size=size).packed(), link.PLACED | link.LAST)
+    if is_taken:
+        for amount in (0, 1):  # its memory comes back, then it is read
+            assert (await rig.packet(link.TAKEN)).envelope.amount == amount
+        assert (await rig.packet(link.MESSAGE)).body == b"a"
+    else:
+        assert await rig.goodbye() == "expected at most 524288 bytes, got 524289"
+
+
 async def test_a_stream_waits_for_its_reader(rig: Rig) -> None:
     await rig.go(1, b"flood", b"a", flags=link.LAST)
     most = -(-link.UNREAD_BYTES // 100_000)

@@ -66,8 +66,8 @@ async def test_a_cancelled_call_says_when_it_is_over_and_nothing_more(raw: RawLi
     over = await raw.receive()
     assert over is not None and (over.envelope.call, over.status.code) == (number, code_pb2.CANCELLED)
     assert handled(server, "StepStream", "Canceled") == 1
-    for late in (link.pack(link.CANCEL, number), link.pack(link.MESSAGE, number)):
-        await raw.send(late)
+    for kind, flags in ((link.CANCEL, 0), (link.MESSAGE, 0), (link.MESSAGE, link.LAST)):
+        await raw.send(link.pack(kind, number, flags=flags))
     assert await raw.call(INFO)  # and nothing came before its answer
 
 

@@ -58,7 +58,7 @@ def test_a_server_removes_no_socket_but_its_own(tmp_path: Path) -> None:
     assert file.path.exists()
 
 
-@pytest.mark.parametrize("wrong", [0o755, 0o770, 0o750, 0o1777])
+@pytest.mark.parametrize("wrong", [0o755, 0o770, 0o750, 0o677, 0o1777])
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, wrong: int) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -79,10 +79,18 @@ def test_a_link_to_a_folder_and_another_users_folder_are_refused(
         SocketFile(tmp_path / "real" / "a.sock", None)
 
 
-def test_a_group_may_enter_where_it_is_named(tmp_path: Path) -> None:
+def test_a_group_may_enter_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners, chown = set[int](), os.chown
+
+    def noted(path: Path, owner: int, group: int) -> None:
+        owners.add(owner)
+        chown(path, owner, group)
+
+    monkeypatch.setattr(os, "chown", noted)
     file = SocketFile(tmp_path / "run" / "a.sock", os.getegid())
     assert (mode(tmp_path / "run"), mode(file.path)) == (0o750, 0o660)
     assert {file.path.stat().st_gid, file.path.parent.stat().st_gid} == {os.getegid()}
+    assert owners == {-1}, "only root may give its files away"
     file.close()
 
 

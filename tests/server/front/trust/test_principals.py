@@ -86,6 +86,7 @@ def test_a_call_is_its_credentials_principals(principals: Principals) -> None:
         (Context(headers("a", "wrong")), Reason.CREDENTIALS_UNKNOWN),
         (Context(headers("a", "wrong"), peer_dns=[b"a.org"]), Reason.CREDENTIALS_UNKNOWN),
         (Context((("authorization", "Basic " + token_of("a")),)), Reason.CREDENTIALS_UNKNOWN),
+        (Context((("authorization", "ApiKey " + token_of("a")),)), Reason.CREDENTIALS_UNKNOWN),
         (Context((("authorization", "Bearer"),)), Reason.CREDENTIALS_UNKNOWN),
         (Context((("authorization", token_of("a")),)), Reason.CREDENTIALS_UNKNOWN),
         (Context((*headers("a"), *headers("b"))), Reason.CREDENTIALS_UNKNOWN),
