@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,14 @@ class ModelConfig:
     def has_mlp_blocks(self) -> bool:
         """Whether a layer with a mixer has an MLP as well."""
         return any(layer.mixer is not None and layer.mlp is not None for layer in self.layers)
+
+    def meaning(self) -> dict[str, Any]:
+        """What of it decides what a state means, as JSON values: all but how long sequences may be, and words."""
+        values = asdict(self)
+        values.pop("unserved")
+        for shape in values["shapes"].values():
+            shape.pop("max_positions", None)
+        return values
 
     def with_context(self, max_context: int) -> ModelConfig:
         """Limit the tokens of a sequence; 0 for as many as the checkpoint was made for, which is the most.

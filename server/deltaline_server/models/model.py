@@ -17,6 +17,7 @@ from torch import Tensor
 from deltaline_kernels import LoraWeights, Rows, group_tokens, spread_slots
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.layers.block import Layer
 from deltaline_server.layers.hyper_connection import HyperBlock
@@ -83,8 +84,15 @@ class Model:
     adapters (their places, None where there are none); paged_spans (those with attention layers, which keep pages).
     """
 
-    def __init__(self, plan: ModelPlan, scope: Scope, stacks: Sequence[Stack], adapters: AdapterStore | None) -> None:
-        """stacks: of the plan's spans."""
+    def __init__(
+        self,
+        plan: ModelPlan,
+        scope: Scope,
+        stacks: Sequence[Stack],
+        adapters: AdapterStore | None,
+        weights: Mapping[str, Any],
+    ) -> None:
+        """stacks: of the plan's spans. weights: what they were, as JSON values: digests, or a seed."""
         config, shapes, placement = plan.config, plan.loader.shapes, plan.layout.placement
         self.config, self.scope = config, scope
         self.spans, self.ends = plan.spans, plan.ends
@@ -97,6 +105,7 @@ class Model:
         self.layout = plan.layout
         self.adapters = adapters
         self._stacks = tuple(stacks)
+        self._weights = weights
         self.paged_spans = frozenset(
             i for i, span in enumerate(plan.spans) if any(isinstance(shapes[layer], AttentionShape) for layer in span)
         )
@@ -107,6 +116,22 @@ class Model:
     def num_layers(self) -> int:
         """Layers that are loaded: those of the spans."""
         return len(self._places)
+
+    def fingerprint(self, state_dtype: torch.dtype, layout_version: int) -> bytes:
+        """Return the 32 bytes that name what this model's states mean, the same on every rank of every world.
+
+        state_dtype: of recurrent states. layout_version: of the bytes that they are stored in.
+        """
+        identity = {
+            "layout": layout_version,
+            "config": self.config.meaning(),
+            "scope": self.scope,
+            "spans": [[span.start, span.stop] for span in self.spans],
+            "dtype": str(self.dtype),
+            "state_dtype": str(state_dtype),
+            **self._weights,
+        }
+        return fingerprint(identity)
 
     def make_pool(self, options: StateOptions) -> StatePool:
         """Allocate the state of this model's layers. Raises ModelError as StatePool does."""
@@ -149,7 +174,7 @@ def load_model(options: ModelOptions) -> Model:
     Raises ModelError: the config, a span, a layer or a tensor is not as expected, and the message names it; or there is
     no room for the weights, or the adapters' places.
     """
-    with open_plan(options, options.device) as plan:
+    with open_plan(options, options.device, hashes=True) as plan:
         try:
             return _load(plan, options)
         except RuntimeError as error:  # that is how torch says that there is no room
@@ -172,7 +197,8 @@ def _load(plan: ModelPlan, options: ModelOptions) -> Model:
         make_stack([layers[number] for number in span], ends, plan.streams, plan.loader.head)
         for span, ends in zip(plan.spans, plan.ends, strict=True)
     ]
-    return Model(plan, options.scope, stacks, store)
+    weights = {"seed": options.seed} if plan.hashed is None else {"tensors": plan.hashed.identity()}
+    return Model(plan, options.scope, stacks, store, weights)
 
 
 @contextmanager
@@ -218,7 +244,8 @@ def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> t
 class ModelPlan:
     """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order.
 
-    streams: residual streams within the spans, 0 where layers pass on `[T, hidden]`.
+    streams: residual streams within the spans, 0 where layers pass on `[T, hidden]`. hashed: what the loader reads from
+    where it hashes what it reads.
     """
 
     config: ModelConfig
@@ -228,12 +255,13 @@ class ModelPlan:
     layers: list[int]
     layout: AdapterLayout
     loader: LayerLoader
+    hashed: HashedTensors | None
 
 
 @contextmanager
-def open_plan(options: ModelOptions, device: torch.device = CPU) -> Iterator[ModelPlan]:
+def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool = False) -> Iterator[ModelPlan]:
     """Plan to load what `options` ask for, to this device; the checkpoint is open inside the context, and no weight is
-    read. Raises ModelError as `load_model` does."""
+    read. hashes: a checkpoint's tensors are hashed as the loader reads them. Raises ModelError as `load_model` does."""
     with ExitStack() as stack:
         checkpoint: Checkpoint | None = None
         if options.model is not None and options.random_init is None:
@@ -261,7 +289,8 @@ def open_plan(options: ModelOptions, device: torch.device = CPU) -> Iterator[Mod
         layers = sorted(layer for span in spans for layer in span)
         dtype = options.dtype or getattr(torch, config.dtype or "float32")
         placement = Placement(_with_index(device), dtype, options.rank, options.world_size)
-        source = checkpoint or random_init(config, layers, options.scope, options.seed)
+        hashed = HashedTensors(checkpoint) if hashes and checkpoint is not None else None
+        source = hashed or checkpoint or random_init(config, layers, options.scope, options.seed)
         loader = LayerLoader(source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
         token = SpanShapes(config.hidden_size, dtype.itemsize)
@@ -269,7 +298,7 @@ def open_plan(options: ModelOptions, device: torch.device = CPU) -> Iterator[Mod
         if options.stream_ends.has_head:
             loader.check_head()
         layout = AdapterLayout(config, options.scope, layers, placement)
-        yield ModelPlan(config, spans, ends, 0 if streams is None else streams.count, layers, layout, loader)
+        yield ModelPlan(config, spans, ends, 0 if streams is None else streams.count, layers, layout, loader, hashed)
 
 
 def _require(flag: str, path: Path) -> None:
