@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltaline_bench.device import describe_cpu, provenance
 from deltaline_server.tables.prefixes.cost import StoredPrefix, Tier
@@ -232,8 +233,9 @@ def margin(rates: Mapping[str, Rates]) -> float:
     return rates["ours"].tokens - rates["path LRU"].tokens
 
 
-def _zipf(count: int, exponent: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.arange(1, count + 1) ** -exponent
+def _zipf(count: int, exponent: float) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = np.arange(1, count + 1) ** -exponent
+    return shares
 
 
 def main() -> int:

@@ -6,12 +6,13 @@ import random
 import tracemalloc
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 from rigs.seeds import seeds
 
 from deltaline_server.tables.prefixes.cost import StoredPrefix, Tier
 from deltaline_server.tables.prefixes.index import ENTRY_BYTES, Found, Miss, Origin, PrefixIndex
-from deltaline_server.tables.prefixes.keys import PrefixKeys
+from deltaline_server.tables.prefixes.keys import KeyHash, PrefixKeys
 
 ORIGIN = Origin(b"weights", b"")
 ADAPTED, OTHER = Origin(b"weights", b"adapter"), Origin(b"other weights", b"")
@@ -88,6 +89,15 @@ def test_another_principal_s_states_are_as_if_they_were_not() -> None:
     assert index.register(keys, 2, ORIGIN, stored("mine", 3)) == b"mine"
     assert index.find(keys, 1, ORIGIN).prefixes[0].snapshot == b"s0"
     assert index.find(keys, 2, ORIGIN).prefixes[0].snapshot == b"mine"
+
+
+def test_keys_of_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeyHash, "of", lambda self, words: np.zeros(len(words), dtype=np.uint64))
+    index = make()
+    assert index.register(prompt("abc"), 1, ORIGIN, stored("a", 1)) == b"a"
+    assert index.register(prompt("xyz"), 1, ORIGIN, stored("x", 1)) == b"x"
+    assert index.find(prompt("abc"), 1, ORIGIN).prefixes == (stored("a", 1),)
+    assert index.find(prompt("uvw"), 1, ORIGIN).prefixes == ()
 
 
 def test_of_two_snapshots_of_one_prefix_the_nearer_is_found_else_the_first() -> None:
