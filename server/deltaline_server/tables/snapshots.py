@@ -17,6 +17,7 @@ from deltaline_server.tables.capture import NO_SLOTS, Capture, Needs
 from deltaline_server.tables.captured import CapturedState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
+from deltaline_server.tables.prefixes.cost import Tier
 from deltaline_server.tables.sequences import SequenceTable
 
 ID_BYTES = 16
@@ -35,14 +36,6 @@ class SnapshotState(IntEnum):
     RELEASED = 4
     EVICTED = 5
     LOST = 6
-
-
-class Tier(IntEnum):
-    """Where a snapshot lies."""
-
-    DEVICE = 1
-    HOST = 2
-    FILE = 3
 
 
 @dataclass(frozen=True)
