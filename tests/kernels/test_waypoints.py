@@ -21,6 +21,7 @@ from rigs.kernels.walks import ALIGNED, cut_rows, use_walk
 from rigs.kernels.waypoint_checks import (
     PLACES,
     ROWS,
+    check_going_on,
     check_waypoints,
     check_waypoints_against_reference,
     leave_inputs,
@@ -63,6 +64,16 @@ def test_a_waypoint_is_what_the_tokens_before_it_leave(path: Path, kind: str, dt
 def test_waypoints_match_the_reference(path: Path, kind: str) -> None:
     build, _ = MAKERS[kind]
     check_waypoints_against_reference(build(ROWS, path), path)
+
+
+@KINDS
+def test_a_row_goes_on_from_its_waypoint(path: Path, kind: str) -> None:
+    build, _ = MAKERS[kind]
+    check_going_on(partial(build, path=path), path, partial(leave_states, path))
+
+
+def test_a_convolution_goes_on_from_its_waypoint(path: Path) -> None:
+    check_going_on(partial(make_batch, path=path), path, partial(leave_inputs, path))
 
 
 @pytest.mark.parametrize("width", [2, 4, 6])
@@ -125,6 +136,21 @@ def test_waypoints_of_large_heads_and_of_apart_tokens(half_path: Path, kind: str
         check_waypoints(
             make_walked(kind, size, half_path, torch.float32, padding), half_path, partial(leave_states, half_path)
         )
+
+
+@pytest.mark.parametrize("walk", ["hopper", "triton"])
+@KINDS
+def test_a_row_of_tiles_goes_on_from_its_waypoint(
+    half_path: Path, kind: str, walk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = find_chunk(kind)
+    cut_rows(monkeypatch, chunk, 0)
+    use_walk(monkeypatch, chunk, walk)
+
+    def make(rows: Sequence[Row]) -> Any:
+        return make_walked(kind, 64, half_path, torch.float32, rows=rows)()
+
+    check_going_on(make, half_path, partial(leave_states, half_path))
 
 
 @KINDS

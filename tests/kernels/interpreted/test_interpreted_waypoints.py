@@ -9,7 +9,11 @@ import pytest
 import torch
 from kernels.gated_delta import test_gated_delta_chunks as delta
 from kernels.mamba2 import test_mamba2_chunks as mamba2
-from kernels.test_waypoints import MAKERS
+from kernels.test_waypoints import (
+    MAKERS,
+    test_a_convolution_goes_on_from_its_waypoint,
+    test_a_row_goes_on_from_its_waypoint,
+)
 from kernels.test_waypoints import test_a_waypoint_has_the_last_inputs_of_a_convolution as check_convolution
 from rigs.kernels.batches import Row
 from rigs.kernels.paths import InterpretedPath

@@ -13,6 +13,8 @@ from rigs.kernels.recurrence_checks import same_bits
 from rigs.kernels.tolerance import assert_close
 from torch import Tensor
 
+from deltaline_kernels import Rows
+
 AnyBatch = TypeVar("AnyBatch", bound=Recurrent)
 # Run a batch; return what it returns and the lines that it writes.
 Run = Callable[[AnyBatch], tuple[Tensor, Tensor]]
@@ -95,6 +97,19 @@ def check_waypoints(
         assert is_written.any() and torch.equal(found[line][is_written], left[written][is_written])
     for line in lines[len(places) :]:
         assert found[line].isnan().all()
+
+
+def check_going_on(make: Callable[[Sequence[Row]], AnyBatch], path: Path, run: Run[AnyBatch]) -> None:
+    """Compare what follows a waypoint with the same tokens in a row that reads it, of the same chunks, to the bit."""
+    rows = [Row(200, replayed=2, half=1)]
+    batch, (line,) = place(make(rows), rows, [(0, 128)], path.device)
+    outputs, left = (x.clone() for x in run(batch))
+    fields = ([128, 72], [-1, line], [-1, 2], [128, 72], [0, 0], [0, 0])
+    plan = Rows.build(*fields, max_short=batch.rows.max_short, device=path.device)
+    again, found = run(batch.replaced(rows=plan))
+    assert torch.equal(again[128:], outputs[128:]) and not again[:128].any()
+    is_written = ~found[2].isnan()
+    assert is_written.any() and torch.equal(found[2][is_written], left[1][is_written])
 
 
 def check_waypoints_against_reference(
