@@ -52,6 +52,6 @@ def test_a_waypoint_is_what_the_tokens_before_it_leave(length: int, monkeypatch:
     """In parts with a state of 16 bits, which is rounded where it is stored."""
     dtype = torch.bfloat16 if length else torch.float32
     cut_rows(monkeypatch, chunk, length)
-    layer = Layer(H=1, HV=1, K=64, V=64)
+    layer = Layer(H=1, HV=2, K=64, V=64)
     make = partial(make_batch, WALKED, HALF, layer, state_dtype=dtype, padding=ALIGNED)
     check_waypoints(make, HALF, partial(leave_states, HALF), WALKED, WALKED_PLACES)

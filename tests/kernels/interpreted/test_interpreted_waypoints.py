@@ -15,17 +15,21 @@ from kernels.test_waypoints import (
     test_a_row_goes_on_from_its_waypoint,
 )
 from kernels.test_waypoints import test_a_waypoint_has_the_last_inputs_of_a_convolution as check_convolution
-from rigs.kernels.batches import Row
+from rigs.kernels.batches import Layer, Row
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.walks import ALIGNED, cut_rows
 from rigs.kernels.waypoint_checks import check_waypoints, check_waypoints_against_reference, leave_states
 
 HALF = InterpretedPath("cpu", torch.float16)
 KINDS = pytest.mark.parametrize("kind", MAKERS)
-WALKS: dict[str, Any] = {"delta": (delta.chunk, delta.LAYERS["64-64"]), "mamba2": (mamba2.chunk, mamba2.SMALL)}
+WALKS: dict[str, Any] = {
+    "delta": (delta.chunk, Layer(H=1, HV=2, K=64, V=64)),
+    "mamba2": (mamba2.chunk, mamba2.SMALL),
+}
 # Fewer tokens: each takes the interpreter milliseconds.
-FEW, FEW_PLACES = [Row(1), Row(150, replayed=2, half=1), Row(64, fresh=True, to="other")], [(1, 128), (2, 64)]
-MANY, MANY_PLACES = [*FEW[:2], Row(64, skipped=True), Row(128, to="nowhere")], [(1, 64), (1, 128), (3, 128)]
+FIRST = [Row(1), Row(150, replayed=2, half=1), Row(64, skipped=True)]
+FEW, FEW_PLACES = [*FIRST, Row(64, fresh=True, to="other")], [(1, 128), (3, 64)]
+MANY, MANY_PLACES = [*FIRST, Row(128, to="nowhere")], [(1, 64), (1, 128), (3, 128)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -34,7 +38,7 @@ def test_an_exact_waypoint_is_what_the_tokens_before_it_leave(
     exact_path: InterpretedPath, kind: str, dtype: torch.dtype
 ) -> None:
     build, layer = MAKERS[kind]
-    make = partial(build, FEW, exact_path, layer(HV=1) if kind == "delta" else layer(H=1), state_dtype=dtype)
+    make = partial(build, FEW, exact_path, layer(), state_dtype=dtype)
     check_waypoints(make, exact_path, partial(leave_states, exact_path), FEW, FEW_PLACES)
     check_waypoints_against_reference(make(), exact_path, FEW, FEW_PLACES, dtype)
 
