@@ -147,9 +147,7 @@ class Batch(Recurrent):
         return replace(self, qkv=qkv, normalize=False)
 
 
-def plan_rows(
-    rows: Sequence[Row], max_short: int, device: str, waypoints: Sequence[tuple[int, int, int]] | None = None
-) -> Rows:
+def plan_rows(rows: Sequence[Row], max_short: int, device: str) -> Rows:
     """Give the rows their lines."""
     reads, writes = [], []
     for i, row in enumerate(rows):
@@ -166,7 +164,6 @@ def plan_rows(
         [row.half for row in rows],
         max_short=max_short,
         device=device,
-        waypoints=waypoints,
     )
 
 
