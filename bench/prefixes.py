@@ -234,7 +234,7 @@ def margin(rates: Mapping[str, Rates]) -> float:
 
 
 def _zipf(count: int, exponent: float) -> NDArray[np.float64]:
-    shares: NDArray[np.float64] = np.arange(1, count + 1) ** -exponent
+    shares: NDArray[np.float64] = np.arange(1, count + 1, dtype=np.float64) ** np.float64(-exponent)
     return shares
 
 
