@@ -127,9 +127,9 @@ async def test_a_step_is_its_client_s_and_not_the_front_end_s(
     server, (address, _) = both
     submit, seen = server.runtime.scheduler.submit, set()
 
-    def noted(step: Any, on_done: Any) -> None:
+    def noted(step: Any, *rest: Any) -> None:
         seen.add(step.client)
-        submit(step, on_done)
+        submit(step, *rest)
 
     monkeypatch.setattr(server.runtime.scheduler, "submit", noted)
     async with AsyncClient(address) as client:
@@ -152,14 +152,14 @@ async def test_front_ends_that_are_killed_under_clients_lose_nothing(
 
         submit, killed, submitted = server.runtime.scheduler.submit, set[int](), 0
 
-        def noted(step: Any, on_done: Any) -> None:
+        def noted(step: Any, *rest: Any) -> None:
             nonlocal submitted
             submitted += 1
             if submitted % 40 == 0 and len(killed) < 4:
                 pid = server.front_ends.pids[0]  # there is one: that by which the step came
                 killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
-            submit(step, on_done)
+            submit(step, *rest)
 
         monkeypatch.setattr(server.runtime.scheduler, "submit", noted)
         disturbed = await asyncio.gather(*(run([program]) for program in programs))
