@@ -43,7 +43,7 @@ from deltaline_client import AsyncClient, AsyncSequence, Tls
 from deltaline_server.app import Server
 from deltaline_server.front.trust import refusals
 from deltaline_server.memory.regions import Region
-from deltaline_server.tables.open_tokens import Opened
+from deltaline_server.tables.ledger import Slots
 
 SEED = 26
 # A connection lives for so many calls, and the sequences that they are about.
@@ -241,19 +241,19 @@ class Strays:
     def __init__(self, server: Server) -> None:
         self._table, self._regions = server.runtime.table, server.runtime.regions
         self._opened, self._made = list[tuple[int, Any]](), list[tuple[int, int]]()
-        opens, creates = self._table.open, self._regions.create
+        begins, creates = self._table.begin, self._regions.create
 
-        def opened(*arguments: Any) -> Opened:
-            made = opens(*arguments)
-            self._opened += [(handle, arguments[-1]) for handle in made.handles.tolist()]
-            return made
+        def begun(*arguments: Any) -> Slots:
+            slots = begins(*arguments)
+            self._opened += [(handle, arguments[-1]) for handle in self._table.handles(slots).tolist()]
+            return slots
 
         async def created(size: int, lease_s: float | None, owner: int, *more: Any) -> Region:
             region = await creates(size, lease_s, owner, *more)
             self._made.append((region.id, owner))
             return region
 
-        self._table.open = opened  # type: ignore[method-assign, assignment]
+        self._table.begin = begun  # type: ignore[method-assign, assignment]
         self._regions.create = created  # type: ignore[method-assign, assignment]
 
     def give_back(self) -> None:

@@ -47,7 +47,7 @@ async def test_connections_to_either_port_leave_the_other_its_descriptors(server
         port = int(server.address.rpartition(":")[2])
         await asyncio.to_thread(connect, port, 248, b"")
         page = await asyncio.to_thread(
-            lambda: urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=5).read()
+            lambda: urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=60).read()
         )
         assert b"process_open_fds" in page
         [used] = [float(line.split()[1]) for line in page.splitlines() if line.startswith(b"process_open_fds")]
