@@ -54,6 +54,7 @@ class Queue:
         self._index = [StepIndex(table.num_slots, table.ledger.max_in_flight) for _ in range(num_spans)]
         self.places = Places(table, self._index, self._freed)
         """What is no step and has its place among them."""
+        table.on_freed = self.places.leave
         sizes = limits.max_draft_tokens, limits.chunk_tokens, limits.short_rows, limits.long_rows
         self.ready_spans: set[int] = set()
         """Spans with rows that may run."""

@@ -179,6 +179,10 @@ class Scheduler:
             for span in queue.spans_in_order():
                 if self._start(span, now_s):
                     break
+        if queue.places.has_any and not batches:  # what was refused meanwhile may have been all that they waited for
+            queue.places.run()
+            if queue.ready_spans:
+                self._pump_soon()
         if queue.ended:
             queue.finish()
 

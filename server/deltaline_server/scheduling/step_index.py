@@ -101,8 +101,8 @@ class Place:
     dropped: set[int] = field(default_factory=set)
 
     def last_step(self, slot: int) -> NDArray[np.int64]:
-        """The last step of a slot before it, int64 [spans]."""
-        steps: NDArray[np.int64] = self.steps[:, np.flatnonzero(self.slots == slot)[0]]
+        """The last step of a slot before it, int64 [spans]: a view."""
+        steps: NDArray[np.int64] = self.steps[:, int(np.flatnonzero(self.slots == slot)[0])]
         return steps
 
 
@@ -142,10 +142,21 @@ class Places:
         self._tell()
 
     def drop(self, span: int, slot: int, step: int) -> None:
-        """A step of a slot was refused, and those behind it: so are the places behind it."""
-        for place in self._of_slot.get(slot, ()):
-            if place.last_step(slot)[span] >= step:
+        """A step of a slot was refused, and those behind it: so are the places behind it, which are behind the step
+        before from then on."""
+        for number, place in enumerate(self._of_slot.get(slot, ())):
+            last = place.last_step(slot)
+            if last[span] >= step:
                 place.dropped.add(slot)
+                last[span] = step - 1
+                if number == 0:
+                    self._indexes[span].last_free[slot] = step - 1
+
+    def leave(self, slot: int) -> None:
+        """The sequence in a slot is over: the steps of the next one there wait behind none of its places."""
+        if self._of_slot.pop(slot, None) is not None:
+            for index in self._indexes:
+                index.last_free[slot] = _NO_PLACE
 
     def run(self) -> None:
         """Tell of the places that are reached, and let what waits behind them run."""
@@ -154,7 +165,10 @@ class Places:
             self._places.remove(place)
             last_free = np.full(place.steps.shape, _NO_PLACE, dtype=np.int64)
             for i, slot in enumerate(place.slots.tolist()):
-                places = self._of_slot[slot]
+                places = self._of_slot.get(slot, deque())
+                if place not in places:  # its sequence has left the slot
+                    last_free[:, i] = [index.last_free[slot] for index in self._indexes]
+                    continue
                 places.popleft()
                 if places:
                     last_free[:, i] = places[0].last_step(slot)
@@ -168,11 +182,11 @@ class Places:
 
     def _is_reached(self, place: Place) -> bool:
         slots = place.slots
+        has_left = self._table.handles(slots) != place.handles
         is_over = (self._table.ledger.done.step[:, slots] >= place.steps).all(axis=0)
-        is_over |= self._table.handles(slots) != place.handles
         return all(
-            self._of_slot[slot][0] is place and (over or slot in place.dropped)
-            for slot, over in zip(slots.tolist(), is_over.tolist(), strict=True)
+            left or (self._of_slot[slot][0] is place and (over or slot in place.dropped))
+            for slot, left, over in zip(slots.tolist(), has_left.tolist(), is_over.tolist(), strict=True)
         )
 
     def _tell(self) -> None:

@@ -69,6 +69,8 @@ class SequenceTable:
         self.lines, self.pages, self._clock, self._lease_tick_s = lines, lines.pages, clock, lease_tick_s
         self._last_reap_s = clock()
         self._free = list(range(num_slots))
+        self.on_freed: Callable[[int], None] = lambda slot: None
+        """Called with each slot whose sequence is over."""
         self.tokens = OpenTokens(num_slots, self._is_any_held, self._check_held, clock)
         self._handle = np.zeros(num_slots, dtype=np.uint64)
         self._state = np.zeros(num_slots, dtype=np.uint8)
@@ -249,6 +251,7 @@ class SequenceTable:
         self.write_line[slot] = NULL_LINE
         self.read_line[:, slot] = NULL_LINE
         self.replies.drop(slot)
+        self.on_freed(slot)
         self.ledger.reset(np.array([slot]))
         self.adapters.end(slot)
         heapq.heappush(self._free, slot)

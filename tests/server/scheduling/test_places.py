@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rigs.scheduler_rig import DECODE, PREFILL, Rig, checksum, outputs, reason, refuses, turns
+from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, reason, refuses, turns
 
-from deltaline_server.errors import Reason
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.principal import ANONYMOUS
 from deltaline_server.step import StepResult
+from deltaline_server.tables.open_tokens import Opened
 
 
 def decode(rig: Rig, handle: int, step: int, **changes: Any) -> asyncio.Future[StepResult]:
@@ -167,3 +169,112 @@ async def test_what_waits_is_told_when_the_server_stops_and_none_is_taken_then()
     with refuses(Reason.STOPPING):
         rig.scheduler.in_order(rig.slots(handle), lambda dropped: None)
     assert np.all(rig.table.ledger.done.step == rig.table.ledger.tail.step)
+
+
+# -- forks of sequences whose steps were refused, or whose slot another had before -----------------------------------
+
+CHUNKS = pytest.mark.parametrize("chunks", [4, 5, 6, 7, 8])
+
+
+def long_prefill(rig: Rig, handle: int, chunks: int) -> None:
+    rig.submit(rig.request((handle, PREFILL, 1, 0, -1, [0.0] * 64 * chunks)))
+
+
+def create(rig: Rig, *handles: int) -> asyncio.Future[Any]:
+    named = np.array(handles, dtype=np.uint64)
+    states, epoch = rig.states, rig.table.server_epoch
+    return asyncio.ensure_future(states.create(epoch, named, ANONYMOUS, lease_s=None, is_pinned=False))
+
+
+def fork(rig: Rig, *handles: int) -> asyncio.Future[Opened]:
+    named = np.array(handles, dtype=np.uint64)
+    return asyncio.ensure_future(rig.states.fork(rig.table.server_epoch, named, 1, ANONYMOUS, lease_s=None))
+
+
+async def child_of(rig: Rig, forked: asyncio.Future[Opened], position: int) -> None:
+    """Run until there is a child; it has to be at a position, with the state of that."""
+    for _ in range(40):
+        await turns()
+        if not forked.done() and rig.engine.waiting:
+            rig.engine.run()
+    child = int((await asyncio.wait_for(forked, 10)).handles[0])
+    [told] = rig.table.describe(rig.table.server_epoch, np.array([child], dtype=np.uint64))
+    assert told.spans[0].position == position
+    [result] = await finished(rig, rig.submit(rig.request((child, DECODE, 1, position, -1, [7.0]))))
+    assert outputs(result) == [checksum([float(step) for step in range(1, position + 1)] + [7.0])]
+
+
+@CHUNKS
+async def test_steps_behind_a_fork_wait_where_a_step_before_an_older_place_was_refused(chunks: int) -> None:
+    rig = Rig(eager=False, snapshot_lines=8)
+    one, other = rig.open(2)
+    long_prefill(rig, other, chunks)
+    overdue = [decode(rig, one, step, deadline_s=rig.now + 1) for step in (1, 2, 3, 4, 5)]
+    both = create(rig, one, other)
+    await turns()
+    rig.now += 2
+    rig.engine.run()
+    await turns()
+    rig.scheduler.settle()
+    num_run = int(rig.table.ledger.tail.step[0, rig.slots(one)[0]])
+    assert num_run < 5
+    forked = fork(rig, one)
+    await turns()
+    later = [decode(rig, one, step) for step in range(num_run + 1, num_run + 5)]
+    await child_of(rig, forked, num_run)
+    with refuses(Reason.PREDECESSOR_REFUSED):
+        await both
+    await finished(rig, *overdue, *later)
+
+
+@CHUNKS
+async def test_a_place_of_who_had_the_slot_before_is_not_the_next_one_s(chunks: int) -> None:
+    rig = Rig(eager=False, snapshot_lines=8)
+    before, other = rig.open(2)
+    for step in (1, 2, 3, 4, 5, 6):
+        done = decode(rig, before, step)
+        await turns()
+        rig.engine.run()
+        await done
+    rig.scheduler.settle()
+    long_prefill(rig, other, chunks)
+    both = create(rig, before, other)
+    await turns()
+    rig.close(before)
+    (after,) = rig.open(1)
+    assert rig.slots(after) == rig.slots(before)
+    first = decode(rig, after, 1)
+    await turns()
+    forked = fork(rig, after)
+    await turns()
+    later = [decode(rig, after, step) for step in (2, 3, 4, 5)]
+    await child_of(rig, forked, 1)
+    with refuses(Reason.SEQUENCE_CLOSED):
+        await both
+    await finished(rig, first, *later)
+
+
+async def test_a_fork_is_told_of_a_refusal_with_nothing_in_flight() -> None:
+    rig = Rig(eager=False, spans=2, snapshot_lines=8)
+    one, other = rig.open(2)
+    for span in (0, 1):
+        done = rig.submit(rig.request((one, VERIFY, 1, 0, -1, [1.0, 2.0, 3.0]), span=span))
+        await turns()
+        rig.engine.run()
+        await done
+    rig.scheduler.settle()
+    decode(rig, other, 1)
+    first = fork(rig, one, other)
+    await turns()
+    conflicting = rig.submit(rig.request((one, DECODE, 2, 2, 2, [9.0]), span=1))
+    await turns()
+    second = fork(rig, one)
+    await turns()
+    rig.table.commit(
+        rig.table.server_epoch, 0, np.array([one], dtype=np.uint64), np.array([1]), np.array([1], np.int32)
+    )
+    rig.engine.run()
+    assert reason(await asyncio.wait_for(conflicting, 10)) == Reason.COMMIT_CONFLICT
+    for waits in (first, second):
+        with pytest.raises(RequestError):
+            await asyncio.wait_for(waits, 10)
