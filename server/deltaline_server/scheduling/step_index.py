@@ -183,7 +183,7 @@ class Places:
     def _is_reached(self, place: Place) -> bool:
         slots = place.slots
         has_left = self._table.handles(slots) != place.handles
-        is_over = (self._table.ledger.done.step[:, slots] >= place.steps).all(axis=0)
+        is_over = np.logical_and.reduce(self._table.ledger.done.step[:, slots] >= place.steps)
         return all(
             left or (self._of_slot[slot][0] is place and (over or slot in place.dropped))
             for slot, left, over in zip(slots.tolist(), has_left.tolist(), is_over.tolist(), strict=True)
