@@ -129,22 +129,7 @@ class Runtime:
         if adapters is not None:
             adapters.registry.places.on_copied = scheduler.adapter_wait.copied
         pinning = CudaPinning(model.device) if model.device.type == "cuda" else None
-        regions = Regions(
-            limit_bytes=config.shared_memory_bytes,
-            default_lease_s=config.default_lease_ms / 1000,
-            max_lease_s=config.max_lease_ms / 1000,
-            clock=clock,
-            pinning=pinning,
-        )
-        link_regions = Regions(
-            limit_bytes=config.link_memory_bytes,
-            # Its end is that of its connection.
-            default_lease_s=math.inf,
-            max_lease_s=math.inf,
-            clock=clock,
-            pinning=pinning,
-            beside=regions,
-        )
+        regions, link_regions = make_regions(config, clock, pinning)
         return cls(config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters)
 
     @property
@@ -217,6 +202,26 @@ class Runtime:
             serves_state=True,
             snapshot_lines=config.snapshot_lines_beside(config.max_sequences),
         )
+
+
+def make_regions(config: Config, clock: Callable[[], float], pinning: CudaPinning | None) -> tuple[Regions, Regions]:
+    """The shared memory beside gRPC, and that of the local link, which ends with its connections."""
+    regions = Regions(
+        limit_bytes=config.shared_memory_bytes,
+        default_lease_s=config.default_lease_ms / 1000,
+        max_lease_s=config.max_lease_ms / 1000,
+        clock=clock,
+        pinning=pinning,
+    )
+    link_regions = Regions(
+        limit_bytes=config.link_memory_bytes,
+        default_lease_s=math.inf,
+        max_lease_s=math.inf,
+        clock=clock,
+        pinning=pinning,
+        beside=regions,
+    )
+    return regions, link_regions
 
 
 def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:

@@ -111,7 +111,8 @@ async def test_a_rate_that_is_new_counts_from_then_on() -> None:
     rig = Rig(slots=16, chunk_tokens=256)
     for principal in (held(queued_rows=9), held(prefill_tokens_per_s=1)):  # the file changed between them
         (handle,) = rig.table.open(1, principal=principal).handles.tolist()
-        await rig.submit(rig.request((handle, PREFILL, 1, 0, -1, [1.0] * 250), principal=principal))
+        result = await rig.submit(rig.request((handle, PREFILL, 1, 0, -1, [1.0] * 250), principal=principal))
+        assert result.outcome.tolist() == [1]
 
 
 async def test_a_replay_takes_no_quota() -> None:
