@@ -20,6 +20,7 @@ from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import current_principal
 from deltaline_server.snapshots.states import States
 from deltaline_server.tables.request_ids import RequestIds
+from deltaline_server.tables.sequence import GONE
 from deltaline_server.tables.sequences import SequenceTable
 from deltaline_server.tables.snapshots import SnapshotDescription
 
@@ -72,6 +73,9 @@ class StateService:
             self._settle()
             opened = await self._states.fork(epoch, handles, count, principal, lease_s=lease_s)
             first = self._table.describe(self._table.server_epoch, opened.handles[::count], principal)
+            for child in first:
+                if child.state in GONE:  # a lease so short that it was over before the reply
+                    raise RequestError(*GONE[child.state])
             return replies.fork_response(self._table.server_epoch, opened, first)
 
         return await self._once_by_handles("ForkSequences", message, work, context)

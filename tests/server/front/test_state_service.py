@@ -230,6 +230,21 @@ async def test_work_that_began_finishes_and_is_kept_for_the_retry(
     assert (states.num_forks, server.runtime.table.num_open) == (1, 3)
 
 
+async def test_children_that_end_before_the_reply_are_told_of(
+    stub: Any, state: Any, states: WatchedStates, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks, table = states.fork, server.runtime.table
+
+    async def fork_and_end(*arguments: Any, **options: Any) -> Any:
+        opened = await forks(*arguments, **options)
+        table.close(table.server_epoch, opened.handles)
+        return opened
+
+    monkeypatch.setattr(states, "fork", fork_and_end)
+    error = await refused(state.ForkSequences(fork(await opened_at(stub, 1))))
+    assert (error.code(), reason_of(status_of(error))) == (grpc.StatusCode.NOT_FOUND, "SEQUENCE_CLOSED")
+
+
 async def test_what_was_refused_may_be_asked_again(stub: Any, state: Any, states: WatchedStates) -> None:
     request = fork(await opened_at(stub, 1), 2)
     states.refuses = RequestError(Reason.PAGES_EXHAUSTED, "0 pages are free", retry_after_s=0.05)
