@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 from typing import TypeVar
@@ -27,10 +27,14 @@ class LinesShape(Shape):
     """`lengths` tokens per row.
 
     VERIFY: every row has the same length, and as many drafts before it may have been accepted.
+
+    Args:
+        waypoints: PREFILL: our side leaves what a row is behind every so many tokens, a multiple of 64; 0: nowhere.
     """
 
     mode: Mode
     lengths: tuple[int, ...]
+    waypoints: int = field(default=0, kw_only=True)
 
     @property
     def num_rows(self) -> int:
@@ -44,6 +48,14 @@ class LinesShape(Shape):
     def starts(self) -> list[int]:
         """The first packed token of each row, and the end of the last one."""
         return [0, *accumulate(self.lengths)]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """The waypoints: rows, and how many of their tokens are before."""
+        if self.waypoints == 0:
+            return []
+        every = self.waypoints
+        return [(row, done) for row, length in enumerate(self.lengths) for done in range(every, length + 1, every)]
 
     @property
     def max_drafts(self) -> int:
@@ -67,11 +79,13 @@ class LinesBatch(Batch[S]):
     """Rows with a line each; what no row may read holds NaN.
 
     Args:
-        line_index: `[N]`. continues: `[N]`, whether a row reads its line. accepted: `[N]`, drafts; 0 but for VERIFY.
+        line_index: `[N]`. waypoint_index: the lines of the shape's places.
+        continues: `[N]`, whether a row reads its line. accepted: `[N]`, drafts; 0 but for VERIFY.
     """
 
     num_lines: int
     line_index: Tensor
+    waypoint_index: Tensor
     continues: Tensor
     accepted: Tensor
 
@@ -79,9 +93,11 @@ class LinesBatch(Batch[S]):
         """Draw which row has which line."""
         shape = self.shape
         # Line 0 is the null line of every side; some lines belong to nobody.
-        self.num_lines = 2 + shape.num_rows + shape.num_rows // 4
+        num_places = len(shape.places)
+        self.num_lines = 2 + shape.num_rows + shape.num_rows // 4 + num_places
         order = torch.randperm(self.num_lines - 1, generator=self.generator, device=self.device) + 1
         self.line_index = order[: shape.num_rows]
+        self.waypoint_index = order[shape.num_rows : shape.num_rows + num_places]
         self.continues = ~torch.tensor([shape.is_fresh(row) for row in range(shape.num_rows)], device=self.device)
         self.accepted = torch.zeros(shape.num_rows, dtype=torch.int64, device=self.device)
 
@@ -97,6 +113,7 @@ class LinesBatch(Batch[S]):
         """
         shape = self.shape
         owned = self.line_index.tolist()
+        kept = [(*place, line) for place, line in zip(shape.places, self.waypoint_index.tolist(), strict=True)]
         return Rows.build(
             shape.lengths,
             [0 if shape.is_fresh(row) else line for row, line in enumerate(owned)],
@@ -106,4 +123,5 @@ class LinesBatch(Batch[S]):
             half.tolist(),
             max_short=shape.max_drafts,
             device=self.device,
+            waypoints=kept or None,
         )

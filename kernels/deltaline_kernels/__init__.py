@@ -42,7 +42,7 @@ from deltaline_kernels.mhc import (
 )
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.run import Check, run_selftest
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "MAX_RANK",
     "MAX_STREAMS",
     "MIN_CONV_WIDTH",
+    "WAYPOINT_TOKENS",
     "AdapterTiles",
     "BlockLists",
     "Check",

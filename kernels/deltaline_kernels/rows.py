@@ -3,14 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
-from deltaline_kernels.checks import check_positive
+from deltaline_kernels.checks import check_positive, check_tensor
 
 NUM_FIELDS = 7
+# A waypoint stands behind a multiple of so many tokens of its row.
+WAYPOINT_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +66,15 @@ class Rows:
         max_short: upper bound of the length of a short row.
         max_length: upper bound of the length of any row.
         num_token_lines: t, at least max_length or 0.
+        waypoints: int32, contiguous, on control's device; for T packed tokens `T // 64 + N` entries or more. None: no
+            row has any. Entry query_start_loc[i] // 64 + i + c - 1 has a line for what row i is after c * 64 of its
+            tokens, c of 1..length // 64, or -1 (any number below 1) for none. Recurrences write the state to that line,
+            rounded, and convolutions the last W-1 tokens to its first W-1 columns: the bits that they would write to
+            the row's write line if it ended there. Nothing else of the line is written, neither other columns nor
+            drafts. No row reads or writes the line. All other entries, and those of rows that are skipped or short, say
+            nothing; max_short is below 64.
 
-    The contents of `control` are the caller's promise: no launch reads them back from a device.
+    The contents of `control` and `waypoints` are the caller's promise: no launch reads them back from a device.
     """
 
     control: Tensor
@@ -73,6 +82,7 @@ class Rows:
     max_short: int
     max_length: int
     num_token_lines: int = 0
+    waypoints: Tensor | None = None
 
     def __post_init__(self) -> None:
         control = self.control
@@ -94,6 +104,10 @@ class Rows:
                 raise ValueError(f"num_short: expected {num_rows}, all rows of token lines, got {self.num_short}")
             if self.max_length > self.num_token_lines:
                 raise ValueError(f"num_token_lines: expected at least {self.max_length}, got {self.num_token_lines}")
+        if self.waypoints is not None:
+            check_tensor("waypoints", self.waypoints, (None,), (torch.int32,), control.device)
+            if self.max_short >= WAYPOINT_TOKENS:
+                raise ValueError(f"max_short: expected below {WAYPOINT_TOKENS} beside waypoints, got {self.max_short}")
 
     @property
     def num_rows(self) -> int:
@@ -139,7 +153,23 @@ class Rows:
 
     def long(self) -> "Rows":
         """Return the rows that are not short as a view."""
-        return Rows(self.control[:NUM_FIELDS, self.num_short :], 0, self.max_short, self.max_length)
+        # A row's entries are as many places behind its chunks as there are rows before it.
+        waypoints = None if self.waypoints is None else self.waypoints[self.num_short :]
+        control = self.control[:NUM_FIELDS, self.num_short :]
+        return Rows(control, 0, self.max_short, self.max_length, waypoints=waypoints)
+
+    def find_waypoints(self) -> list[dict[int, int]]:
+        """Return the lines of each row's waypoints by the tokens of the row before them; waits for the device."""
+        if self.waypoints is None:
+            return [{}] * self.num_rows
+        starts, lines = self.query_start_loc.tolist(), self.waypoints.tolist()
+        found = []
+        for i, (begin, end) in enumerate(pairwise(starts)):
+            first = begin // WAYPOINT_TOKENS + i
+            places = range(WAYPOINT_TOKENS, end - begin + 1, WAYPOINT_TOKENS)
+            row = {done: lines[first + done // WAYPOINT_TOKENS - 1] for done in places}
+            found.append({done: line for done, line in row.items() if line > 0})
+        return found
 
     @classmethod
     def build(
@@ -155,12 +185,15 @@ class Rows:
         device: torch.device | str,
         position: Sequence[int] | None = None,
         token_lines: Sequence[Sequence[int]] | None = None,
+        waypoints: Sequence[tuple[int, int, int]] | None = None,
     ) -> "Rows":
         """Build the control tensor from host values; rows are packed from token 0.
 
         The short rows are the longest run of leading rows with at most `max_short` tokens. Without `position` each
         row's is the least that there can be, which is all the same to what keeps its past in a state of one size.
-        `token_lines` has a line for each token of each row, -1 for none.
+        `token_lines` has a line for each token of each row, -1 for none. `waypoints` are triples, in any order: a row,
+        how many of its tokens stand before it, and the line for what the row is there; with an empty list every entry
+        is -1.
 
         Raises:
             ValueError: a field has another number of rows, or values that contradict each other.
@@ -193,7 +226,12 @@ class Rows:
             starts.append(starts[-1] + length)
         last = list(zip_longest(*kept, fillvalue=-1))  # by token
         control = torch.tensor([starts, *([*values, 0] for values in (*fields.values(), *last))], dtype=torch.int32)
-        return cls(control.to(device), num_short, max_short, max(lengths, default=0), len(last))
+        placed = None
+        if waypoints is not None:
+            taken = {line for line in (*read_line, *write_line, *chain(*kept)) if line > 0}
+            entries = _place_waypoints(waypoints, starts, num_short, taken)
+            placed = torch.tensor(entries, dtype=torch.int32).to(device)
+        return cls(control.to(device), num_short, max_short, max(lengths, default=0), len(last), placed)
 
 
 def check_rows(rows: Rows, device: torch.device) -> None:
@@ -202,6 +240,16 @@ def check_rows(rows: Rows, device: torch.device) -> None:
         raise TypeError(f"rows: expected Rows, got {type(rows).__name__}")
     if rows.control.device != device:
         raise ValueError(f"rows: expected device {device}, got {rows.control.device}")
+
+
+def check_waypoints(rows: Rows, num_tokens: int) -> None:
+    """Raise ValueError unless the waypoints, if there are any, have an entry for each chunk of `num_tokens` tokens."""
+    if rows.waypoints is not None:
+        least, found = num_tokens // WAYPOINT_TOKENS + rows.num_rows, rows.waypoints.shape[0]
+        if found < least:
+            raise ValueError(
+                f"waypoints: expected at least {least} entries, a chunk's each of {num_tokens} tokens, got {found}"
+            )
 
 
 def _check_row(i: int, length: int, committed: int, replayed: int, half: int, short: bool) -> None:
@@ -244,6 +292,31 @@ def _check_lines(read_line: Sequence[int], written: Sequence[Sequence[int]]) -> 
     used = [line for lines in written for line in {*lines} if line > 0]
     if len(set(used)) != len(used):
         raise ValueError(f"write_line: expected distinct lines, got {[lines[0] for lines in written]}")
+
+
+def _place_waypoints(
+    waypoints: Sequence[tuple[int, int, int]], starts: Sequence[int], num_short: int, taken: set[int]
+) -> list[int]:
+    """Return the entries of `Rows.waypoints`; raise ValueError for one that is nowhere, or whose line is `taken`."""
+    num_rows = len(starts) - 1
+    entries = [-1] * (starts[-1] // WAYPOINT_TOKENS + num_rows)
+    lines = set(taken)
+    for j, (i, done, line) in enumerate(waypoints):
+        if not num_short <= i < num_rows:
+            raise ValueError(f"waypoints[{j}]: expected a row of {num_short}..{num_rows - 1}, not a short one, got {i}")
+        length = starts[i + 1] - starts[i]
+        if not 0 < done <= length or done % WAYPOINT_TOKENS:
+            raise ValueError(
+                f"waypoints[{j}]: expected a multiple of {WAYPOINT_TOKENS} of at most {length} tokens, got {done}"
+            )
+        if line < 1 or line in lines:
+            raise ValueError(f"waypoints[{j}]: expected a line that nothing else reads or writes, got {line}")
+        place = starts[i] // WAYPOINT_TOKENS + i + done // WAYPOINT_TOKENS - 1
+        if entries[place] != -1:
+            raise ValueError(f"waypoints[{j}]: expected one at {done} tokens of row {i}, got another")
+        lines.add(line)
+        entries[place] = line
+    return entries
 
 
 def _line_stride(lines: Tensor) -> int:

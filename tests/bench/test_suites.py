@@ -89,6 +89,9 @@ SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
     "conv1d prefill split": (conv1d.FAMILY, conv(Mode.PREFILL, EVEN, 2, (30, 7)), {"vLLM"}),
     "conv1d update": (conv1d.FAMILY, conv(Mode.DECODE, ONES), {"vLLM", "causal-conv1d"}),
     "conv1d verify": (conv1d.FAMILY, conv(Mode.VERIFY, THREES), {"vLLM"}),
+    "gated_delta waypoints": (RULE, delta(Mode.PREFILL, (200, 64, 300), waypoints=64), {"vLLM", "plain"}),
+    "mamba2 waypoints": (mamba2.FAMILY, ssd(Mode.PREFILL, (200, 64, 300), waypoints=128), {"plain"}),
+    "conv1d waypoints": (conv1d.FAMILY, replace(conv(Mode.PREFILL, (200, 300)), waypoints=64), {"vLLM", "plain"}),
     "lora slices": (lora.FAMILY, Lora(20, 24, (16, 8, 3), (4, 1, 8), 8, FLOAT), {"vLLM"}),
     "lora prefill": (lora.FAMILY, Lora(300, 24, (40,), (4, 8), 8, FLOAT), {"vLLM"}),
     "lora base": (lora.FAMILY, Lora(5, 24, (40,), (), 4, FLOAT), {"vLLM"}),
@@ -105,13 +108,16 @@ BESIDE = {
     "gated_delta verify": DECODES,
     "mamba2 verify": SSD_DECODES,
     "attention window": pages((20, 20)),
+    "gated_delta waypoints": delta(Mode.PREFILL, (200,)),
+    "mamba2 waypoints": ssd(Mode.PREFILL, (200,)),
+    "conv1d waypoints": conv(Mode.PREFILL, (200,)),
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_sides_find_the_truth_of_the_bench(name: str) -> None:
     family, shape, peers = SMALL[name]
-    beside = ("decode", BESIDE[name]) if name in BESIDE else None
+    beside = ("plain" if "waypoints" in name else "decode", BESIDE[name]) if name in BESIDE else None
     narrow = shape.dtype is not FLOAT or getattr(shape, "state", FLOAT) is not FLOAT
     row = Row(name, "", shape, beside=beside, max_error=1e-2 if narrow else 1e-5)
     case = family.make(row, CPU, OurPeers())

@@ -83,3 +83,66 @@ def test_rows_refuses_a_wrong_control_tensor() -> None:
         Rows(torch.zeros(7, 3, dtype=torch.int32), 3, 1, 1)
     with pytest.raises(ValueError, match=r"^max_short: expected"):
         Rows(torch.zeros(7, 3, dtype=torch.int32), 1, 0, 1)
+
+
+# Rows of 1, 130, 0 and 200 tokens, the first one short.
+LONG: dict[str, Any] = {
+    "lengths": [1, 130, 0, 200],
+    "read_line": [1, 2, 0, 0],
+    "write_line": [1, 3, 4, 5],
+    "num_committed": [1, 130, 0, 200],
+    "num_replayed": [0, 0, 0, 0],
+    "draft_half": [0, 0, 0, 0],
+    "max_short": 4,
+    "device": "cpu",
+}
+
+
+def test_a_waypoint_has_the_entry_of_the_chunk_that_it_ends() -> None:
+    rows = Rows.build(**LONG, waypoints=[(3, 192, 9), (1, 128, 6), (3, 64, 7), (1, 64, 8)])
+    assert rows.waypoints is not None
+    # Row 1 begins at token 1, row 3 at token 131: their entries begin at 0 + 1 and 2 + 3.
+    assert rows.waypoints.tolist() == [-1, 8, 6, -1, -1, 7, -1, 9, -1]
+    assert rows.find_waypoints() == [{}, {64: 8, 128: 6}, {}, {64: 7, 192: 9}]
+    assert rows.long().find_waypoints() == rows.find_waypoints()[1:]
+    assert rows.short().waypoints is None
+    bare = Rows.build(**LONG)
+    assert bare.waypoints is None and bare.find_waypoints() == [{}] * 4
+    empty = Rows.build(**LONG, waypoints=[])
+    assert empty.waypoints is not None and empty.waypoints.tolist() == [-1] * 9
+
+
+@pytest.mark.parametrize(
+    ("waypoint", "message"),
+    [
+        ((0, 64, 9), "expected a row of 1..3, not a short one, got 0"),
+        ((4, 64, 9), "expected a row of 1..3, not a short one, got 4"),
+        ((1, 65, 9), "expected a multiple of 64 of at most 130 tokens, got 65"),
+        ((1, 0, 9), "expected a multiple of 64 of at most 130 tokens, got 0"),
+        ((1, 192, 9), "expected a multiple of 64 of at most 130 tokens, got 192"),
+        ((2, 64, 9), "expected a multiple of 64 of at most 0 tokens, got 64"),
+        ((1, 64, 0), "expected a line that nothing else reads or writes, got 0"),
+        ((1, 64, 2), "expected a line that nothing else reads or writes, got 2"),
+        ((1, 64, 5), "expected a line that nothing else reads or writes, got 5"),
+        ((1, 64, 7), "expected a line that nothing else reads or writes, got 7"),
+        ((3, 128, 9), "expected one at 128 tokens of row 3, got another"),
+    ],
+)
+def test_a_waypoint_that_says_nothing_is_refused(waypoint: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^waypoints\[1\]: {message}"):
+        Rows.build(**LONG, waypoints=[(3, 128, 7), waypoint])
+
+
+def test_rows_refuses_a_wrong_table_of_waypoints() -> None:
+    control, entries = torch.zeros(7, 3, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    for given, error, message in (
+        (entries.long(), TypeError, "waypoints: expected torch.int32, got torch.int64"),
+        (entries[None], ValueError, r"waypoints: expected shape \[\*\], got \[1, 8\]"),
+        (entries[::2], ValueError, "waypoints: expected a contiguous tensor"),
+        (entries.to("meta"), ValueError, "waypoints: expected device cpu, got meta"),
+        ([1], TypeError, "waypoints: expected a tensor, got list"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            Rows(control, 0, 4, 100, waypoints=given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^max_short: expected below 64 beside waypoints, got 64"):
+        Rows(control, 0, 64, 100, waypoints=entries)

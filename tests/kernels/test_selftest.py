@@ -178,14 +178,14 @@ def shapes_of(recurrence: str, heads: DeltaHeads) -> Shapes:
 
 @pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])
 def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch, recurrence: str) -> None:
-    """Which of the two calls is computed in parts, a GPU decides."""
+    """With and without a waypoint. Which of the calls are computed in parts, a GPU decides."""
     monkeypatch.setattr(selftest, "LONG", 130)
-    calls: list[tuple[int, int]] = []
+    calls: list[tuple[int, int, bool]] = []
 
     def shifted(function: Any) -> Any:
         def run(*args: Any, **kw: Any) -> Any:
             rows = next(argument for argument in args if isinstance(argument, Rows))
-            calls.append((rows.max_length, rows.num_short))
+            calls.append((rows.max_length, rows.num_short, rows.waypoints is not None))
             return function(*args, **kw) + wrong * rows.num_short
 
         return run
@@ -195,9 +195,22 @@ def test_a_long_row_is_compared_with_its_tokens(monkeypatch: pytest.MonkeyPatch,
     heads = DeltaHeads(2, 4, 16, 32, 0.25, 1e-6)
     for wrong in (0.0, 1.0):
         got, want = selftest.run_in_parts(torch.randn, shapes_of(recurrence, heads), "cpu")
-        assert [tensor.shape for tensor in got] == [(130, 4, 32), (1, 4, 32, 16)]
+        assert [tensor.shape for tensor in got] == [(130, 4, 32), (1, 4, 32, 16)] * 2
         assert bool(selftest.largest_error(got, want) < 2e-2) is not bool(wrong)
-    assert calls == [(130, 0), (130, 1)] * 2
+    assert calls == [(130, 0, False), (130, 0, True), (130, 1, False)] * 2
+
+
+@pytest.mark.parametrize("name", ["gated_delta", "mamba2", "causal_conv1d"])
+def test_a_waypoint_that_is_passed_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    function = getattr(selftest, name)
+
+    def pass_by(*args: Any, **kw: Any) -> Any:
+        return function(*(replace(x, waypoints=None) if isinstance(x, Rows) else x for x in args), **kw)
+
+    monkeypatch.setattr(selftest, name, pass_by)
+    checks = run_selftest("cpu", recurrence="mamba2" if name == "mamba2" else "gated_delta")
+    family = name.removeprefix("causal_")
+    assert [check.name for check in checks if not check.ok] == [f"{family}, prefill with waypoints, random"]
 
 
 @pytest.mark.parametrize("recurrence", ["gated_delta", "mamba2"])

@@ -50,7 +50,8 @@ class Shape(LinesShape):
         """Count each input read once and each output written once: tokens, weights, histories, lines."""
         # The oldest column of a verified line is not needed: at least one token of every verify is accepted.
         written = self.history - 1 + self.max_length if self.mode is Mode.VERIFY else self.history
-        vectors = 2 * self.num_tokens + self.width + 1 + self.num_continuing * self.history + self.num_rows * written
+        kept = self.num_continuing * self.history + self.num_rows * written + len(self.places) * self.history
+        vectors = 2 * self.num_tokens + self.width + 1 + kept
         return vectors * self.channels * self.dtype.itemsize
 
     def num_flops(self) -> int:
@@ -96,7 +97,7 @@ class Batch(LinesBatch[Shape]):
         """Return the fp32 truth.
 
         y: `[T, D]`. line: `[N, columns, D]`, the columns of each row's line after the step. window: the same as the
-        field keeps it, which after a verify has no use for the oldest column.
+        field keeps it, which after a verify has no use for the oldest column. waypoints: `[places, W-1, D]`, if any.
         """
         shape, history = self.shape, self.shape.history
         weight, bias = self.weight.float(), self.bias.float()
@@ -116,4 +117,7 @@ class Batch(LinesBatch[Shape]):
             y[begin:end] = F.silu(total)
             lines.append(full if shape.mode is Mode.VERIFY else full[end - begin :])
         line = torch.stack(lines)
-        return {"y": y, "line": line, "window": line[:, 1:] if shape.mode is Mode.VERIFY else line}
+        found = {"y": y, "line": line, "window": line[:, 1:] if shape.mode is Mode.VERIFY else line}
+        ends = [starts[row] + done for row, done in shape.places]
+        kept = [self.x[end - history : end].float() for end in ends]
+        return found | ({"waypoints": torch.stack(kept)} if kept else {})

@@ -65,4 +65,11 @@ ROWS = (
     _row("prefill-many-short", "512 rows of 3 to 40", Mode.PREFILL, SHORT),
     _row("prefill-w2", "8 rows of 2048, 2 taps", Mode.PREFILL, [2048] * 8, width=2),
 )
-SUITE = Suite("conv1d", FAMILY.cases(ROWS))
+WAYPOINTS = Row(
+    "prefill-1x8192-waypoints",
+    "1 row of 8192 that leaves its last inputs every 512 tokens; the side to beat leaves none",
+    Shape(Mode.PREFILL, (8192,), waypoints=512),
+    *pair(at_least_peers, None, 0.97),
+    beside=("conv1d, no waypoints", Shape(Mode.PREFILL, (8192,))),
+)
+SUITE = Suite("conv1d", FAMILY.cases((*ROWS, WAYPOINTS)))

@@ -36,7 +36,8 @@ def _native(batch: Batch) -> Side:
 
     def outputs(y: Any) -> Mapping[str, Tensor]:
         whole = torch.cat(list(y), dim=1) if shape.split else y
-        return {"y": whole, "line": lines[batch.line_index]}
+        found = {"y": whole, "line": lines[batch.line_index]}
+        return found | ({"waypoints": lines[batch.waypoint_index]} if shape.waypoints else {})
 
     call = partial(causal_conv1d, batch.x, batch.weight, batch.bias, lines, rows, split=shape.split)
     return Side(call, outputs, lambda: batch.reset(lines))

@@ -99,6 +99,14 @@ HARD = (
     # Few heads: the fp64 truth of these takes a second and 6 GiB.
     _hard("100k", "independent keys, 100,000 tokens", Inputs(), (1, 100_000), (2, 4)),
 )
+# A service leaves states on the way of a prompt for at most 1.03 times the layers' time.
+WAYPOINTS = Row(
+    "prefill-1x8192-waypoints",
+    "1 row of 8192 that leaves its state every 512 tokens; the side to beat leaves none",
+    Shape(Mode.PREFILL, (8192,), waypoints=512),
+    *pair(at_least_peers, None, 0.97),
+    beside=("gated_delta, no waypoints", Shape(Mode.PREFILL, (8192,))),
+)
 # At most 1.25 and 1.15 times the decode; the aims 1.12 and 1.08.
 MIXERS = (_mixer(64, 0.8, 0.893), _mixer(256, 0.87, 0.926))
 VERIFY = Row(
@@ -115,6 +123,6 @@ SUITE = Suite(
         **RULE.cases(ROWS),
         **{row.name: partial(hard_case, row) for row in HARD},
         **MIXER.cases(MIXERS),
-        **RULE.cases([VERIFY]),
+        **RULE.cases([VERIFY, WAYPOINTS]),
     },
 )

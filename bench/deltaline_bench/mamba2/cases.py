@@ -50,5 +50,12 @@ ROWS = (
         *pair(at_least_peers, 0.715, 0.8),
         beside=("mamba2, decode", Shape(Mode.DECODE, (1,) * 64)),
     ),
+    Row(
+        "prefill-1x8192-waypoints",
+        "1 row of 8192 that leaves its state every 512 tokens; the side to beat leaves none",
+        Shape(Mode.PREFILL, (8192,), waypoints=512),
+        *pair(at_least_peers, None, 0.97),
+        beside=("mamba2, no waypoints", Shape(Mode.PREFILL, (8192,))),
+    ),
 )
 SUITE = Suite("mamba2", FAMILY.cases(ROWS))

@@ -97,6 +97,7 @@ class Batch(LinesBatch[S], Generic[S, T]):
         """Put back what `new_state` returned in the lines of rows; a fresh row's line holds NaN."""
         state[self.line_index] = self.states
         state[self.line_index[~self.continues]] = torch.nan
+        state[self.waypoint_index] = torch.nan
 
     def new_drafts(self) -> Tensor:
         """Return `[L, 2, M, H*K + HV*V + HV]` fp32: the drafts of rows in their halves, NaN elsewhere."""
@@ -123,6 +124,7 @@ class Batch(LinesBatch[S], Generic[S, T]):
 
         o: `[T, HV, V]`. state: `[N, HV, V, K]`, each row's line after the step. VERIFY also, drafts: `[N, n, ...]`,
         what the rows keep; token_states: `[N, n, HV, V, K]`, the state after each token, which some peers keep.
+        With waypoints also, waypoints: `[places, HV, V, K]`.
         """
         shape = self.shape
         tokens, states = self.tokens(), self.started()
@@ -138,4 +140,16 @@ class Batch(LinesBatch[S], Generic[S, T]):
             found, state = tokens.map(itemgetter(index)).advance(states[rows])
             o[index] = found.float()
             after[rows] = state.float()
-        return {"o": o, "state": after}
+        kept = {"waypoints": self._walk_places(tokens, states)} if shape.waypoints else {}
+        return {"o": o, "state": after, **kept}
+
+    def _walk_places(self, tokens: T, states: Tensor) -> Tensor:
+        """Return the states at the waypoints in fp32: from one to the next, each row from its own of `states`."""
+        found: list[Tensor] = []
+        for row, done in self.shape.places:
+            begin = done - self.shape.waypoints
+            state = found[-1] if begin else states[row : row + 1]
+            first = self.shape.starts[row]
+            part = itemgetter((None, slice(first + begin, first + done)))
+            found.append(tokens.map(part).advance(state)[1])
+        return torch.cat(found).float()

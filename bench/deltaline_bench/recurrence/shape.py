@@ -89,6 +89,7 @@ class Shape(LinesShape):
         """
         per_token = self.channels + self.values + self.NUM_GATES * self.num_value_heads
         states = (self.num_continuing + self.num_rows) * self.values * self.key_dim
+        states += len(self.places) * self.values * self.key_dim
         kept = self.num_tokens if self.mode is Mode.VERIFY else 0
         floats = (num_replayed + kept) * self.record + self.NUM_WEIGHTS * self.num_value_heads
         return self.num_tokens * per_token * self.dtype.itemsize + states * self.state.itemsize + floats * FLOAT_BYTES

@@ -28,6 +28,8 @@ def on_lines(batch: AnyBatch, operation: Callable[[Tensor, Tensor, Rows], Tensor
         found = {"o": o, "state": state[batch.line_index]}
         if batch.shape.mode is Mode.VERIFY:
             found["drafts"] = drafts[batch.line_index, 1 - batch.half]
+        if batch.shape.waypoints:
+            found["waypoints"] = state[batch.waypoint_index]
         return found
 
     def reset() -> None:

@@ -11,7 +11,7 @@ from deltaline_kernels.conv1d.cpu import causal_conv1d_cpu
 from deltaline_kernels.conv1d.inputs import ConvInputs
 from deltaline_kernels.conv1d.reference import causal_conv1d_reference
 from deltaline_kernels.operators import operator
-from deltaline_kernels.rows import Rows, check_rows
+from deltaline_kernels.rows import Rows, check_rows, check_waypoints
 
 __all__ = ["causal_conv1d", "causal_conv1d_reference"]
 
@@ -73,11 +73,13 @@ def causal_conv1d(
         full = cat(lines[read_line, r : r+W-1], x[row]),  r = num_replayed, c = num_committed, n = the row's length
         y[t] = act(bias + sum_j weight[j] full[t+j]);     lines[write_line, 0 : W-1+n-c] = full[c : W-1+n]
 
+    The line of a waypoint behind c tokens of a row gets full[c : W-1+c], its other columns stay.
+
     Args:
         x: `[T, D]` fp32, bf16 or fp16; a row stride is fine.
         weight: `[W, D]`, W 2..6, contiguous, fp32 or x.dtype. bias: `[D]` likewise, or None.
         lines: `[L, columns, D]` in x.dtype, a line stride is fine, columns >= W-1 + max draft. Mutated: the first
-            W-1 + n - num_committed columns of each write line.
+            W-1 + n - num_committed columns of each write line, and W-1 of the lines of waypoints.
         activation: "silu" or None.
         split: sizes of one to three parts of the channels, for example those of q, k and v.
 
@@ -134,5 +136,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, lines: Tensor, rows: 
     if lines.shape[1] < width - 1:
         raise ValueError(f"lines: expected at least {width - 1} columns, got {lines.shape[1]}")
     check_rows(rows, device)
+    check_waypoints(rows, x.shape[0])
     if activation not in ("silu", None):
         raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")

@@ -54,6 +54,9 @@ def _convolve_group(inputs: ConvInputs, w: Tensor, b: Tensor | None, group: RowG
         put(y, group.token_index, out.flatten(0, 1))
     if group.writes:
         put(lines[:, : kept.shape[1]], group.write_index, kept)
+    for done in group.waypoints:
+        rows, waypoints = group.lines_at(done)
+        put(lines[:, :history], waypoints, take(tokens, rows)[:, done - history : done])
 
 
 def _blocks(num_rows: int, length: int, channels: int) -> list[tuple[slice, slice]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltaline_kernels.conv1d.inputs import ConvInputs
 from deltaline_kernels.device.activation import silu
+from deltaline_kernels.device.waypoints import TOKENS, find_waypoint
 from deltaline_kernels.rows import Rows
 
 # Tokens and channels of a program, and tokens loaded ahead: the fastest of forty choices on an H200 (docs/log.md).
@@ -50,7 +51,10 @@ def line_offsets(o_d, line_channel_stride: tl.constexpr):
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["control_stride", "num_rows", "line_shift"], do_not_specialize_on_alignment=["control"])
+@triton.jit(
+    do_not_specialize=["control_stride", "num_rows", "line_shift"],
+    do_not_specialize_on_alignment=["control", "waypoints"],
+)
 def prefill_kernel(
     x,
     weight,
@@ -64,6 +68,7 @@ def prefill_kernel(
     line_stride,
     num_rows,
     line_shift,
+    waypoints,
     x_stride: tl.constexpr,
     num_channels: tl.constexpr,
     tap_stride: tl.constexpr,
@@ -174,6 +179,16 @@ def prefill_kernel(
                         tl.debug_barrier()
                         kept = tl.where(c < S, old, new.to(dtype))
                         tl.store(p_new + (c - committed) * column_stride + o_line, kept, mask=in_d)
+                if waypoints is not None:
+                    # Of a row's tokens in a piece at most one is the last before a place where it may have a waypoint.
+                    done = (last - begin) // TOKENS * TOKENS
+                    if begin + done > first:
+                        line = find_waypoint(waypoints, begin, end - begin, i_row, done)
+                        p_kept = lines + (line - line_shift) * line_stride
+                        for j in tl.static_range(S):
+                            p_token = x + (begin + done + j - S) * x_stride + o_d
+                            token = tl.load(p_token, mask=in_d & (line > 0), other=0.0)
+                            tl.store(p_kept + j * column_stride + o_line, token.to(dtype), mask=in_d & (line > 0))
             else:
                 for _ in range(0, count):
                     tl.store(p_y + o_part, tl.zeros((BLOCK_D,), dtype=y.dtype.element_ty), mask=in_d)
@@ -210,6 +225,7 @@ def launch_prefill(inputs: ConvInputs, rows: Rows, outputs: tuple[Tensor, ...]) 
         lines.stride(0),
         rows.num_rows,
         inputs.line_shift,
+        rows.waypoints,
         x.stride(0),
         channels,
         *weight.stride(),

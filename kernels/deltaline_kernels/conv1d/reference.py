@@ -26,6 +26,7 @@ def causal_conv1d_reference(
     w = weight.to(compute)
     history = width - 1
     starts, reads, writes, committed, replayed, _, _ = rows.control.tolist()
+    waypoints = rows.find_waypoints()
     for i in range(rows.num_rows):
         begin, end = starts[i], starts[i + 1]
         read, write, c, r = reads[i], writes[i], committed[i], replayed[i]
@@ -44,4 +45,6 @@ def causal_conv1d_reference(
         if write > 0:
             kept = full[c:]
             lines[write, : kept.shape[0]] = kept.to(lines.dtype)
+        for done, line in waypoints[i].items():
+            lines[line, :history] = full[done : done + history].to(lines.dtype)
     return y

@@ -4,6 +4,7 @@ Shared by the recurrences h = exp(g) h + u k^T, which differ in what k, u and g 
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,8 @@ def run_rows(rows: Rows, lines: StateLines, o: Tensor, num_key_heads: int, run_t
             out, is_part = group.empty_output(o)
             if group.token_lines:
                 _run_kept_tokens(group, h, out, written, run_tokens)
+            elif group.waypoints:
+                _run_to_waypoints(group, h, out, written, run_tokens)
             else:
                 records = run_tokens(group, h, out)
                 if records is not None:
@@ -60,6 +63,14 @@ def _run_kept_tokens(group: RowGroup, h: Tensor, out: Tensor, written: Tensor, r
         run_tokens(group.token(t), h, one)
         out[:, t : t + 1] = one
         kept, lines = group.lines_of(t)
+        put(written, lines, take(h, kept))
+
+
+def _run_to_waypoints(group: RowGroup, h: Tensor, out: Tensor, written: Tensor, run_tokens: RunTokens) -> None:
+    """Run the rows' tokens from waypoint to waypoint, and put the state at each into its line; advances h in place."""
+    for begin, end in pairwise(sorted({0, *group.waypoints, group.length})):
+        run_tokens(group.part(begin, end), h, out[:, begin:end])
+        kept, lines = group.lines_at(end)
         put(written, lines, take(h, kept))
 
 

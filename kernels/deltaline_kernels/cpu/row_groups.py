@@ -34,6 +34,8 @@ class RowGroup:
     halves: list[int] = field(default_factory=list)
     # Of each row the lines that the states after its tokens go to, if there are such.
     token_lines: list[list[int]] = field(default_factory=list)
+    # By the tokens before it each waypoint: which of the rows have it, and the lines of what they are there.
+    waypoints: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     line_shift: int = 0
 
     @cached_property
@@ -79,7 +81,19 @@ class RowGroup:
 
     def lines_of(self, t: int) -> tuple[Index, Index]:
         """Return where the rows are whose state after token t is kept, and the lines that these states go to."""
-        kept = [(i, lines[t]) for i, lines in enumerate(self.token_lines) if lines[t] > 0]
+        return self._index_kept([(i, lines[t]) for i, lines in enumerate(self.token_lines) if lines[t] > 0])
+
+    def part(self, begin: int, end: int) -> "RowGroup":
+        """Return tokens begin..end of rows that commit, as a group; `committed` stays that of the whole rows."""
+        starts = [start + begin for start in self.starts]
+        return RowGroup(end - begin, self.committed, 0, self.reads, self.writes, starts=starts)
+
+    def lines_at(self, done: int) -> tuple[Index, Index]:
+        """Return where the rows are that have a waypoint after `done` tokens, and its lines."""
+        return self._index_kept(self.waypoints.get(done, []))
+
+    def _index_kept(self, kept: list[tuple[int, int]]) -> tuple[Index, Index]:
+        """Return the indices of rows and of lines."""
         if not kept:
             return slice(0, 0), slice(0, 0)
         rows, lines = zip(*kept, strict=True)
@@ -109,11 +123,14 @@ def group_rows(rows: Rows, line_shift: int = 0) -> tuple[list[RowGroup], list[tu
 
     Line i of the rows is line i - line_shift of the layers.
     """
-    return _group(tuple(map(tuple, rows.control.tolist())), line_shift)
+    waypoints = () if rows.waypoints is None else tuple(tuple(found.items()) for found in rows.find_waypoints())
+    return _group(tuple(map(tuple, rows.control.tolist())), waypoints, line_shift)
 
 
 @lru_cache(maxsize=1)
-def _group(control: tuple[tuple[int, ...], ...], line_shift: int) -> tuple[list[RowGroup], list[tuple[int, int]]]:
+def _group(
+    control: tuple[tuple[int, ...], ...], waypoints: tuple[tuple[tuple[int, int], ...], ...], line_shift: int
+) -> tuple[list[RowGroup], list[tuple[int, int]]]:
     """See `group_rows`; the last batch's groups are kept by what its control says, since every layer asks for them."""
     groups: dict[tuple[int, ...], RowGroup] = {}
     skipped = []
@@ -137,6 +154,8 @@ def _group(control: tuple[tuple[int, ...], ...], line_shift: int) -> tuple[list[
         group.halves.append(halves[i])
         if table:
             group.token_lines.append([lines[i] for lines in table[:length]])
+        for done, line in waypoints[i] if waypoints else ():
+            group.waypoints.setdefault(done, []).append((len(group.starts) - 1, line))
     return list(groups.values()), skipped
 
 

@@ -10,7 +10,7 @@ from deltaline_kernels.gated_delta.cpu import gated_delta_cpu
 from deltaline_kernels.gated_delta.inputs import DeltaHeads, DeltaInputs, find_heads
 from deltaline_kernels.gated_delta.reference import gated_delta_reference
 from deltaline_kernels.operators import operator
-from deltaline_kernels.rows import Rows, StateLines, check_rows
+from deltaline_kernels.rows import Rows, StateLines, check_rows, check_waypoints
 
 __all__ = ["gated_delta", "gated_delta_reference", "run_gated_delta"]
 
@@ -44,7 +44,8 @@ def gated_delta(
         A_log, dt_bias: `[HV]` in qkv.dtype or fp32, contiguous. Both None: a is the log decay, at most 0, and b is the
             strength: any real number, but of moderate size (0 to 2, say) for long rows of 16-bit values, where
             fp16 holds what becomes of it.
-        state: `[L, HV, V, K]` fp32, bf16 or fp16; a line stride is fine. Mutated: the write lines, and the token lines.
+        state: `[L, HV, V, K]` fp32, bf16 or fp16; a line stride is fine. Mutated: the write lines, the token
+            lines, and the lines of waypoints.
         drafts: `[L, 2, M, H*K + HV*V + HV]` fp32, a line stride is fine: per token k as it enters the state, its update
             u and its log decay. Mutated: a half of the VERIFY rows' write lines. M is at least the length of a VERIFY
             row.
@@ -61,6 +62,7 @@ def gated_delta(
     check_tensor("qkv", qkv, (None, heads.channels), ACTIVATIONS, qkv.device, row_stride=True)
     inputs = DeltaInputs(*heads.split(qkv), a, b, A_log, dt_bias, heads, normalize)
     _check_inputs(inputs, state, drafts)
+    check_waypoints(rows, inputs.num_tokens)
     o = inputs.empty_output()
     run_gated_delta(inputs, StateLines(state, drafts), rows, o)
     return o

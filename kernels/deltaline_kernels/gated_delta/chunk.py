@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
+from deltaline_kernels.device.waypoints import find_stop, find_waypoint, keep_state
 from deltaline_kernels.gated_delta.hopper_chunk import can_walk, launch_walk
 from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.gated_delta.plan import BLOCK_V, CHUNK, choose_plan
@@ -60,9 +61,55 @@ def _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, CHUNK: tl.constexpr, E
     return tl.dot(b_w, b_k, acc=b_h * tl.exp2(g_last)), b_o
 
 
+@triton.jit
+def _walk_tiles(
+    b_h,
+    tiles,
+    columns,
+    factors,
+    slot,
+    first_t,
+    begin,
+    end,
+    HV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FACTORS: tl.constexpr,
+    ENDS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return the state after the whole chunks from token `begin` to `end`, counted from first_t; store their outputs.
+
+    tiles: of q, k, v, T and the outputs. columns: those of q and k, of v, and of the outputs.
+    """
+    q_tiles, k_tiles, x_tiles, t_tiles, o_tiles = tiles
+    column_qk, column_x, column_o = columns
+    o_c = tl.arange(0, CHUNK)
+    # Loaded ahead by hand: in shared memory they would leave no room for a second program.
+    p_ahead = factors + (slot + begin // CHUNK * HV) * FACTORS
+    g_i = tl.load(p_ahead + o_c, mask=end > begin, other=0.0)
+    g_last = tl.load(p_ahead + 4 * CHUNK, mask=end > begin, other=0.0)
+    for done in tl.range(begin, end, CHUNK, num_stages=STAGES):
+        p_ahead += HV * FACTORS
+        next_g_i = tl.load(p_ahead + o_c, mask=done + CHUNK < end, other=0.0)
+        next_g_last = tl.load(p_ahead + 4 * CHUNK, mask=done + CHUNK < end, other=0.0)
+        i_t = (first_t + done).to(tl.int32)
+        i_slot = (slot + done // CHUNK * HV).to(tl.int32)
+        b_k = k_tiles.load([i_t, column_qk])
+        b_q = b_k if ENDS else q_tiles.load([i_t, column_qk])
+        b_x = x_tiles.load([i_t, column_x])
+        b_t = t_tiles.load([i_slot * CHUNK, 0])
+        p_factor = factors + (slot + done // CHUNK * HV) * FACTORS
+        b_h, b_o = _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, CHUNK, ENDS)
+        g_i, g_last = next_g_i, next_g_last
+        if not ENDS:
+            o_tiles.store([i_t, column_o], b_o)
+    return b_h
+
+
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(
-    do_not_specialize=["control_stride", "num_parts", "part_length"], do_not_specialize_on_alignment=["control"]
+    do_not_specialize=["control_stride", "num_parts", "part_length"],
+    do_not_specialize_on_alignment=["control", "waypoints"],
 )
 def _advance(
     strided,
@@ -79,6 +126,7 @@ def _advance(
     control_stride,
     num_parts,
     part_length,
+    waypoints,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -150,25 +198,23 @@ def _advance(
         num_dead = tl.where(live, 0, num_tokens)
         num_whole = tl.where(live, num_tokens // CHUNK * CHUNK, 0) if TILES else 0
         if TILES:
-            # Loaded ahead by hand: in shared memory they would leave no room for a second program.
-            p_ahead = factors + slot * FACTORS
-            g_i = tl.load(p_ahead + o_c, mask=num_whole > 0, other=0.0)
-            g_last = tl.load(p_ahead + 4 * CHUNK, mask=num_whole > 0, other=0.0)
-            for done in tl.range(0, num_whole, CHUNK, num_stages=STAGES):
-                p_ahead += HV * FACTORS
-                next_g_i = tl.load(p_ahead + o_c, mask=done + CHUNK < num_whole, other=0.0)
-                next_g_last = tl.load(p_ahead + 4 * CHUNK, mask=done + CHUNK < num_whole, other=0.0)
-                i_t = (first_t + done).to(tl.int32)
-                i_slot = (slot + done // CHUNK * HV).to(tl.int32)
-                b_k = k_tiles.load([i_t, i_h * K])
-                b_q = b_k if ENDS else q_tiles.load([i_t, i_h * K])
-                b_x = x_tiles.load([i_t, column_x])
-                b_t = t_tiles.load([i_slot * CHUNK, 0])
-                p_factor = factors + (slot + done // CHUNK * HV) * FACTORS
-                b_h, b_o = _step(b_h, b_q, b_k, b_x, b_t, g_i, g_last, p_factor, CHUNK, ENDS)
-                g_i, g_last = next_g_i, next_g_last
-                if not ENDS:
-                    o_tiles.store([i_t, i_hv * V + i_v * BLOCK_V], b_o)
+            walked = (q_tiles, k_tiles, x_tiles, t_tiles, o_tiles)
+            columns = (i_h * K, column_x, i_hv * V + i_v * BLOCK_V)
+            if waypoints is None:
+                b_h = _walk_tiles(
+                    b_h, walked, columns, factors, slot, first_t, 0, num_whole, HV, CHUNK, FACTORS, ENDS, STAGES
+                )
+            else:
+                # From stop to stop: what is stored on the way would take shared memory beside that of the tiles.
+                done = 0
+                while done < num_whole:
+                    stop, line = find_stop(waypoints, begin, n, i_row, part_begin + done, part_begin + num_whole)
+                    stop -= part_begin
+                    b_h = _walk_tiles(
+                        b_h, walked, columns, factors, slot, first_t, done, stop, HV, CHUNK, FACTORS, ENDS, STAGES
+                    )
+                    keep_state(line, lines, b_h, o_h, in_h, i_hv, V * K, LINE_SHIFT, APART)
+                    done = stop
         for done in tl.range(num_whole, num_tokens - num_dead, CHUNK, num_stages=1):
             in_t = done + o_c < num_tokens
             o_t = first_t + done + o_c[:, None]
@@ -186,6 +232,9 @@ def _advance(
             if not ENDS:
                 p_o = o + ((first_t + done) * HV + i_hv) * V + o_o
                 tl.store(p_o, b_o, mask=in_t[:, None] & in_v[None, :])
+            if waypoints is not None:
+                line = find_waypoint(waypoints, begin, n, i_row, part_begin + done + CHUNK)
+                keep_state(line, lines, b_h, o_h, in_h, i_hv, V * K, LINE_SHIFT, APART)
         if not ENDS:
             for done in range(0, num_dead, CHUNK):
                 in_o = (done + o_c < num_tokens)[:, None] & in_v[None, :]
@@ -280,6 +329,7 @@ def launch_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Tensor) 
             *lines.arguments(rows, o),
             plan.num_parts,
             plan.part_length,
+            None if ends_only else rows.waypoints,
             **inputs.sizes,
             BLOCK_K=block_k,
             BLOCK_V=BLOCK_V,

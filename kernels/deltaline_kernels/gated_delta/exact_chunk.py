@@ -16,6 +16,7 @@ from torch import Tensor
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
+from deltaline_kernels.device.waypoints import TOKENS, find_waypoint, keep_state
 from deltaline_kernels.gated_delta.gates import read_gates
 from deltaline_kernels.gated_delta.inputs import DeltaInputs
 from deltaline_kernels.rows import Rows, StateLines
@@ -27,7 +28,7 @@ BLOCK_V = 32
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["control_stride"], do_not_specialize_on_alignment=["control"])
+@triton.jit(do_not_specialize=["control_stride"], do_not_specialize_on_alignment=["control", "waypoints"])
 def _chunk(
     tokens,
     gates,
@@ -40,6 +41,7 @@ def _chunk(
     a_stride,
     b_stride,
     strides,
+    waypoints,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -126,6 +128,11 @@ def _chunk(
         tl.store(p_o, b_o.to(o.dtype.element_ty), mask=in_t[:, None] & in_v[None, :])
         b_update = tl.dot(tl.trans(b_u * b_rest[:, None]), b_k, input_precision="ieee")
         b_h = b_h * tl.exp(tl.sum(b_g, axis=0)) + b_update
+        if waypoints is not None:
+            done = first + CHUNK
+            if live & (done % TOKENS == 0):
+                line = find_waypoint(waypoints, begin, n, i_row, done)
+                keep_state(line, lines, b_h, o_h, in_h, i_hv, V * K, LINE_SHIFT, APART)
 
     # An empty row changes its line only by a replay or by a move.
     if (write > 0) & ((n > 0) | (replayed > 0) | is_elsewhere(read, write, APART)):
@@ -146,6 +153,7 @@ def launch_exact_chunk(inputs: DeltaInputs, lines: StateLines, rows: Rows, o: Te
         *lines.arguments(rows, o),
         *inputs.numbers,
         inputs.strides,
+        rows.waypoints,
         **inputs.sizes,
         BLOCK_K=max(16, triton.next_power_of_2(heads.key_dim)),
         BLOCK_V=BLOCK_V,

@@ -66,7 +66,10 @@ def _copy_chunk(
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@gluon.jit(do_not_specialize=["control_stride", "num_parts", "part_length"], do_not_specialize_on_alignment=["control"])
+@gluon.jit(
+    do_not_specialize=["control_stride", "num_parts", "part_length"],
+    do_not_specialize_on_alignment=["control", "waypoints"],
+)
 def walk_kernel(
     strided,
     q_tiles,
@@ -82,6 +85,7 @@ def walk_kernel(
     control_stride,
     num_parts,
     part_length,
+    waypoints,
     H: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -187,6 +191,9 @@ def walk_kernel(
             k_t, t_t = k_s.index(0).permute((1, 0)), t_s.index(0).permute((1, 0))
             scores = warpgroup_mma(q_s.index(0), k_t, zero, use_acc=False, is_async=True)
             u = warpgroup_mma(x_s.index(0).permute((1, 0)), t_t, zero, use_acc=False, is_async=True)
+        if waypoints is not None:
+            p_line = waypoints + begin // CHUNK + i_row + part_begin // CHUNK
+            line = gl.load(p_line, mask=num_chunks > 0, other=0)
         for c in range(0, num_chunks):
             stage = c % STAGES
             # What a product reads from registers is named where it is waited for: so it stays there until then.
@@ -202,6 +209,8 @@ def walk_kernel(
             factor_o = factor.slice(3 * CHUNK, CHUNK).load(across)[None, :]
             p_next = p_last + (slot + (c + 1) * HV).to(gl.int64) * FACTORS
             g_next = gl.load(p_next, mask=c + 1 < num_chunks, other=0.0)
+            if waypoints is not None:
+                next_line = gl.load(p_line + c + 1, mask=c + 1 < num_chunks, other=0)
             scores = warpgroup_mma_wait(2, deps=[scores])
             exponents = gl.where(seen, g_i - g_j, float("-inf"))
             s_s.store((scores * gl.exp2(exponents)).to(dtype))
@@ -231,6 +240,12 @@ def walk_kernel(
             fence_async_shared()
             barrier()
             tma.async_copy_shared_to_global(o_tiles, [first + c * CHUNK, columns[1]], s_s)
+            if waypoints is not None:
+                if line > 0:
+                    p_kept = written + (line.to(gl.int64) - LINE_SHIFT) * written_stride
+                    p_kept += i_hv.to(gl.int64) * (V * K) + o_h
+                    gl.store(p_kept, h.to(p_kept.dtype.element_ty))
+                line = next_line
             g_last = g_next
             ahead = c + STAGES
             _copy_chunk(
@@ -338,6 +353,7 @@ def launch_walk(
         *lines.arguments(rows, o),
         plan.num_parts,
         plan.part_length,
+        rows.waypoints,
         **inputs.sizes,
         BLOCK_V=BLOCK_V,
         CHUNK=CHUNK,

@@ -48,6 +48,7 @@ def gated_delta_reference(
 
     o = torch.zeros(qkv.shape[0], num_value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     starts, reads, writes, committed, replayed, halves, _, *token_lines = rows.control.tolist()
+    waypoints = rows.find_waypoints()
     for i in range(rows.num_rows):
         begin, end = starts[i], starts[i + 1]
         read, write, c, r = reads[i], writes[i], committed[i], replayed[i]
@@ -68,6 +69,8 @@ def gated_delta_reference(
             o[t] = (h @ q[t].repeat_interleave(group, dim=0)[..., None])[..., 0]
             if token_lines and token_lines[t - begin][i] > 0:
                 state[token_lines[t - begin][i]] = h.to(state.dtype)
+            if t - begin + 1 in waypoints[i]:
+                state[waypoints[i][t - begin + 1]] = h.to(state.dtype)
         if write <= 0:
             continue
         if c > 0:

@@ -11,7 +11,7 @@ from deltaline_kernels.mamba2.cpu import mamba2_cpu
 from deltaline_kernels.mamba2.inputs import MambaHeads, MambaInputs, find_heads
 from deltaline_kernels.mamba2.reference import mamba2_reference
 from deltaline_kernels.operators import operator
-from deltaline_kernels.rows import Rows, StateLines, check_rows
+from deltaline_kernels.rows import Rows, StateLines, check_rows, check_waypoints
 
 __all__ = ["mamba2", "mamba2_reference", "run_mamba2"]
 
@@ -42,7 +42,8 @@ def mamba2(
         dt: `[T, H]` in xBC.dtype or fp32; a row stride is fine. The time step is softplus(dt + dt_bias), clamped to
             dt_limit.
         A_log, D, dt_bias: `[H]` in xBC.dtype or fp32, contiguous. The log decay is the time step times -exp(A_log).
-        state: `[L, H, P, S]` fp32, bf16 or fp16; a line stride is fine. Mutated: the write lines, and the token lines.
+        state: `[L, H, P, S]` fp32, bf16 or fp16; a line stride is fine. Mutated: the write lines, the token
+            lines, and the lines of waypoints.
         drafts: `[L, 2, M, G*S + H*P + H]` fp32, a line stride is fine: per token B, its update u (the time step times
             x) and its log decay. Mutated: a half of the VERIFY rows' write lines. M is at least the length of a VERIFY
             row.
@@ -57,6 +58,7 @@ def mamba2(
     heads = _check_state(xBC, state, rows, num_groups, dt_limit)
     inputs = MambaInputs(xBC, dt, A_log, D, dt_bias, heads)
     _check_inputs(inputs, state, drafts)
+    check_waypoints(rows, inputs.num_tokens)
     y = inputs.empty_output()
     run_mamba2(inputs, StateLines(state, drafts), rows, y)
     return y

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
+from deltaline_kernels.device.waypoints import find_stop, find_waypoint, keep_state
 from deltaline_kernels.mamba2.hopper_chunk import can_walk, launch_walk
 from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.mamba2.plan import BLOCK_P, CHUNK, choose_plan
@@ -60,9 +61,48 @@ def _output(h, b_b, b_c, b_x, p_steps, skip, CHUNK: tl.constexpr):
     return tl.dot(scores, b_x, acc=b_y)
 
 
+@triton.jit
+def _walk_tiles(
+    h,
+    tiles,
+    columns,
+    p_steps,
+    skip,
+    first_t,
+    begin,
+    end,
+    H: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ENDS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return what is behind the whole chunks from token `begin` to `end`, counted from first_t; store their outputs.
+
+    The state, the place of the next chunk's steps, and by what they decay together, as an exponent of 2: if ENDS are
+    wanted, and then no outputs. tiles: of x, of B and C, and of the outputs. columns: of x, B and C.
+    """
+    x_tiles, s_tiles, y_tiles = tiles
+    column_x, column_b, column_c = columns
+    total = 0.0
+    for done in tl.range(begin, end, CHUNK, num_stages=STAGES):
+        i_t = (first_t + done).to(tl.int32)
+        b_b = s_tiles.load([i_t, column_b])
+        b_x = x_tiles.load([i_t, column_x])
+        if ENDS:
+            total += tl.load(p_steps + CHUNK - 1)
+        else:
+            b_c = s_tiles.load([i_t, column_c])
+            b_y = _output(h, b_b, b_c, b_x, p_steps, skip, CHUNK)
+            y_tiles.store([i_t, column_x], b_y.to(y_tiles.dtype))
+        h = _advance(h, b_b, b_x, p_steps, CHUNK)
+        p_steps += H * 2 * CHUNK
+    return h, p_steps, total
+
+
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
 @triton.jit(
-    do_not_specialize=["control_stride", "num_parts", "part_length"], do_not_specialize_on_alignment=["control"]
+    do_not_specialize=["control_stride", "num_parts", "part_length"],
+    do_not_specialize_on_alignment=["control", "waypoints"],
 )
 def _walk(
     xBC,
@@ -79,6 +119,7 @@ def _walk(
     num_parts,
     part_length,
     xBC_stride,
+    waypoints,
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -154,18 +195,22 @@ def _walk(
         # What a part decays by, as an exponent of 2.
         total = 0.0
         if TILES:
-            for done in tl.range(0, num_whole, CHUNK, num_stages=STAGES):
-                i_t = (first_t + done).to(tl.int32)
-                b_b = s_tiles.load([i_t, column_b])
-                b_x = x_tiles.load([i_t, column_x])
-                if ENDS:
-                    total += tl.load(p_steps + CHUNK - 1)
-                else:
-                    b_c = s_tiles.load([i_t, column_c])
-                    b_y = _output(h, b_b, b_c, b_x, p_steps, skip, CHUNK)
-                    y_tiles.store([i_t, column_x], b_y.to(y.dtype.element_ty))
-                h = _advance(h, b_b, b_x, p_steps, CHUNK)
-                p_steps += H * STEPS
+            walked, columns = (x_tiles, s_tiles, y_tiles), (column_x, column_b, column_c)
+            if waypoints is None:
+                h, p_steps, total = _walk_tiles(
+                    h, walked, columns, p_steps, skip, first_t, 0, num_whole, H, CHUNK, ENDS, STAGES
+                )
+            else:
+                # From stop to stop: what is stored on the way would take shared memory beside that of the tiles.
+                done = 0
+                while done < num_whole:
+                    stop, line = find_stop(waypoints, begin, n, i_row, part_begin + done, part_begin + num_whole)
+                    stop -= part_begin
+                    h, p_steps, total = _walk_tiles(
+                        h, walked, columns, p_steps, skip, first_t, done, stop, H, CHUNK, ENDS, STAGES
+                    )
+                    keep_state(line, lines, h, o_h, in_h, i_h, P * S, LINE_SHIFT, APART)
+                    done = stop
         for done in tl.range(num_whole, num_tokens - num_dead, CHUNK, num_stages=1):
             in_t = (done + o_c < num_tokens)[:, None]
             p_token = xBC + (first_t + done) * xBC_stride + o_c[:, None] * xBC_stride
@@ -180,6 +225,9 @@ def _walk(
                 tl.store(p_y, b_y.to(y.dtype.element_ty), mask=in_t & in_p[None, :])
             h = _advance(h, b_b, b_x, p_steps, CHUNK)
             p_steps += H * STEPS
+            if waypoints is not None:
+                line = find_waypoint(waypoints, begin, n, i_row, part_begin + done + CHUNK)
+                keep_state(line, lines, h, o_h, in_h, i_h, P * S, LINE_SHIFT, APART)
         if ENDS:
             tl.store(p_end + o_h, h, mask=in_h)
             tl.store(p_end + 2 * P * S, total)
@@ -237,6 +285,7 @@ def launch_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Tensor) 
             plan.num_parts,
             plan.part_length,
             xBC.stride(0),
+            None if ends_only else rows.waypoints,
             **inputs.sizes,
             BLOCK_P=BLOCK_P,
             BLOCK_S=block_s,

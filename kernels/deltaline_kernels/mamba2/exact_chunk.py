@@ -15,6 +15,7 @@ from torch import Tensor
 from deltaline_kernels.device.lines import find_drafts, find_state, find_written, is_elsewhere
 from deltaline_kernels.device.replay import fold_drafts
 from deltaline_kernels.device.row import load_row
+from deltaline_kernels.device.waypoints import TOKENS, find_waypoint, keep_state
 from deltaline_kernels.mamba2.gates import read_rate, time_step
 from deltaline_kernels.mamba2.inputs import MambaInputs
 from deltaline_kernels.rows import Rows, StateLines
@@ -27,7 +28,7 @@ BLOCK_P = 16
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize=["control_stride"], do_not_specialize_on_alignment=["control"])
+@triton.jit(do_not_specialize=["control_stride"], do_not_specialize_on_alignment=["control", "waypoints"])
 def _chunk(
     xBC,
     dt,
@@ -42,6 +43,7 @@ def _chunk(
     greatest,
     xBC_stride,
     dt_stride,
+    waypoints,
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -111,6 +113,11 @@ def _chunk(
         tl.store(p_y, b_y.to(y.dtype.element_ty), mask=(first + o_c < n)[:, None] & in_p[None, :])
         b_update = tl.dot(tl.trans(b_u * b_rest[:, None]), b_b, input_precision="ieee")
         b_h = b_h * tl.exp(tl.sum(b_g, axis=0)) + b_update
+        if waypoints is not None:
+            done = first + CHUNK
+            if live & (done % TOKENS == 0):
+                line = find_waypoint(waypoints, begin, n, i_row, done)
+                keep_state(line, lines, b_h, o_h, in_h, i_h, P * S, LINE_SHIFT, APART)
 
     # An empty row changes its line only by a replay or by a move.
     if (write > 0) & ((n > 0) | (replayed > 0) | is_elsewhere(read, write, APART)):
@@ -134,6 +141,7 @@ def launch_exact_chunk(inputs: MambaInputs, lines: StateLines, rows: Rows, y: Te
         *heads.dt_limit,
         inputs.xBC.stride(0),
         inputs.dt.stride(0),
+        rows.waypoints,
         **inputs.sizes,
         **inputs.steps,
         BLOCK_P=BLOCK_P,

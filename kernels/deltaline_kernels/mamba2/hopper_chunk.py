@@ -51,7 +51,10 @@ def _copy_chunk(tiles, buffers, p_steps, stage, i_t, columns, is_here, CHUNK: gl
 
 
 # One compiled variant whatever rows a batch has: nothing is compiled while serving.
-@gluon.jit(do_not_specialize=["control_stride", "num_parts", "part_length"], do_not_specialize_on_alignment=["control"])
+@gluon.jit(
+    do_not_specialize=["control_stride", "num_parts", "part_length"],
+    do_not_specialize_on_alignment=["control", "waypoints"],
+)
 def walk_kernel(
     xBC,
     x_tiles,
@@ -67,6 +70,7 @@ def walk_kernel(
     num_parts,
     part_length,
     xBC_stride,
+    waypoints,
     H: gl.constexpr,
     G: gl.constexpr,
     P: gl.constexpr,
@@ -161,6 +165,9 @@ def walk_kernel(
         zero = gl.zeros([CHUNK, CHUNK], gl.float32, mma_c)
         nothing = gl.zeros([CHUNK, BLOCK_P], gl.float32, mma_p)
         g_last = gl.load(p_steps + CHUNK - 1, mask=num_chunks > 0, other=0.0)
+        if waypoints is not None:
+            p_line = waypoints + begin // CHUNK + i_row + part_begin // CHUNK
+            line = gl.load(p_line, mask=num_chunks > 0, other=0)
         for c in range(0, num_chunks):
             stage = c % STAGES
             # Before a product is begun: the assembler waits for all that are on their way where the sum of one is used.
@@ -177,6 +184,8 @@ def walk_kernel(
             factor = f_s.index(stage)
             p_steps += H * STEPS
             g_next = gl.load(p_steps + CHUNK - 1, mask=c + 1 < num_chunks, other=0.0)
+            if waypoints is not None:
+                next_line = gl.load(p_line + c + 1, mask=c + 1 < num_chunks, other=0)
             g_k = factor.slice(CHUNK, CHUNK).load(gl.SliceLayout(0, left_s))[None, :]
             x_left = x_s.index(stage).permute((1, 0)).load(left_s).to(gl.float32)
             x_left = (x_left * gl.exp2(g_last - g_k)).to(dtype)
@@ -196,6 +205,12 @@ def walk_kernel(
             fence_async_shared()
             barrier()
             tma.async_copy_shared_to_global(y_tiles, [first + c * CHUNK, column_x], y_s)
+            if waypoints is not None:
+                if line > 0:
+                    p_kept = written + (line.to(gl.int64) - LINE_SHIFT) * written_stride
+                    p_kept += i_h.to(gl.int64) * (P * S) + o_h
+                    gl.store(p_kept, h.to(p_kept.dtype.element_ty))
+                line = next_line
             g_last = g_next
             ahead = c + STAGES
             _copy_chunk(
@@ -290,6 +305,7 @@ def launch_walk(
         plan.num_parts,
         plan.part_length,
         xBC.stride(0),
+        rows.waypoints,
         **inputs.sizes,
         BLOCK_P=BLOCK_P,
         CHUNK=CHUNK,

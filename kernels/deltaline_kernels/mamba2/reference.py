@@ -42,6 +42,7 @@ def mamba2_reference(
 
     y = torch.zeros(xBC.shape[0], num_heads, head_dim, dtype=xBC.dtype, device=xBC.device)
     starts, reads, writes, committed, replayed, halves, _, *token_lines = rows.control.tolist()
+    waypoints = rows.find_waypoints()
     for i in range(rows.num_rows):
         begin, end = starts[i], starts[i + 1]
         read, write, c, r = reads[i], writes[i], committed[i], replayed[i]
@@ -59,6 +60,8 @@ def mamba2_reference(
             y[t] = seen + D.to(compute)[:, None] * x[t]
             if token_lines and token_lines[t - begin][i] > 0:
                 state[token_lines[t - begin][i]] = h.to(state.dtype)
+            if t - begin + 1 in waypoints[i]:
+                state[waypoints[i][t - begin + 1]] = h.to(state.dtype)
         if write <= 0:
             continue
         if c > 0:

@@ -19,11 +19,11 @@ from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.mamba2.inputs import MambaHeads
 from deltaline_kernels.mamba2.plan import choose_plan as choose_mamba_plan
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.attention import attention_batches, compare_attention
 from deltaline_kernels.selftest.lora import compare_lora
 from deltaline_kernels.selftest.mhc import compare_mhc
-from deltaline_kernels.selftest.shapes import Compared, Fill, Shapes, batches, short_batches
+from deltaline_kernels.selftest.shapes import Compared, Fill, Shapes, batches, short_batches, waypoint_batch
 
 # Tokens of a row that is computed in parts, where heads are few enough for that.
 LONG = 4096
@@ -131,6 +131,10 @@ def _compare_mixers(fills: dict[str, Fill], shapes: Shapes, device: torch.device
         for batch, rows in made.items():
             for name, got, want in compare(fill, rows, shapes):
                 yield f"{name}, {batch}, {kind}", got, want
+    if shapes.recurrence != "attention":
+        rows = waypoint_batch(shapes.max_draft, device)
+        for name, got, want in _compare_recurrence(fills["random"], rows, shapes):
+            yield f"{name}, prefill with waypoints, random", got, want
     if torch.device(device).type != "cpu" and has_parts(shapes):
         got, want = run_in_parts(fills["random"], shapes, device)
         yield f"{shapes.recurrence}, prefill in parts, random", got, want
@@ -165,25 +169,27 @@ def has_parts(shapes: Shapes) -> bool:
 
 
 def run_in_parts(fill: Fill, shapes: Shapes, device: torch.device | str) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what one long row gave in parts and, in place of the slow reference, token by token."""
+    """Return what one long row gave in parts, again beside a waypoint, and, for the slow reference, token by token."""
     heads = shapes.heads
     num_heads = heads.num_value_heads
     x, _, b, a = _projected(fill, LONG, shapes).split((heads.channels, heads.value_channels, num_heads, num_heads), 1)
     x = x.contiguous()  # as the convolution leaves it
     gates = fill(3, num_heads)
-    state = fill(2, num_heads, heads.value_dim, heads.key_dim).to(shapes.state_dtype)
-    drafts, results = torch.zeros(2, 2, 1, heads.record, device=device), []
+    state = fill(3, num_heads, heads.value_dim, heads.key_dim).to(shapes.state_dtype)
+    drafts, results = torch.zeros(3, 2, 1, heads.record, device=device), []
     if shapes.is_mamba:
         x[:, heads.value_channels :] *= heads.scale**0.5
-    for max_short in (1, LONG):
-        rows = Rows.build([LONG], [1], [1], [LONG], [0], [0], max_short=max_short, device=device)
+    waypoint = (0, WAYPOINT_TOKENS, 2)
+    for max_short, waypoints in ((1, None), (1, [waypoint]), (LONG, None)):
+        fields = ([LONG], [1], [1], [LONG], [0], [0])
+        rows = Rows.build(*fields, max_short=max_short, device=device, waypoints=waypoints)
         own = state.clone()
         if shapes.is_mamba:
             o = mamba2(x, a, gates[0], gates[1], gates[2], own, drafts, rows, num_groups=heads.num_key_heads)
         else:
             o = gated_delta(x, a, b, gates[0], gates[1], own, drafts, rows, num_key_heads=heads.num_key_heads)
-        results.append([o, own[1:]])
-    return results[0], results[1]
+        results.append([o, own[1:2]])
+    return results[0] + results[1], 2 * results[2]
 
 
 def _projected(fill: Fill, num_tokens: int, shapes: Shapes) -> Tensor:
@@ -208,7 +214,7 @@ def _convolve(
 
 def _compare_recurrence(fill: Fill, rows: Rows, shapes: Shapes) -> Iterator[Compared]:
     """Yield the name of each family of a recurrent layer, what it computed and what its reference computed."""
-    heads, num_tokens, num_lines = shapes.heads, int(rows.query_start_loc[-1]), max(4, rows.num_rows + 1)
+    heads, num_tokens, num_lines = shapes.heads, int(rows.query_start_loc[-1]), max(6, rows.num_rows + 1)
     num_heads, values = heads.num_value_heads, heads.value_channels
     projected = _projected(fill, num_tokens, shapes)
     if shapes.is_mamba:

@@ -10,7 +10,7 @@ from torch import Tensor
 from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
-from deltaline_kernels.rows import Rows
+from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 
 # From so many rows x heads on, both recurrences have kernels of their own.
 MANY_HEADS = max(MANY_DELTA_HEADS, MANY_MAMBA_HEADS)
@@ -66,6 +66,14 @@ def batches(num_heads: int, max_draft: int, device: torch.device | str) -> dict[
         control["many decodes"] = ([1] * many, lines, lines, [1] * many, [0] * many, [0] * many)
         control["many verifies"] = ([n] * many, lines, lines, [0] * many, [n] * many, [1] * many)
     return {kind: Rows.build(*fields, max_short=max_draft, device=device) for kind, fields in control.items()}
+
+
+def waypoint_batch(max_draft: int, device: torch.device | str) -> Rows:
+    """Return two long rows, the first of which leaves what it is on its way in lines 4 and 5."""
+    lengths = [130, 37]
+    waypoints = [(0, 64, 4), (0, 128, 5)] if max_draft < WAYPOINT_TOKENS else None
+    fields = (lengths, [0, 1], [2, 3], lengths, [0, 0], [0, 0])
+    return Rows.build(*fields, max_short=max_draft, device=device, waypoints=waypoints)
 
 
 def short_batches(max_draft: int, device: torch.device | str) -> dict[str, Rows]:

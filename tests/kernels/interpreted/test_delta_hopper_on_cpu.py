@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import kernels.compat.test_compat_gated_delta as checks
 import pytest
 import torch
@@ -10,11 +12,14 @@ from rigs.kernels.gluon_on_cpu import OnCpu
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.recurrence_checks import check_against_reference, check_written_elsewhere, place_lines
 from rigs.kernels.walks import ALIGNED, cut_rows
+from rigs.kernels.waypoint_checks import check_waypoints, leave_states
 
 chunk = pytest.importorskip("deltaline_kernels.gated_delta.chunk", reason="triton is not installed")
 hopper_chunk = pytest.importorskip("deltaline_kernels.gated_delta.hopper_chunk", reason="triton is not installed")
 
 HALF = InterpretedPath("cpu", torch.float16)
+WALKED = [Row(1), Row(200, replayed=2, half=1), Row(64, skipped=True), Row(128, to="nowhere")]
+WALKED_PLACES = [(1, 64), (1, 192), (3, 128)]
 ROWS = [Row(5, to="other"), Row(150, replayed=2, half=1), Row(0), Row(65, skipped=True), Row(64, fresh=True)]
 
 
@@ -40,3 +45,13 @@ def test_walk_reads_and_writes_lines_where_they_lie() -> None:
 
 def test_walk_reads_tokens_where_they_lie() -> None:
     checks.test_chunk_matches_the_reference(HALF, "tiles-apart")
+
+
+@pytest.mark.parametrize("length", [0, 64, 128], ids=["whole", "parts-of-64", "parts-of-128"])
+def test_a_waypoint_is_what_the_tokens_before_it_leave(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts with a state of 16 bits, which is rounded where it is stored."""
+    dtype = torch.bfloat16 if length else torch.float32
+    cut_rows(monkeypatch, chunk, length)
+    layer = Layer(H=1, HV=2, K=64, V=64)
+    make = partial(make_batch, WALKED, HALF, layer, state_dtype=dtype, padding=ALIGNED)
+    check_waypoints(make, HALF, partial(leave_states, HALF), WALKED, WALKED_PLACES)

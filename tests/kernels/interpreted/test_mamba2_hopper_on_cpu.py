@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rigs.kernels.mamba_batches import MambaLayer, make_mamba_batch
 from rigs.kernels.paths import InterpretedPath
 from rigs.kernels.recurrence_checks import check_against_reference, check_written_elsewhere, place_lines
 from rigs.kernels.walks import ALIGNED
+from rigs.kernels.waypoint_checks import check_waypoints, leave_states
 from torch import Tensor
 
 from deltaline_kernels.device.row_splits import RowSplits
@@ -23,6 +25,8 @@ chunk = pytest.importorskip("deltaline_kernels.mamba2.chunk", reason="triton is 
 hopper_chunk = pytest.importorskip("deltaline_kernels.mamba2.hopper_chunk", reason="triton is not installed")
 
 HALF = InterpretedPath("cpu", torch.float16)
+WALKED = [Row(1), Row(200, replayed=2, half=1), Row(64, skipped=True), Row(128, to="nowhere")]
+WALKED_PLACES = [(1, 64), (1, 192), (3, 128)]
 ROWS = [
     Row(5, to="other"),
     Row(290, replayed=2, half=1),
@@ -62,6 +66,7 @@ def walk_on_cpu(
         "num_parts": plan.num_parts,
         "part_length": plan.part_length,
         "xBC_stride": xBC.stride(0),
+        "waypoints": rows.waypoints,
         **inputs.sizes,
         "BLOCK_P": chunk.BLOCK_P,
         "CHUNK": chunk.CHUNK,
@@ -115,3 +120,12 @@ def test_walk_reads_and_writes_lines_where_they_lie(monkeypatch: pytest.MonkeyPa
     batch, _ = place_lines(make_mamba_batch(ROWS, HALF, SMALL, max_short=1, padding=ALIGNED), 64)
     check_against_reference(batch, HALF, torch.float16)
     check_written_elsewhere(make_mamba_batch(ROWS, HALF, SMALL, max_short=1, padding=ALIGNED))
+
+
+@pytest.mark.parametrize("length", [0, 64, 128], ids=["whole", "parts-of-64", "parts-of-128"])
+def test_a_waypoint_is_what_the_tokens_before_it_leave(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts with a state of 16 bits, which is rounded where it is stored."""
+    dtype = torch.bfloat16 if length else torch.float32
+    in_parts(monkeypatch, length)
+    make = partial(make_mamba_batch, WALKED, HALF, SMALL, state_dtype=dtype, padding=ALIGNED)
+    check_waypoints(make, HALF, partial(leave_states, HALF), WALKED, WALKED_PLACES)

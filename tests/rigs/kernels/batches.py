@@ -147,7 +147,9 @@ class Batch(Recurrent):
         return replace(self, qkv=qkv, normalize=False)
 
 
-def plan_rows(rows: Sequence[Row], max_short: int, device: str) -> Rows:
+def plan_rows(
+    rows: Sequence[Row], max_short: int, device: str, waypoints: Sequence[tuple[int, int, int]] | None = None
+) -> Rows:
     """Give the rows their lines."""
     reads, writes = [], []
     for i, row in enumerate(rows):
@@ -164,6 +166,7 @@ def plan_rows(rows: Sequence[Row], max_short: int, device: str) -> Rows:
         [row.half for row in rows],
         max_short=max_short,
         device=device,
+        waypoints=waypoints,
     )
 
 

@@ -24,6 +24,7 @@ from deltaline_kernels import group_tokens
 
 Given = dict[str, Any]
 DIM = 8
+LONG = [Row(1), Row(130), Row(9)]
 
 
 def draw(path: Path, *shape: int) -> Tensor:
@@ -39,17 +40,31 @@ def pick(batch: object, names: str, **more: Any) -> Given:
 
 
 def conv1d(path: Path, lengths: Sequence[int] = (1, 9), **more: Any) -> Given:
-    batch = batches.make_batch([Row(length) for length in lengths], path)
+    return conv1d_of(batches.make_batch([Row(length) for length in lengths], path), **more)
+
+
+def conv1d_of(batch: Any, **more: Any) -> Given:
     return pick(batch, "weight bias lines rows", x=batch.qkv) | more
 
 
+def on_the_way(batch: Any, path: Path) -> Any:
+    """Return the batch, which is of LONG rows, with a waypoint whose line is the last."""
+    return batch.replaced(rows=batches.plan_rows(LONG, 4, path.device, [(1, 64, 7)]))
+
+
 def gated_delta(path: Path) -> Given:
-    batch = batches.make_batch([Row(1), Row(3, verify=True), Row(9)], path)
+    return gated_delta_of(batches.make_batch([Row(1), Row(3, verify=True), Row(9)], path))
+
+
+def gated_delta_of(batch: Any) -> Given:
     return pick(batch, "qkv a b A_log dt_bias state drafts rows", num_key_heads=batch.layer.H)
 
 
 def mamba2(path: Path) -> Given:
-    batch = make_mamba_batch([Row(1), Row(3, verify=True), Row(9)], path)
+    return mamba2_of(make_mamba_batch([Row(1), Row(3, verify=True), Row(9)], path))
+
+
+def mamba2_of(batch: Any) -> Given:
     return pick(batch, "xBC dt A_log D dt_bias state drafts rows", num_groups=batch.layer.G, dt_limit=(0.0, 2.0))
 
 
@@ -141,7 +156,11 @@ def dense(path: Path, **more: Any) -> Given:
 ROWS = Case([2, 1], [4, 1])
 SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "add_lora": [lora],
-    "causal_conv1d": [conv1d, lambda path: conv1d(path, split=(16, 16, 16), activation=None)],
+    "causal_conv1d": [
+        conv1d,
+        lambda path: conv1d(path, split=(16, 16, 16), activation=None),
+        lambda path: conv1d_of(on_the_way(batches.make_batch(LONG, path), path)),
+    ],
     "causal_conv1d_fn": [
         conv_sequences,
         lambda path: {"x": draw(path, 2, DIM, 3), "weight": draw(path, DIM, 4), "use_cache": True},
@@ -186,12 +205,12 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: good_update(path, ROWS) | {"is_kda": False},
         lambda path: elsewhere(good_update(path, ROWS), "initial_state_source", output_state_indices=ints(path, 2, 0)),
     ],
-    "gated_delta": [gated_delta],
+    "gated_delta": [gated_delta, lambda path: gated_delta_of(on_the_way(batches.make_batch(LONG, path), path))],
     "gated_rms_norm": [norm],
     "group_tokens": [lambda path: {"token_slots": ints(path, 1, -1, 0), "num_slots": 2, "max_rank": 8}],
     "lora_expand": [lambda path: lora_rows(path, shrink=False)],
     "lora_shrink": [lambda path: lora_rows(path, shrink=True)],
-    "mamba2": [mamba2],
+    "mamba2": [mamba2, lambda path: mamba2_of(on_the_way(make_mamba_batch(LONG, path), path))],
     "mamba_chunk_scan_combined_varlen": [
         lambda path: scans.make_call(scans.Scan((5, 3)), path),
         lambda path: scans.make_call(scans.Scan((5, 3), pool=True), path),
