@@ -10,12 +10,26 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2
 
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, state_service_pb2, tensor_pb2
+from deltaline.v1 import (
+    adapter_service_pb2,
+    admin_service_pb2,
+    layer_service_pb2,
+    prefix_pb2,
+    state_service_pb2,
+    tensor_pb2,
+)
 
 ROOT = Path(__file__).parents[2] / "proto"
 FILES = [
     module.DESCRIPTOR
-    for module in (tensor_pb2, layer_service_pb2, state_service_pb2, admin_service_pb2, adapter_service_pb2)
+    for module in (
+        tensor_pb2,
+        prefix_pb2,
+        layer_service_pb2,
+        state_service_pb2,
+        admin_service_pb2,
+        adapter_service_pb2,
+    )
 ]
 METHODS = [m for file in FILES for service in file.services_by_name.values() for m in service.methods]
 

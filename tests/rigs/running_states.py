@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deltaline.v1 import layer_service_pb2 as layers
+from deltaline.v1 import prefix_pb2, state_service_pb2_grpc
 from deltaline.v1 import state_service_pb2 as pb
-from deltaline.v1 import state_service_pb2_grpc
 from deltaline_server.errors import Reason
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
                     pinned=request.pinned,
                     lease_remaining_ms=request.lease_ms or 60_000,
                     size_bytes=3 << 20,
-                    tier=pb.TIER_DEVICE,
+                    tier=prefix_pb2.TIER_DEVICE,
                     created_ms=1_700_000_000_500,
                 )
                 self._next += 1

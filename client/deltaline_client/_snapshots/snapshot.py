@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
+from deltaline.v1 import prefix_pb2
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline_client._exceptions import ProtocolError
 from deltaline_client._state import ClientState
@@ -30,9 +31,9 @@ class SnapshotState(IntEnum):
 class Tier(IntEnum):
     """Where a snapshot's state lies."""
 
-    DEVICE = pb.TIER_DEVICE
-    HOST = pb.TIER_HOST
-    FILE = pb.TIER_FILE
+    DEVICE = prefix_pb2.TIER_DEVICE
+    HOST = prefix_pb2.TIER_HOST
+    FILE = prefix_pb2.TIER_FILE
 
 
 class SnapshotRecord(Generic[AnySequence]):

@@ -9,6 +9,7 @@ deadline) are row statuses under an OK RPC, also when the request has a single r
 """
 
 from collections import abc as _abc
+from deltaline.v1 import prefix_pb2 as _prefix_pb2
 from deltaline.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -199,6 +200,8 @@ class OpenSequencesRequest(_message.Message):
     OPEN_TOKEN_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    REUSE_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     """How many, 1 .. GetServerInfoResponse.max_sequences. Else INVALID_ARGUMENT, reason INVALID_REQUEST. More than are
     free: RESOURCE_EXHAUSTED, reason NO_FREE_LINES, with RetryInfo. While draining, unless the open_token is known:
@@ -227,6 +230,14 @@ class OpenSequencesRequest(_message.Message):
     A server without StateService knows no snapshots, and opens with zero state: see
     GetServerInfoResponse.serves_state.
     """
+    reuse: _prefix_pb2.ReusePolicy.ValueType
+    """Whether any state that is found will do. Unknown values: INVALID_ARGUMENT, reason INVALID_REQUEST."""
+    @_builtins.property
+    def prefix(self) -> _prefix_pb2.PrefixKeys:
+        """Keys of the prompt that all of them will compute: they begin with the state that is stored of it, if there is one.
+        With snapshot_id: INVALID_ARGUMENT, reason INVALID_REQUEST.
+        """
+
     def __init__(
         self,
         *,
@@ -235,10 +246,12 @@ class OpenSequencesRequest(_message.Message):
         open_token: _builtins.bytes = ...,
         adapter: _builtins.str = ...,
         snapshot_id: _builtins.bytes = ...,
+        prefix: _prefix_pb2.PrefixKeys | None = ...,
+        reuse: _prefix_pb2.ReusePolicy.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "count", b"count", "lease_ms", b"lease_ms", "open_token", b"open_token", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "count", b"count", "lease_ms", b"lease_ms", "open_token", b"open_token", "prefix", b"prefix", "reuse", b"reuse", "snapshot_id", b"snapshot_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,6 +269,7 @@ class OpenSequencesResponse(_message.Message):
     ADAPTER_HASH_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    MATCH_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process; goes with every later request about these sequences. Never 0."""
     lease_ms: _builtins.int
@@ -270,6 +284,10 @@ class OpenSequencesResponse(_message.Message):
     def sequence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Handles, `count` of them. Opaque; never 0."""
 
+    @_builtins.property
+    def match(self) -> _prefix_pb2.PrefixMatch:
+        """What was found of the prompt; absent without `prefix`."""
+
     def __init__(
         self,
         *,
@@ -279,10 +297,11 @@ class OpenSequencesResponse(_message.Message):
         adapter_hash: _builtins.bytes = ...,
         position: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        match: _prefix_pb2.PrefixMatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_hash", b"adapter_hash", "lease_ms", b"lease_ms", "position", b"position", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_hash", b"adapter_hash", "lease_ms", b"lease_ms", "match", b"match", "position", b"position", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -587,6 +606,7 @@ class StepRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     QUEUE_TIMEOUT_US_FIELD_NUMBER: _builtins.int
     OUTPUT_SLICE_FIELD_NUMBER: _builtins.int
+    WAYPOINTS_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """From OpenSequencesResponse. 0: INVALID_ARGUMENT, reason INVALID_REQUEST. Another process's: every row is refused,
     NOT_FOUND, reason STATE_LOST.
@@ -656,6 +676,12 @@ class StepRequest(_message.Message):
         place, refused ones too, so that the same step sent again has each output in the same place.
         """
 
+    @_builtins.property
+    def waypoints(self) -> _containers.RepeatedCompositeFieldContainer[_prefix_pb2.Waypoints]:
+        """Which states PREFILL rows leave on their way, at most one of them per row; 4,096 places in all. Part of what a step
+        is: with others, the same step is another.
+        """
+
     def __init__(
         self,
         *,
@@ -672,10 +698,11 @@ class StepRequest(_message.Message):
         priority: _builtins.int = ...,
         queue_timeout_us: _builtins.int = ...,
         output_slice: Global___OutputSlice | None = ...,
+        waypoints: _abc.Iterable[_prefix_pb2.Waypoints] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "output_slice", b"output_slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "hidden", b"hidden", "kind", b"kind", "output", b"output", "output_slice", b"output_slice", "position", b"position", "priority", b"priority", "query_start_loc", b"query_start_loc", "queue_timeout_us", b"queue_timeout_us", "sequence", b"sequence", "server_epoch", b"server_epoch", "span", b"span", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "hidden", b"hidden", "kind", b"kind", "output", b"output", "output_slice", b"output_slice", "position", b"position", "priority", b"priority", "query_start_loc", b"query_start_loc", "queue_timeout_us", b"queue_timeout_us", "sequence", b"sequence", "server_epoch", b"server_epoch", "span", b"span", "step", b"step", "waypoints", b"waypoints"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -735,6 +762,7 @@ class StepResponse(_message.Message):
     HIDDEN_FIELD_NUMBER: _builtins.int
     ROW_STATUS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    WAYPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcome(self) -> _containers.RepeatedScalarFieldContainer[Global___RowOutcome.ValueType]:
         """One per row."""
@@ -765,6 +793,10 @@ class StepResponse(_message.Message):
     def timing(self) -> Global___StepTiming:
         """Where the time went. Absent when nothing was computed."""
 
+    @_builtins.property
+    def waypoints(self) -> _containers.RepeatedCompositeFieldContainer[_prefix_pb2.Waypoint]:
+        """What became of each place that rows which ran were to leave a state at, in the order of rows and places."""
+
     def __init__(
         self,
         *,
@@ -774,10 +806,11 @@ class StepResponse(_message.Message):
         hidden: _tensor_pb2.Tensor | None = ...,
         row_status: _abc.Iterable[Global___RowStatus] | None = ...,
         timing: Global___StepTiming | None = ...,
+        waypoints: _abc.Iterable[_prefix_pb2.Waypoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "outcome", b"outcome", "output_start_loc", b"output_start_loc", "position", b"position", "row_status", b"row_status", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "outcome", b"outcome", "output_start_loc", b"output_start_loc", "position", b"position", "row_status", b"row_status", "timing", b"timing", "waypoints", b"waypoints"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ sequences, are LayerService's.
 """
 
 from collections import abc as _abc
+from deltaline.v1 import prefix_pb2 as _prefix_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -61,34 +62,6 @@ SNAPSHOT_STATE_LOST: SnapshotState.ValueType  # 6
 """What held its state is gone."""
 Global___SnapshotState: _TypeAlias = SnapshotState  # noqa: Y015
 
-class _Tier:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    TIER_UNSPECIFIED: _Tier.ValueType  # 0
-    """Never sent."""
-    TIER_DEVICE: _Tier.ValueType  # 1
-    """In the memory of the device: to restore it moves no state."""
-    TIER_HOST: _Tier.ValueType  # 2
-    """In host memory."""
-    TIER_FILE: _Tier.ValueType  # 3
-    """In a file."""
-
-class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
-    """Where a snapshot's state lies."""
-
-TIER_UNSPECIFIED: Tier.ValueType  # 0
-"""Never sent."""
-TIER_DEVICE: Tier.ValueType  # 1
-"""In the memory of the device: to restore it moves no state."""
-TIER_HOST: Tier.ValueType  # 2
-"""In host memory."""
-TIER_FILE: Tier.ValueType  # 3
-"""In a file."""
-Global___Tier: _TypeAlias = Tier  # noqa: Y015
-
 @_typing.final
 class Snapshot(_message.Message):
     """A snapshot that the server holds."""
@@ -118,7 +91,7 @@ class Snapshot(_message.Message):
     """Time to the end of its lease, milliseconds."""
     size_bytes: _builtins.int
     """Bytes of its lines and pages, those that it shares with others included."""
-    tier: Global___Tier.ValueType
+    tier: _prefix_pb2.Tier.ValueType
     """Where they are."""
     created_ms: _builtins.int
     """When it was made, milliseconds since 1970 (UTC), by the server's clock."""
@@ -132,7 +105,7 @@ class Snapshot(_message.Message):
         pinned: _builtins.bool = ...,
         lease_remaining_ms: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
-        tier: Global___Tier.ValueType = ...,
+        tier: _prefix_pb2.Tier.ValueType = ...,
         created_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -282,6 +255,7 @@ class CreateSnapshotsRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    PREFIX_KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """As in ForkSequencesRequest."""
     server_epoch: _builtins.int
@@ -298,6 +272,12 @@ class CreateSnapshotsRequest(_message.Message):
         DUPLICATE_SEQUENCE.
         """
 
+    @_builtins.property
+    def prefix_key(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Names each state for prompts that go on from it: what PrefixKeys.key would have for the sequence's position, 16 .. 64
+        bytes, empty for none; as many as sequences, or none at all. Else INVALID_ARGUMENT, reason INVALID_REQUEST.
+        """
+
     def __init__(
         self,
         *,
@@ -306,10 +286,11 @@ class CreateSnapshotsRequest(_message.Message):
         sequence: _abc.Iterable[_builtins.int] | None = ...,
         lease_ms: _builtins.int = ...,
         pinned: _builtins.bool = ...,
+        prefix_key: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "pinned", b"pinned", "request_id", b"request_id", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "pinned", b"pinned", "prefix_key", b"prefix_key", "request_id", b"request_id", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -409,6 +390,60 @@ class RestoreSequencesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestoreSequencesResponse: _TypeAlias = RestoreSequencesResponse  # noqa: Y015
+
+@_typing.final
+class FindSnapshotsRequest(_message.Message):
+    """Asks from where a prompt can go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    adapter: _builtins.str
+    """Name of the adapter that its sequence would have; empty for none. No adapter has this name: NOT_FOUND, reason
+    ADAPTER_UNKNOWN.
+    """
+    @_builtins.property
+    def prefix(self) -> _prefix_pb2.PrefixKeys:
+        """The prompt's keys."""
+
+    def __init__(
+        self,
+        *,
+        prefix: _prefix_pb2.PrefixKeys | None = ...,
+        adapter: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSnapshotsRequest: _TypeAlias = FindSnapshotsRequest  # noqa: Y015
+
+@_typing.final
+class FindSnapshotsResponse(_message.Message):
+    """From where."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MATCH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def match(self) -> _prefix_pb2.PrefixMatch:
+        """The deepest state that is stored of it, or why there is none."""
+
+    def __init__(
+        self,
+        *,
+        match: _prefix_pb2.PrefixMatch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindSnapshotsResponse: _TypeAlias = FindSnapshotsResponse  # noqa: Y015
 
 @_typing.final
 class ListSnapshotsRequest(_message.Message):

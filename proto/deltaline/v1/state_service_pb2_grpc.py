@@ -55,6 +55,11 @@ class StateServiceStub:
                 request_serializer=deltaline_dot_v1_dot_state__service__pb2.RestoreSequencesRequest.SerializeToString,
                 response_deserializer=deltaline_dot_v1_dot_state__service__pb2.RestoreSequencesResponse.FromString,
                 _registered_method=True)
+        self.FindSnapshots = channel.unary_unary(
+                '/deltaline.v1.StateService/FindSnapshots',
+                request_serializer=deltaline_dot_v1_dot_state__service__pb2.FindSnapshotsRequest.SerializeToString,
+                response_deserializer=deltaline_dot_v1_dot_state__service__pb2.FindSnapshotsResponse.FromString,
+                _registered_method=True)
         self.ListSnapshots = channel.unary_unary(
                 '/deltaline.v1.StateService/ListSnapshots',
                 request_serializer=deltaline_dot_v1_dot_state__service__pb2.ListSnapshotsRequest.SerializeToString,
@@ -103,6 +108,13 @@ class StateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindSnapshots(self, request, context):
+        """Tells from which snapshot a prompt can go on. Changes nothing, renews no lease; never touches the device.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSnapshots(self, request, context):
         """Tells which snapshots the caller has. Changes nothing, renews no lease; never touches the device.
         """
@@ -141,6 +153,11 @@ def add_StateServiceServicer_to_server(servicer, server):
                     servicer.RestoreSequences,
                     request_deserializer=deltaline_dot_v1_dot_state__service__pb2.RestoreSequencesRequest.FromString,
                     response_serializer=deltaline_dot_v1_dot_state__service__pb2.RestoreSequencesResponse.SerializeToString,
+            ),
+            'FindSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindSnapshots,
+                    request_deserializer=deltaline_dot_v1_dot_state__service__pb2.FindSnapshotsRequest.FromString,
+                    response_serializer=deltaline_dot_v1_dot_state__service__pb2.FindSnapshotsResponse.SerializeToString,
             ),
             'ListSnapshots': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSnapshots,
@@ -245,6 +262,33 @@ class StateService:
             '/deltaline.v1.StateService/RestoreSequences',
             deltaline_dot_v1_dot_state__service__pb2.RestoreSequencesRequest.SerializeToString,
             deltaline_dot_v1_dot_state__service__pb2.RestoreSequencesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltaline.v1.StateService/FindSnapshots',
+            deltaline_dot_v1_dot_state__service__pb2.FindSnapshotsRequest.SerializeToString,
+            deltaline_dot_v1_dot_state__service__pb2.FindSnapshotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

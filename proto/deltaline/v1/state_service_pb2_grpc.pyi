@@ -49,6 +49,8 @@ class StateServiceStub:
     """Captures the state of sequences, all or none. The sequences go on."""
     RestoreSequences: _grpc.UnaryUnaryMultiCallable[_state_service_pb2.RestoreSequencesRequest, _state_service_pb2.RestoreSequencesResponse]
     """Opens sequences that begin with the states of snapshots, all or none. The snapshots stay."""
+    FindSnapshots: _grpc.UnaryUnaryMultiCallable[_state_service_pb2.FindSnapshotsRequest, _state_service_pb2.FindSnapshotsResponse]
+    """Tells from which snapshot a prompt can go on. Changes nothing, renews no lease; never touches the device."""
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_state_service_pb2.ListSnapshotsRequest, _state_service_pb2.ListSnapshotsResponse]
     """Tells which snapshots the caller has. Changes nothing, renews no lease; never touches the device."""
     RenewSnapshots: _grpc.UnaryUnaryMultiCallable[_state_service_pb2.RenewSnapshotsRequest, _state_service_pb2.RenewSnapshotsResponse]
@@ -75,6 +77,8 @@ class StateServiceAsyncStub(StateServiceStub):
     """Captures the state of sequences, all or none. The sequences go on."""
     RestoreSequences: _aio.UnaryUnaryMultiCallable[_state_service_pb2.RestoreSequencesRequest, _state_service_pb2.RestoreSequencesResponse]  # type: ignore[assignment]
     """Opens sequences that begin with the states of snapshots, all or none. The snapshots stay."""
+    FindSnapshots: _aio.UnaryUnaryMultiCallable[_state_service_pb2.FindSnapshotsRequest, _state_service_pb2.FindSnapshotsResponse]  # type: ignore[assignment]
+    """Tells from which snapshot a prompt can go on. Changes nothing, renews no lease; never touches the device."""
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_state_service_pb2.ListSnapshotsRequest, _state_service_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
     """Tells which snapshots the caller has. Changes nothing, renews no lease; never touches the device."""
     RenewSnapshots: _aio.UnaryUnaryMultiCallable[_state_service_pb2.RenewSnapshotsRequest, _state_service_pb2.RenewSnapshotsResponse]  # type: ignore[assignment]
@@ -116,6 +120,14 @@ class StateServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_state_service_pb2.RestoreSequencesResponse, _abc.Awaitable[_state_service_pb2.RestoreSequencesResponse]]:
         """Opens sequences that begin with the states of snapshots, all or none. The snapshots stay."""
+
+    @_abc_1.abstractmethod
+    def FindSnapshots(
+        self,
+        request: _state_service_pb2.FindSnapshotsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_state_service_pb2.FindSnapshotsResponse, _abc.Awaitable[_state_service_pb2.FindSnapshotsResponse]]:
+        """Tells from which snapshot a prompt can go on. Changes nothing, renews no lease; never touches the device."""
 
     @_abc_1.abstractmethod
     def ListSnapshots(

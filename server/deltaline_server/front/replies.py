@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import prefix_pb2 as prefix_pb
 from deltaline.v1 import state_service_pb2 as state_pb
 from deltaline.v1 import tensor_pb2
 from deltaline_server.errors import DOMAIN, Refusal
@@ -174,7 +175,7 @@ def snapshot(description: SnapshotDescription) -> state_pb.Snapshot:
         lease_remaining_ms=max(0, round(description.lease_s * 1000)),
         size_bytes=description.num_bytes,
         # The two enums have the same numbers.
-        tier=cast("state_pb.Tier.ValueType", int(description.tier)),
+        tier=cast("prefix_pb.Tier.ValueType", int(description.tier)),
         created_ms=round(description.created * 1000),
     )
 
