@@ -38,8 +38,9 @@ from deltaline_server.step import (
 )
 from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
-from deltaline_server.tables.capture import Capture
-from deltaline_server.tables.captured import CapturedState
+from deltaline_server.tables.captured.capture import Capture
+from deltaline_server.tables.captured.snapshots import SnapshotDescription, SnapshotTable
+from deltaline_server.tables.captured.state import CapturedState
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
@@ -47,7 +48,6 @@ from deltaline_server.tables.pages import PagePool, PagesPlaced
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
-from deltaline_server.tables.snapshots import SnapshotDescription, SnapshotTable
 
 MAX_DRAFT = 4
 PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY

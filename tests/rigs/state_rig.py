@@ -28,14 +28,14 @@ from deltaline_server.runtime import page_pool
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.states import States
 from deltaline_server.step import BatchResult, StepBatch
-from deltaline_server.tables.capture import Capture
+from deltaline_server.tables.captured.capture import Capture
+from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
 from deltaline_server.tables.pages import PagePool, PagesPlaced
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 from deltaline_server.tables.sequences import SequenceTable
-from deltaline_server.tables.snapshots import SnapshotTable
 
 MAX_DRAFT, PAGE_SIZE, MAX_CONTEXT = 4, 16, 160
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from deltaline_server.front.step_message import Column, Slice, StepMessage
 from deltaline_server.memory.regions import Owner, Regions
 from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.step import Limits, OutputMemory, OutputRows, RowKind, SpanShapes, StepForm, StepRequest
-from deltaline_server.tables.snapshots import ID_BYTES
+from deltaline_server.tables.captured.snapshots import ID_BYTES
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
 OPEN_TOKEN_BYTES = 16

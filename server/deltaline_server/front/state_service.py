@@ -19,10 +19,10 @@ from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import current_principal
 from deltaline_server.snapshots.states import States
+from deltaline_server.tables.captured.snapshots import SnapshotDescription
 from deltaline_server.tables.request_ids import RequestIds
 from deltaline_server.tables.sequence import GONE
 from deltaline_server.tables.sequences import SequenceTable
-from deltaline_server.tables.snapshots import SnapshotDescription
 
 NAME = pb.DESCRIPTOR.services_by_name["StateService"].full_name
 

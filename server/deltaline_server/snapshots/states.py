@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.scheduler import Scheduler
-from deltaline_server.tables.capture import Capture
+from deltaline_server.tables.captured.capture import Capture
+from deltaline_server.tables.captured.snapshots import SnapshotDescription, SnapshotState, SnapshotTable
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
-from deltaline_server.tables.snapshots import SnapshotDescription, SnapshotState, SnapshotTable
 
 Result = TypeVar("Result")
 

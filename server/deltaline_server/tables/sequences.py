@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.principal import ANONYMOUS, Principal
-from deltaline_server.tables.captured import CapturedState, count_references
+from deltaline_server.tables.captured.state import CapturedState, count_references
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import Slots, StepLedger
 from deltaline_server.tables.lines import NULL_LINE, LinePool

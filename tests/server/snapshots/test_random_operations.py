@@ -22,13 +22,13 @@ from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, Stat
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS
 from deltaline_server.step import OutputRows, RowKind, RowOutcome, StepBatch, StepForm, StepRequest, StepResult
-from deltaline_server.tables.capture import Capture
-from deltaline_server.tables.captured import CapturedState
+from deltaline_server.tables.captured.capture import Capture
+from deltaline_server.tables.captured.snapshots import SnapshotState
+from deltaline_server.tables.captured.state import CapturedState
 from deltaline_server.tables.ledger import Slots
 from deltaline_server.tables.pages import PagePool
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
-from deltaline_server.tables.snapshots import SnapshotState
 
 SLOTS, SNAPSHOT_LINES, PAGES = 9, 4, 48
 PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY

@@ -11,8 +11,8 @@ from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, 
 
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS, Principal, Quotas
+from deltaline_server.tables.captured.snapshots import SnapshotState
 from deltaline_server.tables.prefixes.cost import Tier
-from deltaline_server.tables.snapshots import SnapshotState
 
 OTHER = Principal(2, "other")
 

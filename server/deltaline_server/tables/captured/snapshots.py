@@ -13,8 +13,8 @@ from enum import IntEnum
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
-from deltaline_server.tables.capture import NO_SLOTS, Capture, Needs
-from deltaline_server.tables.captured import CapturedState
+from deltaline_server.tables.captured.capture import NO_SLOTS, Capture, Needs
+from deltaline_server.tables.captured.state import CapturedState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.prefixes.cost import Tier

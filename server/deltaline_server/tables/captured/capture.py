@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal, RequestError
 from deltaline_server.principal import Principal
-from deltaline_server.tables.captured import CapturedState
+from deltaline_server.tables.captured.state import CapturedState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.lines import NULL_LINE
 from deltaline_server.tables.open_tokens import Opened
