@@ -123,9 +123,12 @@ def test_a_waypoint_of_a_walk_is_what_the_tokens_before_it_leave(
     chunk = find_chunk(kind)
     cut_rows(monkeypatch, chunk, length)
     ran = use_walk(monkeypatch, chunk, walk)
-    make = make_walked(kind, size, half_path, dtype)
-    check_waypoints(make, half_path, partial(leave_states, half_path))
-    check_waypoints_against_reference(make(), half_path, dtype=max(dtype, half_path.dtype, key=_coarseness))
+    # A row in parts replays in another kernel than one in a single part, which may differ in the last bit.
+    rows = [replace(row, replayed=0) for row in ROWS] if length else ROWS
+    make = make_walked(kind, size, half_path, dtype, rows=rows)
+    check_waypoints(make, half_path, partial(leave_states, half_path), rows)
+    replaying = make_walked(kind, size, half_path, dtype)()
+    check_waypoints_against_reference(replaying, half_path, dtype=max(dtype, half_path.dtype, key=_coarseness))
     assert bool(ran) == (walk == "hopper")
 
 
