@@ -7,11 +7,12 @@
   steady      random steps: nothing compiles, is captured or allocated after readiness
   soak        decode rows for a long time: memory stays flat
   floods      decode steps of a principal while another's calls are refused, many at a time, by two front ends
+  forks       a fork and the children's first decode, beside a plain decode
   tls         what TLS adds to a decode step, beside what it adds to a bare echo; of the size cpu
 
 Each figure says who saw it: "raw" sends bytes that were made before the clock started, "client" is the Python client.
 
-    python bench/service.py [--part NAME]... [--size h200|small|cpu] [--link] [--front-ends N] [--pretend]
+    python bench/service.py [--part NAME]... [--size SIZE] [--link] [--front-ends N] [--pretend]
                             [--soak-seconds N] [--output FILE.json]
 """
 
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 
 from deltaline_bench.device import name_device, provenance
-from deltaline_bench.service import decode, floods, mixed, prefill, pretending, soak, steady, throughput, tls
+from deltaline_bench.service import decode, floods, forks, mixed, prefill, pretending, soak, steady, throughput, tls
 from deltaline_bench.service.figure import Bar, Figure, missed, to_json, write_table
 from deltaline_bench.service.host import Host, HostError, running
 from deltaline_bench.service.size import SIZES, Size
@@ -41,7 +42,7 @@ Measure = Callable[[Host], Awaitable[list[Figure]]]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARTS: Mapping[str, Measure] = {
-    part.PART: part.measure for part in (decode, throughput, prefill, mixed, steady, soak, floods, tls)
+    part.PART: part.measure for part in (decode, throughput, prefill, mixed, steady, soak, floods, forks, tls)
 }
 
 
@@ -113,8 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "what to measure, may be repeated (default: all parts of the size)"
     parser.add_argument("--part", action="append", choices=PARTS, help=text)
     text = (
-        "h200: the sizes that are judged; small: all parts in less than a minute on two cores; cpu: what a decode step "
-        "of a CPU's layer costs beside echoes (default h200)"
+        "h200: the sizes that are judged; reuse, linear: layers of a model of 27 billion parameters, for forks; small: "
+        "all parts in less than a minute on two cores; cpu: what a decode step of a CPU's layer costs beside echoes "
+        "(default h200)"
     )
     parser.add_argument("--size", choices=SIZES, default="h200", help=text)
     parser.add_argument("--soak-seconds", type=float, help="how long the soak takes (default 600; 2 for small)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -85,9 +85,9 @@ class Ledger:
         more = np.zeros((len(Column), num_slots - self._numbers.shape[1]), "<i8")
         self._numbers = np.append(self._numbers, more, axis=1)
 
-    def clear(self, slot: int) -> None:
-        """Another sequence takes a slot. The caller has the lock."""
-        self._numbers[:, slot] = 0
+    def clear(self, slots: list[int]) -> None:
+        """Other sequences take slots. The caller has the lock."""
+        self._numbers[:, slots] = 0
 
 
 class SequenceTable:
@@ -103,19 +103,19 @@ class SequenceTable:
         self._epochs: NDArray[np.uint64] = np.zeros(0, "<u8")
         self._all_epochs = set[int]()
 
-    def take(self, handle: int, server_epoch: int) -> int:
-        """A slot for a sequence, which has done nothing yet on any span."""
+    def take(self, handles: Sequence[int], server_epoch: int) -> list[int]:
+        """A slot for each of some sequences, which have done nothing yet on any span."""
         with self._lock:
             while self._dropped:
                 self._free.append(self._dropped.popleft())
-            if not self._free:
+            while len(self._free) < len(handles):
                 self._grow()
-            slot = self._free.pop()
-            self._handles[slot], self._epochs[slot] = handle, server_epoch
+            slots = [self._free.pop() for _ in handles]
+            self._handles[slots], self._epochs[slots] = handles, server_epoch
             self._all_epochs.add(server_epoch)
             for ledger in self._ledgers.values():
-                ledger.clear(slot)
-        return slot
+                ledger.clear(slots)
+        return slots
 
     def handles(self, slots: Slots) -> NDArray[np.uint64]:
         """The handles of slots."""

@@ -15,16 +15,21 @@ from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._table import Column, SequenceTable
 
 
+def record(client: Client, handle: int) -> SequenceRecord:
+    (slot,) = client._table.take([handle], 7)
+    return SequenceRecord(client, slot, handle, server_epoch=7)
+
+
 def test_a_sequence_begins_anew_in_the_slot_of_one_that_nobody_has() -> None:
     client = Client("unix:/nowhere")
-    first = SequenceRecord(client, 1, server_epoch=7)
+    first = record(client, 1)
     first.progress().write({Column.STEP: 5, Column.POSITION: 9, Column.PENDING: 2, Column.COMMIT: 1})
     first.progress(1).write({Column.STEP: 3})
     assert (first.progress().step, first.position, first.progress(1).step) == (5, 9, 3)
     del first
     gc.collect()
     for handle in range(2, 200):  # every slot is taken, and more
-        sequence = SequenceRecord(client, handle, server_epoch=7)
+        sequence = record(client, handle)
         for span in (0, 1):
             progress = sequence.progress(span)
             assert (progress.step, progress.position, progress.pending_tokens, progress.accepted) == (0, 0, 0, None)
@@ -33,12 +38,12 @@ def test_a_sequence_begins_anew_in_the_slot_of_one_that_nobody_has() -> None:
 
 def test_numbers_stay_when_the_table_grows() -> None:
     table = SequenceTable()
-    slots = np.array([table.take(handle, 7) for handle in (11, 12, 13)])
+    slots = np.array(table.take([11, 12, 13], 7))
     ledger = table.ledger(0)
     numbers, is_plain = ledger.hold(slots[:2])
     assert is_plain and not numbers.any()
     ledger.write(slots, {Column.STEP: np.array([1, 2, 3]), Column.POSITION: 4})
-    more = [table.take(handle, 7) for handle in range(100, 1100)]
+    more = table.take(range(100, 1100), 7)
     assert len({*slots.tolist(), *more}) == 1003
     assert table.handles(slots).tolist() == [11, 12, 13]
     assert [ledger.read(slot, Column.STEP) for slot in slots.tolist()] == [1, 2, 3]
@@ -52,7 +57,7 @@ def test_numbers_stay_when_the_table_grows() -> None:
 @pytest.mark.parametrize("column", [Column.PENDING, Column.COMMIT, Column.COMMIT_IN_DOUBT, Column.UNFINISHED])
 def test_what_is_not_plain_is_told(column: Column) -> None:
     table = SequenceTable()
-    slots = np.array([table.take(handle, 7) for handle in (11, 12, 13)])
+    slots = np.array(table.take([11, 12, 13], 7))
     ledger = table.ledger(2)
     ledger.write(slots[1:2], {column: 1})
     numbers, is_plain = ledger.hold(slots)
@@ -61,7 +66,7 @@ def test_what_is_not_plain_is_told(column: Column) -> None:
 
 def test_server_processes_are_told_apart() -> None:
     table = SequenceTable()
-    slots = np.array([table.take(1, 7), table.take(2, 7), table.take(3, 8)])
+    slots = np.array(table.take([1, 2], 7) + table.take([3], 8))
     assert table.have_one_epoch(slots[:2]) and table.have_one_epoch(slots[2:])
     assert not table.have_one_epoch(slots)
 
@@ -77,10 +82,10 @@ def test_what_is_written_while_the_table_grows_stays(monkeypatch: pytest.MonkeyP
         return made
 
     table = SequenceTable()
-    slot = table.take(1, 7)
+    (slot,) = table.take([1], 7)
     ledger = table.ledger(0)
     monkeypatch.setattr(np, "append", slow_append)
-    grower = threading.Thread(target=lambda: [table.take(handle, 7) for handle in range(2, 100)])
+    grower = threading.Thread(target=lambda: table.take(range(2, 100), 7))
     grower.start()
     assert copied.wait(60)
     ledger.write(slot, {Column.STEP: 5})

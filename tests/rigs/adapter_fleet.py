@@ -113,5 +113,7 @@ class Tenant:
         """Sequences with an adapter, and its content hash."""
         request = layer_pb.OpenSequencesRequest(count=count, adapter=adapter, **fields)
         response = await self.layers.OpenSequences(request, timeout=60)
-        epoch = response.server_epoch
-        return [AsyncSequence(self.client, handle, epoch) for handle in response.sequence], bytes(response.adapter_hash)
+        epoch, handles = response.server_epoch, response.sequence
+        slots = self.client._table.take(handles, epoch)
+        opened = [AsyncSequence(self.client, slot, handle, epoch) for slot, handle in zip(slots, handles, strict=True)]
+        return opened, bytes(response.adapter_hash)

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from rigs.limits import make_limits
 from rigs.scheduler_rig import Counts
 
-from deltaline_kernels import Rows
-from deltaline_server.engine.executor import CpuExecutor
+from deltaline_server.engine.executor import Executor
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
-from deltaline_server.models.model import Model, ModelOptions, load_model
-from deltaline_server.runtime import page_pool
+from deltaline_server.models.model import ModelOptions, load_model
+from deltaline_server.runtime import make_executor, page_pool
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.states import States
 from deltaline_server.step import BatchResult, StepBatch
@@ -58,10 +57,9 @@ class Entry:
 class Reference:
     """A sequence on a line of its own, which nobody else ever reads."""
 
-    def __init__(self, model: Model, pool: StatePool, line: int) -> None:
-        self._model, self._pool, self._line = model, pool, line
-        spans = len(model.spans)
-        self._has_begun, self._half = [False] * spans, [0] * spans
+    def __init__(self, executor: Executor, pool: StatePool, line: int, num_spans: int) -> None:
+        self._executor, self._line = executor, line
+        self._has_begun, self._half = [False] * num_spans, [0] * num_spans
         if pool.page_table is not None:
             width = pool.page_table.shape[1]
             pool.page_table[line] = torch.arange(1, width + 1) + (line - 1) * width
@@ -74,21 +72,22 @@ class Reference:
         control[1:, row] = read, self._line, committed, replayed, self._half[span], position
         self._has_begun[span] = True
         self._half[span] ^= not committed
-        longest = int(np.diff(control[0]).max())
-        rows = Rows(torch.from_numpy(control), batch.num_short, MAX_DRAFT, longest)
-        hidden = torch.from_numpy(np.concatenate(batch.hidden))
+        new_pages = None if batch.new_pages is None else batch.new_pages[:, :0]
         with torch.inference_mode():
-            output = self._model.forward(span, hidden, rows, self._pool)
-        made: Array = output[control[0, row] : control[0, row + 1]].numpy()
-        return made
+            alone = replace(batch, control=control, wanted=None, into=(), new_pages=new_pages)
+            output = self._executor.launch(alone).result().hidden
+        made: Array = output[control[0, row] : control[0, row + 1]]
+        return made.copy()
 
 
 class InlineEngine:
     """Computes batches and changes of the state one after the other: at once (`eager`), or by `run`."""
 
-    def __init__(self, model: Model, pool: StatePool, on_batch: Callable[[StepBatch], Callable[[Array], None]]) -> None:
+    def __init__(
+        self, executor: Executor, pool: StatePool, on_batch: Callable[[StepBatch], Callable[[Array], None]]
+    ) -> None:
         """on_batch: told of a batch that is submitted; what it returns is told of the outputs, before anybody else."""
-        self._pool, self._executor, self._on_batch = pool, CpuExecutor(model, pool), on_batch
+        self._pool, self._executor, self._on_batch = pool, executor, on_batch
         self.eager = True
         self._tasks: deque[Callable[[], None]] = deque()
 
@@ -126,6 +125,7 @@ class InlineEngine:
                     tensor[lines] = torch.nan
             if self._pool.page_table is not None:
                 self._pool.page_table[lines] = 1
+            self._finish()
 
         self._do(poison)
 
@@ -134,8 +134,14 @@ class InlineEngine:
             for state in self._pool.layers:
                 if isinstance(state, KvState):
                     state.k_pages[pages] = state.v_pages[pages] = torch.nan
+            self._finish()
 
         self._do(poison)
+
+    def _finish(self) -> None:
+        """What was written is seen by whatever the executor launches, on whichever stream."""
+        if self._pool.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _do(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
@@ -172,7 +178,7 @@ class PoisonedPages(PagePool):
 
 
 class StateRig:
-    """Table, scheduler and states of a small model of random weights on the CPU; a clock that is moved by hand.
+    """Table, scheduler and states of a small model of random weights; a clock that is moved by hand.
 
     on_rows: told of each batch's rows when it is submitted: the batch, and the handles of its rows by their places;
     what it returns is told of the outputs.
@@ -189,11 +195,13 @@ class StateRig:
         pages: int,
         spans: Sequence[range] | None = None,
         references: int,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps(config))
         self.now, self._on_rows = 100.0, on_rows
-        options = ModelOptions(CPU, random_init=path, dtype=torch.float32, spans=spans, max_context=MAX_CONTEXT)
+        options = ModelOptions(device, random_init=path, dtype=dtype, spans=spans, max_context=MAX_CONTEXT)
         self.model = load_model(options)
         lines = slots + snapshot_lines
         self.pool = self.model.make_pool(
@@ -201,7 +209,14 @@ class StateRig:
         )
         self._reference_pool = self.model.make_pool(StateOptions(references, MAX_DRAFT, page_size=PAGE_SIZE))
         self._reference_lines = list(range(references, 0, -1))
-        self.engine = InlineEngine(self.model, self.pool, self._batch)
+        limits = make_limits(max_draft_tokens=MAX_DRAFT)
+        executor, self._reference_executor = (
+            make_executor(self.model, pool, limits) for pool in (self.pool, self._reference_pool)
+        )
+        with torch.inference_mode():
+            for made_executor in (executor, self._reference_executor):
+                made_executor.prepare(lambda done, total: None)
+        self.engine = InlineEngine(executor, self.pool, self._batch)
         self.pages = None
         made = page_pool(self.model, self.pool)
         if made is not None:
@@ -244,7 +259,7 @@ class StateRig:
         self.scheduler = Scheduler(
             table=self.table,
             engine=self.engine,
-            limits=make_limits(max_draft_tokens=MAX_DRAFT),
+            limits=limits,
             observer=Counts(),
             clock=lambda: self.now,
         )
@@ -253,7 +268,7 @@ class StateRig:
     def reference(self, history: Sequence[Entry]) -> tuple[int, Reference]:
         """A reference that was fed a history, which gave the same bits again; and its line."""
         line = self._reference_lines.pop()
-        made = Reference(self.model, self._reference_pool, line)
+        made = Reference(self._reference_executor, self._reference_pool, line, len(self.model.spans))
         for entry in history:
             again = made.run(entry.batch, entry.row, entry.committed, entry.replayed, entry.position)
             np.testing.assert_array_equal(again, entry.output)

@@ -12,6 +12,7 @@ from deltaline_bench.service.figure import Bar
 class Size:
     """One size. Bars count only where `is_judged`: elsewhere the parts only have to run, but for `max_echoes`.
 
+    attention_every: of so many layers the last is attention; 0 for none.
     parts: those that make sense at this size. max_echoes: most that a decode step may take besides its computation, in
     bare echoes of the same bytes. ways: how decode steps are called. is_beside_layer: they are also compared with
     echoes around the same layer, and with a layer that only copies; of a CPU's size.
@@ -42,10 +43,12 @@ class Size:
     steady_tokens: int
     soak_s: float
     flood_s: float
+    fork_rounds: int
     parts: tuple[str, ...] = ("decode", "throughput", "prefill", "mixed", "steady", "soak")
     scope: str = "block"
     ways: tuple[Literal["unary", "stream"], ...] = ("stream",)
     is_beside_layer: bool = False
+    attention_every: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -71,13 +74,13 @@ class Size:
         return Bar(limit, is_least) if self.is_judged else None
 
     def model(self) -> dict[str, Any]:
-        """The config.json of what is served: Gated DeltaNet layers with dense MLPs."""
+        """The config.json of what is served: Gated DeltaNet layers with dense MLPs, and gated attention in between."""
         return {
             "model_type": "qwen3_next",
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
-            "layer_types": ["linear_attention"] * self.layers,
+            "layer_types": [self._mixer(layer) for layer in range(self.layers)],
             "linear_num_key_heads": self.key_heads,
             "linear_num_value_heads": self.value_heads,
             "linear_key_head_dim": self.head_dim,
@@ -86,7 +89,14 @@ class Size:
             "num_experts": 0,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
-        }
+            "num_attention_heads": self.value_heads // 2,
+            "num_key_value_heads": max(self.value_heads // 12, 1),
+            "max_position_embeddings": 65_536,
+        } | ({"head_dim": 2 * self.head_dim} if self.attention_every else {})
+
+    def _mixer(self, layer: int) -> str:
+        is_attention = self.attention_every and (layer + 1) % self.attention_every == 0
+        return "full_attention" if is_attention else "linear_attention"
 
 
 H200 = Size(
@@ -115,8 +125,22 @@ H200 = Size(
     steady_tokens=700,
     soak_s=600.0,
     flood_s=10.0,
+    fork_rounds=200,
     parts=("decode", "throughput", "prefill", "mixed", "steady", "soak", "floods"),
 )
+# Layers of a model of 27 billion parameters: a quarter of one, and four of its linear ones alone.
+REUSE = replace(
+    H200,
+    name="reuse",
+    hidden=5120,
+    intermediate=17408,
+    layers=16,
+    attention_every=4,
+    value_heads=48,
+    clients=2,
+    parts=("forks",),
+)
+LINEAR = replace(REUSE, name="linear", layers=4, attention_every=0, parts=("forks",))
 SMALL = Size(
     name="small",
     is_judged=False,
@@ -143,6 +167,8 @@ SMALL = Size(
     steady_tokens=70,
     soak_s=2.0,
     flood_s=4.0,
+    fork_rounds=20,
+    parts=("decode", "throughput", "prefill", "mixed", "steady", "soak", "forks"),
 )
 CPU = replace(
     SMALL,
@@ -159,4 +185,4 @@ CPU = replace(
     ways=("unary", "stream"),
     is_beside_layer=True,
 )
-SIZES = {size.name: size for size in (H200, SMALL, CPU)}
+SIZES = {size.name: size for size in (H200, REUSE, LINEAR, SMALL, CPU)}

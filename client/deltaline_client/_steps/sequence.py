@@ -122,10 +122,16 @@ class SequenceRecord:
     """
 
     def __init__(
-        self, client: ClientState, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
+        self,
+        client: ClientState,
+        slot: int,
+        handle: int,
+        server_epoch: int,
+        adapter: str | None = None,
+        adapter_hash: bytes = b"",
     ) -> None:
-        self._client, self._table = client, client._table
-        self._slot = self._table.take(handle, server_epoch)
+        """slot: which `client._table` has taken for the handle."""
+        self._client, self._table, self._slot = client, client._table, slot
         self._unfinished: dict[int, RowProgress] = {}
         self.handle = handle
         self.server_epoch = server_epoch

@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import ProtocolError, SnapshotUnknown
@@ -22,8 +24,8 @@ T = TypeVar("T")
 
 _TOKEN_BYTES = 16
 
-Make: TypeAlias = Callable[[ClientState, int, int, str | None, bytes], S]
-"""Makes a sequence of a client, handle, server_epoch, adapter and adapter_hash."""
+Make: TypeAlias = Callable[[ClientState, int, int, int, str | None, bytes], S]
+"""Makes a sequence of a client, slot, handle, server_epoch, adapter and adapter_hash."""
 
 
 def open_sequences(
@@ -34,7 +36,7 @@ def open_sequences(
     adapter: str | None,
     snapshot_id: bytes = b"",
 ) -> Flow[list[S]]:
-    """Open `count` sequences, all or none; `make` makes the objects, of client, handle, server_epoch, adapter and hash.
+    """Open `count` sequences, all or none.
 
     Raises ProtocolError if the server has opened them without the adapter: it is too old to know any. SnapshotUnknown
     if it is too old to know snapshots.
@@ -79,12 +81,15 @@ def begin(
     """Make the objects of sequences that a server has just opened, at a position on every span."""
     if client._info is not None and client._info.server_epoch != server_epoch:
         client._info = None  # another process answers now; it may serve something else
-    sequences = [make(client, handle, server_epoch, adapter, adapter_hash) for handle in handles]
+    slots = client._table.take(handles, server_epoch)
+    made = [
+        make(client, slot, handle, server_epoch, adapter, adapter_hash)
+        for slot, handle in zip(slots, handles, strict=True)
+    ]
     if position:
         for span in range(len((yield from info(client)).spans)):
-            for sequence in sequences:
-                sequence.progress(span).write({POSITION: position})
-    return sequences
+            client._table.ledger(span).write(np.array(slots), {POSITION: position})
+    return made
 
 
 def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceState]]:

@@ -21,8 +21,8 @@ _SLOT_MASK = np.uint64(MAX_SLOTS)
 
 def make_handles(slots: Slots) -> NDArray[np.uint64]:
     """Make new handles for slots, uint64 [len(slots)]; never 0."""
-    random = np.array([secrets.randbits(40) or 1 for _ in range(len(slots))], dtype=np.uint64)
-    handles: NDArray[np.uint64] = (random << np.uint64(SLOT_BITS)) | slots.astype(np.uint64)
+    random = np.frombuffer(secrets.token_bytes(8 * len(slots)), dtype=np.uint64) >> np.uint64(SLOT_BITS)
+    handles: NDArray[np.uint64] = (np.maximum(random, 1) << np.uint64(SLOT_BITS)) | slots.astype(np.uint64)
     return handles
 
 

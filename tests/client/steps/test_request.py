@@ -23,7 +23,10 @@ EXECUTED, REFUSED = layers.ROW_OUTCOME_EXECUTED, layers.ROW_OUTCOME_REFUSED
 def made() -> tuple[Request, list[Progress]]:
     """A verify of two tokens of three sequences, the second of which carries a commit; and their progress."""
     client = Client("unix:/nowhere")
-    sequences = [SequenceRecord(client, handle, server_epoch=7) for handle in (1, 2, 3)]
+    slots = client._table.take([1, 2, 3], 7)
+    sequences = [
+        SequenceRecord(client, slot, handle, server_epoch=7) for slot, handle in zip(slots, (1, 2, 3), strict=True)
+    ]
     hidden = np.arange(6 * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
     batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, hidden, 2, (HIDDEN,))
     progress = [sequence.progress() for sequence in sequences]

@@ -169,7 +169,8 @@ def test_a_step_without_an_answer_is_remembered_whatever_became_of_those_behind_
 def test_steps_that_another_has_taken_are_not_ours(driven: Any, server: Any) -> None:
     client, do = driven.client, driven.do
     sequence = do(client.open())
-    other = type(sequence)(client, sequence.handle, sequence.server_epoch)
+    (slot,) = client._table.take([sequence.handle], sequence.server_epoch)
+    other = type(sequence)(client, slot, sequence.handle, sequence.server_epoch)
     do(other.prefill(tokens(2 * LIMIT)))
     with pytest.raises(StepStale):
         do(sequence.prefill(tokens(2 * LIMIT, seed=1)))

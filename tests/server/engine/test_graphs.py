@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from rigs.limits import make_limits
 from rigs.line_batches import CHUNK, CONFIG, DTYPE, HIDDEN, MAX_DRAFT, NUM_LINES, PAGE_SIZE, WAIT_S, Sequences
 
@@ -236,5 +238,18 @@ def test_serving_compiles_captures_and_allocates_nothing(twins: Twins) -> None:
     (results,) = twins.run(batches, twins.engines[:1])
     assert all(result.finite.all() for result in results)
     assert twins.executors[0].counts() == before
-    assert before.captures > 40 and before.compilations > 0 and before.allocations > 0 and before.bytes > 0
+    assert before.captures > 40 and before.allocations > 0 and before.bytes > 0
     assert twins.progress[-1] == (before.captures, before.captures)
+
+
+@triton.jit
+def store_one(x):  # type: ignore[no-untyped-def]
+    tl.store(x, 1.0)
+
+
+@pytest.mark.gpu
+def test_what_is_compiled_while_serving_is_counted(twins: Twins) -> None:
+    """Whatever was compiled before in this process, for another model too, is not compiled again."""
+    before = twins.executors[0].counts().compilations
+    store_one[(1,)](torch.zeros(1, device="cuda"))
+    assert twins.executors[0].counts().compilations == before + 1

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rigs.scheduler_rig import turns
 from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
 from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, StateRig
@@ -86,7 +87,8 @@ class Known:
 class World:
     """The rig, and what the model knows of it. done: operations by their name."""
 
-    def __init__(self, name: str, folder: Path, seed: int) -> None:
+    def __init__(self, name: str, folder: Path, seed: int, **place: Any) -> None:
+        """place: the device and the dtype of StateRig."""
         config, spans = MODELS[name]
         self.rng = np.random.default_rng(seed)
         self.rig = StateRig(
@@ -98,6 +100,7 @@ class World:
             pages=PAGES,
             spans=spans,
             references=3 * SLOTS,
+            **place,
         )
         self.num_spans = len(self.rig.model.spans)
         self.known: dict[int, Known] = {}
@@ -202,7 +205,7 @@ class World:
             0,
             ends,
         )
-        hidden = self.rng.standard_normal((tokens, ends.input_width)).astype(np.float32)
+        hidden = self.rng.standard_normal((tokens, ends.input_width)).astype(self.rig.model.numpy_dtype)
         request = StepRequest(form, np.array(step_, dtype=np.int64), np.array(position_, dtype=np.int64), hidden)
         future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
         self.rig.scheduler.submit(request, future.set_result)
@@ -422,6 +425,17 @@ async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, count: int,
     world = World(name, tmp_path, seed=2)
     await world.run(count)
     assert world.num_compared > count / 2, world.done
+    assert min(world.done[one] for one in ("snapshot", "fork", "restore", "EVICTED", "HELD")) > 0, world.done
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MODELS)
+async def test_a_gpu_goes_on_bitwise_as_what_shares_nothing(name: str, tmp_path: Path) -> None:
+    """Replayed from graphs, pages placed in the order of a stream."""
+    world = World(name, tmp_path, seed=4, device=torch.device("cuda"), dtype=torch.bfloat16)
+    await world.run(400)
+    assert world.num_compared > 200, world.done
     assert min(world.done[one] for one in ("snapshot", "fork", "restore", "EVICTED", "HELD")) > 0, world.done
 
 
