@@ -250,12 +250,11 @@ class StateRig:
             capture=capture,
             line_bytes=1,
             page_bytes=1,
+            fingerprint=b"a model",
             lease_tick_s=1e9,
             clock=lambda: self.now,
             wall_clock=lambda: self.now,
         )
-        if self.pages is not None:
-            self.pages.make_room = self.snapshots.make_room_for_pages
         self.scheduler = Scheduler(
             table=self.table,
             engine=self.engine,
