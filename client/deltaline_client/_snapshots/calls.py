@@ -130,7 +130,7 @@ def restore(
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequences)}")
     epoch = response.server_epoch
     handles = [one.sequence for one in response.sequences]
-    return (yield from begin(client, make, epoch, handles, snapshot.position, snapshot.adapter, snapshot.adapter_hash))
+    return begin(client, make, epoch, handles, snapshot.position, snapshot.adapter, snapshot.adapter_hash)
 
 
 def renew_one(snapshot: SnapshotRecord[Any], lease_s: float | None = None) -> Flow[SnapshotState]:
@@ -168,7 +168,7 @@ def fork(sequence: AnySequence, count: int = 1, *, lease_s: float | None = None)
         raise ProtocolError(f"asked for {count} children, got {len(response.sequence)}")
     epoch, adapter_hash = response.server_epoch, sequence.adapter_hash
     [position] = response.position
-    return (yield from begin(client, make, epoch, response.sequence, position, sequence.adapter, adapter_hash))
+    return begin(client, make, epoch, response.sequence, position, sequence.adapter, adapter_hash)
 
 
 def _captured(

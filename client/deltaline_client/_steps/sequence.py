@@ -122,10 +122,16 @@ class SequenceRecord:
     """
 
     def __init__(
-        self, client: ClientState, handle: int, server_epoch: int, adapter: str | None = None, adapter_hash: bytes = b""
+        self,
+        client: ClientState,
+        handle: int,
+        server_epoch: int,
+        adapter: str | None = None,
+        adapter_hash: bytes = b"",
+        position: int = 0,
     ) -> None:
         self._client, self._table = client, client._table
-        self._slot = self._table.take(handle, server_epoch)
+        self._slot = self._table.take(handle, server_epoch, position)
         self._unfinished: dict[int, RowProgress] = {}
         self.handle = handle
         self.server_epoch = server_epoch

@@ -12,7 +12,6 @@ from deltaline_client._exceptions import ProtocolError, SnapshotUnknown
 from deltaline_client._seconds import milliseconds
 from deltaline_client._state import ClientState, info, retried
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._table import POSITION
 from deltaline_client._transport.flow import Flow, Method, Response
 from deltaline_client._transport.methods import CLOSE, DESCRIBE, DRAIN, LOAD, OPEN, RENEW
 from deltaline_client._types import SequenceDescription, SequenceState, ServerLoad
@@ -22,8 +21,8 @@ T = TypeVar("T")
 
 _TOKEN_BYTES = 16
 
-Make: TypeAlias = Callable[[ClientState, int, int, str | None, bytes], S]
-"""Makes a sequence of a client, handle, server_epoch, adapter and adapter_hash."""
+Make: TypeAlias = Callable[[ClientState, int, int, str | None, bytes, int], S]
+"""Makes a sequence of a client, handle, server_epoch, adapter, adapter_hash and position."""
 
 
 def open_sequences(
@@ -60,7 +59,7 @@ def open_sequences(
     epoch, adapter_hash = response.server_epoch, response.adapter_hash
     if snapshot_id:
         adapter = response.adapter or None
-    sequences = yield from begin(client, make, epoch, response.sequence, response.position, adapter, adapter_hash)
+    sequences = begin(client, make, epoch, response.sequence, response.position, adapter, adapter_hash)
     if (adapter is not None) != bool(response.adapter_hash):
         yield from close(client, sequences)  # no one else has their handles
         raise ProtocolError("the server has not opened the sequences with the adapter that was asked for")
@@ -75,16 +74,14 @@ def begin(
     position: int,
     adapter: str | None,
     adapter_hash: bytes,
-) -> Flow[list[S]]:
-    """Make the objects of sequences that a server has just opened, at a position on every span."""
+) -> list[S]:
+    """Make the objects of sequences that a server has just opened, at a position on every span.
+
+    Asks the server for nothing: a call that failed would lose them.
+    """
     if client._info is not None and client._info.server_epoch != server_epoch:
         client._info = None  # another process answers now; it may serve something else
-    sequences = [make(client, handle, server_epoch, adapter, adapter_hash) for handle in handles]
-    if position:
-        for span in range(len((yield from info(client)).spans)):
-            for sequence in sequences:
-                sequence.progress(span).write({POSITION: position})
-    return sequences
+    return [make(client, handle, server_epoch, adapter, adapter_hash, position) for handle in handles]
 
 
 def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceState]]:
