@@ -84,7 +84,8 @@ from deltaline_client._exceptions import (
     UploadTimeout,
     VerifyPending,
 )
-from deltaline_client._snapshots.snapshot import SnapshotState, Tier
+from deltaline_client._prefixes import Prefix, PrefixMatch, PrefixMiss, Reuse, Tier
+from deltaline_client._snapshots.snapshot import SnapshotState
 from deltaline_client._steps.rows import Row, RowResult, StepError, StepResult
 from deltaline_client._transport.retry import Retry
 from deltaline_client._types import (
@@ -147,6 +148,9 @@ __all__ = [
     "PagesExhausted",
     "PositionMismatch",
     "PredecessorRefused",
+    "Prefix",
+    "PrefixMatch",
+    "PrefixMiss",
     "ProtocolError",
     "QueueDeadline",
     "QueueFull",
@@ -155,6 +159,7 @@ __all__ = [
     "ReplyBytesExhausted",
     "RequestError",
     "Retry",
+    "Reuse",
     "RoleMissing",
     "Row",
     "RowOutcome",

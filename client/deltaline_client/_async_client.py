@@ -11,6 +11,7 @@ from deltaline.tls import Tls
 from deltaline_client._adapters import calls as adapter_calls
 from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeltalineError
+from deltaline_client._prefixes import Prefix, Reuse
 from deltaline_client._snapshots import calls as snapshot_calls
 from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, id_of
 from deltaline_client._state import ClientState, empty, info
@@ -85,15 +86,25 @@ class AsyncClient(ClientState):
             flow.close()
 
     async def open(
-        self, *, lease_s: float | None = None, adapter: str | None = None, snapshot: AsyncSnapshot | bytes | None = None
+        self,
+        *,
+        lease_s: float | None = None,
+        adapter: str | None = None,
+        snapshot: AsyncSnapshot | bytes | None = None,
+        prefix: Prefix | None = None,
+        reuse: Reuse = "always",
     ) -> AsyncSequence:
         """Open a sequence with zero state, or with that of a snapshot.
 
         lease_s: how long it lives without a step; default the server's. adapter: the name of one that is loaded, which
         the sequence has for as long as it lives; default none. snapshot: one, or its id; the sequence has its adapter.
-        Raises as open_many.
+        prefix: the keys of its prompt; it begins with the deepest state that the server has stored of that, if any, as
+        `position` and `match` of the sequence tell; reuse="if_cheaper": with what is there soonest. Raises as
+        open_many.
         """
-        return (await self.open_many(1, lease_s=lease_s, adapter=adapter, snapshot=snapshot))[0]
+        return (
+            await self.open_many(1, lease_s=lease_s, adapter=adapter, snapshot=snapshot, prefix=prefix, reuse=reuse)
+        )[0]
 
     async def open_many(
         self,
@@ -102,14 +113,17 @@ class AsyncClient(ClientState):
         lease_s: float | None = None,
         adapter: str | None = None,
         snapshot: AsyncSnapshot | bytes | None = None,
+        prefix: Prefix | None = None,
+        reuse: Reuse = "always",
     ) -> list[AsyncSequence]:
-        """Open `count` sequences with the same adapter, or the same snapshot, all or none.
+        """Open `count` sequences with the same adapter, or the same snapshot, or for the same prompt, all or none.
 
         Raises NoFreeLines when so many do not become free in time; AdapterUnknown when no adapter has the name,
-        SnapshotUnknown when the snapshot is not held; ValueError for both.
+        SnapshotUnknown when the snapshot is not held; ValueError for a snapshot beside an adapter or a prefix.
         """
         snapshot_id = b"" if snapshot is None else id_of(snapshot)
-        return await self._run(sequences.open_sequences(self, AsyncSequence, count, lease_s, adapter, snapshot_id))
+        opening = sequences.open_sequences(self, AsyncSequence, count, lease_s, adapter, snapshot_id, prefix, reuse)
+        return await self._run(opening)
 
     @property
     def adapters(self) -> AsyncAdapters:
@@ -118,7 +132,7 @@ class AsyncClient(ClientState):
 
     @property
     def snapshots(self) -> AsyncSnapshots:
-        """The snapshots of this client's principal: create, list, renew, release."""
+        """The snapshots of this client's principal: create, find, list, renew, release."""
         return AsyncSnapshots(self)
 
     step = awaited(steps.step)
@@ -169,6 +183,15 @@ class AsyncSequence(SequenceRecord):
     close = awaited(calls.close_one)
     fork = awaited(snapshot_calls.fork)
 
+    async def snapshot(
+        self, *, key: bytes | None = None, pin: bool = False, lease_s: float | None = None
+    ) -> AsyncSnapshot:
+        """Capture the state now; the sequence goes on. As Snapshots.create of this one; key: that of its tokens so far,
+        by which prompts find it (see Prefix)."""
+        snapshots = cast("AsyncClient", self._client).snapshots
+        [made] = await snapshots.create([self], pin=pin, lease_s=lease_s, keys=[key])
+        return made
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -208,6 +231,7 @@ class AsyncSnapshots(SnapshotsRecord[AsyncSnapshot]):
 
     _make_snapshot = AsyncSnapshot
     create = awaited(snapshot_calls.create)
+    find = awaited(snapshot_calls.find)
     list = awaited(snapshot_calls.list_snapshots)
     renew = awaited(snapshot_calls.renew)
     release = awaited(snapshot_calls.release)

@@ -24,7 +24,7 @@ _FIRST_SLOTS = 64
 
 
 class Column(IntEnum):
-    """The numbers of a (sequence, span), all 0 at first.
+    """The numbers of a (sequence, span), all 0 at first but for the position that a sequence begins at.
 
     STEP: steps done. POSITION: tokens committed. PENDING: tokens of the verify that waits for its commit. COMMIT: the
     accepted count that waits for the next step and 1 more, 0 for none. COMMIT_IN_DOUBT: 1 where it was sent by itself
@@ -47,9 +47,11 @@ STEP, POSITION, PENDING, COMMIT, COMMIT_IN_DOUBT, UNFINISHED, HOLDER = map(int, 
 class Ledger:
     """How far one span of every sequence is: Column by slot. Written under the table's lock, since it may grow."""
 
-    def __init__(self, lock: threading.Lock, num_slots: int) -> None:
+    def __init__(self, lock: threading.Lock, begins: Numbers) -> None:
+        """begins: the position at which the sequence of each slot began, [slots]."""
         self._lock = lock
-        self._numbers: Numbers = np.zeros((len(Column), num_slots), "<i8")
+        self._numbers: Numbers = np.zeros((len(Column), len(begins)), "<i8")
+        self._numbers[POSITION] = begins
 
     def hold(self, slots: Slots) -> tuple[Numbers, bool]:
         """Keep other calls away from slots, which differ, all or none.
@@ -85,9 +87,10 @@ class Ledger:
         more = np.zeros((len(Column), num_slots - self._numbers.shape[1]), "<i8")
         self._numbers = np.append(self._numbers, more, axis=1)
 
-    def clear(self, slots: list[int]) -> None:
-        """Other sequences take slots. The caller has the lock."""
+    def begin(self, slots: list[int], position: int) -> None:
+        """Other sequences take slots and begin at a position. The caller has the lock."""
         self._numbers[:, slots] = 0
+        self._numbers[POSITION, slots] = position
 
 
 class SequenceTable:
@@ -101,20 +104,22 @@ class SequenceTable:
         self._ledgers: dict[int, Ledger] = {}
         self._handles: NDArray[np.uint64] = np.zeros(0, "<u8")
         self._epochs: NDArray[np.uint64] = np.zeros(0, "<u8")
+        # Of the spans that have no ledger yet.
+        self._begins: Numbers = np.zeros(0, "<i8")
         self._all_epochs = set[int]()
 
-    def take(self, handles: Sequence[int], server_epoch: int) -> list[int]:
-        """A slot for each of some sequences, which have done nothing yet on any span."""
+    def take(self, handles: Sequence[int], server_epoch: int, position: int = 0) -> list[int]:
+        """A slot for each of some sequences, which have done nothing yet on any span and begin at a position on all."""
         with self._lock:
             while self._dropped:
                 self._free.append(self._dropped.popleft())
             while len(self._free) < len(handles):
                 self._grow()
             slots = [self._free.pop() for _ in handles]
-            self._handles[slots], self._epochs[slots] = handles, server_epoch
+            self._handles[slots], self._epochs[slots], self._begins[slots] = handles, server_epoch, position
             self._all_epochs.add(server_epoch)
             for ledger in self._ledgers.values():
-                ledger.clear(slots)
+                ledger.begin(slots, position)
         return slots
 
     def handles(self, slots: Slots) -> NDArray[np.uint64]:
@@ -134,7 +139,7 @@ class SequenceTable:
         found = self._ledgers.get(span)
         if found is None:
             with self._lock:
-                found = self._ledgers.setdefault(span, Ledger(self._lock, len(self._handles)))
+                found = self._ledgers.setdefault(span, Ledger(self._lock, self._begins))
         return found
 
     def _grow(self) -> None:
@@ -142,6 +147,7 @@ class SequenceTable:
         num_slots = max(_FIRST_SLOTS, 2 * before)
         more = np.zeros(num_slots - before, "<u8")
         self._handles, self._epochs = np.append(self._handles, more), np.append(self._epochs, more)
+        self._begins = np.append(self._begins, more.astype("<i8"))
         for ledger in self._ledgers.values():
             ledger.grow(num_slots)
         self._free += range(num_slots - 1, before - 1, -1)

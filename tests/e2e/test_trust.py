@@ -53,6 +53,7 @@ EXPECTED: dict[str, tuple[set[str] | None, grpc.StatusCode]] = {
     "ForkSequences": (STEP, INVALID),
     "CreateSnapshots": (STEP, INVALID),
     "RestoreSequences": (STEP, INVALID),
+    "FindSnapshots": (STEP, INVALID),
     "ListSnapshots": (STEP, OK),
     "RenewSnapshots": (STEP, INVALID),
     "ReleaseSnapshots": (STEP, INVALID),

@@ -26,7 +26,7 @@ from rigs.small_models import GATED_DELTA_NET, HIDDEN
 from safetensors.torch import save
 
 from deltaline import wire
-from deltaline.v1 import adapter_service_pb2, admin_service_pb2, state_service_pb2, tensor_pb2
+from deltaline.v1 import adapter_service_pb2, admin_service_pb2, prefix_pb2, state_service_pb2, tensor_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.models.config import ModelConfig
 
@@ -40,6 +40,7 @@ METHODS: dict[str, MethodDescriptor] = {
 _OFTEN = {"Step": 6, "StepStream": 4, "CommitSequences": 3, "OpenSequences": 2}
 _PATHS = [path for path, method in METHODS.items() for _ in range(_OFTEN.get(method.name, 1))]
 _ADAPTER_NAMES = ("a", "b", "c.d_e-f")
+_KEYS = (b"a" * 16, b"b" * 32, b"c" * 64)
 _PIECE = 1 << 14
 _TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -133,6 +134,9 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
             made = pb.OpenSequencesRequest(count=rng.choice((1, 3)), lease_ms=1000, open_token=token, adapter=adapter)
             if rng.random() < 0.2:
                 made.adapter, made.snapshot_id = "", rng.choice(held.snapshots)
+            elif rng.random() < 0.5:
+                made.prefix.CopyFrom(_prefix(rng))
+                made.reuse = rng.choice((0, 1, 2))
         case "CloseSequences":
             made = pb.CloseSequencesRequest(server_epoch=epoch, sequence=some[:1])
         case "DescribeSequences":
@@ -150,13 +154,13 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
             step, accepted = [rng.choice((1, 2))] * count, [rng.randrange(4)] * count
             made = pb.CommitSequencesRequest(server_epoch=epoch, sequence=some, step=step, accepted=accepted)
         case "ForkSequences" | "CreateSnapshots":
-            what = {"count": rng.choice((1, 2))} if method.name == "ForkSequences" else {"pinned": rng.random() < 0.5}
+            sequence = rng.choice((some[:2], held.level))
+            what: dict[str, Any] = {"count": rng.choice((1, 2))}
+            if method.name == "CreateSnapshots":
+                keys = [rng.choice((b"", _KEYS[0], _KEYS[1])) for _ in sequence]
+                what = {"pinned": rng.random() < 0.5, "prefix_key": rng.choice(([], keys))}
             made = message_factory.GetMessageClass(method.input_type)(
-                request_id=_request_id(rng),
-                server_epoch=epoch,
-                sequence=rng.choice((some[:2], held.level)),
-                lease_ms=1000,
-                **what,
+                request_id=_request_id(rng), server_epoch=epoch, sequence=sequence, lease_ms=1000, **what
             )
         case "RestoreSequences" | "RenewSnapshots":
             made = message_factory.GetMessageClass(method.input_type)(
@@ -166,6 +170,9 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
             made = state_service_pb2.ReleaseSnapshotsRequest(
                 request_id=_request_id(rng), snapshot_id=[rng.choice((bytes(16), rng.choice(held.snapshots)))]
             )
+        case "FindSnapshots":
+            adapter = rng.choice(("", "", _ADAPTER_NAMES[0]))
+            made = state_service_pb2.FindSnapshotsRequest(prefix=_prefix(rng), adapter=adapter)
         case "ListSnapshots":
             after = rng.choice((b"", bytes(16), rng.choice(held.snapshots)))
             made = state_service_pb2.ListSnapshotsRequest(after=after, limit=rng.choice((0, 1, 4096)))
@@ -189,6 +196,14 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
         case _:
             made = message_factory.GetMessageClass(method.input_type)()
     return [made]
+
+
+def _prefix(rng: Random) -> prefix_pb2.PrefixKeys:
+    """The first few keys, at the positions that valid sequences come to."""
+    count = rng.randrange(4)
+    return prefix_pb2.PrefixKeys(
+        key=_KEYS[:count], position=range(1, count + 1), prompt_tokens=count + rng.choice((1, 9))
+    )
 
 
 def _request_id(rng: Random) -> bytes:

@@ -36,6 +36,8 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
         self.kept: dict[bytes, Kept] = {}
         self.done: dict[tuple[str, bytes], Any] = {}
         self.empty_answers: set[str] = set()
+        # Ids by the key and position that they were stored under.
+        self.keyed: dict[tuple[bytes, int], bytes] = {}
 
     def begin(self, streams: dict[int, Stream], adapter: str = "") -> int:
         """A handle of a new sequence with copies of these sums."""
@@ -63,7 +65,7 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
     def CreateSnapshots(self, request: Any, context: Any) -> Any:
         def work() -> pb.CreateSnapshotsResponse:
             made = []
-            for handle in request.sequence:
+            for handle, key in zip(request.sequence, request.prefix_key or [b""] * len(request.sequence), strict=True):
                 streams = copy.deepcopy(self._capturable(handle, context))
                 adapter = self._server.bound[handle]
                 message = pb.Snapshot(
@@ -79,6 +81,8 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
                 )
                 self._next += 1
                 self.kept[message.snapshot_id] = Kept(message, streams)
+                if key:
+                    self.keyed[key, message.position] = message.snapshot_id
                 made.append(message)
             return pb.CreateSnapshotsResponse(snapshots=made)
 
@@ -100,6 +104,21 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
             return response
 
         return self._once("RestoreSequences", request, context, work)
+
+    def match(self, prefix: prefix_pb2.PrefixKeys) -> prefix_pb2.PrefixMatch:
+        """The deepest state before a prompt's end."""
+        places = [one for one in zip(prefix.key, prefix.position, strict=True) if one[1] < prefix.prompt_tokens]
+        for place in reversed(places):
+            if place in self.keyed:
+                tier, rest_us = prefix_pb2.TIER_DEVICE, prefix.prompt_tokens - place[1]
+                id = self.keyed[place]
+                return prefix_pb2.PrefixMatch(snapshot_id=id, position=place[1], tier=tier, compute_us=rest_us)
+        return prefix_pb2.PrefixMatch(miss=prefix_pb2.PREFIX_MISS_NEVER_STORED)
+
+    def FindSnapshots(self, request: Any, context: Any) -> Any:
+        fault = self._server.enter("FindSnapshots", request, context)
+        self._server.leave(fault, context)
+        return pb.FindSnapshotsResponse(match=self.match(request.prefix))
 
     def ListSnapshots(self, request: Any, context: Any) -> Any:
         self._server.enter("ListSnapshots", request, context)
@@ -144,11 +163,14 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
         return streams
 
 
-def opened_from(states: FakeStates, request: Any, context: Any, server: FakeServer) -> layers.OpenSequencesResponse:
-    """What OpenSequences empty_answers to a request with a snapshot_id."""
-    if request.snapshot_id not in states.kept:
+def opened_from(
+    states: FakeStates, request: Any, context: Any, server: FakeServer, match: prefix_pb2.PrefixMatch | None
+) -> layers.OpenSequencesResponse:
+    """What OpenSequences answers to a request with a snapshot_id, or with a prefix of which a state was found."""
+    id = request.snapshot_id if match is None else match.snapshot_id
+    if id not in states.kept:
         server.abort(Reason.SNAPSHOT_UNKNOWN, context)
-    kept = states.kept[request.snapshot_id]
+    kept = states.kept[id]
     key = "OpenSequences", bytes(request.open_token)
     if key not in states.done:
         states.done[key] = [states.begin(kept.streams, kept.message.adapter) for _ in range(request.count)]
@@ -159,4 +181,5 @@ def opened_from(states: FakeStates, request: Any, context: Any, server: FakeServ
         adapter_hash=kept.message.adapter_hash,
         position=kept.message.position,
         adapter=kept.message.adapter,
+        match=match,
     )

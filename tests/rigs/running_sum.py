@@ -222,8 +222,9 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         if request.adapter and request.adapter not in self.adapters:
             self.refuse("OpenSequences", Reason.ADAPTER_UNKNOWN)
         fault = self.enter("OpenSequences", request, context)
-        if request.snapshot_id:
-            response = opened_from(self.states, request, context, self)
+        match = self.states.match(request.prefix) if request.HasField("prefix") else None
+        if request.snapshot_id or (match is not None and match.snapshot_id):
+            response = opened_from(self.states, request, context, self, match)
             self.leave(fault, context)
             return response
         if request.open_token not in self.opened:
@@ -238,6 +239,7 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
             sequence=self.opened[request.open_token],
             lease_ms=request.lease_ms,
             adapter_hash=self.adapters.get(request.adapter, b""),
+            match=match,
         )
 
     def _state(self, handle: int) -> layers.SequenceState.ValueType:

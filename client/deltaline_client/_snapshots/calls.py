@@ -1,4 +1,4 @@
-"""What is done with snapshots: create, list, renew, release, restore; and forks of sequences."""
+"""What is done with snapshots: create, find, list, renew, release, restore; and forks of sequences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline_client._exceptions import ProtocolError, StepUnfinished
+from deltaline_client._prefixes import Prefix, PrefixMatch
 from deltaline_client._seconds import milliseconds
 from deltaline_client._snapshots.snapshot import (
     ID_BYTES,
@@ -28,6 +29,7 @@ from deltaline_client._table import UNFINISHED
 from deltaline_client._transport.flow import Flow, Method, Request, Response
 from deltaline_client._transport.methods import (
     CREATE_SNAPSHOTS,
+    FIND_SNAPSHOTS,
     FORK,
     LIST_SNAPSHOTS,
     RELEASE_SNAPSHOTS,
@@ -49,25 +51,41 @@ def create(
     *,
     pin: bool = False,
     lease_s: float | None = None,
+    keys: Sequence[bytes | None] | None = None,
 ) -> Flow[list[AnySnapshot]]:
     """Capture the state of sequences, all or none; the sequences go on. Commits that wait for a step are made first.
 
-    Args: pin, whether they stay when memory is short; lease_s, how long they live, default the server's.
+    Args: pin, whether they stay when memory is short; lease_s, how long they live, default the server's; keys, that of
+    each one's tokens so far (see Prefix), by which prompts find it, None for none.
     Raises NoSnapshotLines when there is no room in time; StepUnfinished, SequenceBusy; VerifyPending for a verify whose
     count was not given; SpansUneven; StateError.
     """
     client = snapshots._client
+    if keys is not None and len(keys) != len(sequences):
+        raise ValueError(f"keys: expected {len(sequences)}, one per sequence, got {len(keys)}")
     request = pb.CreateSnapshotsRequest(
         request_id=_new_id(),
         server_epoch=_epoch(sequences),
         sequence=[one.handle for one in sequences],
         lease_ms=milliseconds("lease_s", lease_s),
         pinned=pin,
+        prefix_key=[key or b"" for key in keys or ()],
     )
     response = yield from _captured(client, sequences, CREATE_SNAPSHOTS, request)
     if len(response.snapshots) != len(sequences):
         raise ProtocolError(f"asked for {len(sequences)} snapshots, got {len(response.snapshots)}")
     return [snapshots._make_snapshot(client, one) for one in response.snapshots]
+
+
+def find(snapshots: SnapshotsRecord[Any], prefix: Prefix, *, adapter: str | None = None) -> Flow[PrefixMatch]:
+    """What the server has stored of a prompt: the deepest state that it can go on from, or why there is none.
+
+    adapter: that of the sequence that would go on; default none. Nothing changes: `open(prefix=...)` finds and begins
+    in one call. Raises AdapterUnknown.
+    """
+    request = pb.FindSnapshotsRequest(prefix=prefix.message(), adapter=adapter or "")
+    response = yield from retried(snapshots._client, FIND_SNAPSHOTS, request)
+    return PrefixMatch.from_proto(response.match)
 
 
 def list_snapshots(snapshots: SnapshotsRecord[AnySnapshot]) -> Flow[list[AnySnapshot]]:
@@ -130,7 +148,7 @@ def restore(
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequences)}")
     epoch = response.server_epoch
     handles = [one.sequence for one in response.sequences]
-    return (yield from begin(client, make, epoch, handles, snapshot.position, snapshot.adapter, snapshot.adapter_hash))
+    return begin(client, make, epoch, handles, snapshot.position, snapshot.adapter, snapshot.adapter_hash)
 
 
 def renew_one(snapshot: SnapshotRecord[Any], lease_s: float | None = None) -> Flow[SnapshotState]:
@@ -168,7 +186,7 @@ def fork(sequence: AnySequence, count: int = 1, *, lease_s: float | None = None)
         raise ProtocolError(f"asked for {count} children, got {len(response.sequence)}")
     epoch, adapter_hash = response.server_epoch, sequence.adapter_hash
     [position] = response.position
-    return (yield from begin(client, make, epoch, response.sequence, position, sequence.adapter, adapter_hash))
+    return begin(client, make, epoch, response.sequence, position, sequence.adapter, adapter_hash)
 
 
 def _captured(

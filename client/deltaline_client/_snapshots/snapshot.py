@@ -5,9 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
-from deltaline.v1 import prefix_pb2
 from deltaline.v1 import state_service_pb2 as pb
-from deltaline_client._exceptions import ProtocolError
+from deltaline_client._prefixes import Tier
 from deltaline_client._state import ClientState
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.flow import Flow
@@ -28,14 +27,6 @@ class SnapshotState(IntEnum):
     LOST = pb.SNAPSHOT_STATE_LOST
 
 
-class Tier(IntEnum):
-    """Where a snapshot's state lies."""
-
-    DEVICE = prefix_pb2.TIER_DEVICE
-    HOST = prefix_pb2.TIER_HOST
-    FILE = prefix_pb2.TIER_FILE
-
-
 class SnapshotRecord(Generic[AnySequence]):
     """A snapshot that the server held when it was told of.
 
@@ -48,8 +39,6 @@ class SnapshotRecord(Generic[AnySequence]):
     _make_sequence: type[AnySequence]
 
     def __init__(self, client: ClientState, message: pb.Snapshot) -> None:
-        if message.tier not in set(map(int, Tier)):
-            raise ProtocolError("the tier of a snapshot is not known to this client")
         self._client = client
         self.id = message.snapshot_id
         self.position = message.position
@@ -57,7 +46,7 @@ class SnapshotRecord(Generic[AnySequence]):
         self.pinned = message.pinned
         self.lease_remaining_s = message.lease_remaining_ms / 1000
         self.size_bytes = message.size_bytes
-        self.tier = Tier(message.tier)
+        self.tier = Tier.from_proto(message.tier)
         self.created_s = message.created_ms / 1000
 
     def _run(self, flow: Flow[Any]) -> Any:

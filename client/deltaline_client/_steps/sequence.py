@@ -23,6 +23,7 @@ from deltaline_client._exceptions import (
     StepStale,
     StepUnfinished,
 )
+from deltaline_client._prefixes import PrefixMatch
 from deltaline_client._state import ClientState
 from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, HOLDER, PENDING, POSITION, STEP, UNFINISHED
 from deltaline_client._transport.flow import Flow
@@ -118,8 +119,11 @@ class SequenceRecord:
     """A sequence that the server holds: its handle, and a view of the client's progress per span.
 
     adapter: the name under which its adapter was opened, None for none. adapter_hash: that adapter's content_hash, b""
-    for none; a name may come to mean another adapter, the sequence keeps the one that it was opened with.
+    for none; a name may come to mean another adapter, the sequence keeps the one that it was opened with. match: what
+    its open found of the prompt whose keys it was given; None without keys, and of a server that knows none.
     """
+
+    match: PrefixMatch | None = None
 
     def __init__(
         self,

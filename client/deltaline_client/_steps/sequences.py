@@ -6,15 +6,13 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
-
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._exceptions import ProtocolError, SnapshotUnknown
+from deltaline_client._prefixes import REUSE, Prefix, PrefixMatch, Reuse
 from deltaline_client._seconds import milliseconds
 from deltaline_client._state import ClientState, info, retried
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._table import POSITION
 from deltaline_client._transport.flow import Flow, Method, Response
 from deltaline_client._transport.methods import CLOSE, DESCRIBE, DRAIN, LOAD, OPEN, RENEW
 from deltaline_client._types import SequenceDescription, SequenceState, ServerLoad
@@ -35,8 +33,10 @@ def open_sequences(
     lease_s: float | None,
     adapter: str | None,
     snapshot_id: bytes = b"",
+    prefix: Prefix | None = None,
+    reuse: Reuse = "always",
 ) -> Flow[list[S]]:
-    """Open `count` sequences, all or none.
+    """Open `count` sequences, all or none; `make` makes the objects.
 
     Raises ProtocolError if the server has opened them without the adapter: it is too old to know any. SnapshotUnknown
     if it is too old to know snapshots.
@@ -47,6 +47,10 @@ def open_sequences(
         raise ValueError("adapter: expected a name, or None for none, got an empty name")
     if adapter is not None and snapshot_id:
         raise ValueError("adapter: expected none beside a snapshot, whose sequences have its own")
+    if prefix is not None and snapshot_id:
+        raise ValueError("prefix: expected none beside a snapshot, which the sequences begin with")
+    if reuse not in REUSE:
+        raise ValueError(f"reuse: expected one of {', '.join(REUSE)}, got {reuse!r}")
     if snapshot_id and not (yield from info(client)).serves_state:
         raise SnapshotUnknown("snapshot: the server keeps none")
     request = layers.OpenSequencesRequest(
@@ -55,14 +59,19 @@ def open_sequences(
         open_token=secrets.token_bytes(_TOKEN_BYTES),
         adapter=adapter or "",
         snapshot_id=snapshot_id,
+        prefix=None if prefix is None else prefix.message(),
+        reuse=REUSE[reuse],
     )
     response = yield from retried(client, OPEN, request)
     if len(response.sequence) != count:
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequence)}")
     epoch, adapter_hash = response.server_epoch, response.adapter_hash
+    match = PrefixMatch.from_proto(response.match) if response.HasField("match") else None
     if snapshot_id:
         adapter = response.adapter or None
-    sequences = yield from begin(client, make, epoch, response.sequence, response.position, adapter, adapter_hash)
+    sequences = begin(client, make, epoch, response.sequence, response.position, adapter, adapter_hash)
+    for sequence in sequences:
+        sequence.match = match
     if (adapter is not None) != bool(response.adapter_hash):
         yield from close(client, sequences)  # no one else has their handles
         raise ProtocolError("the server has not opened the sequences with the adapter that was asked for")
@@ -77,19 +86,18 @@ def begin(
     position: int,
     adapter: str | None,
     adapter_hash: bytes,
-) -> Flow[list[S]]:
-    """Make the objects of sequences that a server has just opened, at a position on every span."""
+) -> list[S]:
+    """Make the objects of sequences that a server has just opened, at a position on every span.
+
+    Asks the server for nothing: a call that failed would lose them.
+    """
     if client._info is not None and client._info.server_epoch != server_epoch:
         client._info = None  # another process answers now; it may serve something else
-    slots = client._table.take(handles, server_epoch)
-    made = [
+    slots = client._table.take(handles, server_epoch, position)
+    return [
         make(client, slot, handle, server_epoch, adapter, adapter_hash)
         for slot, handle in zip(slots, handles, strict=True)
     ]
-    if position:
-        for span in range(len((yield from info(client)).spans)):
-            client._table.ledger(span).write(np.array(slots), {POSITION: position})
-    return made
 
 
 def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceState]]:

@@ -35,6 +35,7 @@ LIST_ADAPTERS = Method(_ADAPTERS + "ListAdapters", adapters.ListAdaptersRequest,
 FORK = Method(_STATES + "ForkSequences", states.ForkSequencesRequest, states.ForkSequencesResponse)
 CREATE_SNAPSHOTS = Method(_STATES + "CreateSnapshots", states.CreateSnapshotsRequest, states.CreateSnapshotsResponse)
 RESTORE = Method(_STATES + "RestoreSequences", states.RestoreSequencesRequest, states.RestoreSequencesResponse)
+FIND_SNAPSHOTS = Method(_STATES + "FindSnapshots", states.FindSnapshotsRequest, states.FindSnapshotsResponse)
 LIST_SNAPSHOTS = Method(_STATES + "ListSnapshots", states.ListSnapshotsRequest, states.ListSnapshotsResponse)
 RENEW_SNAPSHOTS = Method(_STATES + "RenewSnapshots", states.RenewSnapshotsRequest, states.RenewSnapshotsResponse)
 RELEASE_SNAPSHOTS = Method(
@@ -47,6 +48,6 @@ METHODS = (
     *(OPEN, CLOSE, DESCRIBE, RENEW, COMMIT),
     *(INFO, LOAD, DRAIN, CREATE_MEMORY, RELEASE_MEMORY),
     *(LOAD_ADAPTER, UNLOAD_ADAPTER, LIST_ADAPTERS),
-    *(FORK, CREATE_SNAPSHOTS, RESTORE, LIST_SNAPSHOTS, RENEW_SNAPSHOTS, RELEASE_SNAPSHOTS),
+    *(FORK, CREATE_SNAPSHOTS, RESTORE, FIND_SNAPSHOTS, LIST_SNAPSHOTS, RENEW_SNAPSHOTS, RELEASE_SNAPSHOTS),
 )
 """All but the stream."""

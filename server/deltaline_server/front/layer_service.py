@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +28,8 @@ from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import GRPC_REPLY_TURNS, Scheduler
 from deltaline_server.snapshots.states import States
 from deltaline_server.step import StepRequest, StepResult
-from deltaline_server.tables.open_tokens import Origin
+from deltaline_server.tables.open_tokens import Opened, Origin
+from deltaline_server.tables.prefixes.cost import ReusePolicy
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
 
@@ -92,15 +95,47 @@ class LayerService:
         """Open sequences."""
         self._scheduler.settle()  # it may end sequences, whose lines are free then
         count, principal = requests.read_count(message, self._served), current_principal()
-        lease_s = requests.read_lease_s(message.lease_ms, self._served)
-        if not message.snapshot_id:
+        lease_s, policy = requests.read_lease_s(message.lease_ms, self._served), requests.read_reuse(message.reuse)
+        if message.HasField("prefix"):
+            origin, make = self._from_prompt(message, policy, count, lease_s, principal)
+        elif message.snapshot_id:
+            make = partial(self._states.restore, [message.snapshot_id] * count, principal, lease_s=lease_s)
+            origin = Origin(snapshot=message.snapshot_id)
+        else:
             opened = self._table.open(count, lease_s, message.open_token, message.adapter, principal)
             return replies.open_response(self._table.server_epoch, opened)
-        make = partial(self._states.restore, [message.snapshot_id] * count, principal, lease_s=lease_s)
-        origin = Origin(snapshot=message.snapshot_id)
         opened = self._table.tokens.once(principal, message.open_token, count, origin, make)
+        if opened.match is not None and opened.match.prefix is None:
+            return replies.open_response(self._table.server_epoch, opened)
         [first] = self._table.describe(self._table.server_epoch, opened.handles[:1], principal)
         return replies.open_response(self._table.server_epoch, opened, first)
+
+    def _from_prompt(
+        self,
+        message: pb.OpenSequencesRequest,
+        policy: ReusePolicy,
+        count: int,
+        lease_s: float | None,
+        principal: Principal,
+    ) -> tuple[Origin, Callable[[], Opened]]:
+        """What tells an open with a prompt's keys from others, and what opens its sequences."""
+        keys, table, adapter = requests.read_prefix(message.prefix), self._table, message.adapter
+
+        def make() -> Opened:
+            found, opened = self._states.open(
+                keys,
+                table.adapters.content_hash(adapter, principal),
+                principal,
+                policy,
+                count=count,
+                lease_s=lease_s,
+                otherwise=partial(table.open, count, lease_s, adapter=adapter, principal=principal),
+            )
+            return replace(opened, match=found)
+
+        prompt = hashlib.blake2b(keys.words.data, digest_size=16)
+        prompt.update(b"%d %d" % (keys.prompt_tokens, policy))
+        return Origin(adapter, prompt=prompt.digest()), make
 
     async def close_sequences(self, message: pb.CloseSequencesRequest, context: Context) -> bytes:
         """End sequences."""

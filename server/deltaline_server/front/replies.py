@@ -20,6 +20,8 @@ from deltaline_server.errors import DOMAIN, Refusal
 from deltaline_server.step import OutputMemory, StepResult, StepTiming
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.open_tokens import Opened
+from deltaline_server.tables.prefixes.cost import Tier
+from deltaline_server.tables.prefixes.match import Match
 from deltaline_server.tables.sequence import SequenceDescription, SequenceState
 
 Pieces: TypeAlias = list[wire.Buffer]
@@ -138,7 +140,23 @@ def open_response(server_epoch: int, opened: Opened, restored: SequenceDescripti
         adapter_hash=(opened if restored is None else restored).adapter.content_hash,
         position=0 if restored is None else restored.spans[0].position,
         adapter="" if restored is None else restored.adapter.name,
+        match=None if opened.match is None else prefix_match(opened.match),
     ).SerializeToString()
+
+
+def prefix_match(match: Match) -> prefix_pb.PrefixMatch:
+    """Make the message of what was found of a prompt."""
+    stored, miss = match.prefix, match.miss
+    return prefix_pb.PrefixMatch(
+        snapshot_id=b"" if stored is None else stored.snapshot,
+        position=0 if stored is None else stored.position,
+        tier=prefix_pb.TIER_UNSPECIFIED if stored is None else _tier(stored.tier),
+        restore_us=round(match.restore_s * 1e6),
+        compute_us=0 if match.compute_s is None else max(1, round(match.compute_s * 1e6)),
+        # Enums here have the wire's numbers.
+        miss=cast("prefix_pb.PrefixMiss.ValueType", 0 if miss is None else int(miss)),
+        shared_position=match.shared_position,
+    )
 
 
 def fork_response(server_epoch: int, opened: Opened, first: Sequence[SequenceDescription]) -> bytes:
@@ -174,8 +192,7 @@ def snapshot(description: SnapshotDescription) -> state_pb.Snapshot:
         pinned=description.is_pinned,
         lease_remaining_ms=max(0, round(description.lease_s * 1000)),
         size_bytes=description.num_bytes,
-        # The two enums have the same numbers.
-        tier=cast("prefix_pb.Tier.ValueType", int(description.tier)),
+        tier=_tier(description.tier),
         created_ms=round(description.created * 1000),
     )
 
@@ -205,6 +222,11 @@ def _timing(timing: StepTiming) -> pb.StepTiming:
 def _wire_state(state: SequenceState) -> pb.SequenceState.ValueType:
     """The wire's value: the two enums have the same numbers."""
     return cast("pb.SequenceState.ValueType", int(state))
+
+
+def _tier(tier: Tier) -> prefix_pb.Tier.ValueType:
+    """The wire's value, likewise."""
+    return cast("prefix_pb.Tier.ValueType", int(tier))
 
 
 def _snapshot_state(state: SnapshotState) -> state_pb.SnapshotState.ValueType:

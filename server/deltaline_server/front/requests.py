@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import prefix_pb2 as prefix_pb
 from deltaline.v1 import state_service_pb2 as state_pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front.step_message import Column, Slice, StepMessage
@@ -23,6 +24,8 @@ from deltaline_server.memory.regions import Owner, Regions
 from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.step import Limits, OutputMemory, OutputRows, RowKind, SpanShapes, StepForm, StepRequest
 from deltaline_server.tables.captured.snapshots import ID_BYTES
+from deltaline_server.tables.prefixes.cost import ReusePolicy
+from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES, MIN_KEY_BYTES, PrefixKeys
 
 MIN_PRIORITY, MAX_PRIORITY = -8, 7
 OPEN_TOKEN_BYTES = 16
@@ -89,7 +92,32 @@ def read_count(message: pb.OpenSequencesRequest, served: Served) -> int:
         _check_id("snapshot_id", message.snapshot_id)
         if message.adapter:
             raise _invalid("adapter", "must be empty with a snapshot_id: its sequences have the snapshot's adapter")
+        if message.HasField("prefix"):
+            raise _invalid("prefix", "must be absent with a snapshot_id, which the sequences begin with")
     return message.count
+
+
+def read_prefix(prefix: prefix_pb.PrefixKeys) -> PrefixKeys:
+    """Return the keys of a prompt."""
+    return PrefixKeys.of(prefix.key, prefix.position, prefix.prompt_tokens)
+
+
+def read_reuse(reuse: int) -> ReusePolicy:
+    """Return when a state that is found is used; unspecified means always."""
+    try:
+        return ReusePolicy(reuse) if reuse else ReusePolicy.ALWAYS
+    except ValueError as error:
+        raise _invalid("reuse", f"must be ALWAYS or IF_CHEAPER, got {reuse}") from error
+
+
+def read_prefix_keys(prefix_key: Sequence[bytes], num_sequences: int) -> list[bytes]:
+    """Return the key of each sequence's state, empty for none; as many as sequences, or none at all."""
+    if len(prefix_key) not in (0, num_sequences):
+        raise _invalid("prefix_key", f"must have {num_sequences} entries or none, got {len(prefix_key)}")
+    for key in prefix_key:
+        if key and not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            raise _invalid("prefix_key", f"must have {MIN_KEY_BYTES} .. {MAX_KEY_BYTES} bytes or none, got {len(key)}")
+    return list(prefix_key)
 
 
 def read_lease_s(lease_ms: int, served: Served) -> float | None:

@@ -19,6 +19,7 @@ from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import current_principal
 from deltaline_server.snapshots.states import States
+from deltaline_server.tables.prefixes.cost import ReusePolicy
 from deltaline_server.tables.request_ids import RequestIds
 from deltaline_server.tables.sequence import GONE
 from deltaline_server.tables.sequences import SequenceTable
@@ -54,6 +55,7 @@ class StateService:
                 "ForkSequences": unary(self.fork_sequences, pb.ForkSequencesRequest.FromString),
                 "CreateSnapshots": unary(self.create_snapshots, pb.CreateSnapshotsRequest.FromString),
                 "RestoreSequences": unary(self.restore_sequences, pb.RestoreSequencesRequest.FromString),
+                "FindSnapshots": unary(self.find_snapshots, pb.FindSnapshotsRequest.FromString),
                 "ListSnapshots": unary(self.list_snapshots, pb.ListSnapshotsRequest.FromString),
                 "RenewSnapshots": unary(self.renew_snapshots, pb.RenewSnapshotsRequest.FromString),
                 "ReleaseSnapshots": unary(self.release_snapshots, pb.ReleaseSnapshotsRequest.FromString),
@@ -84,11 +86,14 @@ class StateService:
         epoch = requests.read_epoch(message.server_epoch)
         handles = requests.read_handles(message.sequence, self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
+        keys = requests.read_prefix_keys(message.prefix_key, len(handles))
         principal = current_principal()
 
         async def work() -> bytes:
             self._settle()
-            made = await self._states.create(epoch, handles, principal, lease_s=lease_s, is_pinned=message.pinned)
+            made = await self._states.create(
+                epoch, handles, principal, lease_s=lease_s, is_pinned=message.pinned, keys=keys
+            )
             return pb.CreateSnapshotsResponse(snapshots=map(replies.snapshot, made)).SerializeToString()
 
         return await self._once_by_handles("CreateSnapshots", message, work, context)
@@ -106,6 +111,13 @@ class StateService:
             return replies.restore_response(self._table.server_epoch, opened, told)
 
         return await self._once("RestoreSequences", message, work)
+
+    async def find_snapshots(self, message: pb.FindSnapshotsRequest, context: Context) -> bytes:
+        """Tell from which snapshot a prompt can go on."""
+        keys, principal = requests.read_prefix(message.prefix), current_principal()
+        adapter_hash = self._table.adapters.content_hash(message.adapter, principal)
+        match = self._states.find(keys, adapter_hash, principal, ReusePolicy.ALWAYS)
+        return pb.FindSnapshotsResponse(match=replies.prefix_match(match)).SerializeToString()
 
     async def list_snapshots(self, message: pb.ListSnapshotsRequest, context: Context) -> bytes:
         """Tell which snapshots there are."""

@@ -171,10 +171,14 @@ class AdapterRegistry:
 
         Raises RequestError ADAPTER_UNKNOWN.
         """
-        owner = principal if (principal.number, name) in self._numbers else SHARED
-        number = self._number(name, owner, ": load it first")
+        number = self.named(name, principal)
         self._entries[number].num_sequences += count
         return number
+
+    def named(self, name: str, principal: Principal) -> int:
+        """The number of the adapter that has a name to a principal now. Raises RequestError ADAPTER_UNKNOWN."""
+        owner = principal if (principal.number, name) in self._numbers else SHARED
+        return self._number(name, owner, ": load it first")
 
     def hold(self, number: int, count: int = 1) -> None:
         """So many more sequences or captured states have an adapter that one has bound: as `bind` does."""

@@ -12,25 +12,30 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
+from deltaline_server.tables.prefixes.match import Match
 from deltaline_server.tables.sequence_adapters import BoundAdapter
 
 LIFE_S = 60.0
 
 
 class Origin(NamedTuple):
-    """What sequences are opened with: an adapter's name, or the id of a snapshot; both empty for none."""
+    """What sequences are opened with: an adapter's name, the id of a snapshot, and what identifies a prompt's keys and
+    how they are used; each empty for none."""
 
     adapter: str = ""
     snapshot: bytes = b""
+    prompt: bytes = b""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What one call opened: handles uint64 [count], their lease in seconds, and their adapter."""
+    """What one call opened: handles uint64 [count], their lease in seconds, their adapter, and what was found of their
+    prompt, None where none was named."""
 
     handles: NDArray[np.uint64]
     lease_s: float
     adapter: BoundAdapter
+    match: Match | None = None
 
 
 class OpenTokens:
@@ -79,6 +84,8 @@ class OpenTokens:
             raise _used("it was used to open sequences with another adapter")
         if before.snapshot != origin.snapshot:
             raise _used("it was used to open sequences from another snapshot, or from none")
+        if before.prompt != origin.prompt:
+            raise _used("it was used to open sequences for another prompt, or for none")
         return opened
 
     def keep(self, principal: Principal, token: bytes, origin: Origin, opened: Opened) -> None:

@@ -56,11 +56,16 @@ class SequenceAdapters:
         """
         if not name:
             return BASE
-        if self.registry is None:
-            message = "this server keeps no adapters: start it with --adapter-bytes"
-            raise RequestError(Reason.ADAPTERS_OFF, message, field="adapter")
-        number = self.registry.bind(name, count, principal)
-        return BoundAdapter(number, name, self.registry.content(number).content_hash)
+        registry = self._checked_registry()
+        number = registry.bind(name, count, principal)
+        return BoundAdapter(number, name, registry.content(number).content_hash)
+
+    def content_hash(self, name: str, principal: Principal) -> bytes:
+        """What an adapter's name means to a principal now, empty for none. Changes nothing; raises as `reserve`."""
+        if not name:
+            return b""
+        registry = self._checked_registry()
+        return registry.content(registry.named(name, principal)).content_hash
 
     def hold(self, adapter: BoundAdapter, count: int = 1) -> None:
         """Reserve an adapter, which another has at this time, for `count` more, as `reserve` does by its name."""
@@ -103,6 +108,12 @@ class SequenceAdapters:
             return None
         numbers = self.number.take(slots)
         return numbers if np.count_nonzero(numbers) else None
+
+    def _checked_registry(self) -> AdapterRegistry:
+        if self.registry is None:
+            message = "this server keeps no adapters: start it with --adapter-bytes"
+            raise RequestError(Reason.ADAPTERS_OFF, message, field="adapter")
+        return self.registry
 
     def check_integrity(self, captured: Iterable[BoundAdapter] = ()) -> None:
         """Raise ValueError unless the numbers, their count and the registry's agree. captured: those of states."""

@@ -11,6 +11,7 @@ from rigs.running_sum import HIDDEN, tokens
 
 from deltaline_client import (
     ProtocolError,
+    Retry,
     SequenceExpired,
     SnapshotState,
     SnapshotUnknown,
@@ -299,3 +300,19 @@ def test_answers_that_contradict_the_request(driven: Any, server: Any) -> None:
     server.states.kept[snapshot.id].message.tier = 9
     with pytest.raises(ProtocolError, match="tier"):
         driven.do(driven.client.snapshots.list())
+
+
+def test_what_was_opened_is_not_lost_where_another_process_answers_and_tells_no_more(driven: Any, server: Any) -> None:
+    parent = prompted(driven)
+    [snapshot] = driven.do(driven.client.snapshots.create([parent]))
+    client = driven.make(server.address, retry=Retry(max_attempts=1))
+    opens: Any = (lambda: snapshot.restore(2), lambda: client.open_many(2, snapshot=snapshot.id))
+    driven.do(client.info())
+    for epoch, call in enumerate(opens, 78):
+        server.info.server_epoch = epoch
+        server.refuse("GetServerInfo", Reason.ROLE_MISSING)
+        made = driven.do(call())
+        server.faults["GetServerInfo"].clear()
+        assert [one.progress(span).position for one in made for span in (0, 1, 0)] == [5] * 6
+        assert {one.server_epoch for one in made} == {epoch} and follows(driven, made[0])
+    driven.do(client.disconnect())

@@ -19,6 +19,7 @@ from rigs.watched_states import WatchedStates
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
+from deltaline.v1 import prefix_pb2 as prefix
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline.v1.admin_service_pb2_grpc import AdminServiceStub
 from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
@@ -100,7 +101,7 @@ async def test_life_of_a_snapshot(stub: Any, state: Any) -> None:
     made = (await state.CreateSnapshots(create(opened, lease_ms=30_000, pinned=True))).snapshots
     assert len({one.snapshot_id for one in made}) == 2 and all(len(one.snapshot_id) == 16 for one in made)
     for one in made:
-        assert (one.position, one.pinned, one.lease_remaining_ms, one.tier) == (3, True, 30_000, pb.TIER_DEVICE)
+        assert (one.position, one.pinned, one.lease_remaining_ms, one.tier) == (3, True, 30_000, prefix.TIER_DEVICE)
         assert one.size_bytes > 0 and (one.adapter, one.adapter_hash) == ("", b"") and one.created_ms > 1.7e12
     listed = await state.ListSnapshots(pb.ListSnapshotsRequest())
     ids = sorted(one.snapshot_id for one in made)
@@ -258,7 +259,24 @@ async def test_what_was_refused_may_be_asked_again(stub: Any, state: Any, states
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 ID, MANY = bytes(16), [bytes(16)] * (MAX_SEQUENCES + 1)
+KEY = bytes(range(16))
+PREFIX = prefix.PrefixKeys(key=[KEY, KEY], position=[1, 2], prompt_tokens=3)
 
+
+def prefix_with(**changes: Any) -> prefix.PrefixKeys:
+    """A prompt's keys of which some fields are others."""
+    values: dict[str, Any] = {"key": [KEY, KEY], "position": [1, 2], "prompt_tokens": 3}
+    return prefix.PrefixKeys(**(values | changes))
+
+
+BAD_PREFIXES = [
+    *((prefix_with(key=[KEY, bytes(n)]), "prefix.key") for n in (0, 15, 65)),
+    *((prefix_with(key=[KEY] * n), "prefix.key") for n in (0, 1, 3)),
+    (prefix_with(key=[KEY] * 4097, position=range(1, 4098), prompt_tokens=9999), "prefix.key"),
+    *((prefix_with(position=wrong), "prefix.position") for wrong in ([0, 1], [1, 1], [2, 1], [1, 4], [1, 2**64 - 1])),
+    *((prefix_with(prompt_tokens=n), "prefix.prompt_tokens") for n in (0, 2**40 + 1, 2**64 - 1)),
+    (prefix.PrefixKeys(), "prefix.prompt_tokens"),
+]
 
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     *((method, {"request_id": bytes(n)}, "request_id", "INVALID_REQUEST") for method in "FCRNL" for n in (0, 15, 17)),
@@ -277,13 +295,19 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("S", {"limit": 4097}, "limit", "INVALID_REQUEST"),
     ("O", {"snapshot_id": bytes(15)}, "snapshot_id", "INVALID_REQUEST"),
     ("O", {"adapter": "a"}, "adapter", "INVALID_REQUEST"),
+    ("O", {"prefix": PREFIX}, "prefix", "INVALID_REQUEST"),
+    *((method, {"reuse": 3}, "reuse", "INVALID_REQUEST") for method in "OP"),
+    *((method, {"prefix": wrong}, field, "INVALID_REQUEST") for method in "PI" for wrong, field in BAD_PREFIXES),
+    ("C", {"prefix_key": [KEY]}, "prefix_key", "INVALID_REQUEST"),
+    ("C", {"sequence": [1], "prefix_key": [KEY, KEY]}, "prefix_key", "INVALID_REQUEST"),
+    *(("C", {"prefix_key": [KEY, bytes(n)]}, "prefix_key", "INVALID_REQUEST") for n in (1, 15, 65)),
 ]
 
 
 async def test_a_bad_field_is_named_and_nothing_is_done(
     stub: Any, state: Any, server: Server, states: WatchedStates
 ) -> None:
-    opened = layers.OpenSequencesResponse(server_epoch=1, sequence=[1])
+    opened = layers.OpenSequencesResponse(server_epoch=1, sequence=[1, 2])
     wrong = list[object]()
     for method, changes, field, reason in BAD:
         request: Any
@@ -295,6 +319,8 @@ async def test_a_bad_field_is_named_and_nothing_is_done(
             "L": (state.ReleaseSnapshots, pb.ReleaseSnapshotsRequest(request_id=ID, snapshot_id=[ID])),
             "S": (state.ListSnapshots, pb.ListSnapshotsRequest()),
             "O": (stub.OpenSequences, layers.OpenSequencesRequest(count=1, snapshot_id=ID)),
+            "P": (stub.OpenSequences, layers.OpenSequencesRequest(count=1, prefix=PREFIX)),
+            "I": (state.FindSnapshots, pb.FindSnapshotsRequest(prefix=PREFIX)),
         }[method]
         for name, value in changes.items():
             request.ClearField(name)

@@ -8,6 +8,7 @@ from rigs.adapter_rig import FakeContent
 from rigs.scheduler_rig import Rig, refuses
 
 from deltaline_server.errors import Reason
+from deltaline_server.principal import ANONYMOUS
 from deltaline_server.tables.sequence_adapters import BASE
 
 TOKEN = b"0123456789abcdef"
@@ -49,6 +50,17 @@ def test_what_is_not_opened_binds_nothing(adapter_slots: int, count: int, name: 
         rig.open(count, name)
     assert rig.table.num_open == 0 and rig.registry.bound() == {}
     rig.table.check_integrity()
+
+
+def test_a_name_is_looked_up_without_a_trace() -> None:
+    rig = make_rig("1", "2")
+    named = rig.table.adapters.content_hash
+    assert [named(name, ANONYMOUS) for name in ("", "1", "2")] == [b"", b"1", b"2"]
+    assert rig.registry.bound() == {} and [one.name for one in rig.registry.describe()] == ["1", "2"]
+    with refuses(Reason.ADAPTER_UNKNOWN):
+        named("x", ANONYMOUS)
+    with refuses(Reason.ADAPTERS_OFF):
+        make_rig(adapter_slots=0).table.adapters.content_hash("1", ANONYMOUS)
 
 
 def test_an_open_token_is_for_one_adapter_and_for_one_content() -> None:

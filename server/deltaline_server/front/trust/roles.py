@@ -37,6 +37,7 @@ ROLES: Mapping[str, frozenset[Role] | None] = {
     "/deltaline.v1.StateService/ForkSequences": _STEP,
     "/deltaline.v1.StateService/CreateSnapshots": _STEP,
     "/deltaline.v1.StateService/RestoreSequences": _STEP,
+    "/deltaline.v1.StateService/FindSnapshots": _STEP,
     "/deltaline.v1.StateService/ListSnapshots": _STEP,
     "/deltaline.v1.StateService/RenewSnapshots": _STEP,
     "/deltaline.v1.StateService/ReleaseSnapshots": _STEP,

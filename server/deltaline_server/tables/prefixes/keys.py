@@ -38,16 +38,16 @@ class PrefixKeys:
             raise _invalid("prompt_tokens", f"expected 1 .. {MAX_TOKENS}, got {prompt_tokens}")
         if not len(keys) == len(positions) <= MAX_KEYS:
             expected = f"expected one for each position, {MAX_KEYS} at most"
-            raise _invalid("keys", f"{expected}; got {len(keys)} keys, {len(positions)} positions")
+            raise _invalid("key", f"{expected}; got {len(keys)} keys, {len(positions)} positions")
         lengths = np.fromiter(map(len, keys), dtype=np.int64, count=len(keys))
         for i in np.flatnonzero((lengths < MIN_KEY_BYTES) | (lengths > MAX_KEY_BYTES)).tolist():
             expected = f"expected {MIN_KEY_BYTES} .. {MAX_KEY_BYTES} bytes each"
-            raise _invalid("keys", f"{expected}, got {lengths[i]} in key {i}")
+            raise _invalid("key", f"{expected}, got {lengths[i]} in key {i}")
         before = 0
         for i, position in enumerate(positions):
             if not before < position <= prompt_tokens:
                 expected = f"expected {before + 1} .. {prompt_tokens}, behind the one before and within the prompt"
-                raise _invalid("positions", f"{expected}; got {position} of key {i}")
+                raise _invalid("position", f"{expected}; got {position} of key {i}")
             before = position
         words = np.empty((len(keys), _WORDS), dtype=np.uint32)
         at = np.array(positions, dtype=np.int64)
