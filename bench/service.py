@@ -8,6 +8,8 @@
   soak        decode rows for a long time: memory stays flat
   floods      decode steps of a principal while another's calls are refused, many at a time, by two front ends
   forks       a fork and the children's first decode, beside a plain decode
+  waypoints   a prefill that leaves states on its way, beside one that leaves none
+  hits        the first output of a prompt of which most is stored, beside one of which nothing is
   tls         what TLS adds to a decode step, beside what it adds to a bare echo; of the size cpu
 
 Each figure says who saw it: "raw" sends bytes that were made before the clock started, "client" is the Python client.
@@ -33,7 +35,19 @@ import numpy as np
 import torch
 
 from deltaline_bench.device import name_device, provenance
-from deltaline_bench.service import decode, floods, forks, mixed, prefill, pretending, soak, steady, throughput, tls
+from deltaline_bench.service import (
+    decode,
+    floods,
+    forks,
+    mixed,
+    prefill,
+    pretending,
+    reuse,
+    soak,
+    steady,
+    throughput,
+    tls,
+)
 from deltaline_bench.service.figure import Bar, Figure, missed, to_json, write_table
 from deltaline_bench.service.host import Host, HostError, running
 from deltaline_bench.service.size import SIZES, Size
@@ -43,7 +57,7 @@ Measure = Callable[[Host], Awaitable[list[Figure]]]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARTS: Mapping[str, Measure] = {
     part.PART: part.measure for part in (decode, throughput, prefill, mixed, steady, soak, floods, forks, tls)
-}
+} | {reuse.WAYPOINTS: reuse.measure_waypoints, reuse.HITS: reuse.measure_hits}
 
 
 async def run(

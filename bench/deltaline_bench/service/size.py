@@ -44,6 +44,8 @@ class Size:
     soak_s: float
     flood_s: float
     fork_rounds: int
+    reuse_tokens: int
+    reuse_rounds: int
     parts: tuple[str, ...] = ("decode", "throughput", "prefill", "mixed", "steady", "soak")
     scope: str = "block"
     ways: tuple[Literal["unary", "stream"], ...] = ("stream",)
@@ -126,6 +128,8 @@ H200 = Size(
     soak_s=600.0,
     flood_s=10.0,
     fork_rounds=200,
+    reuse_tokens=8_192,
+    reuse_rounds=20,
     parts=("decode", "throughput", "prefill", "mixed", "steady", "soak", "floods"),
 )
 # Layers of a model of 27 billion parameters: a quarter of one, and four of its linear ones alone.
@@ -138,9 +142,9 @@ REUSE = replace(
     attention_every=4,
     value_heads=48,
     clients=2,
-    parts=("forks",),
+    parts=("forks", "hits"),
 )
-LINEAR = replace(REUSE, name="linear", layers=4, attention_every=0, parts=("forks",))
+LINEAR = replace(REUSE, name="linear", layers=4, attention_every=0, parts=("forks", "waypoints"))
 SMALL = Size(
     name="small",
     is_judged=False,
@@ -168,7 +172,9 @@ SMALL = Size(
     soak_s=2.0,
     flood_s=4.0,
     fork_rounds=20,
-    parts=("decode", "throughput", "prefill", "mixed", "steady", "soak", "forks"),
+    reuse_tokens=2_048,
+    reuse_rounds=5,
+    parts=("decode", "throughput", "prefill", "mixed", "steady", "soak", "forks", "waypoints", "hits"),
 )
 CPU = replace(
     SMALL,
