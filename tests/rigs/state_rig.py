@@ -30,6 +30,7 @@ from deltaline_server.snapshots.states import States
 from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
+from deltaline_server.tables.captured.waypoints import WaypointTable
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
@@ -242,12 +243,14 @@ class StateRig:
         )
         if self.pages is not None:
             self.pages.make_room = self.snapshots.make_room_for_pages
+        self.waypoints = WaypointTable(self.table, capture, self.snapshots)
         self.scheduler = Scheduler(
             table=self.table,
             engine=self.engine,
             limits=make_limits(max_draft_tokens=MAX_DRAFT),
             observer=Counts(),
             clock=lambda: self.now,
+            waypoints=self.waypoints,
         )
         self.states = States(table=self.table, capture=capture, snapshots=self.snapshots, scheduler=self.scheduler)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.tables.captured.capture import NO_SLOTS, Capture, Needs
@@ -91,6 +93,8 @@ class SnapshotTable:
         self._held: OrderedDict[bytes, _Snapshot] = OrderedDict()
         self._index = PrefixIndex(self._limit, secrets.token_bytes(32))
         self._ended: OrderedDict[bytes, tuple[int, SnapshotState]] = OrderedDict()
+        self.under_way: set[CapturedState] = set()
+        """States that are no snapshots yet (waypoints.py)."""
         self.num_of: defaultdict[int, int] = defaultdict(int)
         """Snapshots that are held, by their owner's number."""
         self.num_evicted = self.num_expired = 0
@@ -118,8 +122,7 @@ class SnapshotTable:
         """
         lease_s = self._table.checked_lease(lease_s)
         named = [PrefixKeys.one(key, at.position) for key, at in zip(keys or [b""] * len(slots), progress, strict=True)]
-        if principal.quotas is not None:
-            principal.quotas.check("snapshots", self.num_of[principal.number], len(slots))
+        self._check_quota(principal, len(slots))
         self._make_room(self._capture.needs(slots, progress), slots, len(slots))
         states = self._capture.capture(slots, progress)
         ids = [self._add(*one, principal, lease_s, is_pinned) for one in zip(states, named, strict=True)]
@@ -181,6 +184,27 @@ class SnapshotTable:
         """Let unpinned snapshots give way until so many more pages are free, or none that has pages is left."""
         self._give_way(self._victims(Needs(pages=num_pages), 0, NO_SLOTS, frozenset())[0])
 
+    # -- waypoints -------------------------------------------------------------------------------------------------
+
+    def make_room_under_way(self, needs: Needs, slot: int, principal: Principal, num_under_way: int) -> None:
+        """Let unpinned snapshots give way until what a state of a slot needs is there, which is to be a principal's
+        snapshot; num_under_way: of those that it has already. Raises RequestError as `create` does; then none has."""
+        self._check_quota(principal, needs.lines, num_under_way)
+        self._make_room(needs, np.array([slot]), len(self.under_way) + needs.lines)
+
+    def adopt(
+        self, state: CapturedState, key: PrefixKeys | None, principal: Principal, lease_s: float | None, is_pinned: bool
+    ) -> bytes:
+        """Let a captured state be a snapshot from now on; returns its id. Raises RequestError NO_SNAPSHOT_LINES or
+        QUOTA_EXCEEDED where there are too many; then the state is the caller's still."""
+        self._check_quota(principal, 1)
+        self._make_room(Needs(), num_snapshots=1)
+        return self._add(state, key, principal, self._table.checked_lease(lease_s), is_pinned)
+
+    def _check_quota(self, principal: Principal, count: int, num_under_way: int = 0) -> None:
+        if principal.quotas is not None:
+            principal.quotas.check("snapshots", self.num_of[principal.number] + num_under_way, count)
+
     # -- what owners do --------------------------------------------------------------------------------------------
 
     def describe(self, principal: Principal) -> list[SnapshotDescription]:
@@ -226,7 +250,7 @@ class SnapshotTable:
     def check_integrity(self) -> None:
         """Raise ValueError unless snapshots, captured states and counts agree."""
         self._table.check_integrity()
-        if {one.state for one in self._held.values()} != self._table.captured:
+        if {one.state for one in self._held.values()} | self.under_way != self._table.captured:
             raise ValueError("snapshot table: snapshots and captured states disagree")
         counts: defaultdict[int, int] = defaultdict(int)
         for one in self._held.values():
