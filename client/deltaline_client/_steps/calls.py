@@ -114,7 +114,8 @@ def prefill_one(
     More tokens than one request may carry are streamed as several steps, a few of them in flight at once. waypoints:
     where states are left on the way; `sequence.waypoints` tells what became of each place. A place that is not a
     multiple of ServerInfo.waypoint_tokens behind the prefill's first token, or behind another such place, costs a step
-    that ends there. Raises InvalidWaypoint where the server leaves none.
+    that ends there; of several spans, each prefilled whole, such a place is left at the end only. Raises
+    InvalidWaypoint where the server leaves none.
     """
     limits = yield from info(sequence._client)
     batch = Batch.of_rows([Row.prefill(sequence, hidden)], limits, output, options.get("span", 0))
