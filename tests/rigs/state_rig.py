@@ -190,6 +190,7 @@ class StateRig:
         pages: int,
         spans: Sequence[range] | None = None,
         references: int,
+        chunk_tokens: int = 64,
     ) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps(config))
@@ -247,7 +248,7 @@ class StateRig:
         self.scheduler = Scheduler(
             table=self.table,
             engine=self.engine,
-            limits=make_limits(max_draft_tokens=MAX_DRAFT),
+            limits=make_limits(max_draft_tokens=MAX_DRAFT, chunk_tokens=chunk_tokens),
             observer=Counts(),
             clock=lambda: self.now,
             waypoints=self.waypoints,
