@@ -20,6 +20,7 @@ from rigs.limits import make_limits
 from rigs.scheduler_rig import Counts
 
 from deltaline_kernels import Rows
+from deltaline_kernels.rows import WAYPOINT_TOKENS
 from deltaline_server.engine.executor import CpuExecutor
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
@@ -45,7 +46,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """What a sequence did in a batch: its row there, how far it was, and the outputs. step: 0 where it is inherited."""
+    """What a sequence did in a batch: its row there, how far it was, and the outputs.
+
+    step: 0 where it is inherited. stop: tokens of the row at a waypoint where the sequence stopped, 0 for its end.
+    """
 
     batch: StepBatch
     row: int
@@ -54,6 +58,7 @@ class Entry:
     replayed: int
     position: int
     output: Array
+    stop: int = 0
 
 
 class Reference:
@@ -67,8 +72,8 @@ class Reference:
             width = pool.page_table.shape[1]
             pool.page_table[line] = torch.arange(1, width + 1) + (line - 1) * width
 
-    def run(self, batch: StepBatch, row: int, committed: int, replayed: int, position: int) -> Array:
-        """The outputs of a batch's row, beside which the others are padding."""
+    def run(self, batch: StepBatch, row: int, committed: int, replayed: int, position: int, stop: int = 0) -> Array:
+        """The outputs of a batch's row, beside which the others are padding. It goes on behind `stop` tokens of it."""
         span, control = batch.span, batch.control.copy()
         control[1:3, :-1], control[3:7, :-1] = -1, 0
         read = self._line if self._has_begun[span] else 0
@@ -76,10 +81,18 @@ class Reference:
         self._has_begun[span] = True
         self._half[span] ^= not committed
         longest = int(np.diff(control[0]).max())
-        rows = Rows(torch.from_numpy(control), batch.num_short, MAX_DRAFT, longest)
+        waypoints, beside = None, self._pool.num_lines
+        if stop:
+            waypoints = torch.full((batch.num_tokens // WAYPOINT_TOKENS + len(control[0]) - 1,), -1, dtype=torch.int32)
+            waypoints[control[0, row] // WAYPOINT_TOKENS + row + stop // WAYPOINT_TOKENS - 1] = beside
+        rows = Rows(torch.from_numpy(control), batch.num_short, MAX_DRAFT, longest, waypoints=waypoints)
         hidden = torch.from_numpy(np.concatenate(batch.hidden))
         with torch.inference_mode():
             output = self._model.forward(span, hidden, rows, self._pool)
+            for layer in self._model.spans[span] if stop else ():
+                state = self._pool.layers[layer]
+                for tensor in state.tensors if isinstance(state, LayerState) else ():
+                    tensor[self._line] = tensor[beside]
         made: Array = output[control[0, row] : control[0, row + 1]].numpy()
         return made
 
@@ -190,6 +203,7 @@ class StateRig:
         pages: int,
         spans: Sequence[range] | None = None,
         references: int,
+        chunk_tokens: int = 64,
     ) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps(config))
@@ -200,7 +214,8 @@ class StateRig:
         self.pool = self.model.make_pool(
             StateOptions(slots, MAX_DRAFT, page_size=PAGE_SIZE, snapshot_lines=snapshot_lines)
         )
-        self._reference_pool = self.model.make_pool(StateOptions(references, MAX_DRAFT, page_size=PAGE_SIZE))
+        # The last line is where references stop on their way.
+        self._reference_pool = self.model.make_pool(StateOptions(references + 1, MAX_DRAFT, page_size=PAGE_SIZE))
         self._reference_lines = list(range(references, 0, -1))
         self.engine = InlineEngine(self.model, self.pool, self._batch)
         self.pages = None
@@ -247,7 +262,7 @@ class StateRig:
         self.scheduler = Scheduler(
             table=self.table,
             engine=self.engine,
-            limits=make_limits(max_draft_tokens=MAX_DRAFT),
+            limits=make_limits(max_draft_tokens=MAX_DRAFT, chunk_tokens=chunk_tokens),
             observer=Counts(),
             clock=lambda: self.now,
             waypoints=self.waypoints,
@@ -259,7 +274,7 @@ class StateRig:
         line = self._reference_lines.pop()
         made = Reference(self.model, self._reference_pool, line)
         for entry in history:
-            again = made.run(entry.batch, entry.row, entry.committed, entry.replayed, entry.position)
+            again = made.run(entry.batch, entry.row, entry.committed, entry.replayed, entry.position, entry.stop)
             np.testing.assert_array_equal(again, entry.output)
         return line, made
 

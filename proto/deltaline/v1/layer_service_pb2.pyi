@@ -795,7 +795,9 @@ class StepResponse(_message.Message):
 
     @_builtins.property
     def waypoints(self) -> _containers.RepeatedCompositeFieldContainer[_prefix_pb2.Waypoint]:
-        """What became of each place that rows which ran were to leave a state at, in the order of rows and places."""
+        """What became of each place where rows that ran were to leave a state, in the order of rows and places. A place to which
+        another span has yet to come is in that span's reply.
+        """
 
     def __init__(
         self,
