@@ -127,6 +127,11 @@ def test_a_prefill_tells_what_became_of_its_places(driven: Any, server: Any) -> 
     assert len(sequence.waypoints) == 5, "of the last prefill that named some"
     driven.do(sequence.prefill(hidden[:5], waypoints=Waypoints(tokens=(500, 900))))
     assert sequence.waypoints == () and sequence.position == 510
+    driven.do(sequence.prefill(hidden[:200], waypoints=Waypoints(tokens=(400, 574, 600))))
+    assert [one.position for one in sequence.waypoints] == [574, 600]
+    last = server.requests["Step"][-2:]
+    assert [list(step.waypoints[0].tokens) if step.waypoints else [] for step in last] == [[64], []]
+    assert last[0].waypoints[0].at_end
 
 
 def test_what_has_no_room_is_told(driven: Any, server: Any) -> None:
