@@ -12,9 +12,11 @@ from deltaline_server.errors import RequestError
 from deltaline_server.scheduling.pending import PendingStep
 from deltaline_server.scheduling.queue import Queue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
-from deltaline_server.step import LeftWaypoint
+from deltaline_server.step import LeftWaypoint, RowWaypoints
 from deltaline_server.tables.captured.waypoints import WaypointTable
 from deltaline_server.tables.ledger import Slots
+
+NOWHERE = RowWaypoints(())
 
 
 class Waypoints:
@@ -37,15 +39,15 @@ class Waypoints:
         """Lines for the places within the chunks of a batch behind its short rows, as StepBatch.waypoints."""
         entries: list[tuple[int, int, int]] = []
         for number, rows in enumerate(long, num_short):
-            pending = rows.pending
+            pending, begin = rows.pending, rows.cursor
             if not pending.left or not len(rows.index):
                 continue
             (row,), (slot,) = pending.admission.rows[rows.index].tolist(), rows.slots.tolist()
-            asked, begin = pending.form.waypoints.get(row), rows.cursor
-            for tokens in asked.within(begin, begin + rows.num_tokens) if asked else ():
+            asked = pending.form.waypoints.get(row, NOWHERE)
+            for tokens in asked.within(begin, begin + rows.num_tokens):
                 position = int(pending.request.position[row]) + tokens
                 try:
-                    line = self.table.take(pending.span, slot, position, pending.request.principal)
+                    line = self.table.take(pending.span, slot, position, pending.request.principal, asked.is_pinned)
                     entries.append((number, tokens - begin, line))
                 except RequestError as error:
                     pending.left[row].append(LeftWaypoint(position, skipped=error.refusal.reason.name))

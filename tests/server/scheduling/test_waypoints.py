@@ -67,7 +67,7 @@ async def test_a_place_is_gone_on_from_like_a_sequence_that_ended_there(first: i
     step = (parent, PREFILL, 1 + (first > 0), first, -1, tokens(200, 1 + first))
     result = await rig.step(step, **named(64, 128, 192, at_end=True, is_pinned=True, lease_s=30.0))
     assert left(result) == [(first + at, "") for at in (64, 128, 192, 200)]
-    for one in rig.states.describe(ANONYMOUS):
+    for one in rig.states.describe(ANONYMOUS)[0]:
         assert (one.is_pinned, one.lease_s) == (True, 30.0)
     for place, id in zip((64, 128, 192, 200), ids(result), strict=True):
         (child,) = rig.restore(id)
@@ -175,7 +175,7 @@ async def test_where_there_is_no_line_the_place_is_skipped_and_nothing_else_chan
     result = await rig.step((parent, PREFILL, 2, 10, -1, tokens(200)), **named(64, 128, at_end=True))
     assert left(result) == [(74, ""), (138, NO_LINES), (210, "")]  # the end takes the place of the first
     assert outputs(result)[-1] == checksum([*tokens(10), *tokens(200)])
-    held = {one.id for one in rig.states.describe(ANONYMOUS)}
+    held = {one.id for one in rig.states.describe(ANONYMOUS)[0]}
     assert held == {old.id, pinned.id, ids(result)[-1]} or held == {pinned.id, ids(result)[-1]}
 
 
@@ -208,7 +208,7 @@ async def test_quotas_hold() -> None:
     step = (parent, PREFILL, 1, 0, -1, tokens(250))
     result = await rig.step(step, principal=principal, **named(64, 128, 192, at_end=True))
     assert left(result) == [(64, ""), (128, ""), (192, "QUOTA_EXCEEDED"), (250, "QUOTA_EXCEEDED")]
-    assert rig.states.describe(ANONYMOUS) == [] and len(rig.states.describe(principal)) == 2
+    assert rig.states.describe(ANONYMOUS)[0] == [] and len(rig.states.describe(principal)[0]) == 2
 
 
 @pytest.mark.parametrize("failure", ["fails", "not finite", "later chunk"])
@@ -276,7 +276,7 @@ async def test_other_sequences_are_told_nothing_of_states_under_way() -> None:
     (parent,) = rig.open()
     step = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(200)), **named(64)))
     await turns()
-    assert rig.waypoints.has_any and rig.states.describe(ANONYMOUS) == [] and rig.snapshots.num_held == 0
+    assert rig.waypoints.has_any and rig.states.describe(ANONYMOUS)[0] == [] and rig.snapshots.num_held == 0
     rig.states.check_integrity()
     rig.waypoints.check_integrity()
     rig.engine.release()

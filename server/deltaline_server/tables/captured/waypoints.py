@@ -53,7 +53,7 @@ class WaypointTable:
 
     # -- places within chunks --------------------------------------------------------------------------------------
 
-    def take(self, span: int, slot: int, position: int, principal: Principal) -> int:
+    def take(self, span: int, slot: int, position: int, principal: Principal, is_pinned: bool) -> int:
         """The line for what a slot's layers of a span are at a position, within a chunk of the batch that is formed.
 
         Raises RequestError NO_SNAPSHOT_LINES, PAGES_EXHAUSTED, QUOTA_EXCEEDED or SPANS_UNEVEN; then there will be none.
@@ -65,7 +65,8 @@ class WaypointTable:
         is_cut = is_last and table.pages is not None and table.pages.is_cut(position)
         try:
             needs = Needs(way is None, self._num_copies + is_cut)
-            self._snapshots.make_room_under_way(needs, slot, principal, self._num_of[principal.number])
+            num_under_way = self._num_of[principal.number]
+            self._snapshots.make_room_under_way(needs, slot, principal, is_pinned, num_under_way)
         except RequestError:
             if way is not None:
                 self._drop(way)
@@ -101,7 +102,7 @@ class WaypointTable:
         self._forget(way)
         try:
             key = PrefixKeys.one(asked.keys.get(position, b""), position)
-            id = self._snapshots.adopt(way.state, key, way.owner, asked.lease_s, asked.is_pinned)
+            id = self._snapshots.adopt(slot, way.state, key, way.owner, asked.lease_s, asked.is_pinned)
         except RequestError as error:
             self._capture.release(way.state)
             return LeftWaypoint(position, b"", error.refusal.reason.name)
