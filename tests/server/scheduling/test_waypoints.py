@@ -11,7 +11,7 @@ from rigs.scheduler_rig import DECODE, PREFILL, Rig, checksum, outputs, reason, 
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS, Principal, Quotas
 from deltaline_server.step import LeftWaypoint, RowOutcome, RowWaypoints, StepResult
-from deltaline_server.tables.captured.snapshots import SnapshotState
+from deltaline_server.tables.captured.snapshot import SnapshotState
 
 NO_LINES = Reason.NO_SNAPSHOT_LINES.name
 
