@@ -125,8 +125,6 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
         )
-        if table.pages is not None:
-            table.pages.make_room = snapshots.make_room_for_pages
         scheduler = Scheduler(
             table=table,
             engine=engine,

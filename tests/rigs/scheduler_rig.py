@@ -40,7 +40,8 @@ from deltaline_server.step import (
 from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 from deltaline_server.tables.captured.capture import Capture
-from deltaline_server.tables.captured.snapshots import SnapshotDescription, SnapshotTable
+from deltaline_server.tables.captured.snapshot import SnapshotDescription
+from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.captured.state import CapturedState
 from deltaline_server.tables.captured.waypoints import WaypointTable
 from deltaline_server.tables.kept_replies import KeptReplies
@@ -327,8 +328,6 @@ class Rig:
             waypoints=self.waypoints,
         )
         self.states = States(table=self.table, capture=self.capture, snapshots=self.snapshots, scheduler=self.scheduler)
-        if self.pages is not None:
-            self.pages.make_room = self.snapshots.make_room_for_pages
         self.adapter_slots.on_copied = self.scheduler.adapter_wait.copied
 
     def zero(self, lines: NDArray[np.int64]) -> None:
@@ -420,7 +419,7 @@ class Rig:
     async def step(self, *rows: tuple[int, RowKind, int, int, int, list[float]], **changes: Any) -> StepResult:
         result = await self.submit(self.request(*rows, **changes))
         self.scheduler.settle()  # what happens soon behind the answer
-        self.states.check_integrity()
+        self.table.check_integrity()
         self.waypoints.check_integrity()
         return result
 

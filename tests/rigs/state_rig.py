@@ -256,8 +256,6 @@ class StateRig:
             clock=lambda: self.now,
             wall_clock=lambda: self.now,
         )
-        if self.pages is not None:
-            self.pages.make_room = self.snapshots.make_room_for_pages
         self.waypoints = WaypointTable(self.table, capture, self.snapshots)
         self.scheduler = Scheduler(
             table=self.table,

@@ -372,7 +372,7 @@ class Scheduler:
         table.ledger.finish(span, pending.admission, index)
         if pending.left:
             self._waypoints.done(pending, index, slots)
-        if self._waypoints.table.has_any:
+        if self._waypoints.table.of_slot:
             self._waypoints.table.pass_by(span, slots)
         rows = pending.admission.rows[index]
         made = pending.request, pending.outputs, pending.output_start, pending.position

@@ -8,13 +8,15 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.errors import RequestError
+from deltaline_server.errors import Reason, RequestError
 from deltaline_server.scheduling.pending import PendingStep
 from deltaline_server.scheduling.queue import Queue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
-from deltaline_server.step import LeftWaypoint
+from deltaline_server.step import LeftWaypoint, RowWaypoints
 from deltaline_server.tables.captured.waypoints import WaypointTable
 from deltaline_server.tables.ledger import Slots
+
+NOWHERE = RowWaypoints(())
 
 
 class Waypoints:
@@ -37,18 +39,22 @@ class Waypoints:
         """Lines for the places within the chunks of a batch behind its short rows, as StepBatch.waypoints."""
         entries: list[tuple[int, int, int]] = []
         for number, rows in enumerate(long, num_short):
-            pending = rows.pending
+            pending, begin = rows.pending, rows.cursor
             if not pending.left or not len(rows.index):
                 continue
             (row,), (slot,) = pending.admission.rows[rows.index].tolist(), rows.slots.tolist()
-            asked, begin = pending.form.waypoints.get(row), rows.cursor
-            for tokens in asked.within(begin, begin + rows.num_tokens) if asked else ():
+            asked = pending.form.waypoints.get(row, NOWHERE)
+            reason = None
+            for tokens in asked.within(begin, begin + rows.num_tokens):
                 position = int(pending.request.position[row]) + tokens
                 try:
-                    line = self.table.take(pending.span, slot, position, pending.request.principal)
-                    entries.append((number, tokens - begin, line))
+                    if reason is not Reason.NO_SNAPSHOT_LINES:  # there are no more for those behind it
+                        line = self.table.take(pending.span, slot, position, pending.request.principal, asked.is_pinned)
+                        entries.append((number, tokens - begin, line))
+                        continue
                 except RequestError as error:
-                    pending.left[row].append(LeftWaypoint(position, skipped=error.refusal.reason.name))
+                    reason = error.refusal.reason
+                pending.left[row].append(LeftWaypoint(position, skipped=reason.name))
         return np.array(entries, dtype=np.int32).T if entries else None
 
     def done(self, pending: PendingStep, index: NDArray[np.int64], slots: Slots) -> None:

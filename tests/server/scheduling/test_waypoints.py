@@ -11,7 +11,7 @@ from rigs.scheduler_rig import DECODE, PREFILL, Rig, checksum, outputs, reason, 
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS, Principal, Quotas
 from deltaline_server.step import LeftWaypoint, RowOutcome, RowWaypoints, StepResult
-from deltaline_server.tables.captured.snapshots import SnapshotState
+from deltaline_server.tables.captured.snapshot import SnapshotState
 
 NO_LINES = Reason.NO_SNAPSHOT_LINES.name
 
@@ -67,7 +67,7 @@ async def test_a_place_is_gone_on_from_like_a_sequence_that_ended_there(first: i
     step = (parent, PREFILL, 1 + (first > 0), first, -1, tokens(200, 1 + first))
     result = await rig.step(step, **named(64, 128, 192, at_end=True, is_pinned=True, lease_s=30.0))
     assert left(result) == [(first + at, "") for at in (64, 128, 192, 200)]
-    for one in rig.states.describe(ANONYMOUS):
+    for one in rig.states.describe(ANONYMOUS)[0]:
         assert (one.is_pinned, one.lease_s) == (True, 30.0)
     for place, id in zip((64, 128, 192, 200), ids(result), strict=True):
         (child,) = rig.restore(id)
@@ -175,7 +175,7 @@ async def test_where_there_is_no_line_the_place_is_skipped_and_nothing_else_chan
     result = await rig.step((parent, PREFILL, 2, 10, -1, tokens(200)), **named(64, 128, at_end=True))
     assert left(result) == [(74, ""), (138, NO_LINES), (210, "")]  # the end takes the place of the first
     assert outputs(result)[-1] == checksum([*tokens(10), *tokens(200)])
-    held = {one.id for one in rig.states.describe(ANONYMOUS)}
+    held = {one.id for one in rig.states.describe(ANONYMOUS)[0]}
     assert held == {old.id, pinned.id, ids(result)[-1]} or held == {pinned.id, ids(result)[-1]}
 
 
@@ -208,7 +208,7 @@ async def test_quotas_hold() -> None:
     step = (parent, PREFILL, 1, 0, -1, tokens(250))
     result = await rig.step(step, principal=principal, **named(64, 128, 192, at_end=True))
     assert left(result) == [(64, ""), (128, ""), (192, "QUOTA_EXCEEDED"), (250, "QUOTA_EXCEEDED")]
-    assert rig.states.describe(ANONYMOUS) == [] and len(rig.states.describe(principal)) == 2
+    assert rig.states.describe(ANONYMOUS)[0] == [] and len(rig.states.describe(principal)[0]) == 2
 
 
 @pytest.mark.parametrize("failure", ["fails", "not finite", "later chunk"])
@@ -223,7 +223,7 @@ async def test_a_step_that_fails_leaves_nothing(failure: str) -> None:
     result = await rig.step((parent, PREFILL, 1, 0, -1, row), **named(64, 128, at_end=True))
     assert reason(result) is Reason.STATE_POISONED and result.waypoints == []
     rig.engine.poison_token = None
-    assert all_is_back(rig) and not rig.waypoints.has_any
+    assert all_is_back(rig) and not rig.waypoints.of_slot
     assert left(await rig.step((other, PREFILL, 1, 0, -1, row), **named(64))) == [(64, "")]
     rig.close(parent, other)
 
@@ -255,7 +255,7 @@ async def test_steps_that_wait_are_refused_when_the_server_stops() -> None:
     assert left(results[0]) == [(64, ""), (100, "")]
     assert [reason(result) for result in results[1:]] == [Reason.STOPPING, Reason.PREDECESSOR_REFUSED]
     await rig.scheduler.drained()
-    assert not rig.waypoints.has_any
+    assert not rig.waypoints.of_slot
 
 
 async def test_a_sequence_that_is_closed_meanwhile_leaves_its_places_but_no_end() -> None:
@@ -276,11 +276,11 @@ async def test_other_sequences_are_told_nothing_of_states_under_way() -> None:
     (parent,) = rig.open()
     step = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(200)), **named(64)))
     await turns()
-    assert rig.waypoints.has_any and rig.states.describe(ANONYMOUS) == [] and rig.snapshots.num_held == 0
+    assert rig.waypoints.of_slot and rig.states.describe(ANONYMOUS)[0] == [] and rig.snapshots.num_held == 0
     rig.states.check_integrity()
     rig.waypoints.check_integrity()
     rig.engine.release()
-    assert len(ids(await step)) == 1 and not rig.waypoints.has_any
+    assert len(ids(await step)) == 1 and not rig.waypoints.of_slot
 
 
 # -- several spans ---------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ async def test_the_last_span_tells_of_a_state_of_all(paged_spans: tuple[int, ...
     (parent,) = rig.open()
     first, last = await both(rig, parent, tokens(150), places=[named(64, 128, at_end=True)] * 2)
     assert left(first) == [] and left(last) == [(64, ""), (128, ""), (150, "")]
-    assert rig.lines.num_frozen == 3 and not rig.waypoints.has_any
+    assert rig.lines.num_frozen == 3 and not rig.waypoints.of_slot
     for place, id in zip((64, 128, 150), ids(last), strict=True):
         (child,) = rig.restore(id)
         assert await decoded(rig, child, place, spans=2) == [checksum([*tokens(place), 9.0])] * 2
@@ -312,7 +312,7 @@ async def test_a_span_that_goes_by_gives_up_the_place() -> None:
     (parent,) = rig.open()
     first, last = await both(rig, parent, tokens(150), places=[named(64, 128), named(128)])
     assert left(first) == [] and left(last) == [(128, "")]
-    assert not rig.waypoints.has_any and rig.lines.num_frozen == 1
+    assert not rig.waypoints.of_slot and rig.lines.num_frozen == 1
     (other,) = rig.open()
     first, last = await both(rig, other, tokens(150), places=[{}, named(64, at_end=True)])
     assert left(last) == [(64, "SPANS_UNEVEN"), (150, "")]
@@ -332,7 +332,7 @@ async def test_what_is_under_way_ends_with_its_sequence(how: str) -> None:
     rig = make_rig(spans=2)
     (parent,) = rig.open()
     await rig.step((parent, PREFILL, 1, 0, -1, tokens(150)), **named(64, 128))
-    assert rig.waypoints.has_any and rig.lines.num_frozen == 2
+    assert rig.waypoints.of_slot and rig.lines.num_frozen == 2
     if how == "close":
         rig.close(parent)
     elif how == "expire":
@@ -345,7 +345,7 @@ async def test_what_is_under_way_ends_with_its_sequence(how: str) -> None:
     else:
         rig.engine.fail_next = True
         await rig.step((parent, PREFILL, 1, 0, -1, tokens(150)), span=1, **named(64, 128))
-    assert not rig.waypoints.has_any and all_is_back(rig)
+    assert not rig.waypoints.of_slot and all_is_back(rig)
 
 
 async def test_a_snapshot_between_the_spans_changes_nothing() -> None:

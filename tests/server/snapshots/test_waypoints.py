@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
-from rigs.state_rig import PAGE_SIZE, Array, StateRig
+from rigs.state_rig import PAGE_SIZE, Array, InlineEngine, StateRig
 
+from deltaline_server.engine import executor
 from deltaline_server.principal import ANONYMOUS
+from deltaline_server.scheduling.waypoints import Waypoints
 from deltaline_server.step import (
     OutputRows,
     RowKind,
@@ -20,6 +23,8 @@ from deltaline_server.step import (
     StepRequest,
     StepResult,
 )
+from deltaline_server.tables.captured.waypoints import WaypointTable
+from deltaline_server.tables.pages import PagePool
 
 MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
     "gated_delta_net": (GATED_DELTA_NET, None),
@@ -79,7 +84,10 @@ class World:
             request = StepRequest(form, np.array([number]), np.array([begin]), self.tokens[span][begin:end])
             done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
             self.rig.scheduler.submit(request, done.set_result)
-            results.append(await done)
+            while not done.done():
+                assert not self.rig.scheduler.has_failed
+                await asyncio.sleep(0)
+            results.append(done.result())
             assert not results[-1].refusals
             self.rig.scheduler.settle()
             self.rig.states.check_integrity()
@@ -142,3 +150,89 @@ async def test_a_place_within_a_chunk_is_that_of_one_at_its_end(name: str, tmp_p
     child = world.restored(last.waypoints[1][1].snapshot)
     expected = await world.continued(stopped, 2, 128)
     assert_equal(await world.continued(child, 1, 128), expected)
+
+
+def forget_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that a place cuts is not copied for it."""
+    monkeypatch.setattr(InlineEngine, "place_pages", lambda self, placed: None)
+
+
+def copy_before_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that a place cuts is copied before the device has written it."""
+    take = WaypointTable.take
+
+    def taken(self: WaypointTable, *place: Any) -> int:
+        line = take(self, *place)
+        self.share_pages()
+        return line
+
+    monkeypatch.setattr(WaypointTable, "take", taken)
+
+
+def share_a_page_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page that a place cuts goes on being written by the sequence."""
+    share = PagePool.share
+
+    def shared(self: PagePool, line: int, num_tokens: int) -> tuple[Any, int]:
+        pages, source = share(self, line, num_tokens)
+        if source:
+            pages = np.append(pages[:-1], np.int32(source))
+        return pages, 0
+
+    monkeypatch.setattr(PagePool, "share", shared)
+
+
+def write_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is not told of the lines."""
+    monkeypatch.setattr(executor, "fill_waypoints", lambda table, *_: table.fill(-1))
+
+
+def write_the_line_of_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two places in a chunk each has the other's line."""
+    take = Waypoints.take
+
+    def taken(self: Waypoints, *batch: Any) -> Any:
+        found = take(self, *batch)
+        if found is not None:
+            found[2] = found[2, ::-1].copy()
+        return found
+
+    monkeypatch.setattr(Waypoints, "take", taken)
+
+
+def give_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line is free again while it is under way."""
+    share_pages = WaypointTable.share_pages
+
+    def shared(self: WaypointTable) -> None:
+        share_pages(self)
+        for state in self._snapshots.under_way:
+            self._table.lines.release(state.read_line.tolist())
+
+    monkeypatch.setattr(WaypointTable, "share_pages", shared)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        forget_the_copy,
+        copy_before_the_batch,
+        share_a_page_too_many,
+        write_no_line,
+        write_the_line_of_another_place,
+        give_back_too_early,
+    ],
+)
+async def test_planted_bugs_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(monkeypatch)
+    world = World("hybrid", tmp_path, chunk_tokens=1024)
+    parent, stopped = world.open(), world.open()
+    with pytest.raises((AssertionError, ValueError)):
+        for handle in (parent, stopped):
+            await world.step(handle, 1, 0, 7)
+        [last] = await world.step(parent, 2, 7, LENGTH, waypoints={0: RowWaypoints((64, 128))})
+        await world.step(stopped, 2, 7, 71)
+        expected = await world.continued(stopped, 3, 71)
+        assert_equal(await world.continued(world.restored(last.waypoints[0][1].snapshot), 1, 71), expected)

@@ -41,38 +41,36 @@ class WaypointTable:
 
     def __init__(self, table: SequenceTable, capture: Capture, snapshots: SnapshotTable) -> None:
         self._table, self._capture, self._snapshots = table, capture, snapshots
-        self._of_slot: dict[int, dict[int, _Way]] = {}
+        self.of_slot: dict[int, dict[int, _Way]] = {}
+        """What is under way, by slot and position; changed here alone."""
         self._num_of: defaultdict[int, int] = defaultdict(int)
         # Those whose pages are to be shared behind the batch that is being formed, and the copies that takes.
         self._whole: list[_Way] = []
         self._num_copies = 0
 
-    @property
-    def has_any(self) -> bool:
-        return bool(self._of_slot)
-
     # -- places within chunks --------------------------------------------------------------------------------------
 
-    def take(self, span: int, slot: int, position: int, principal: Principal) -> int:
+    def take(self, span: int, slot: int, position: int, principal: Principal, is_pinned: bool) -> int:
         """The line for what a slot's layers of a span are at a position, within a chunk of the batch that is formed.
 
         Raises RequestError NO_SNAPSHOT_LINES, PAGES_EXHAUSTED, QUOTA_EXCEEDED or SPANS_UNEVEN; then there will be none.
         """
-        table, way = self._table, self._of_slot.get(slot, {}).get(position)
+        table, way = self._table, self.of_slot.get(slot, {}).get(position)
         if way is None and (np.delete(table.ledger.done.position[:, slot], span) >= position).any():
             raise RequestError(Reason.SPANS_UNEVEN, "another span has gone by, and left nothing here")
         is_last = len(way.taken if way else ()) == table.ledger.num_spans - 1
         is_cut = is_last and table.pages is not None and table.pages.is_cut(position)
         try:
             needs = Needs(way is None, self._num_copies + is_cut)
-            self._snapshots.make_room_under_way(needs, slot, principal, self._num_of[principal.number])
+            num_under_way = self._num_of[principal.number]
+            self._snapshots.make_room_under_way(needs, slot, principal, is_pinned, num_under_way)
         except RequestError:
             if way is not None:
                 self._drop(way)
             raise
         if way is None:
             way = _Way(slot, self._capture.leave(slot, position), principal)
-            self._of_slot.setdefault(slot, {})[position] = way
+            self.of_slot.setdefault(slot, {})[position] = way
             self._num_of[principal.number] += 1
             self._snapshots.under_way.add(way.state)
         way.taken.add(span)
@@ -92,7 +90,7 @@ class WaypointTable:
     def done(self, span: int, slot: int, position: int, asked: RowWaypoints) -> LeftWaypoint | None:
         """The step of a span is done for which a line was taken: what became of the place, None while other spans have
         yet to come to it."""
-        way = self._of_slot.get(slot, {}).get(position)
+        way = self.of_slot.get(slot, {}).get(position)
         if way is None or span not in way.taken:
             return LeftWaypoint(position, b"", Reason.SPANS_UNEVEN.name)
         way.done.add(span)
@@ -101,7 +99,7 @@ class WaypointTable:
         self._forget(way)
         try:
             key = PrefixKeys.one(asked.keys.get(position, b""), position)
-            id = self._snapshots.adopt(way.state, key, way.owner, asked.lease_s, asked.is_pinned)
+            id = self._snapshots.adopt(slot, way.state, key, way.owner, asked.lease_s, asked.is_pinned)
         except RequestError as error:
             self._capture.release(way.state)
             return LeftWaypoint(position, b"", error.refusal.reason.name)
@@ -109,14 +107,14 @@ class WaypointTable:
 
     def pass_by(self, span: int, slots: Slots) -> None:
         """Steps of slots are done on a span: what was under way where it has gone by is given up."""
-        for slot in slots.tolist():
-            for position, way in list(self._of_slot.get(slot, {}).items()):
+        for slot in self.of_slot.keys() & slots.tolist():
+            for position, way in list(self.of_slot[slot].items()):
                 if span not in way.taken and position <= self._table.ledger.done.position[span, slot]:
                     self._drop(way)
 
     def drop(self, slot: int) -> None:
         """The sequence in a slot is over, or its state can't be trusted: nothing of it is under way any more."""
-        for way in list(self._of_slot.get(slot, {}).values()):
+        for way in list(self.of_slot.get(slot, {}).values()):
             self._drop(way)
 
     # -- behind a step ---------------------------------------------------------------------------------------------
@@ -147,12 +145,12 @@ class WaypointTable:
 
     def check_integrity(self) -> None:
         """Raise ValueError unless what is under way agrees with who counts it."""
-        ways = [(slot, position, way) for slot, by in self._of_slot.items() for position, way in by.items()]
+        ways = [(slot, position, way) for slot, by in self.of_slot.items() for position, way in by.items()]
         if any((way.slot, way.state.position) != (slot, position) for slot, position, way in ways):
             raise ValueError("waypoint table: a state is under way elsewhere")
         if {way.state for _, _, way in ways} != self._snapshots.under_way or self._whole:
             raise ValueError("waypoint table: what is under way and what is counted disagree")
-        if sum(self._num_of.values()) != len(ways) or not all(self._of_slot.values()):
+        if sum(self._num_of.values()) != len(ways) or not all(self.of_slot.values()):
             raise ValueError("waypoint table: principals and their counts disagree")
 
     def _drop(self, way: _Way) -> None:
@@ -160,9 +158,9 @@ class WaypointTable:
         self._capture.release(way.state)
 
     def _forget(self, way: _Way) -> None:
-        of_slot = self._of_slot[way.slot]
+        of_slot = self.of_slot[way.slot]
         del of_slot[way.state.position]
         if not of_slot:
-            del self._of_slot[way.slot]
+            del self.of_slot[way.slot]
         self._num_of[way.owner.number] -= 1
         self._snapshots.under_way.remove(way.state)
