@@ -15,7 +15,8 @@ from deltaline_client import Client, Snapshot, SnapshotState
 
 _ABOUT = """\
 Snapshots of sequences: states that a server holds, from which any number of sequences may go on. They are of whoever
-made them, so this sees those of the principal that calls (--token-file), and of no other.
+made them, so this sees those of the principal that calls (--token-file), and of no other. Prefills leave them on their
+way, and opens that are given a prompt's keys begin with them.
 
   deltaline snapshots list                 what there is, the oldest first
   deltaline snapshots show 1f3a            one of them, by the beginning of its id

@@ -39,6 +39,7 @@ from deltaline_client._exceptions import (
     InvalidRequest,
     InvalidSharedMemory,
     InvalidTensor,
+    InvalidWaypoint,
     MessageTooLarge,
     NoFreeLines,
     NonFiniteInput,
@@ -84,7 +85,7 @@ from deltaline_client._exceptions import (
     UploadTimeout,
     VerifyPending,
 )
-from deltaline_client._prefixes import Prefix, PrefixMatch, PrefixMiss, Reuse, Tier
+from deltaline_client._prefixes import Prefix, PrefixMatch, PrefixMiss, Reuse, Tier, Waypoint, Waypoints
 from deltaline_client._snapshots.snapshot import SnapshotState
 from deltaline_client._steps.rows import Row, RowResult, StepError, StepResult
 from deltaline_client._transport.retry import Retry
@@ -137,6 +138,7 @@ __all__ = [
     "InvalidRequest",
     "InvalidSharedMemory",
     "InvalidTensor",
+    "InvalidWaypoint",
     "LayerSpan",
     "LoadedAdapter",
     "MessageTooLarge",
@@ -207,4 +209,6 @@ __all__ = [
     "UnknownSpan",
     "UploadTimeout",
     "VerifyPending",
+    "Waypoint",
+    "Waypoints",
 ]

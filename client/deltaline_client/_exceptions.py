@@ -20,6 +20,7 @@ DeltalineError
 │   ├── MessageTooLarge
 │   ├── InvalidAdapter
 │   ├── AdapterUnknown
+│   ├── InvalidWaypoint
 │   └── InvalidSharedMemory
 ├── CapacityError            the server is full: nothing ran, later it may
 │   ├── QueueDeadline
@@ -168,6 +169,10 @@ class InvalidAdapter(RequestError, reason="INVALID_ADAPTER"):
 
 class AdapterUnknown(RequestError, reason="ADAPTER_UNKNOWN"):
     """No adapter has this name (any more)."""
+
+
+class InvalidWaypoint(RequestError, reason="INVALID_WAYPOINT"):
+    """A prefill can't leave a state where it was asked to."""
 
 
 class InvalidSharedMemory(RequestError, reason="INVALID_SHARED_MEMORY"):

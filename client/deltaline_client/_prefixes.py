@@ -1,4 +1,4 @@
-"""Prompts' keys, and what a server has stored of a prompt. Frozen values."""
+"""Prompts' keys, what a server has stored of a prompt, and what a prefill leaves there. Frozen values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from deltaline.v1 import prefix_pb2
 from deltaline_client._exceptions import ProtocolError
+from deltaline_client._seconds import milliseconds
 
 Reuse = Literal["always", "if_cheaper"]
 """When an open begins with a state that is found: with the deepest one, or with what is there soonest."""
@@ -139,3 +140,53 @@ class PrefixMatch:
             miss=PrefixMiss(message.miss) if message.miss else None,
             shared_position=message.shared_position,
         )
+
+
+@dataclass(frozen=True)
+class Waypoints:
+    """Where a prefill leaves its sequence's state on its way, as snapshots; counted in tokens of the whole sequence.
+
+    tokens: positions, increasing; every: each multiple of so many, 0 for none, not beside `tokens`; at_end: where the
+    prefill ends. Places that are no tokens of this prefill are passed over: those behind, when it began with a stored
+    state, and those that a later one comes to. lease_s: how long each snapshot lives, default the server's. pinned:
+    whether they stay when memory is short. prefix: the prompt's keys; a state is found by the one of its position.
+    Raises ValueError.
+    """
+
+    tokens: tuple[int, ...] = ()
+    every: int = 0
+    at_end: bool = False
+    lease_s: float | None = None
+    pinned: bool = False
+    prefix: Prefix | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(self.tokens))  # of any sequence
+        if not all(a < b for a, b in zip((0, *self.tokens), self.tokens, strict=False)):
+            raise ValueError(f"tokens: expected positions from 1 on, increasing, got {self.tokens}")
+        if self.every < 0 or (self.every and self.tokens):
+            raise ValueError(f"every: expected 1 or more without `tokens`, or 0, got {self.every}")
+        milliseconds("lease_s", self.lease_s)
+
+    def positions(self, begin: int, end: int) -> list[int]:
+        """The places behind the tokens begin .. end of a sequence."""
+        places = list(self.tokens)
+        if self.every:
+            places = list(range(begin - begin % self.every + self.every, end + 1, self.every))
+        if self.at_end and end not in places:
+            places.append(end)
+        return sorted(place for place in places if begin < place <= end)
+
+
+@dataclass(frozen=True)
+class Waypoint:
+    """What became of a place of Waypoints: the snapshot's id, or None and why there is none (a reason's name)."""
+
+    position: int
+    snapshot_id: bytes | None
+    skipped: str | None
+
+    @classmethod
+    def from_proto(cls, message: prefix_pb2.Waypoint) -> Waypoint:
+        """Read the server's answer."""
+        return cls(message.position, message.snapshot_id or None, message.skipped or None)

@@ -107,6 +107,7 @@ class ServerInfo:
     max_context: int
     serves_state: bool
     snapshot_lines: int
+    waypoint_tokens: int
     is_linked: bool = False
 
     def input_shape(self, span: int = 0) -> tuple[int, ...]:

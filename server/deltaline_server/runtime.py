@@ -37,9 +37,10 @@ from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
 from deltaline_server.snapshots.states import States
-from deltaline_server.step import Limits
+from deltaline_server.step import WAYPOINT_TOKENS, Limits
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
+from deltaline_server.tables.captured.waypoints import WaypointTable
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
@@ -124,7 +125,14 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
         )
-        scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
+        scheduler = Scheduler(
+            table=table,
+            engine=engine,
+            limits=limits,
+            observer=observer,
+            clock=clock,
+            waypoints=WaypointTable(table, capture, snapshots),
+        )
         states = States(table=table, capture=capture, snapshots=snapshots, scheduler=scheduler)
         if adapters is not None:
             adapters.registry.places.on_copied = scheduler.adapter_wait.copied
@@ -201,6 +209,7 @@ class Runtime:
             max_context=0 if self.pool.kv is None else self.pool.kv.max_context,
             serves_state=True,
             snapshot_lines=config.snapshot_lines_beside(config.max_sequences),
+            waypoint_tokens=WAYPOINT_TOKENS,
         )
 
 

@@ -6,12 +6,13 @@ Plain arrays: no protobuf, no torch, no rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,11 @@ from deltaline_server.finite import CHECKSUM_BYTES, all_finite, finite_rows
 from deltaline_server.principal import ANONYMOUS, Principal
 
 Shape = tuple[int, ...]
+
+# Waypoints stand behind multiples of so many tokens of a row, the chunk of the kernels.
+WAYPOINT_TOKENS = 64
+# What a place and what became of it take, at most, while they are kept.
+WAYPOINT_BYTES = 256
 
 # A row's request is kept whole up to this size, as a checksum beyond it.
 WHOLE_REQUEST_BYTES = 16384
@@ -131,6 +137,38 @@ class OutputMemory:
     memory: NDArray[np.uint8]
 
 
+@dataclass(frozen=True)
+class RowWaypoints:
+    """Where a PREFILL row leaves states on its way, and what snapshots they become.
+
+    tokens: of the row before each place, multiples of WAYPOINT_TOKENS, increasing. at_end: whether another is left
+    behind all of the row's tokens. lease_s: None for the default. keys: under which a state is found, by its tokens of
+    the sequence.
+    """
+
+    tokens: tuple[int, ...]
+    at_end: bool = False
+    lease_s: float | None = None
+    is_pinned: bool = False
+    keys: Mapping[int, bytes] = field(default_factory=dict)
+
+    @property
+    def num_places(self) -> int:
+        return len(self.tokens) + self.at_end
+
+    def within(self, begin: int, end: int) -> tuple[int, ...]:
+        """The places behind more than `begin` tokens of the row, and `end` at most."""
+        return self.tokens[bisect_right(self.tokens, begin) : bisect_right(self.tokens, end)]
+
+
+class LeftWaypoint(NamedTuple):
+    """What became of a place, `position` tokens of the sequence: a snapshot, or the reason why there is none."""
+
+    position: int
+    snapshot: bytes = b""
+    skipped: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class StepForm:
     """What a step asks apart from its numbers and its tensor: N rows of one span, checked as a request.
@@ -138,7 +176,7 @@ class StepForm:
     A decode loop sends one form again and again: what follows from it is found once. No array of it is ever written.
 
     handle uint64 [N], none twice; kind uint8 [N]; accepted int32 [N], -1 for no commit; query_start_loc int64 [N + 1],
-    sound. shapes: what a token of the span is.
+    sound. shapes: what a token of the span is. waypoints: by row.
     """
 
     server_epoch: int
@@ -150,6 +188,7 @@ class StepForm:
     output: OutputRows
     priority: int
     shapes: SpanShapes
+    waypoints: Mapping[int, RowWaypoints] = field(default_factory=dict)
 
     @cached_property
     def num_rows(self) -> int:
@@ -200,6 +239,8 @@ class StepForm:
         row_bytes = self.lengths * self.shapes.input_bytes
         requests = np.where(row_bytes <= WHOLE_REQUEST_BYTES, row_bytes, CHECKSUM_BYTES)
         kept: NDArray[np.int64] = requests + self.output_counts * self.shapes.output_bytes
+        for row, asked in self.waypoints.items():
+            kept[row] += asked.num_places * WAYPOINT_BYTES
         return kept
 
     @cached_property
@@ -286,6 +327,8 @@ class StepResult:
     timing: StepTiming | None = None
     output_memory: OutputMemory | None = None
     """Where `hidden` lies, None for memory of the server's own. In it refused rows have a place as well."""
+    waypoints: Sequence[tuple[int, LeftWaypoint]] = ()
+    """What became of each place, beside the row, in the order of rows and places."""
 
 
 @dataclass(slots=True)
@@ -300,7 +343,9 @@ class StepBatch:
     write there saves a copy. copied_bytes: of what crosses between host and device, what is not in shared memory.
     adapter_places int32 [N]: where each row's adapter is on the device, -1 for none; None when no row has one.
     new_pages int32 [3, n]: line, place and page of those that begin within the rows' tokens, so that the device knows
-    each before it needs it; None where the span's layers have none.
+    each before it needs it; None where the span's layers have none. waypoints int32 [3, n]: rows that are not short,
+    multiples of WAYPOINT_TOKENS tokens of each, and the lines to which the layers write what the row is there; None for
+    none.
     """
 
     span: int
@@ -312,6 +357,7 @@ class StepBatch:
     copied_bytes: int = 0
     adapter_places: NDArray[np.int32] | None = None
     new_pages: NDArray[np.int32] | None = None
+    waypoints: NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -22,7 +22,7 @@ from rigs.until import until
 from deltaline import wire
 from deltaline.v1 import adapter_service_pb2 as pb
 from deltaline.v1 import layer_service_pb2 as layer_pb
-from deltaline_client import AsyncClient, Row
+from deltaline_client import AdapterUnknown, AsyncClient, Prefix, PrefixMiss, Row
 from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.app import Server
 from deltaline_server.models.lora_places import AdapterStore
@@ -301,3 +301,25 @@ async def test_verifies_and_long_prompts_of_adapters_beside_others(make_server: 
         check(fleet, programs, [output[0] for output in outputs], hashes)
         token = np.ones((1, HIDDEN), np.float32)
         await tenant.client.step([Row.decode(sequence, token) for sequence in sequences])
+
+
+async def test_a_prompt_s_state_is_found_under_its_own_adapter(make_server: MakeServer) -> None:
+    async with serving(make_server, snapshot_lines=8) as (server, tenant):
+        client, fleet, made = tenant.client, Fleet(server.config, 2), dict[str | None, bytes]()
+        await tenant.load(fleet.upload("a", 0))
+        await tenant.load(fleet.upload("b", 1))
+        prefix, hidden = Prefix.of_tokens(range(9), at=(5,)), np.ones((5, HIDDEN), np.float32)
+        for name in ("a", None):
+            async with await client.open(adapter=name) as sequence:
+                await sequence.prefill(hidden)
+                made[name] = (await sequence.snapshot(key=prefix.keys[0])).id
+        for name in ("a", None, "b"):
+            found = await client.snapshots.find(prefix, adapter=name)
+            async with await client.open(adapter=name, prefix=prefix) as sequence:
+                assert (sequence.match, found.snapshot_id) == (found, made.get(name))
+                assert sequence.position == (5 if name in made else 0)
+                assert sequence.adapter_hash == {"a": fleet.hashes[0], "b": fleet.hashes[1]}.get(name or "", b"")
+        assert found.miss is PrefixMiss.OTHER_ADAPTER
+        for call in (client.snapshots.find(prefix, adapter="c"), client.open(prefix=prefix, adapter="c")):
+            with pytest.raises(AdapterUnknown):
+                await call

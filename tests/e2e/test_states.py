@@ -11,14 +11,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from rigs.hostile_proxy import HostileProxy
 from rigs.linked import FAST, Driven, tokens
+from rigs.prefill_step import prefill_step
 from rigs.served import served
 from rigs.until import until
 from rigs.watched_states import WatchedStates
 
+from deltaline.v1 import admin_service_pb2 as admin_pb
+from deltaline.v1 import admin_service_pb2_grpc, layer_service_pb2_grpc, tensor_pb2
+from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_client import AsyncClient, NoFreeLines, SequenceState, SnapshotState, SnapshotUnknown
 from deltaline_server.app import Server
 
@@ -154,3 +159,73 @@ async def test_a_fork_that_finds_no_room_opens_nothing_and_may_be_tried_again(
         await until(lambda: states_of(server).num_forks > num_before)
         await mine.close()
         assert len(await forking) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("front_ends", [0, 1])
+async def test_a_prefill_over_a_hostile_network_leaves_its_waypoints_once(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, front_ends: int
+) -> None:
+    """Replies are lost and calls repeated: every answer tells the same snapshots, and there are no others."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of front ends
+    fates = Random(3)
+    made: list[bytes] = []
+
+    def fate() -> str:
+        return fates.choice(("sent", "sent", "lost", "unanswered", "doubled", "late"))
+
+    async def sent(call: Any, message: Any) -> Any:
+        while True:
+            try:
+                return await call(message, timeout=2.0)
+            except grpc.RpcError as error:
+                assert isinstance(error, grpc.aio.AioRpcError)
+                assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    async with (
+        make_server(max_sequences=64, link="off", front_ends=front_ends) as server,
+        HostileProxy(server.address, fate) as proxy,
+        grpc.aio.insecure_channel(proxy.address) as channel,
+    ):
+        layers = layer_service_pb2_grpc.LayerServiceStub(channel)
+        opened = await sent(layers.OpenSequences, pb.OpenSequencesRequest(count=1, open_token=b"t" * 16))
+        for number in range(3):
+            hidden = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[150, 64])
+            hidden.inline = tokens(150, number).tobytes()
+            step = prefill_step(opened, hidden)
+            step.step[:], step.position[:] = [1 + number], [150 * number]
+            step.waypoints.add(row=0, tokens=[64, 128], at_end=True, pinned=True)
+            replies = [await sent(layers.Step, step) for _ in range(3)]
+            told = [[place.snapshot_id for place in reply.waypoints] for reply in replies]
+            assert told == told[:1] * 3 and [len(id) for id in told[0]] == [16] * 3
+            assert [place.position - 150 * number for place in replies[0].waypoints] == [64, 128, 150]
+            made += told[0]
+            step.waypoints[0].pinned = False
+            [refused] = (await sent(layers.Step, step)).row_status
+            assert "STEP_CONFLICT" in str(refused.status)
+        async with AsyncClient(server.address, retry=FAST) as client:
+            assert {one.id for one in await client.snapshots.list()} == set(made)
+            restored = [await client.open(snapshot=id) for id in made]
+            assert [one.position for one in restored] == [64, 128, 150, 214, 278, 300, 364, 428, 450]
+        server.runtime.table.check_integrity()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+async def test_waypoints_that_are_none_are_refused_by_name(make_server: Callable[..., Server]) -> None:
+    async with (
+        make_server(link="off") as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        layers = layer_service_pb2_grpc.LayerServiceStub(channel)
+        info = await admin_service_pb2_grpc.AdminServiceStub(channel).GetServerInfo(admin_pb.GetServerInfoRequest())
+        assert info.waypoint_tokens == 64
+        opened = await layers.OpenSequences(pb.OpenSequencesRequest(count=1))
+        hidden = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[100, 64], inline=tokens(100).tobytes())
+        step = prefill_step(opened, hidden)
+        step.waypoints.add(row=0, tokens=[info.waypoint_tokens // 2])
+        with pytest.raises(grpc.RpcError) as caught:
+            await layers.Step(step)
+        assert isinstance(caught.value, grpc.aio.AioRpcError)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "waypoints[0].tokens" in str(caught.value)
+        step.waypoints[0].tokens[:] = [info.waypoint_tokens]
+        assert len((await layers.Step(step)).waypoints) == 1

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import prefix_pb2, state_service_pb2_grpc
@@ -114,6 +117,30 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
                 id = self.keyed[place]
                 return prefix_pb2.PrefixMatch(snapshot_id=id, position=place[1], tier=tier, compute_us=rest_us)
         return prefix_pb2.PrefixMatch(miss=prefix_pb2.PREFIX_MISS_NEVER_STORED)
+
+    def left(
+        self, handle: int, request: Any, asked: Sequence[prefix_pb2.Waypoints], skips: dict[int, str]
+    ) -> Iterator[prefix_pb2.Waypoint]:
+        """The states that a row leaves on its way, the same whenever it is asked."""
+        for waypoints in asked:
+            length = request.query_start_loc[waypoints.row + 1] - request.query_start_loc[waypoints.row]
+            first = request.position[waypoints.row]
+            keys = dict(zip(waypoints.prefix.position, waypoints.prefix.key, strict=True))
+            for count in (*waypoints.tokens, *[length] * waypoints.at_end):
+                position, stream = first + count, copy.deepcopy(self._server.streams[handle][request.span])
+                assert stream.reply is not None
+                stream.total = stream.reply[count - 1].astype(np.float64)
+                stream.position = position
+                id = b"" if position in skips else b"%16d" % (handle << 20 | position)
+                if id:
+                    tier = prefix_pb2.TIER_DEVICE
+                    message = pb.Snapshot(snapshot_id=id, position=position, tier=tier, pinned=waypoints.pinned)
+                    self.kept[id] = Kept(message, {0: stream, 1: copy.deepcopy(stream)})
+                    if position in keys:
+                        self.keyed[keys[position], position] = id
+                yield prefix_pb2.Waypoint(
+                    row=waypoints.row, position=position, snapshot_id=id, skipped=skips.get(position, "")
+                )
 
     def FindSnapshots(self, request: Any, context: Any) -> Any:
         fault = self._server.enter("FindSnapshots", request, context)

@@ -125,6 +125,8 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
         self.faults: defaultdict[str, deque[Fault]] = defaultdict(deque)
         self.requests: defaultdict[str, list[Any]] = defaultdict(list)
         self.streams_opened = 0
+        # Why no state is left at a position.
+        self.skips: dict[int, str] = {}
         self.script: Callable[[Any, Any], Iterator[Any]] | None = None
         self.make_region: Callable[[Any, Any], admin.CreateSharedMemoryResponse] | None = None
         self.arrived, self.released = threading.Event(), threading.Event()
@@ -322,6 +324,8 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
                         status = status_of(result, None, stream.step, stream.position)
                     else:
                         outcome, output = result
+                        asked = [one for one in request.waypoints if one.row == row]
+                        response.waypoints.extend(self.states.left(handle, request, asked, self.skips))
             if status is not None:
                 response.row_status.add(row=row, status=status)
             if request.output == layers.OUTPUT_ROWS_LAST:

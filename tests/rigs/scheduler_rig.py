@@ -26,6 +26,7 @@ from deltaline_server.scheduling.observer import BatchTiming
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.states import States
 from deltaline_server.step import (
+    WAYPOINT_TOKENS,
     BatchResult,
     OutputRows,
     RowKind,
@@ -42,6 +43,7 @@ from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import SnapshotDescription
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.captured.state import CapturedState
+from deltaline_server.tables.captured.waypoints import WaypointTable
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
@@ -140,6 +142,19 @@ class ChecksumEngine:
         assert content is not None, "the slot is empty"
         return int(content)
 
+    @staticmethod
+    def waypoints_of(batch: StepBatch, row: int) -> list[tuple[int, int]]:
+        """Of a row: the tokens before each of its waypoints, and their lines."""
+        if batch.waypoints is None:
+            return []
+        rows, tokens, lines = batch.waypoints
+        used = {*batch.control[1, :-1].tolist(), *batch.control[2, :-1].tolist()}
+        assert not used & set(lines.tolist()) and len(set(lines.tolist())) == len(lines) and lines.min() > 0
+        found = list(zip(tokens[rows == row].tolist(), lines[rows == row].tolist(), strict=True))
+        length = int(np.diff(batch.control[0])[row])
+        assert all(row >= batch.num_short and 0 < at <= length and at % WAYPOINT_TOKENS == 0 for at, _ in found)
+        return found
+
     def release(self) -> None:
         """Compute all that waits, and from now on what comes."""
         self.eager = True
@@ -154,6 +169,8 @@ class ChecksumEngine:
             for line in batch.control[2, :num_rows].tolist():
                 self.tokens[batch.span, line] = [0.5]  # whatever it had got to
                 self.adapter[batch.span, line] = -1  # what runs behind it is thrown away
+            for line in [] if batch.waypoints is None else batch.waypoints[2].tolist():
+                self.tokens[batch.span, line] = [0.5]
             return BatchResult(hidden[:0], np.zeros(num_rows, dtype=bool), failed=True)
         if batch.new_pages is not None:
             for line, place, page in batch.new_pages.T.tolist():
@@ -187,6 +204,9 @@ class ChecksumEngine:
                 assert self.keys_of(batch.span, write, position + len(new)) == state + new
             for t in range(len(new)):
                 out[begin + t] = checksum(state + new[: t + 1], adapter)
+            for tokens, line in self.waypoints_of(batch, row):
+                self.tokens[batch.span, line] = state + new[:tokens]
+                self.adapter[batch.span, line] = adapter
             if self.poison_token in new:
                 finite[row] = False
             if committed:
@@ -281,6 +301,17 @@ class Rig:
             clock=lambda: self.now,
         )
         self.capture = Capture(self.table, self.engine.place)
+        self.snapshots = SnapshotTable(
+            table=self.table,
+            capture=self.capture,
+            line_bytes=100,
+            page_bytes=10,
+            fingerprint=b"a model",
+            lease_tick_s=1.0,
+            clock=lambda: self.now,
+            wall_clock=lambda: 1e9 + self.now,
+        )
+        self.waypoints = WaypointTable(self.table, self.capture, self.snapshots)
         self.scheduler = Scheduler(
             table=self.table,
             engine=engine or self.engine,
@@ -294,17 +325,7 @@ class Rig:
             ),
             observer=self.counts,
             clock=clock or (lambda: self.now),
-        )
-
-        self.snapshots = SnapshotTable(
-            table=self.table,
-            capture=self.capture,
-            line_bytes=100,
-            page_bytes=10,
-            fingerprint=b"a model",
-            lease_tick_s=1.0,
-            clock=lambda: self.now,
-            wall_clock=lambda: 1e9 + self.now,
+            waypoints=self.waypoints,
         )
         self.states = States(table=self.table, capture=self.capture, snapshots=self.snapshots, scheduler=self.scheduler)
         self.adapter_slots.on_copied = self.scheduler.adapter_wait.copied
@@ -378,6 +399,7 @@ class Rig:
             "output": OutputRows.ALL,
             "priority": 0,
             "shapes": SpanShapes(2, 4),
+            "waypoints": {},
         }
         step: dict[str, Any] = {
             "step": np.array([row[2] for row in rows], dtype=np.int64),
@@ -398,6 +420,7 @@ class Rig:
         result = await self.submit(self.request(*rows, **changes))
         self.scheduler.settle()  # what happens soon behind the answer
         self.table.check_integrity()
+        self.waypoints.check_integrity()
         return result
 
 

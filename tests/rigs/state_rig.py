@@ -29,6 +29,7 @@ from deltaline_server.snapshots.states import States
 from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
+from deltaline_server.tables.captured.waypoints import WaypointTable
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
 from deltaline_server.tables.lines import LinePool
@@ -43,7 +44,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """What a sequence did in a batch: its row there, how far it was, and the outputs. step: 0 where it is inherited."""
+    """What a sequence did in a batch: its row there, how far it was, and the outputs.
+
+    step: 0 where it is inherited. stop: tokens of the row at a waypoint where the sequence stopped, 0 for its end.
+    """
 
     batch: StepBatch
     row: int
@@ -52,20 +56,22 @@ class Entry:
     replayed: int
     position: int
     output: Array
+    stop: int = 0
 
 
 class Reference:
     """A sequence on a line of its own, which nobody else ever reads."""
 
-    def __init__(self, executor: Executor, pool: StatePool, line: int, num_spans: int) -> None:
-        self._executor, self._line = executor, line
-        self._has_begun, self._half = [False] * num_spans, [0] * num_spans
+    def __init__(self, executor: Executor, pool: StatePool, line: int, spans: Sequence[range]) -> None:
+        """spans: the layers of each."""
+        self._executor, self._pool, self._line, self._layers = executor, pool, line, spans
+        self._has_begun, self._half = [False] * len(spans), [0] * len(spans)
         if pool.page_table is not None:
             width = pool.page_table.shape[1]
             pool.page_table[line] = torch.arange(1, width + 1) + (line - 1) * width
 
-    def run(self, batch: StepBatch, row: int, committed: int, replayed: int, position: int) -> Array:
-        """The outputs of a batch's row, beside which the others are padding."""
+    def run(self, batch: StepBatch, row: int, committed: int, replayed: int, position: int, stop: int = 0) -> Array:
+        """The outputs of a batch's row, beside which the others are padding. It goes on behind `stop` tokens of it."""
         span, control = batch.span, batch.control.copy()
         control[1:3, :-1], control[3:7, :-1] = -1, 0
         read = self._line if self._has_begun[span] else 0
@@ -73,9 +79,17 @@ class Reference:
         self._has_begun[span] = True
         self._half[span] ^= not committed
         new_pages = None if batch.new_pages is None else batch.new_pages[:, :0]
+        beside = self._pool.num_lines
+        waypoints = np.array([[row], [stop], [beside]], dtype=np.int32) if stop else None
+        alone = replace(batch, control=control, wanted=None, into=(), new_pages=new_pages, waypoints=waypoints)
         with torch.inference_mode():
-            alone = replace(batch, control=control, wanted=None, into=(), new_pages=new_pages)
             output = self._executor.launch(alone).result().hidden
+            for layer in self._layers[span] if stop else ():
+                state = self._pool.layers[layer]
+                for tensor in state.tensors if isinstance(state, LayerState) else ():
+                    tensor[self._line] = tensor[beside]
+        if stop and self._pool.device.type == "cuda":
+            torch.cuda.synchronize()
         made: Array = output[control[0, row] : control[0, row + 1]]
         return made.copy()
 
@@ -197,6 +211,7 @@ class StateRig:
         references: int,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
+        chunk_tokens: int = 64,
     ) -> None:
         path = folder / "config.json"
         path.write_text(json.dumps(config))
@@ -207,9 +222,10 @@ class StateRig:
         self.pool = self.model.make_pool(
             StateOptions(slots, MAX_DRAFT, page_size=PAGE_SIZE, snapshot_lines=snapshot_lines)
         )
-        self._reference_pool = self.model.make_pool(StateOptions(references, MAX_DRAFT, page_size=PAGE_SIZE))
+        # The last line is where references stop on their way.
+        self._reference_pool = self.model.make_pool(StateOptions(references + 1, MAX_DRAFT, page_size=PAGE_SIZE))
         self._reference_lines = list(range(references, 0, -1))
-        limits = make_limits(max_draft_tokens=MAX_DRAFT)
+        limits = make_limits(max_draft_tokens=MAX_DRAFT, chunk_tokens=chunk_tokens)
         executor, self._reference_executor = (
             make_executor(self.model, pool, limits) for pool in (self.pool, self._reference_pool)
         )
@@ -255,21 +271,23 @@ class StateRig:
             clock=lambda: self.now,
             wall_clock=lambda: self.now,
         )
+        self.waypoints = WaypointTable(self.table, capture, self.snapshots)
         self.scheduler = Scheduler(
             table=self.table,
             engine=self.engine,
             limits=limits,
             observer=Counts(),
             clock=lambda: self.now,
+            waypoints=self.waypoints,
         )
         self.states = States(table=self.table, capture=capture, snapshots=self.snapshots, scheduler=self.scheduler)
 
     def reference(self, history: Sequence[Entry]) -> tuple[int, Reference]:
         """A reference that was fed a history, which gave the same bits again; and its line."""
         line = self._reference_lines.pop()
-        made = Reference(self._reference_executor, self._reference_pool, line, len(self.model.spans))
+        made = Reference(self._reference_executor, self._reference_pool, line, self.model.spans)
         for entry in history:
-            again = made.run(entry.batch, entry.row, entry.committed, entry.replayed, entry.position)
+            again = made.run(entry.batch, entry.row, entry.committed, entry.replayed, entry.position, entry.stop)
             np.testing.assert_array_equal(again, entry.output)
         return line, made
 

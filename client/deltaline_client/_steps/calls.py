@@ -12,6 +12,7 @@ import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client._arrays import Array, as_hidden, as_numpy
+from deltaline_client._prefixes import Waypoints
 from deltaline_client._state import ClientState, info
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.commit import commit as commit_batch
@@ -101,13 +102,24 @@ def _check_count(sequences: Sequence[SequenceRecord], hidden: Sequence[Any] | Ar
 
 
 def prefill_one(
-    sequence: SequenceRecord, hidden: Any, *, output: Output = "all", **options: Unpack[StepOptions]
+    sequence: SequenceRecord,
+    hidden: Any,
+    *,
+    output: Output = "all",
+    waypoints: Waypoints | None = None,
+    **options: Unpack[StepOptions],
 ) -> Flow[Array]:
     """Add tokens: hidden [n, hidden_size]. Returns the requested output rows: [n, .], [1, .] or [0, hidden_size].
 
-    More tokens than one request may carry are streamed as several steps, a few of them in flight at once.
+    More tokens than one request may carry are streamed as several steps, a few of them in flight at once. waypoints:
+    where states are left on the way; `sequence.waypoints` tells what became of each place. A place that is not a
+    multiple of ServerInfo.waypoint_tokens behind the prefill's first token, or behind another such place, costs a step
+    that ends there; of several spans, each prefilled whole, such a place is left at the end only. Raises
+    InvalidWaypoint where the server leaves none.
     """
-    return (yield from _only(step(sequence._client, [Row.prefill(sequence, hidden)], output=output, **options)))
+    limits = yield from info(sequence._client)
+    batch = Batch.of_rows([Row.prefill(sequence, hidden)], limits, output, options.get("span", 0))
+    return (yield from _only(Exchange(sequence._client, limits, options).run(batch, waypoints)))
 
 
 def decode_one(sequence: SequenceRecord, hidden: Any, **options: Unpack[StepOptions]) -> Flow[Array]:

@@ -31,6 +31,7 @@ from deltaline_client._exceptions import (
     StepUnfinished,
     TransportError,
 )
+from deltaline_client._prefixes import Waypoint, Waypoints
 from deltaline_client._seconds import check_seconds
 from deltaline_client._state import ClientState
 from deltaline_client._steps.batch import Batch
@@ -68,14 +69,21 @@ class Exchange:
     def _packing(self) -> Packing:
         return Packing(self._limits, self._options, self._shared)
 
-    def run(self, batch: Batch) -> Flow[StepResult]:
-        """Apply a batch: as arrays where nothing is out of the ordinary, else row by row. Raises as `step` does."""
+    def run(self, batch: Batch, waypoints: Waypoints | None = None) -> Flow[StepResult]:
+        """Apply a batch: as arrays where nothing is out of the ordinary, else row by row. Raises as `step` does.
+
+        waypoints: where each row, of PREFILL, leaves snapshots.
+        """
         if not (self._shared.is_off or self._shared.has_region):
             yield from self._shared.ready(self._limits, self._attempts)
             self._attempts = self._client._attempts(self._options.get("timeout_s"))  # after a wait, all its time
         with Hold(Group.of(self._client, batch.sequences), self._options.get("span", 0)) as hold:
-            if not self._is_ordinary(batch, hold):
-                return (yield from self.run_rows(_with_unfinished(batch.rows(hold.progress))))
+            if waypoints is not None or not self._is_ordinary(batch, hold):
+                rows = batch.rows(hold.progress)
+                if waypoints is not None:
+                    for row in rows:
+                        row.leave(waypoints, self._limits.waypoint_tokens)
+                return (yield from self.run_rows(_with_unfinished(rows)))
             request = Request.of_batch(batch, hold)
             request.place(self._shared)
             message = request.message(self._options)
@@ -248,7 +256,9 @@ class Exchange:
             outputs = outputs.copy()  # those of a row that is cut are copied into their place
         statuses = {row.row: row.status for row in fields.row_status}
         start = np.frombuffer(answer.output_start_loc, "<u4").tolist()
+        told = [Waypoint.from_proto(one) for one in fields.waypoints]
         for index, (_, step) in enumerate(rows):
+            step.waypoints = [place for place, one in zip(told, fields.waypoints, strict=True) if one.row == index]
             if index in statuses:
                 step.error = error = from_status(statuses[index])
                 # A full server may refuse a resent step before it looks whether the first try was applied.

@@ -45,6 +45,10 @@ class Packing:
         """Whether the row's next step is larger than a message: the whole of a long row."""
         return bool(row.steps) and row.steps[0].count > self._limit
 
+    def _goes_with_others(self, row: RowProgress) -> bool:
+        """Whether all its tokens are one step that shares a message; the steps of a row with places may be several."""
+        return len(row.hidden) <= self._limit and row.places is None
+
     def shorten(self, row: RowProgress) -> None:
         """The server was too full for a row's request, or takes none so large: a long row's only step is cut."""
         if self.is_whole(row) and not row.steps[0].in_doubt and not row.is_one_step:
@@ -57,7 +61,7 @@ class Packing:
             yield self._request(steps)
         cut: list[tuple[RowProgress, Iterator[RowStep]]] = []
         for row in waiting:
-            if len(row.hidden) > self._limit:
+            if not self._goes_with_others(row):
                 whole = self._whole(row)
                 if whole is not None:
                     yield whole
@@ -112,7 +116,7 @@ class Packing:
         steps, budget = list[tuple[RowProgress, RowStep]](), self._limit
         for row in waiting:
             count = len(row.hidden)
-            if count > self._limit:
+            if not self._goes_with_others(row):
                 continue
             if steps and (
                 count > budget

@@ -108,8 +108,16 @@ class Request:
             options.get("priority", 0),
             0 if queue_timeout_s is None else max(1, round(queue_timeout_s * 1e6)),
             wire.tensor_pieces(batch.packed()) if place is None else [place.tensor],
-            b"" if place is None else place.output_slice,
+            (b"" if place is None else place.output_slice) + self._waypoints(),
         )
+
+    def _waypoints(self) -> bytes:
+        """The serialised field, of rows that leave snapshots on their way."""
+        placed = [(i, row.places, step) for i, (row, step) in enumerate(self._rows) if row.places is not None]
+        if not placed:
+            return b""
+        made = [places.message(i, step.start, step.count) for i, places, step in placed]
+        return layers.StepRequest(waypoints=[one for one in made if one is not None]).SerializeToString()
 
     def read(self, answer: StepAnswer) -> Array:
         """The output rows of a reply, packed: a view of it, or of shared memory. Raises ProtocolError."""

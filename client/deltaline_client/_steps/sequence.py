@@ -8,6 +8,7 @@ outcome is unknown its row stays in `Progress.unfinished`, so that exactly the s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,9 @@ from deltaline_client._exceptions import (
     StepStale,
     StepUnfinished,
 )
-from deltaline_client._prefixes import PrefixMatch
+from deltaline_client._prefixes import PrefixMatch, Waypoint, Waypoints
 from deltaline_client._state import ClientState
+from deltaline_client._steps.places import Places
 from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, HOLDER, PENDING, POSITION, STEP, UNFINISHED
 from deltaline_client._transport.flow import Flow
 from deltaline_client._types import Output, RowOutcome
@@ -120,10 +122,13 @@ class SequenceRecord:
 
     adapter: the name under which its adapter was opened, None for none. adapter_hash: that adapter's content_hash, b""
     for none; a name may come to mean another adapter, the sequence keeps the one that it was opened with. match: what
-    its open found of the prompt whose keys it was given; None without keys, and of a server that knows none.
+    its open found of the prompt whose keys it was given; None without keys, and of a server that knows none. waypoints:
+    what became of the places that the last prefill with waypoints named, as far as the server has told; of several
+    spans the last one's reply tells.
     """
 
     match: PrefixMatch | None = None
+    waypoints: tuple[Waypoint, ...] = ()
 
     def __init__(
         self,
@@ -173,7 +178,8 @@ class RowStep:
 
     number, position, accepted: as they go on the wire, fixed once and for all: a step sent again is the same step.
     in_doubt: it was sent and may have been applied. was_in_doubt: so it was before it was sent last. error: why it was
-    not applied, when last sent. reply: its outputs (a view), the position after it, and its outcome.
+    not applied, when last sent. reply: its outputs (a view), the position after it, and its outcome. waypoints: those
+    of its reply.
     """
 
     number: int
@@ -185,6 +191,7 @@ class RowStep:
     was_in_doubt: bool = False
     error: DeltalineError | None = None
     reply: tuple[Array, int, RowOutcome] | None = None
+    waypoints: Sequence[Waypoint] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -195,7 +202,8 @@ class RowProgress:
     one token. steps: those that were cut from it and are not known to be applied, in order; more than one only when the
     row is larger than a request may be.
     tokens_cut, tokens_done: how many of its tokens are cut, and applied. lost: set when steps were applied whose
-    outputs can't be had any more; nothing more is cut then.
+    outputs can't be had any more; nothing more is cut then. places: where it leaves snapshots, None for nowhere.
+    waypoints: what became of these so far.
     """
 
     sequence: SequenceRecord
@@ -211,6 +219,12 @@ class RowProgress:
     outcome: RowOutcome = RowOutcome.REFUSED
     error: DeltalineError | None = None
     lost: DeltalineError | None = None
+    places: Places | None = None
+    waypoints: tuple[Waypoint, ...] = ()
+
+    def leave(self, waypoints: Waypoints, grid: int) -> None:
+        """Name where it leaves snapshots, before anything is cut. grid: ServerInfo.waypoint_tokens."""
+        self.places = Places.of(waypoints, self.progress.next_position, len(self.hidden), grid)
 
     @property
     def is_one_step(self) -> bool:
@@ -228,17 +242,21 @@ class RowProgress:
         return self.steps[0].error if self.steps and not self.is_over else None
 
     def is_same_as(self, other: RowProgress) -> bool:
-        """Whether another row asks for the same: kind, tokens to the bit, outputs."""
+        """Whether another row asks for the same: kind, tokens to the bit, outputs, snapshots."""
         return (
             self.kind == other.kind
+            and (self.places and self.places.waypoints) == (other.places and other.places.waypoints)
             and self.output == other.output
             and self.hidden.shape == other.hidden.shape
             and np.array_equal(self.hidden.view(np.uint8), other.hidden.view(np.uint8))
         )
 
     def cut(self, count: int) -> RowStep:
-        """Cut the next `count` tokens off as a step, behind those that are under way."""
+        """Cut the next tokens off as a step, behind those that are under way: `count`, or fewer where places ask for
+        that."""
         progress = self.progress
+        if self.places is not None:
+            count = self.places.cut(self.tokens_cut, count)
         if self.steps:
             last = self.steps[-1]
             step = RowStep(last.number + 1, last.position + last.count, NO_COMMIT, self.tokens_cut, count)
@@ -273,6 +291,7 @@ class RowProgress:
                     self._keep(step, output)
             self.progress.committed(position)
             self.progress.write({STEP: step.number, PENDING: step.count if self.is_one_step else 0})
+            self.waypoints += tuple(step.waypoints)
             self.tokens_done += step.count
         if self.lost is not None and not steps:
             self.error = self.lost
@@ -310,6 +329,8 @@ class RowProgress:
 
     def release(self) -> None:
         """The call is over: the sequence remembers the row if its next step may have been applied."""
+        if self.places is not None:
+            self.sequence.waypoints = self.waypoints
         is_unfinished = bool(self.steps) and self.steps[0].in_doubt
         if not is_unfinished:  # a step that is refused for good takes everything behind it along
             self.uncut()

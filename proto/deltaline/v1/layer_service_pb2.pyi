@@ -215,7 +215,7 @@ class OpenSequencesRequest(_message.Message):
     """Random bytes that name this open, so that a retry returns the same handles; 16 bytes, or empty for none. Remembered
     for a minute, also when these sequences are over. If one of them is: NOT_FOUND, reason SEQUENCE_CLOSED,
     SEQUENCE_EXPIRED or SEQUENCE_UNKNOWN; nothing is opened. Other lengths, or the same token with another count,
-    adapter or snapshot: INVALID_ARGUMENT, reason INVALID_REQUEST.
+    adapter, snapshot, prefix or reuse: INVALID_ARGUMENT, reason INVALID_REQUEST.
     """
     adapter: _builtins.str
     """Name of the adapter (AdapterService.LoadAdapter) that all of them have for as long as they live; empty for none. The
@@ -234,8 +234,9 @@ class OpenSequencesRequest(_message.Message):
     """Whether any state that is found will do. Unknown values: INVALID_ARGUMENT, reason INVALID_REQUEST."""
     @_builtins.property
     def prefix(self) -> _prefix_pb2.PrefixKeys:
-        """Keys of the prompt that all of them will compute: they begin with the state that is stored of it, if there is one.
-        With snapshot_id: INVALID_ARGUMENT, reason INVALID_REQUEST.
+        """Keys of the prompt that all of them will compute: they begin with the state that is stored of it under `adapter`, if
+        there is one. Too few pages free for it: RESOURCE_EXHAUSTED, reason PAGES_EXHAUSTED. With snapshot_id:
+        INVALID_ARGUMENT, reason INVALID_REQUEST.
         """
 
     def __init__(
@@ -277,7 +278,7 @@ class OpenSequencesResponse(_message.Message):
     adapter_hash: _builtins.bytes
     """Adapter.content_hash of their adapter; empty for none. State made under it is never continued under another."""
     position: _builtins.int
-    """Committed tokens of each on every span: those of the snapshot, 0 without one."""
+    """Committed tokens of each on every span: those of the snapshot, named or found, 0 without one."""
     adapter: _builtins.str
     """The name under which the snapshot's adapter was opened; empty for none, and without a snapshot."""
     @_builtins.property
@@ -795,7 +796,9 @@ class StepResponse(_message.Message):
 
     @_builtins.property
     def waypoints(self) -> _containers.RepeatedCompositeFieldContainer[_prefix_pb2.Waypoint]:
-        """What became of each place that rows which ran were to leave a state at, in the order of rows and places."""
+        """What became of each place where rows that ran were to leave a state, in the order of rows and places. A place to which
+        another span has yet to come is in that span's reply.
+        """
 
     def __init__(
         self,

@@ -196,9 +196,9 @@ Global___PrefixMatch: _TypeAlias = PrefixMatch  # noqa: Y015
 
 @_typing.final
 class Waypoints(_message.Message):
-    """States that a PREFILL row leaves on its way, as snapshots of the caller. Where they are is counted in tokens of the row.
-    The server may have more than one span: then the same step of every span names the same places, and the reply of the
-    last tells of the snapshots. Whatever is wrong: INVALID_ARGUMENT, reason INVALID_WAYPOINT, naming it.
+    """States that a PREFILL row leaves on its way, as snapshots of the caller once the step is done. Where they are is counted
+    in tokens of the row. The server may have more than one span: then steps of every span name the same places, and the
+    reply of the last tells of the snapshots. Whatever is wrong: INVALID_ARGUMENT, reason INVALID_WAYPOINT, naming it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -215,7 +215,9 @@ class Waypoints(_message.Message):
     every: _builtins.int
     """Behind each so many of its tokens, a multiple of GetServerInfoResponse.waypoint_tokens; 0 for none. Not with `tokens`."""
     at_end: _builtins.bool
-    """Behind all of them, however many."""
+    """Behind all of them, however many. Where they are no multiple, steps of the sequence that come later wait until the
+    state is captured, and with several spans none may have gone on from there.
+    """
     lease_ms: _builtins.int
     """Lease of each snapshot in milliseconds, 1 .. GetServerInfoResponse.max_lease_ms; 0 for the server's default."""
     pinned: _builtins.bool
@@ -264,7 +266,9 @@ class Waypoint(_message.Message):
     snapshot_id: _builtins.bytes
     """Snapshot.snapshot_id; empty where none was made."""
     skipped: _builtins.str
-    """Why none was made: NO_SNAPSHOT_LINES, PAGES_EXHAUSTED, QUOTA_EXCEEDED or SPANS_UNEVEN; empty where one was."""
+    """Why none was made: NO_SNAPSHOT_LINES, PAGES_EXHAUSTED, QUOTA_EXCEEDED, SPANS_UNEVEN, or, of the row's end, the reason
+    for which the sequence takes no more steps, SEQUENCE_CLOSED for example; empty where one was.
+    """
     def __init__(
         self,
         *,

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_kernels.rows import NUM_FIELDS, WAYPOINT_TOKENS
 from deltaline_server.step import StepBatch
 
 # Bytes between whose multiples tensors of buffers begin.
@@ -23,7 +23,8 @@ class Layout:
     """How a batch lies in buffers: rows and tokens in all, of which the first rows are for short ones.
 
     has_adapters: behind the control of the rows are the places of their adapters, as one more field. page_size: behind
-    these are the pages that begin within the rows' tokens, as many as that can be; 0 where layers have no pages.
+    these are the pages that begin within the rows' tokens, as many as that can be; 0 where layers have no pages. Where
+    there are rows that are not short, the table of their waypoints is behind that.
     """
 
     short_rows: int
@@ -48,8 +49,18 @@ class Layout:
         return min(self.tokens, self.rows + self.tokens // self.page_size) if self.page_size else 0
 
     @cached_property
+    def waypoint_begin(self) -> int:
+        """Where the table of waypoints begins, in bytes."""
+        return self.field_bytes + NUM_PAGE_FIELDS * self.num_pages * 4
+
+    @property
+    def num_waypoints(self) -> int:
+        """Entries of the table of waypoints (Rows.waypoints), 0 where no row may have any."""
+        return num_waypoints(self.tokens, self.rows) if self.rows > self.short_rows else 0
+
+    @cached_property
     def control_bytes(self) -> int:
-        return _aligned(self.field_bytes + NUM_PAGE_FIELDS * self.num_pages * 4)
+        return _aligned(self.waypoint_begin + self.num_waypoints * 4)
 
     @cached_property
     def size_bytes(self) -> int:
@@ -84,6 +95,20 @@ def fill_pages(region: NDArray[np.int32], new_pages: NDArray[np.int32]) -> None:
     count = new_pages.shape[1]
     region[:, :count] = new_pages
     region[:, count:] = 0
+
+
+def num_waypoints(tokens: int, rows: int) -> int:
+    """Entries of a table of waypoints (Rows.waypoints)."""
+    return tokens // WAYPOINT_TOKENS + rows
+
+
+def fill_waypoints(table: NDArray[np.int32], batch: StepBatch, short_rows: int) -> None:
+    """Write a batch's waypoints in a table (Rows.waypoints) of rows of which so many are for short ones."""
+    table[:] = -1
+    if batch.waypoints is not None:
+        rows, tokens, lines = batch.waypoints
+        places = batch.control[0, rows] // WAYPOINT_TOKENS + rows + (short_rows - batch.num_short)
+        table[places + tokens // WAYPOINT_TOKENS - 1] = lines
 
 
 def _aligned(size: int) -> int:

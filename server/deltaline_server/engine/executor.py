@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deltaline_kernels import Rows
 from deltaline_kernels.rows import NUM_FIELDS
+from deltaline_server.engine.batch_layout import fill_waypoints, num_waypoints
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
 from deltaline_server.step import BatchResult, StepBatch, sound_rows
@@ -119,9 +120,14 @@ class CpuExecutor:
         wanted = None if batch.wanted is None else _as_tensor(batch.wanted)
         adapter_places = None if batch.adapter_places is None else _as_tensor(batch.adapter_places)
         new_pages = None if batch.new_pages is None else _as_tensor(batch.new_pages)
+        waypoints = None
+        if batch.waypoints is not None:
+            table = np.empty(num_waypoints(batch.num_tokens, batch.control.shape[1] - 1), dtype=np.int32)
+            fill_waypoints(table, batch, batch.num_short)
+            waypoints = torch.from_numpy(table)
         copied_s = time.perf_counter()
         longest = int(np.diff(batch.control[0]).max(initial=0))
-        rows = Rows(control, batch.num_short, self._pool.max_draft, longest)
+        rows = Rows(control, batch.num_short, self._pool.max_draft, longest, waypoints=waypoints)
         output = model.forward(batch.span, hidden, rows, self._pool, adapter_places, new_pages)
         returned = output if wanted is None else output.index_select(0, wanted)
         sizes = token_sizes(output).numpy()

@@ -150,8 +150,8 @@ class Graphs:
         if carries:
             buffers.carry_in(layout, span, stream)
             buffers.events[2].record(stream)
-        control, hidden, adapter_places, new_pages = buffers.inputs(layout, span)
-        rows = Rows(control, layout.short_rows, bucket.longest_short, bucket.longest)
+        control, hidden, adapter_places, new_pages, waypoints = buffers.inputs(layout, span)
+        rows = Rows(control, layout.short_rows, bucket.longest_short, bucket.longest, waypoints=waypoints)
         if span not in self._model.paged_spans:
             new_pages = None
         output = self._model.forward(span, hidden, rows, self._pool, adapter_places, new_pages)

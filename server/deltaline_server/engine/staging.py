@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltaline_kernels.rows import NUM_FIELDS
-from deltaline_server.engine.batch_layout import NUM_PAGE_FIELDS, Layout, fill_adapters, fill_control, fill_pages
+from deltaline_server.engine.batch_layout import (
+    NUM_PAGE_FIELDS,
+    Layout,
+    fill_adapters,
+    fill_control,
+    fill_pages,
+    fill_waypoints,
+)
 from deltaline_server.step import BatchResult, SpanShapes, StepBatch, sound_rows
 
 # Most bytes that cross either way with a graph's own copies: within the time that asking for copies one by one takes.
@@ -53,22 +60,24 @@ class Copier:
 class Inputs(NamedTuple):
     """What a batch gives the layers, on the device.
 
-    control int32 `[7, rows + 1]`, hidden `[T, width]`; where the layout has them adapter_places int32 `[rows]` and
-    new_pages int32 `[3, pages]`, else None.
+    control int32 `[7, rows + 1]`, hidden `[T, width]`; where the layout has them adapter_places int32 `[rows]`,
+    new_pages int32 `[3, pages]` and waypoints int32 (Rows.waypoints), else None.
     """
 
     control: Tensor
     hidden: Tensor
     adapter_places: Tensor | None
     new_pages: Tensor | None
+    waypoints: Tensor | None
 
 
 class BatchBuffers:
     """Memory of one batch in flight, allocated once, and the events that time its stages.
 
-    Inbound: control int32 `[7, rows + 1]`, with the places of adapters `[8, rows + 1]`, pages int32 `[3, pages]` where
-    the layout has some, then hidden `[T, width]`; outbound: sizes fp32 `[T]`, then outputs `[T, width]`, each as
-    wide as the span has it. Events: 0 and 1 around the copy in, 2 and 3 around the computation, 4 after the copy out.
+    Inbound: control int32 `[7, rows + 1]`, with the places of adapters `[8, rows + 1]`, pages int32 `[3, pages]` and
+    waypoints int32 where the layout has some, then hidden `[T, width]`; outbound: sizes fp32 `[T]`, then outputs
+    `[T, width]`, each as wide as the span has it. Events: 0 and 1 around the copy in, 2 and 3 around the computation, 4
+    after the copy out.
 
     A batch comes and goes in one of two ways. `copy_in`, `select` and `copy_out` ask for copies of just its bytes, from
     and to pinned memory of clients where there is some. If they `carries` its layout, `write` and `end` go around a
@@ -106,7 +115,8 @@ class BatchBuffers:
         hidden = device[begin : begin + layout.tokens * ends.input_bytes].view(self._dtype)
         adapter_places = fields[NUM_FIELDS, :-1] if layout.has_adapters else None
         pages = device[_page_bytes(layout)].view(torch.int32).view(NUM_PAGE_FIELDS, -1) if layout.num_pages else None
-        return Inputs(fields[:NUM_FIELDS], hidden.view(-1, ends.input_width), adapter_places, pages)
+        waypoints = device[_waypoint_bytes(layout)].view(torch.int32) if layout.num_waypoints else None
+        return Inputs(fields[:NUM_FIELDS], hidden.view(-1, ends.input_width), adapter_places, pages, waypoints)
 
     def outputs(self, layout: Layout, span: int) -> tuple[Tensor, Tensor]:
         """Sizes and outputs of a batch of this layout and span on the device."""
@@ -123,6 +133,7 @@ class BatchBuffers:
         fields[1:3] = -1
         fields[NUM_FIELDS:] = -1  # no adapter
         inbound[_page_bytes(layout)] = 0  # page 0 of the null line, which is its already
+        inbound[_waypoint_bytes(layout)].view(np.int32)[:] = -1
         self._inbound.send(0, layout.control_bytes)
 
     def carries(self, layout: Layout, span: int) -> bool:
@@ -251,6 +262,8 @@ class BatchBuffers:
             fill_adapters(fields[NUM_FIELDS], batch.adapter_places, batch.num_short, layout)
         if batch.new_pages is not None:
             fill_pages(inbound[_page_bytes(layout)].view(np.int32).reshape(NUM_PAGE_FIELDS, -1), batch.new_pages)
+        if layout.num_waypoints:
+            fill_waypoints(inbound[_waypoint_bytes(layout)].view(np.int32), batch, layout.short_rows)
 
     def _take_outputs(self, batch: StepBatch, layout: Layout) -> NDArray[Any]:
         """The outputs `[wanted, width]` from the host's memory, none if they lie in batch.into, where a carried batch's
@@ -318,3 +331,8 @@ def _page_bytes(layout: Layout) -> slice:
     """Where the pages of a batch lie among the inbound bytes."""
     begin = layout.field_bytes
     return slice(begin, begin + NUM_PAGE_FIELDS * layout.num_pages * 4)
+
+
+def _waypoint_bytes(layout: Layout) -> slice:
+    """Where the table of a batch's waypoints lies among the inbound bytes."""
+    return slice(layout.waypoint_begin, layout.waypoint_begin + layout.num_waypoints * 4)

@@ -18,8 +18,8 @@ from deltaline_server.front import replies, requests
 from deltaline_server.front.flow_control import SharedBudget, StreamWindow
 from deltaline_server.front.interceptor import Context, bug, empty_frames
 from deltaline_server.front.requests import Served
-from deltaline_server.front.step_message import StepMessage, StreamStep
-from deltaline_server.front.step_parser import StepParser
+from deltaline_server.front.steps.step_message import StepMessage, StreamStep
+from deltaline_server.front.steps.step_parser import StepParser
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import Principals, current_principal
 from deltaline_server.front.trust.refusals import Refusals

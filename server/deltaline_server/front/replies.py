@@ -71,6 +71,8 @@ def step_response(result: StepResult) -> Pieces:
     rest = pb.StepResponse() if result.timing is None else pb.StepResponse(timing=_timing(result.timing))
     if result.refusals:
         rest.row_status.extend(row_statuses(result.refusals))
+    for row, place in result.waypoints:
+        rest.waypoints.add(row=row, position=place.position, snapshot_id=place.snapshot, skipped=place.skipped)
     return [
         # An outcome is below 128: a varint of one byte.
         *field_pieces(_OUTCOME, [result.outcome.tobytes()]),

@@ -6,7 +6,7 @@ What is wrong with one row is the scheduler's to say. No Python loop over rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,7 +19,8 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import prefix_pb2 as prefix_pb
 from deltaline.v1 import state_service_pb2 as state_pb
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.front.step_message import Column, Slice, StepMessage
+from deltaline_server.front.steps.step_message import Column, Slice, StepMessage
+from deltaline_server.front.steps.waypoints import read_waypoints
 from deltaline_server.memory.regions import Owner, Regions
 from deltaline_server.principal import ANONYMOUS, Principal
 from deltaline_server.step import Limits, OutputMemory, OutputRows, RowKind, SpanShapes, StepForm, StepRequest
@@ -252,7 +253,11 @@ def _read_form(message: StepMessage, served: Served, owners: Container[Owner]) -
     if not MIN_PRIORITY <= message.priority <= MAX_PRIORITY:
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
     output = _read_output(message.output)
-    return StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, shapes)
+    form = StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, shapes)
+    if not message.waypoints:
+        return form
+    positions = _read_counters("position", message.position, len(handle))
+    return replace(form, waypoints=read_waypoints(message.waypoints, form, positions, served.limits.max_lease_ms))
 
 
 def _check_id(field: str, value: bytes) -> None:

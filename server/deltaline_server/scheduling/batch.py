@@ -7,18 +7,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.scheduling.batch_adapters import NO_PLACE, BatchAdapters
+from deltaline_server.scheduling.adapters.batch_adapters import NO_PLACE, BatchAdapters
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.step import OutputRows, RowKind, StepBatch
 from deltaline_server.tables.sequences import SequenceTable
 
 
 def lay_out(
-    scheduled: list[ScheduledRows], table: SequenceTable, num_short: int, adapters: BatchAdapters | None = None
+    scheduled: list[ScheduledRows],
+    table: SequenceTable,
+    num_short: int,
+    adapters: BatchAdapters | None = None,
+    waypoints: NDArray[np.int32] | None = None,
 ) -> StepBatch:
     """The batch of these rows (not empty, all of one span, the `num_short` short ones first).
 
-    adapters: has taken those of all rows; None where none has any.
+    adapters: has taken those of all rows; None where none has any. waypoints: the batch's.
     """
     first = scheduled[0].pending
     span, num_rows = first.span, 0
@@ -61,7 +65,7 @@ def lay_out(
     places, new_pages = None if adapters is None else _adapter_places(scheduled, num_rows, adapters), None
     if table.pages is not None and span in table.pages.spans:
         new_pages = table.pages.begun(control[2, :-1], control[6, :-1], np.diff(control[0]))
-    return StepBatch(span, control, num_short, tuple(hidden), wanted, into, copied_bytes, places, new_pages)
+    return StepBatch(span, control, num_short, tuple(hidden), wanted, into, copied_bytes, places, new_pages, waypoints)
 
 
 def _adapter_places(scheduled: list[ScheduledRows], num_rows: int, adapters: BatchAdapters) -> NDArray[np.int32] | None:

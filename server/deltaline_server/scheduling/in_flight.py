@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from deltaline_server.scheduling.batch_adapters import NO_PLACE, BatchAdapters
+from deltaline_server.scheduling.adapters.batch_adapters import NO_PLACE, BatchAdapters
 from deltaline_server.scheduling.observer import BatchTiming
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.step import BatchResult, RowKind, StepBatch
@@ -86,7 +86,7 @@ class BatchInFlight:
             pending, end = rows.pending, row + len(rows.taken)
             is_last = rows.is_last and 0 < len(rows.index) == pending.num_unfinished
             is_sound = all_finite or result.finite[row:end][rows.running].all()
-            if is_last and is_sound and not (pending.joins or pending.has_failures):
+            if is_last and is_sound and not (pending.joins or pending.has_failures or pending.left):
                 pending.finish()
                 turns = max(turns, pending.reply_turns)
             row = end

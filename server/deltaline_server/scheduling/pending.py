@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Refusal
 from deltaline_server.scheduling.use import Use
-from deltaline_server.step import RowKind, RowOutcome, StepRequest, StepResult, StepTiming, count_kinds
+from deltaline_server.step import LeftWaypoint, RowKind, RowOutcome, StepRequest, StepResult, StepTiming, count_kinds
 from deltaline_server.tables.kept_replies import KeptReply
 from deltaline_server.tables.ledger import Admission
 
@@ -32,6 +32,7 @@ class RowState:
 
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
+_NONE_LEFT: Mapping[int, list[LeftWaypoint]] = {}
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,10 @@ class PendingStep:
         self.joiners: list[PendingStep] = []
         """Those that wait for this one."""
         self.timing = StepTiming()
+        self.left = {row: list[LeftWaypoint]() for row in form.waypoints} if form.waypoints else _NONE_LEFT
+        """What became of waypoints, by request row; empty where there are none."""
+        self.ends: set[int] = set()
+        """Request rows behind which a state is yet to be left: each counts as unfinished once more."""
         self._outputs: NDArray[Any] | None = None
         for row, refusal in refusals.items():
             self._set_refusal(row, refusal)
@@ -183,6 +188,8 @@ class PendingStep:
                 self._set_refusal(join.row, refusal)
                 continue
             self.outcome[join.row] = RowOutcome.JOINED
+            if join.row in self.left:
+                self.left[join.row][:] = source.left[join.source_row]
             self.position[join.row] = source.position[join.source_row]
             self._copy_output(join.row, source.output_of(join.source_row))
         self.on_done(self._result())
@@ -208,6 +215,8 @@ class PendingStep:
     def _replay(self, row: int, reply: KeptReply) -> None:
         """A request row has a kept reply."""
         self.outcome[row], self.position[row] = RowOutcome.REPLAYED, reply.position
+        if reply.waypoints:
+            self.left[row][:] = reply.waypoints
         self._copy_output(row, reply.hidden)
 
     def _copy_output(self, row: int, values: NDArray[Any]) -> None:
@@ -230,4 +239,8 @@ class PendingStep:
         if shapes.output_streams:
             outputs = outputs.reshape(len(outputs), *shapes.output_shape)
         timing = self.timing if self.timing.batch_rows else None
-        return StepResult(self.outcome, self.position, start, outputs, refusals, timing, memory)
+        result = StepResult(self.outcome, self.position, start, outputs, refusals, timing, memory)
+        if self.left:
+            rows = sorted(self.left.keys() - refusals.keys())
+            result.waypoints = [(row, place) for row in rows for place in sorted(self.left[row])]
+        return result

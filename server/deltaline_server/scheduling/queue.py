@@ -54,7 +54,6 @@ class Queue:
         self._index = [StepIndex(table.num_slots, table.ledger.max_in_flight) for _ in range(num_spans)]
         self.places = Places(table, self._index, self._freed)
         """What is no step and has its place among them."""
-        table.on_freed = self.places.leave
         sizes = limits.max_draft_tokens, limits.chunk_tokens, limits.short_rows, limits.long_rows
         self.ready_spans: set[int] = set()
         """Spans with rows that may run."""
@@ -108,7 +107,7 @@ class Queue:
             if reply is None:
                 return ledger.refusal(Reason.STEP_STALE, span, slot)
             if reply.fingerprint == fingerprint:
-                return reply
+                return (self._ending(request, row, slot) if request.form.waypoints else None) or reply
         elif ledger.done.step[span, slot] < step <= ledger.tail.step[span, slot]:
             source, index = self._find(span, slot, step)
             source_row = int(source.admission.rows[index])
@@ -122,6 +121,13 @@ class Queue:
             return None
         fingerprint = Fingerprint.of(request, row)
         return self._table.replies.get_earlier(request.form.span, slot, int(request.step[row]), fingerprint)
+
+    def _ending(self, request: StepRequest, row: int, slot: int) -> Join | None:
+        """The last step that is done came again: it, where a state is yet to be left behind it."""
+        number, index = self._index[request.form.span].entry(slot, int(request.step[row]))
+        source = self._pending[request.form.span].get(number)
+        source_row = -1 if source is None else int(source.admission.rows[index])
+        return Join(row, source, source_row) if source is not None and source_row in source.ends else None
 
     def reserve(self, request: StepRequest, admission: Admission, num_joins: int) -> None:
         """Check the bounds and set aside the bytes of the admitted rows' kept replies.

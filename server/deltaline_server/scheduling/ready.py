@@ -20,14 +20,15 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.scheduling.batch_adapters import ABSENT, BatchAdapters
+from deltaline_server.scheduling.adapters.batch_adapters import ABSENT, BatchAdapters
 from deltaline_server.scheduling.pending import PendingStep, RowState
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
+from deltaline_server.step import WAYPOINT_TOKENS
 from deltaline_server.tables.sequence_adapters import NO_ADAPTER
 
 # Prefill chunks end on multiples of this many tokens, the chunk of the kernels, so that cutting moves no boundary of
-# theirs.
-CHUNK_ALIGNMENT = 64
+# theirs, and no waypoint.
+CHUNK_ALIGNMENT = WAYPOINT_TOKENS
 
 # Rows (positions in the pending step), and how many of their tokens were taken before.
 _ShortRows: TypeAlias = tuple[PendingStep, NDArray[np.int64], int]

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.scheduling.adapter_wait import AdapterWait
+from deltaline_server.scheduling.adapters.adapter_wait import AdapterWait
+from deltaline_server.scheduling.adapters.batch_adapters import BatchAdapters
 from deltaline_server.scheduling.admit import admit
 from deltaline_server.scheduling.batch import lay_out
-from deltaline_server.scheduling.batch_adapters import BatchAdapters
 from deltaline_server.scheduling.batch_time import BatchTimeModel
 from deltaline_server.scheduling.in_flight import BatchEngine, BatchInFlight, InFlight
 from deltaline_server.scheduling.observer import Observer
@@ -27,7 +27,9 @@ from deltaline_server.scheduling.pending import PendingStep, RowState
 from deltaline_server.scheduling.queue import Load, Queue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.scheduling.use import Use
+from deltaline_server.scheduling.waypoints import Waypoints
 from deltaline_server.step import BatchResult, Limits, RowKind, RowOutcome, StepRequest, StepResult
+from deltaline_server.tables.captured.waypoints import WaypointTable
 from deltaline_server.tables.kept_replies import Answers
 from deltaline_server.tables.ledger import Slots
 from deltaline_server.tables.sequences import SequenceTable
@@ -52,6 +54,7 @@ class Scheduler:
         limits: Limits,
         observer: Observer,
         clock: Callable[[], float],
+        waypoints: WaypointTable,
     ) -> None:
         """clock: monotonic seconds, called on the engine's threads too."""
         self._table, self._observer, self._clock = table, observer, clock
@@ -59,6 +62,8 @@ class Scheduler:
         self.adapter_wait = AdapterWait(table.adapters, self._queue.ready, self._guarded, self._pump)
         self._batch_time = BatchTimeModel(table.ledger.num_spans, limits.chunk_tokens)
         self._in_flight = InFlight(engine, self._landed, clock)
+        self._waypoints = Waypoints(waypoints, self._queue, self._pump_soon)
+        table.on_freed = self._freed
         self._unsettled: tuple[BatchInFlight, BatchResult] | None = None
         self._due: asyncio.TimerHandle | None = None
         self._num_awaited = 0
@@ -117,6 +122,8 @@ class Scheduler:
         else:
             self._num_awaited -= pending.num_of_kind[RowKind.DECODE] + pending.num_of_kind[RowKind.VERIFY]
             self._queue.add(pending)
+            if pending.left:
+                self._waypoints.add(pending)
             if self._in_flight.batches or self._pump_is_due:
                 self._pump_soon()
             else:  # the device has nothing to do: a turn of the loop is time lost
@@ -222,7 +229,8 @@ class Scheduler:
         num_short, num_awaited = self._begin(short, scheduled)
         num_long = self._begin(long, scheduled)[1] if long else 0
         if num_awaited or num_long:
-            self._run(span, num_short, num_awaited, scheduled, adapters)
+            waypoints = self._waypoints.take(num_short, scheduled[len(short) :]) if num_long else None
+            self._run(span, num_short, num_awaited, scheduled, adapters, waypoints)
             return True
         for rows in scheduled:  # padding alone, in front of rows of its request
             rows.pending.cursor[rows.taken] += rows.lengths
@@ -258,14 +266,17 @@ class Scheduler:
         num_awaited: int,
         scheduled: list[ScheduledRows],
         adapters: BatchAdapters | None,
+        waypoints: NDArray[np.int32] | None,
     ) -> None:
         table, queue = self._table, self._queue
-        batch = lay_out(scheduled, table, num_short, adapters)
+        batch = lay_out(scheduled, table, num_short, adapters, waypoints)
         now_s = self._clock()
         in_flight = BatchInFlight(scheduled, batch, now_s, now_s, adapters, num_awaited)
         in_flight.num_tokens = int(batch.control[0, -1])
         in_flight.num_long_tokens = in_flight.num_tokens - int(batch.control[0, num_short])
         self._in_flight.start(in_flight)
+        if waypoints is not None:
+            self._waypoints.table.share_pages()
         # The device works while the books are brought up to what it was given.
         for rows in scheduled:
             queue.given(rows)
@@ -348,14 +359,24 @@ class Scheduler:
             self._finish_rows(pending, rows.index[sound], rows.slots[sound])
         for slot in rows.slots[~sound].tolist():
             self._queue.poison(slot)
+            self._waypoints.table.drop(slot)
+
+    def _freed(self, slot: int) -> None:
+        """The sequence in a slot is over."""
+        self._queue.places.leave(slot)
+        self._waypoints.table.drop(slot)
 
     def _finish_rows(self, pending: PendingStep, index: NDArray[np.int64], slots: Slots) -> None:
         """Rows (positions in the admission, and their slots) are done."""
         table, span = self._table, pending.span
         table.ledger.finish(span, pending.admission, index)
+        if pending.left:
+            self._waypoints.done(pending, index, slots)
+        if self._waypoints.table.of_slot:
+            self._waypoints.table.pass_by(span, slots)
         rows = pending.admission.rows[index]
-        answers = Answers(pending.request, pending.outputs, pending.output_start, pending.position, slots, rows)
-        table.replies.put(span, answers, pending.reserved_bytes[index])
+        made = pending.request, pending.outputs, pending.output_start, pending.position
+        table.replies.put(span, Answers(*made, slots, rows, pending.left), pending.reserved_bytes[index])
         self._queue.done(pending, index)
         table.touch(slots)
         table.settle(slots)

@@ -7,7 +7,8 @@ reserved before its step is taken, and every byte is counted until the cell's ne
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,14 @@ from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.finite import checksum
-from deltaline_server.step import WHOLE_REQUEST_BYTES, RowKind, StepRequest
+from deltaline_server.step import (
+    WAYPOINT_BYTES,
+    WHOLE_REQUEST_BYTES,
+    LeftWaypoint,
+    RowKind,
+    RowWaypoints,
+    StepRequest,
+)
 
 # As many as may be in flight: a client that has had no answer for that long sends nothing more.
 KEPT_STEPS = 8
@@ -23,13 +31,14 @@ KEPT_STEPS = 8
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What makes two row requests the same: its scalars, and its hidden states or their checksum."""
+    """What makes two row requests the same: its scalars, its waypoints, and its hidden states or their checksum."""
 
     kind: int
     position: int
     accepted: int
     output: int
     hidden: bytes
+    waypoints: RowWaypoints | None
 
     @classmethod
     def of(cls, request: StepRequest, row: int) -> Fingerprint:
@@ -39,16 +48,18 @@ class Fingerprint:
             kept = hidden.tobytes()
         else:
             kept = checksum(hidden) if request.checksum is None else request.checksum.result()
-        return cls(int(form.kind[row]), int(request.position[row]), int(form.accepted[row]), int(form.output), kept)
+        accepted, waypoints = int(form.accepted[row]), form.waypoints.get(row)
+        return cls(int(form.kind[row]), int(request.position[row]), accepted, int(form.output), kept, waypoints)
 
 
 @dataclass(frozen=True)
 class KeptReply:
-    """The reply to one row: its outputs [rows, hidden] and its position after the step."""
+    """The reply to one row: its outputs [rows, hidden], its position after the step, what became of its waypoints."""
 
     fingerprint: Fingerprint
     hidden: NDArray[Any]
     position: int
+    waypoints: Sequence[LeftWaypoint] = ()
 
 
 @dataclass(eq=False)
@@ -56,7 +67,8 @@ class Answers:
     """A whole request and its outputs, kept as they are while most of their rows are the latest of their cells.
 
     output_start int64 [N + 1] and position int64 [N] by request row. rows int64 [kept]: those that are kept, slots
-    beside them. live_rows, live_bytes: of those that no later step has superseded.
+    beside them. waypoints: what became of those of each row that has any. live_rows, live_bytes: of those that no later
+    step has superseded.
     """
 
     request: StepRequest
@@ -65,13 +77,15 @@ class Answers:
     position: NDArray[np.int64]
     slots: NDArray[np.int64]
     rows: NDArray[np.int64]
+    waypoints: Mapping[int, Sequence[LeftWaypoint]] = field(default_factory=dict)
     live_rows: int = 0
     live_bytes: int = 0
 
     def reply(self, row: int) -> KeptReply:
         """The reply to a row; a view."""
         outputs = self.outputs[self.output_start[row] : self.output_start[row + 1]]
-        return KeptReply(Fingerprint.of(self.request, row), outputs, int(self.position[row]))
+        fingerprint, waypoints = Fingerprint.of(self.request, row), self.waypoints.get(row, ())
+        return KeptReply(fingerprint, outputs, int(self.position[row]), waypoints)
 
     @property
     def is_sparse(self) -> bool:
@@ -90,10 +104,13 @@ class PrefillAnswer:
     request: StepRequest
     outputs: NDArray[Any]
     position: int
+    waypoints: Sequence[LeftWaypoint] = ()
 
     @property
     def num_bytes(self) -> int:
-        return self.request.hidden.nbytes + self.outputs.nbytes
+        asked = self.request.form.waypoints.get(0)
+        places_bytes = WAYPOINT_BYTES * asked.num_places if asked else 0
+        return self.request.hidden.nbytes + self.outputs.nbytes + places_bytes
 
 
 def is_streamed(request: StepRequest) -> bool:
@@ -189,7 +206,7 @@ class KeptReplies:
         answer = self.earlier.get(span, slot, step)
         if answer is None or Fingerprint.of(answer.request, 0) != fingerprint:
             return None
-        return KeptReply(fingerprint, answer.outputs, answer.position)
+        return KeptReply(fingerprint, answer.outputs, answer.position, answer.waypoints)
 
     def cancel(self, num_bytes: int) -> None:
         """Give back bytes that were reserved for a step that was refused after all."""
@@ -216,7 +233,8 @@ class KeptReplies:
         """Keep a PREFILL step's answer beside those of the steps before it; other steps end these."""
         request, slots = answers.request, answers.slots
         if is_streamed(request):
-            answer = PrefillAnswer(int(request.step[0]), request, answers.outputs, int(answers.position[0]))
+            step, position = int(request.step[0]), int(answers.position[0])
+            answer = PrefillAnswer(step, request, answers.outputs, position, answers.waypoints.get(0, ()))
             free_bytes = self.limit_bytes - self.used_bytes - self.earlier.used_bytes
             self.earlier.add(span, int(slots[0]), answer, free_bytes)
         elif self.earlier.used_bytes:
@@ -263,5 +281,5 @@ class KeptReplies:
         holds = self._number[span, answers.slots] == number
         for slot, row in zip(answers.slots[holds].tolist(), answers.rows[holds].tolist(), strict=True):
             reply = answers.reply(row)
-            self._number[span, slot] = self._add(KeptReply(reply.fingerprint, reply.hidden.copy(), reply.position))
+            self._number[span, slot] = self._add(replace(reply, hidden=reply.hidden.copy()))
         del self._kept[number]

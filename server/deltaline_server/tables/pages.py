@@ -142,6 +142,19 @@ class PagePool:
         self._count[new_line] = count
         return pages
 
+    def share(self, line: int, num_tokens: int) -> tuple[Pages, int]:
+        """Return the pages of a line's first tokens, int32, as held by a captured state beside the line, which keeps
+        its own; and the page of which the last one is to become a copy, 0 where that is full and no copy.
+
+        Raises ValueError where a copy is needed and no page is free; then nothing has changed.
+        """
+        pages = self._table[line, : -(-num_tokens // self.page_size)].copy()
+        copies, source = self._take_copies(num_tokens, 1), 0
+        self._references[pages[: num_tokens // self.page_size]] += 1
+        if copies:
+            source, pages[-1] = int(pages[-1]), copies[0]
+        return pages, source
+
     def restore(self, pages: Pages, num_tokens: int, lines: Lines) -> None:
         """Let lines without pages go on behind a captured state's tokens, as `capture` leaves its own.
 

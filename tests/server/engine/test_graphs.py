@@ -8,16 +8,19 @@ import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from rigs.limits import make_limits
 from rigs.line_batches import CHUNK, CONFIG, DTYPE, HIDDEN, MAX_DRAFT, NUM_LINES, PAGE_SIZE, WAIT_S, Sequences
 
 from deltaline_kernels import Rows
+from deltaline_server.engine.batch_layout import fill_waypoints, num_waypoints
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import (
     CpuExecutor,
@@ -67,7 +70,12 @@ class Launches(CpuExecutor):
         control = torch.from_numpy(batch.control).cuda()
         longest = int(np.diff(batch.control[0]).max(initial=0))
         # The kernels that a bucket of the same batch takes.
-        rows = Rows(control, batch.num_short, 1 if longest == 1 else MAX_DRAFT, longest)
+        waypoints = None
+        if batch.waypoints is not None:
+            table = np.empty(num_waypoints(batch.num_tokens, batch.control.shape[1] - 1), dtype=np.int32)
+            fill_waypoints(table, batch, batch.num_short)
+            waypoints = torch.from_numpy(table).cuda()
+        rows = Rows(control, batch.num_short, 1 if longest == 1 else MAX_DRAFT, longest, waypoints=waypoints)
         hidden = torch.from_numpy(np.concatenate(batch.hidden).view(np.int16)).cuda().view(torch.bfloat16)
         new_pages = None if batch.new_pages is None else torch.from_numpy(batch.new_pages).cuda()
         output = self.model.forward(batch.span, hidden, rows, self.pool, new_pages=new_pages)
@@ -222,6 +230,30 @@ def test_a_row_that_is_not_finite_is_flagged_alone(twins: Twins) -> None:
         assert results[0].finite.tolist() == [True, True, False, True, True]
     for engine in twins.engines:
         engine.zero_lines(np.arange(1, NUM_LINES + 1))
+
+
+def row_of(span: int, hidden: NDArray[Any], read: int, write: int, position: int) -> StepBatch:
+    """A batch of one row."""
+    control = np.array([[0, len(hidden)], [read, 0], [write, 0], [len(hidden), 0], [0, 0], [0, 0], [position, 0]])
+    return StepBatch(span, control.astype(np.int32), int(len(hidden) <= MAX_DRAFT), (hidden,), None)
+
+
+@pytest.mark.gpu
+def test_waypoints_are_left_by_replays_and_by_none_after_them(twins: Twins) -> None:
+    """On a span without attention, where a line is all that there is of a state."""
+    sequences = twins.sequences(8)
+    prefill = sequences.batch(3, span=1, verify=False, long=200)
+    begin, end = prefill.control[0, 2:].tolist()
+    free = [line for line in range(1, NUM_LINES + 1) if line not in prefill.control[2, :-1]]
+    prefill.waypoints = np.array([[2, 2], [64, 192], free[:2]], dtype=np.int32)
+    hidden = np.concatenate(prefill.hidden)[begin:end]
+    batches = [prefill, row_of(1, hidden[:64], 0, free[2], 0)]  # the second has no waypoints, and so leaves none
+    # A token behind the first place, behind the same of one who stopped there, and behind the second place.
+    batches += [row_of(1, hidden[64:65], line, free[3], 64) for line in (free[0], free[2])]
+    batches.append(row_of(1, hidden[192:193], free[1], free[4], 192))
+    results, expected = twins.run(batches)
+    assert all(one.finite.all() and close(one, other) for one, other in zip(results, expected, strict=True))
+    assert close(results[2], results[3]) and not close(results[2], results[4])
 
 
 @pytest.mark.gpu

@@ -46,7 +46,8 @@ def make_batch(rng: np.random.Generator, layout: Layout, span: int = 0) -> StepB
     hidden = rng.standard_normal((106, SPANS[span].input_width)).astype(DTYPE)
     slots = np.array([1, -1, 0, 2], dtype=np.int32) if layout.has_adapters else None
     pages = rng.integers(1, 99, (3, 7)).astype(np.int32) if layout.page_size else None
-    return StepBatch(span, control, 3, (hidden[:50], hidden[50:]), None, adapter_places=slots, new_pages=pages)
+    waypoints = np.array([[3], [64], [17]], dtype=np.int32) if layout.num_waypoints else None
+    return StepBatch(span, control, 3, (hidden[:50], hidden[50:]), None, (), 0, slots, pages, waypoints)
 
 
 def test_a_batch_comes_as_its_layout_says(buffers: BatchBuffers) -> None:
@@ -54,7 +55,8 @@ def test_a_batch_comes_as_its_layout_says(buffers: BatchBuffers) -> None:
     for layout in LAYOUTS * 2:  # each also over what others left
         batch = make_batch(rng, layout)
         buffers.copy_in(batch, layout, stream)  # type: ignore[arg-type]
-        control, hidden, adapter_slots, new_pages = buffers.inputs(layout, 0)
+        control, hidden, adapter_slots, new_pages, waypoints = buffers.inputs(layout, 0)
+        assert waypoints is not None and waypoints.tolist() == [-1] * 4 + [17] + [-1] * 3
         assert control[:, :3].tolist() == batch.control[:, :3].tolist()
         assert control[1:, 4].tolist() == batch.control[1:, 3].tolist()
         assert control[1:3, [3, 5]].tolist() == [[-1, -1], [-1, -1]], "rows that the batch has not are skipped"
@@ -90,7 +92,8 @@ def test_a_batch_that_is_carried_comes_as_its_layout_says(buffers: BatchBuffers)
         batch.num_short = 4
         buffers.write(batch, SHORT)
         buffers.carry_in(SHORT, 0, Any)  # type: ignore[arg-type]
-        control, _, adapter_slots, new_pages = buffers.inputs(SHORT, 0)
+        control, _, adapter_slots, new_pages, waypoints = buffers.inputs(SHORT, 0)
+        assert waypoints is None, "decodes pay nothing for them"
         assert control[:, :4].tolist() == batch.control[:, :4].tolist()
         assert control[1:3, 4:].tolist() == [[-1] * 3] * 2 and control[0, 4:].tolist() == [106] * 3
         assert adapter_slots is not None and adapter_slots.tolist() == [1, -1, 0, 2, -1, -1]
@@ -99,10 +102,14 @@ def test_a_batch_that_is_carried_comes_as_its_layout_says(buffers: BatchBuffers)
 
 
 def test_skipped_rows_are_so_on_both_sides(buffers: BatchBuffers) -> None:
+    buffers.copy_in(make_batch(np.random.default_rng(4), LAYOUTS[3]), LAYOUTS[3], Any)  # type: ignore[arg-type]
+    buffers.skip_rows(LAYOUTS[3])
+    waypoints = buffers.inputs(LAYOUTS[3], 0).waypoints
+    assert waypoints is not None and (waypoints == -1).all()
     buffers.write(make_batch(np.random.default_rng(4), SHORT), SHORT)
     buffers.skip_rows(SHORT)
     for _ in range(2):  # what is sent later is what is there
-        control, _, adapter_slots, new_pages = buffers.inputs(SHORT, 0)
+        control, _, adapter_slots, new_pages, _ = buffers.inputs(SHORT, 0)
         assert (control[1:3] == -1).all() and not control[0].any() and not control[3:].any()
         assert adapter_slots is not None and (adapter_slots == -1).all()
         assert new_pages is not None and not new_pages.any()

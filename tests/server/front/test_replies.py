@@ -10,9 +10,13 @@ import pytest
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
+from deltaline.v1 import prefix_pb2 as prefix_pb
 from deltaline_server.errors import Reason, Refusal
 from deltaline_server.front import replies
 from deltaline_server.step import StepResult, StepTiming
+from deltaline_server.tables.prefixes.cost import ReusePolicy, StoredPrefix, Tier
+from deltaline_server.tables.prefixes.index import Miss
+from deltaline_server.tables.prefixes.match import Match
 
 
 def make_result(num_rows: int, **fields: Any) -> StepResult:
@@ -74,3 +78,29 @@ def test_a_reply_that_waits_copies_no_outputs() -> None:
     result = make_result(3)
     pieces = [np.frombuffer(piece, np.uint8) for piece in replies.stream_response(1, result)]
     assert sum(np.shares_memory(piece, result.hidden) for piece in pieces) == 1
+
+
+def test_what_was_found_of_a_prompt_in_microseconds() -> None:
+    stored = StoredPrefix(64, bytes(16), Tier.HOST, 1000)
+    message = replies.prefix_match(Match(stored, 0.25, 1.5, None, 128))
+    where: dict[str, Any] = {
+        "snapshot_id": bytes(16),
+        "position": 64,
+        "tier": prefix_pb.TIER_HOST,
+        "shared_position": 128,
+    }
+    times: dict[str, Any] = {"restore_us": 250_000, "compute_us": 1_500_000}
+    assert message == prefix_pb.PrefixMatch(**where, **times)
+    assert replies.prefix_match(Match(stored, 0.0, 1e-9, None, 0)).compute_us == 1, "0 is for what is not known"
+    miss = replies.prefix_match(Match(None, 0.0, None, Miss.OTHER_ADAPTER, 0))
+    assert miss == prefix_pb.PrefixMatch(miss=prefix_pb.PREFIX_MISS_OTHER_ADAPTER)
+
+
+def test_the_enums_have_the_wire_s_numbers() -> None:
+    for ours, wires, beginning in (
+        (Tier, prefix_pb.Tier, "TIER_"),
+        (Miss, prefix_pb.PrefixMiss, "PREFIX_MISS_"),
+        (ReusePolicy, prefix_pb.ReusePolicy, "REUSE_POLICY_"),
+    ):
+        names = {name.removeprefix(beginning): number for name, number in wires.items() if number}
+        assert {one.name: one.value for one in ours} == names

@@ -17,7 +17,7 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front import requests
 from deltaline_server.front.requests import MAX_COUNTER, Served
-from deltaline_server.front.step_message import from_protobuf
+from deltaline_server.front.steps.step_message import from_protobuf
 from deltaline_server.memory.regions import Regions
 from deltaline_server.step import OutputRows, SpanShapes
 

@@ -22,7 +22,17 @@ from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, Stat
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS
-from deltaline_server.step import OutputRows, RowKind, RowOutcome, StepBatch, StepForm, StepRequest, StepResult
+from deltaline_server.step import (
+    WAYPOINT_TOKENS,
+    OutputRows,
+    RowKind,
+    RowOutcome,
+    RowWaypoints,
+    StepBatch,
+    StepForm,
+    StepRequest,
+    StepResult,
+)
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import SnapshotState
 from deltaline_server.tables.captured.state import CapturedState
@@ -76,6 +86,15 @@ class Known:
         inherited = [replace(entry, step=0) for entry in history]
         return Known([replace(span, step=0) for span in spans], inherited, [deque() for _ in spans])
 
+    def upto(self, position: int) -> list[Entry]:
+        """What was done on each span until it had so many tokens."""
+        found = [entry for entry in self.history if entry.position < position]
+        stops = [position - entry.position for entry in found]
+        return [
+            replace(entry, stop=stop) if entry.committed > stop else entry
+            for entry, stop in zip(found, stops, strict=True)
+        ]
+
     @property
     def refusal(self) -> Reason | None:
         """Why it can't be captured."""
@@ -100,6 +119,7 @@ class World:
             pages=PAGES,
             spans=spans,
             references=3 * SLOTS,
+            chunk_tokens=1024,
             **place,
         )
         self.num_spans = len(self.rig.model.spans)
@@ -172,7 +192,33 @@ class World:
         for span in range(last):
             self.submit(span, rows)
 
-    def submit(self, span: int, rows: list[tuple[int, RowKind, int, int]]) -> None:
+    async def waypoints(self) -> None:
+        """A prefill that leaves states on its way."""
+        (handle,) = self.some(1)
+        known, length = self.known[handle], int(self.rng.integers(WAYPOINT_TOKENS, 2 * WAYPOINT_TOKENS + 9))
+        places = tuple(at for at in range(WAYPOINT_TOKENS, length + 1, WAYPOINT_TOKENS) if self.rng.random() < 0.7)
+        asked = RowWaypoints(places, at_end=bool(self.rng.random() < 0.5), is_pinned=bool(self.rng.random() < 0.2))
+        row, spans = (handle, PREFILL, length, int(self.rng.integers(0, 5))), range(self.num_spans)
+        futures = [self.submit(span, [row], {0: asked} if self.rng.random() < 0.9 else {}) for span in spans]
+
+        async def told() -> None:
+            for _, place in [place for future in futures for place in (await future).waypoints]:
+                if place.skipped:
+                    assert place.skipped in ("NO_SNAPSHOT_LINES", "PAGES_EXHAUSTED", "SPANS_UNEVEN")
+                    self.done[f"waypoints: {place.skipped}"] += 1
+                    continue
+                spans = [Span(position=place.position) for _ in range(self.num_spans)]
+                self.snapshots[place.snapshot] = known.child(known.upto(place.position), spans), asked.is_pinned
+                self.done["waypoints"] += 1
+
+        self.waiting.append(asyncio.ensure_future(told()))
+
+    def submit(
+        self,
+        span: int,
+        rows: list[tuple[int, RowKind, int, int]],
+        waypoints: dict[int, RowWaypoints] | None = None,
+    ) -> asyncio.Future[StepResult]:
         fields, before, tokens = [], [], 0
         for handle, kind, length, accepted in rows:
             at = self.known[handle].spans[span]
@@ -204,6 +250,7 @@ class World:
             OutputRows.ALL,
             0,
             ends,
+            waypoints or {},
         )
         hidden = self.rng.standard_normal((tokens, ends.input_width)).astype(self.rig.model.numpy_dtype)
         request = StepRequest(form, np.array(step_, dtype=np.int64), np.array(position_, dtype=np.int64), hidden)
@@ -217,6 +264,7 @@ class World:
                 self.known[handle].issued[span].pop()
                 self.done["step refused"] += 1
         self.waiting.append(future)
+        return future
 
     async def commit(self) -> None:
         """Fix how much of a verify is accepted, by itself."""
@@ -362,7 +410,10 @@ class World:
         self.rig.engine.eager = True
         self.rig.engine.run()
         for waiting in self.waiting:
-            result = await asyncio.wait_for(waiting, 60)
+            while not waiting.done():
+                assert not self.rig.scheduler.has_failed
+                await turns(1)
+            result = waiting.result()
             if isinstance(result, StepResult):
                 assert {RowOutcome(int(one)) for one in result.outcome} <= {RowOutcome.EXECUTED, RowOutcome.REFUSED}
                 reasons = {refusal.reason for refusal in result.refusals.values()}
@@ -388,6 +439,7 @@ class World:
         operations = {
             self.open: 3,
             self.step: 12,
+            self.waypoints: 3,
             self.commit: 5,
             self.snapshot: 7,
             self.fork: 3,
@@ -410,6 +462,7 @@ class World:
                     self.rig.table.close(self.rig.table.server_epoch, np.array([handle], dtype=np.uint64))
                     self.end(handle)
             self.rig.states.check_integrity()
+            self.rig.waypoints.check_integrity()
         await self.finish()
         self.rig.states.check_integrity()
 
@@ -422,10 +475,11 @@ def too_long(known: Known) -> bool:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.sweep)])
 async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, count: int, tmp_path: Path) -> None:
-    world = World(name, tmp_path, seed=2)
+    world = World(name, tmp_path, seed=7)
     await world.run(count)
-    assert world.num_compared > count / 2, world.done
-    assert min(world.done[one] for one in ("snapshot", "fork", "restore", "EVICTED", "HELD")) > 0, world.done
+    assert world.num_compared > count / 3, world.done
+    kinds = ("snapshot", "fork", "restore", "waypoints", "EVICTED", "HELD")
+    assert min(world.done[one] for one in kinds) > 0, world.done
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,7 +153,7 @@ async def test_they_are_kept_as_long_as_there_is_room() -> None:
 def test_the_longest_unused_are_given_up_first() -> None:
     replies = EarlierReplies(max_steps=8)
     hidden = np.zeros((1, 4), np.float32)
-    request: Any = type("Request", (), {"hidden": hidden})()
+    request: Any = SimpleNamespace(hidden=hidden, form=SimpleNamespace(waypoints={}))
     for slot, step in ((0, 1), (1, 1), (0, 2)):
         replies.add(0, slot, PrefillAnswer(step, request, hidden, step), 1000)
     replies.give_up(1)

@@ -7,7 +7,7 @@ read is frozen and becomes the captured state's, and the sequence writes another
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +109,43 @@ class Capture:
         """
         states = [self._capture(slot, one) for slot, one in zip(slots.tolist(), progress, strict=True)]
         self._tell(self._table.write_line[slots], states)
+        return states
+
+    def leave(self, slot: int, position: int) -> CapturedState:
+        """Hold what a slot will be at a position, on all spans in one line that their layers are to write: no tokens'
+        pages are shared yet. A line must be there that may be frozen."""
+        table, num_spans = self._table, self._table.ledger.num_spans
+        (line,) = table.lines.allocate(1, zeroes=False).tolist()
+        table.lines.freeze(line)
+        read_line = np.full(num_spans, line)
+        table.lines.hold(read_line[1:])
+        nothing = np.zeros(num_spans, dtype=np.int64)
+        progress, adapter = CommittedProgress(position, nothing, nothing, {}), table.adapters.of(slot)
+        table.adapters.hold(adapter)
+        state = CapturedState(read_line, nothing, NO_PAGES, progress, adapter)
+        table.captured.add(state)
+        return state
+
+    def share_pages(self, left: Sequence[tuple[int, CapturedState]]) -> list[CapturedState]:
+        """Let states that were left of slots hold the pages of their tokens, all of which the device has or was given;
+        a page that is not full is copied behind that. Returns the states that take their places.
+
+        Free pages for the copies must be there.
+        """
+        table, states = self._table, []
+        if table.pages is None:
+            return [state for _, state in left]
+        copies: list[tuple[int, int]] = []
+        for slot, state in left:
+            pages, source = table.pages.share(int(table.write_line[slot]), state.position)
+            if source:
+                copies.append((source, int(pages[-1])))
+            states.append(replace(state, pages=pages))
+            table.captured.remove(state)
+            table.captured.add(states[-1])
+        if copies:
+            rows = np.zeros((0, 0), dtype=np.int32)
+            self._place(PagesPlaced(NO_SLOTS, rows, np.array(copies, dtype=np.int64).T))
         return states
 
     def restore(

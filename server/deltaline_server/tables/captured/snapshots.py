@@ -10,6 +10,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
+
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal, check_share
 from deltaline_server.tables.captured.capture import NO_SLOTS, Capture, Needs
@@ -66,6 +68,8 @@ class SnapshotTable:
         self.room = Room(self._eviction, table.lines, capture, table.ledger.num_spans)
         """What may give way."""
         self._lineage = Lineage(table)
+        self.under_way: set[CapturedState] = set()
+        """States that are no snapshots yet (waypoints.py)."""
         self.num_evicted = self.num_expired = 0
         if table.pages is not None:
             table.pages.num_givable, table.pages.make_room = self.room.num_pages, self._make_room_for_pages
@@ -168,6 +172,34 @@ class SnapshotTable:
             self._lineage.goes_on(child, self._lineage.of(parent))
         return opened
 
+    # -- waypoints -------------------------------------------------------------------------------------------------
+
+    def make_room_under_way(
+        self, needs: Needs, slot: int, principal: Principal, is_pinned: bool, num_under_way: int
+    ) -> None:
+        """Let unpinned snapshots give way until what a state of a slot needs is there, which is to be a principal's
+        snapshot; num_under_way: of those that it has already. Raises RequestError as `create` does; then none has."""
+        self._check_share(needs.lines, principal, is_pinned, num_under_way)
+        self._make_room(needs, np.array([slot]), len(self.under_way) + needs.lines)
+
+    def adopt(
+        self,
+        slot: int,
+        state: CapturedState,
+        key: PrefixKeys | None,
+        principal: Principal,
+        lease_s: float | None,
+        is_pinned: bool,
+    ) -> bytes:
+        """Let a captured state of a slot be a snapshot from now on; returns its id. Raises RequestError as `create`
+        does; then the state is the caller's still."""
+        self._check_share(1, principal, is_pinned)
+        self._make_room(Needs(), num_snapshots=1)
+        lease_s, continues = self._table.checked_lease(lease_s), self._lineage.of(slot)
+        id = self._add(state, key, continues, principal, lease_s, is_pinned)
+        self._lineage.goes_on(slot, id)
+        return id
+
     # -- what owners do --------------------------------------------------------------------------------------------
 
     def describe(
@@ -215,7 +247,7 @@ class SnapshotTable:
     def check_integrity(self) -> None:
         """Raise ValueError unless snapshots, captured states and counts agree."""
         self._table.check_integrity()
-        if {one.state for one in self._held.values()} != self._table.captured:
+        if {one.state for one in self._held.values()} | self.under_way != self._table.captured:
             raise ValueError("snapshot table: snapshots and captured states disagree")
         ids = {number: own for number, own in self._ids.items() if own}
         pinned = Counter(one.owner.number for one in self._held.values() if one.is_pinned)
@@ -248,11 +280,11 @@ class SnapshotTable:
         for id in self.room.victims(Needs(pages=num_pages), 0, NO_SLOTS):
             self._end(id, SnapshotState.EVICTED)
 
-    def _check_share(self, count: int, principal: Principal, is_pinned: bool) -> None:
+    def _check_share(self, count: int, principal: Principal, is_pinned: bool, num_under_way: int = 0) -> None:
         """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where pinned ones would be more than are left to
         others."""
         if principal.quotas is not None:
-            principal.quotas.check("snapshots", self.num_of(principal), count)
+            principal.quotas.check("snapshots", self.num_of(principal) + num_under_way, count)
         if is_pinned and principal.number and not principal.is_alone:
             held, free = self._num_pinned[principal.number], self._table.lines.snapshot_lines - self.num_pinned
             check_share(held, count, free, "pinned snapshots", Reason.NO_SNAPSHOT_LINES)

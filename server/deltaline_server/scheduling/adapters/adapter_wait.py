@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from deltaline_server.scheduling.batch_adapters import BatchAdapters
+from deltaline_server.scheduling.adapters.batch_adapters import BatchAdapters
 from deltaline_server.scheduling.ready import ReadyQueue
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 

@@ -6,7 +6,7 @@ A decode loop sends the same message again and again but for its numbers and its
 from __future__ import annotations
 
 from deltaline.v1 import layer_service_pb2 as pb
-from deltaline_server.front.step_message import (
+from deltaline_server.front.steps.step_message import (
     Pattern,
     StepMessage,
     StreamStep,

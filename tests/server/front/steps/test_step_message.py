@@ -20,9 +20,9 @@ from deltaline.v1 import admin_service_pb2, tensor_pb2
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import RequestError
 from deltaline_server.front.requests import Served, read_step
-from deltaline_server.front.step_message import Extents, Pattern, StepMessage, from_protobuf, scan_step
-from deltaline_server.front.step_parser import MOST_BYTES, MOST_PATTERNS, StepParser
-from deltaline_server.front.wire_scan import WireScan, read_varints
+from deltaline_server.front.steps.step_message import Extents, Pattern, StepMessage, from_protobuf, scan_step
+from deltaline_server.front.steps.step_parser import MOST_BYTES, MOST_PATTERNS, StepParser
+from deltaline_server.front.steps.wire_scan import WireScan, read_varints
 from deltaline_server.memory.regions import Regions
 from deltaline_server.step import SpanShapes, StepRequest
 
@@ -47,9 +47,10 @@ NUMBERS = {
 def plain(message: StepMessage) -> dict[str, Any]:
     """The same in Python's own values, so that both parsers' can be compared."""
     values = {name: getattr(message, name) for name in message._fields if name != "pattern"}
-    inline = values.pop("inline")
+    inline, waypoints = values.pop("inline"), values.pop("waypoints")
     lists = {name: list(map(int, value)) for name, value in values.items() if not isinstance(value, int | None)}
-    return values | lists | {"inline": None if inline is None else bytes(inline)}
+    rest = {"inline": None if inline is None else bytes(inline), "waypoints": list(waypoints)}
+    return values | lists | rest
 
 
 def by_protobuf(body: bytes) -> dict[str, Any] | None:
@@ -293,7 +294,8 @@ def test_the_usual_form_is_scanned() -> None:
     message.accepted.extend([-1, 0, 2])
     message.output = pb.OUTPUT_ROWS_LAST
     message.output_slice.CopyFrom(pb.OutputSlice(region=REGION, offset=2048, size_bytes=1024))
-    assert {descriptor.name for descriptor, _ in message.ListFields()} == set(pb.StepRequest.DESCRIPTOR.fields_by_name)
+    fields = {descriptor.name for descriptor, _ in message.ListFields()}
+    assert fields == set(pb.StepRequest.DESCRIPTOR.fields_by_name) - {"waypoints"}
     assert check(message.SerializeToString())
     message.hidden.shared.CopyFrom(tensor_pb2.SharedSlice(region=REGION, offset=128))
     body = message.SerializeToString()

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as pb
-from deltaline.v1 import tensor_pb2
-from deltaline_server.front.wire_scan import Extent, WireScan, read_varints
+from deltaline.v1 import prefix_pb2, tensor_pb2
+from deltaline_server.front.steps.wire_scan import Extent, WireScan, read_varints
 
 Column = Sequence[int] | NDArray[Any]
 
@@ -40,7 +40,8 @@ class StepMessage(NamedTuple):
     """The fields of a deltaline.v1.StepRequest. Columns are arrays, or protobuf's own lists.
 
     dtype, shape, inline and shared are those of `hidden`: inline or shared is its payload, both are None when it has
-    none. output_slice is None where it is absent. pattern: what its parser remembers of it, if it does.
+    none. output_slice is None where it is absent. pattern: what its parser remembers of it, if it does. waypoints:
+    deltaline.v1.Waypoints; a message that has any is not of the usual form.
     """
 
     server_epoch: int
@@ -60,6 +61,7 @@ class StepMessage(NamedTuple):
     queue_timeout_us: int
     output_slice: Slice | None
     pattern: Pattern | None = None
+    waypoints: Sequence[prefix_pb2.Waypoints] = ()
 
 
 class Extents(NamedTuple):
@@ -102,6 +104,7 @@ def from_protobuf(message: pb.StepRequest) -> StepMessage:
         output_slice=(
             Slice(place.region, place.offset, place.size_bytes) if message.HasField("output_slice") else None
         ),
+        waypoints=message.waypoints,
     )
 
 
@@ -214,7 +217,7 @@ _EMPTY: Extent = (0, 0)
 _TENSOR_FIELDS = ("dtype", "shape", "inline", "shared")
 _STEP = WireScan(
     pb.StepRequest.DESCRIPTOR,
-    *(name for name in StepMessage._fields if name not in (*_TENSOR_FIELDS, "pattern")),
+    *(name for name in StepMessage._fields if name not in (*_TENSOR_FIELDS, "pattern", "waypoints")),
     "hidden",
 )
 _TENSOR = WireScan(tensor_pb2.Tensor.DESCRIPTOR, *_TENSOR_FIELDS)
