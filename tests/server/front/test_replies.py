@@ -83,7 +83,12 @@ def test_a_reply_that_waits_copies_no_outputs() -> None:
 def test_what_was_found_of_a_prompt_in_microseconds() -> None:
     stored = StoredPrefix(64, bytes(16), Tier.HOST, 1000)
     message = replies.prefix_match(Match(stored, 0.25, 1.5, None, 128))
-    where = {"snapshot_id": bytes(16), "position": 64, "tier": prefix_pb.TIER_HOST, "shared_position": 128}
+    where: dict[str, Any] = {
+        "snapshot_id": bytes(16),
+        "position": 64,
+        "tier": prefix_pb.TIER_HOST,
+        "shared_position": 128,
+    }
     times: dict[str, Any] = {"restore_us": 250_000, "compute_us": 1_500_000}
     assert message == prefix_pb.PrefixMatch(**where, **times)
     assert replies.prefix_match(Match(stored, 0.0, 1e-9, None, 0)).compute_us == 1, "0 is for what is not known"
