@@ -112,8 +112,8 @@ class Places:
     """Places that were not reached yet, in the order in which they were taken, the same on every slot.
 
     Steps that come later wait behind them, and run when what has the place is done with it. A place is reached when it
-    is on each of its slots: as the first one there, with the steps before it over, or one of them refused, or with the
-    sequence gone. What that takes is a comparison of arrays, and work for the slots of which it is news.
+    is on each of its slots: as the first one there, with the steps before it over but for those that were refused, or
+    with the sequence gone. What that takes is a comparison of arrays, and work for the slots of which it is news.
     """
 
     def __init__(
@@ -161,8 +161,6 @@ class Places:
                 last[span] = step - 1
                 if number == 0:
                     self._last_free[span, slot] = step - 1
-                    if self._is_awaited[slot]:
-                        self._reach(slot)
 
     def leave(self, slot: int) -> None:
         """The sequence in a slot is over: the steps of the next one there wait behind none of its places."""
@@ -193,11 +191,7 @@ class Places:
             if not places:
                 del self._of_slot[slot]
                 continue
-            last_free[:, i] = places[0].last_step(slot)
-            if slot in places[0].dropped:
-                self._reach_on_one(places[0])
-            else:
-                self._is_awaited[slot] = True
+            last_free[:, i], self._is_awaited[slot] = places[0].last_step(slot), True
         tail = self._table.ledger.tail.step[:, slots]
         for span, index in enumerate(self._indexes):
             for number, rows in index.free(slots, last_free[span], tail[span]):
@@ -207,12 +201,8 @@ class Places:
         """Find out which of these slots, which are awaited, have done the steps before their first places."""
         is_over = (self._table.ledger.done.step[:, slots] >= self._last_free[:, slots]).all(axis=0)
         for slot in slots[is_over].tolist():
-            self._reach(slot)
-
-    def _reach(self, slot: int) -> None:
-        """The first place of a slot, which is awaited, is reached on it."""
-        self._is_awaited[slot] = False
-        self._reach_on_one(self._of_slot[slot][0])
+            self._is_awaited[slot] = False
+            self._reach_on_one(self._of_slot[slot][0])
 
     def _reach_on_one(self, place: Place) -> None:
         """A place is reached on one slot more."""

@@ -44,17 +44,20 @@ class Waypoints:
                 continue
             (row,), (slot,) = pending.admission.rows[rows.index].tolist(), rows.slots.tolist()
             asked = pending.form.waypoints.get(row, NOWHERE)
-            reason = None
-            for tokens in asked.within(begin, begin + rows.num_tokens):
-                position = int(pending.request.position[row]) + tokens
+            first, principal = int(pending.request.position[row]), pending.request.principal
+            places = asked.within(begin, begin + rows.num_tokens)
+            for i, tokens in enumerate(places):
                 try:
-                    if reason is not Reason.NO_SNAPSHOT_LINES:  # there are no more for those behind it
-                        line = self.table.take(pending.span, slot, position, pending.request.principal, asked.is_pinned)
-                        entries.append((number, tokens - begin, line))
-                        continue
+                    line = self.table.take(pending.span, slot, first + tokens, principal, asked.is_pinned)
+                    entries.append((number, tokens - begin, line))
                 except RequestError as error:
                     reason = error.refusal.reason
-                pending.left[row].append(LeftWaypoint(position, skipped=reason.name))
+                    if reason is not Reason.NO_SNAPSHOT_LINES:
+                        pending.left[row].append(LeftWaypoint(first + tokens, skipped=reason.name))
+                        continue
+                    # There is none for those behind it either.
+                    pending.left[row] += [LeftWaypoint(first + at, skipped=reason.name) for at in places[i:]]
+                    break
         return np.array(entries, dtype=np.int32).T if entries else None
 
     def done(self, pending: PendingStep, index: NDArray[np.int64], slots: Slots) -> None:

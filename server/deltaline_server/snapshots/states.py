@@ -36,7 +36,7 @@ class States:
     def __init__(
         self, *, table: SequenceTable, capture: Capture, snapshots: SnapshotTable, scheduler: Scheduler
     ) -> None:
-        self._table, self._capture, self._snapshots, self._scheduler = table, capture, snapshots, scheduler
+        self._table, self._capture, self.snapshots, self._scheduler = table, capture, snapshots, scheduler
 
     async def create(
         self,
@@ -56,7 +56,7 @@ class States:
         """
 
         def create(slots: Slots, progress: Sequence[CommittedProgress]) -> list[SnapshotDescription]:
-            return self._snapshots.create(slots, progress, principal, lease_s, is_pinned, keys)
+            return self.snapshots.create(slots, progress, principal, lease_s, is_pinned, keys)
 
         return await self._in_order(epoch, handles, principal, create)
 
@@ -78,19 +78,19 @@ class States:
             raise RequestError(Reason.INVALID_REQUEST, message, field="count")
 
         def fork(slots: Slots, progress: Sequence[CommittedProgress]) -> Opened:
-            return self._snapshots.fork(slots, progress, count, principal, lease_s)
+            return self.snapshots.fork(slots, progress, count, principal, lease_s)
 
         return await self._in_order(epoch, handles, principal, fork)
 
     def restore(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> Opened:
         """One sequence of each snapshot; ids may repeat. Raises RequestError as SnapshotTable.restore does."""
         self._scheduler.settle()
-        return self._snapshots.restore(ids, principal, lease_s)
+        return self.snapshots.restore(ids, principal, lease_s)
 
     def find(self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy) -> Match:
         """What a prompt of a principal may go on from under an adapter, by its content hash, empty for none. Changes
         nothing."""
-        return self._snapshots.find(keys, adapter_hash, principal, policy, self._scheduler.prefill_tokens_per_s)
+        return self.snapshots.find(keys, adapter_hash, principal, policy, self._scheduler.prefill_tokens_per_s)
 
     def open(
         self,
@@ -113,31 +113,31 @@ class States:
             opened = otherwise()
         else:
             opened = self.restore([found.prefix.snapshot] * count, principal, lease_s=lease_s)
-        self._snapshots.notice(keys, adapter_hash, principal)
+        self.snapshots.notice(keys, adapter_hash, principal)
         return found, opened
 
     def describe(
         self, principal: Principal, after: bytes = b"", limit: int | None = None
     ) -> tuple[list[SnapshotDescription], bool]:
         """A page of the snapshots of a principal, and whether there are more, as SnapshotTable.describe tells them."""
-        return self._snapshots.describe(principal, after, limit)
+        return self.snapshots.describe(principal, after, limit)
 
     def renew(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> list[SnapshotState]:
         """Renew leases, for the time that each was created with where lease_s is None. Raises RequestError
         INVALID_REQUEST for a lease that there can't be."""
-        return self._snapshots.renew(ids, principal, lease_s)
+        return self.snapshots.renew(ids, principal, lease_s)
 
     def release(self, ids: Sequence[bytes], principal: Principal) -> list[SnapshotState]:
         """End snapshots. Idempotent."""
-        return self._snapshots.release(ids, principal)
+        return self.snapshots.release(ids, principal)
 
     def reap(self) -> None:
         """End snapshots that have outlived their lease."""
-        self._snapshots.reap()
+        self.snapshots.reap()
 
     def check_integrity(self) -> None:
         """Raise ValueError unless all that is counted agrees."""
-        self._snapshots.check_integrity()
+        self.snapshots.check_integrity()
 
     async def _in_order(
         self,

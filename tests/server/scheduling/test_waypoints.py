@@ -10,8 +10,10 @@ from rigs.scheduler_rig import DECODE, PREFILL, Rig, checksum, outputs, reason, 
 
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS, Principal, Quotas
-from deltaline_server.step import LeftWaypoint, RowOutcome, RowWaypoints, StepResult
+from deltaline_server.step import WAYPOINT_BYTES, LeftWaypoint, RowOutcome, RowWaypoints, StepResult
 from deltaline_server.tables.captured.snapshot import SnapshotState
+from deltaline_server.tables.prefixes.cost import ReusePolicy
+from deltaline_server.tables.prefixes.keys import PrefixKeys
 
 NO_LINES = Reason.NO_SNAPSHOT_LINES.name
 
@@ -370,3 +372,39 @@ def test_places_of_a_chunk_are_those_within_it() -> None:
     assert [asked.within(begin, begin + 64) for begin in (0, 64, 128, 192)] == [(64,), (128,), (192,), ()]
     assert (asked.within(0, 63), asked.within(0, 200), asked.num_places) == ((), (64, 128, 192), 3)
     assert LeftWaypoint(3) == (3, b"", "") and np.all(np.diff(asked.tokens) > 0)
+
+
+async def test_a_state_is_found_by_the_key_of_its_place() -> None:
+    rig = make_rig()
+    (parent,) = rig.open()
+    await rig.step((parent, PREFILL, 1, 0, -1, tokens(10)))
+    at = {74: b"a" * 16, 110: b"b" * 16}
+    result = await rig.step((parent, PREFILL, 2, 10, -1, tokens(100)), **named(64, at_end=True, keys=at))
+    for (position, key), id in zip(at.items(), ids(result), strict=True):
+        found = rig.states.find(PrefixKeys.of([key], [position], 200), b"", ANONYMOUS, ReusePolicy.ALWAYS).prefix
+        assert found is not None and (found.snapshot, found.position) == (id, position)
+
+
+async def test_a_state_has_its_sequences_adapter_and_keeps_it() -> None:
+    rig = make_rig(adapter_slots=2)
+    rig.load("1")
+    (parent,) = rig.open(adapter="1")
+    step = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(100)), **named(64)))
+    await turns()
+    rig.device.finish()
+    result = await step
+    rig.close(parent)
+    rig.scheduler.settle()
+    rig.states.check_integrity()
+    (child,) = rig.restore(*ids(result))
+    assert await decoded(rig, child, 64) == [checksum([*tokens(64), 9.0], 1)]
+
+
+async def test_what_is_kept_of_places_is_counted() -> None:
+    rig = make_rig()
+    (parent,) = rig.open()
+    request = rig.request((parent, PREFILL, 1, 0, -1, tokens(200)), **named(64, 128, at_end=True))
+    plain = rig.request((parent, PREFILL, 1, 0, -1, tokens(200)))
+    assert request.form.total_kept_bytes == plain.form.total_kept_bytes + 3 * WAYPOINT_BYTES
+    await rig.submit(request)
+    assert rig.table.replies.used_bytes == request.form.total_kept_bytes

@@ -24,7 +24,7 @@ from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.prefixes.cost import ReusePolicy, StoredPrefix, Tier
 from deltaline_server.tables.prefixes.eviction import Eviction
-from deltaline_server.tables.prefixes.index import Origin, PrefixIndex
+from deltaline_server.tables.prefixes.index import Miss, Origin, PrefixIndex
 from deltaline_server.tables.prefixes.keys import PrefixKeys
 from deltaline_server.tables.prefixes.match import Match, match
 from deltaline_server.tables.sequence import slots_of
@@ -70,7 +70,9 @@ class SnapshotTable:
         self._lineage = Lineage(table)
         self.under_way: set[CapturedState] = set()
         """States that are no snapshots yet (waypoints.py)."""
-        self.num_evicted = self.num_expired = 0
+        self.num_captured = self.num_restored = self.num_evicted = self.num_expired = 0
+        self.hits, self.misses = Counter[Tier](), Counter[Miss | None]()
+        """Finds by the tier of what was found; and by why nothing was, None where to compute is cheaper."""
         if table.pages is not None:
             table.pages.num_givable, table.pages.make_room = self.room.num_pages, self._make_room_for_pages
 
@@ -121,10 +123,15 @@ class SnapshotTable:
         policy: ReusePolicy,
         prefill_tokens_per_s: float | None,
     ) -> Match:
-        """What a prompt of a principal may go on from under an adapter, empty for none. Changes nothing."""
+        """What a prompt of a principal may go on from under an adapter, empty for none. Changes nothing but counts."""
         found = self._index.find(keys, principal.number, self._origin(adapter_hash))
         rate = prefill_tokens_per_s
-        return match(found, policy, prompt_tokens=keys.prompt_tokens, prefill_tokens_per_s=rate, ways={})
+        taken = match(found, policy, prompt_tokens=keys.prompt_tokens, prefill_tokens_per_s=rate, ways={})
+        if taken.prefix is None:
+            self.misses[taken.miss] += 1
+        else:
+            self.hits[taken.prefix.tier] += 1
+        return taken
 
     def notice(self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal) -> None:
         """A prompt is prefilled: others that begin alike are told how far they do (Match.shared_position)."""
@@ -144,6 +151,7 @@ class SnapshotTable:
             self._lineage.goes_on(slot, id)
         for id in dict.fromkeys(ids):
             self._eviction.consumed(id)
+        self.num_restored += len(ids)
         return opened
 
     def fork(
@@ -305,6 +313,7 @@ class SnapshotTable:
         deadline_s = self._clock() + lease_s
         before = self._held.get(continues) if continues is not None else None
         num_own_pages = len(state.pages) - (0 if before is None else len(before.state.pages))
+        self.num_captured += 1
         self._held[id] = Snapshot(state, owner, is_pinned, lease_s, deadline_s, self._wall_clock())
         insort(self._ids[number], id)
         self._eviction.stored(id, state.position, continues, owner=number, size=max(1, num_own_pages))
