@@ -108,7 +108,7 @@ class Request:
             options.get("priority", 0),
             0 if queue_timeout_s is None else max(1, round(queue_timeout_s * 1e6)),
             wire.tensor_pieces(batch.packed()) if place is None else [place.tensor],
-            (b"" if place is None else place.output_slice) + self._waypoints(),
+            (b"" if place is None else place.output_slice) + (self._waypoints() if self._rows else b""),
         )
 
     def _waypoints(self) -> bytes:

@@ -133,7 +133,7 @@ class LayerService:
             )
             return replace(opened, match=found)
 
-        prompt = hashlib.blake2b(keys.words.data, digest_size=16)
+        prompt = hashlib.blake2b(keys.words.tobytes(), digest_size=16)
         prompt.update(b"%d %d" % (keys.prompt_tokens, policy))
         return Origin(adapter, prompt=prompt.digest()), make
 
