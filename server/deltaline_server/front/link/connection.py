@@ -302,5 +302,6 @@ class Connection:
     def _done(self, call: Call) -> None:
         """The call's handler is over: of one that was cancelled, what it left goes back here."""
         del self._tasks[call]
-        self.end_call(call, status_pb2.Status(code=code_pb2.CANCELLED, message="the call was cancelled"))
+        if not call.is_over:
+            self.end_call(call, status_pb2.Status(code=code_pb2.CANCELLED, message="the call was cancelled"))
         self._drop(call)
