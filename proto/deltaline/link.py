@@ -52,8 +52,8 @@ STATUS = 7
 """The call ended: a google.rpc.Status, empty where it ended well. It also refuses MEMORY. The amount says for how many
 microseconds a front end keeps it back."""
 TAKEN = 8
-"""The server has taken so many more messages of a call, which had not its last one. PLACED: it no longer needs a Place. From a front end:
-its client has read so many more bytes of replies.
+"""The server has taken so many more messages of a call whose last one has not come. PLACED: it no longer needs a Place.
+From a front end: its client has read so many more bytes of replies.
 
 Each Place that the client names comes back once, for a call that is over too: so, or with the reply that lies in it.
 """
@@ -178,7 +178,7 @@ def read(packet: memoryview) -> Envelope:
 
 def pack_metadata(metadata: Iterable[tuple[str, str]] | None) -> bytes:
     """Write a call's metadata, names and values without zero bytes."""
-    return b"\0".join(text.encode() for pair in metadata or () for text in pair)
+    return "\0".join([text for pair in metadata or () for text in pair]).encode()
 
 
 def read_metadata(packed: bytes) -> Metadata:

@@ -86,7 +86,7 @@ class LinkSocket(Generic[E]):
 
     def flush(self) -> None:
         """Send what can go now; the rest goes by itself."""
-        if self.is_over:
+        if self.conversation.error is not None:
             return
         is_full = not self.conversation.flush(self._send)
         if is_full != self._is_full:
@@ -119,7 +119,7 @@ class LinkSocket(Generic[E]):
         if not receive(self._socket, self._buffer, self.conversation):
             self.conversation.end(code_pb2.UNAVAILABLE, "the local link broke")
         self.moved.set()
-        if self.is_over:
+        if self.conversation.error is not None:
             self._close()
         elif self.conversation.unsent or self.conversation.control:
             self.flush()
