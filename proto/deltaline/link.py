@@ -52,8 +52,8 @@ STATUS = 7
 """The call ended: a google.rpc.Status, empty where it ended well. It also refuses MEMORY. The amount says for how many
 microseconds a front end keeps it back."""
 TAKEN = 8
-"""The server has taken so many more messages of a call whose last one has not come. PLACED: it no longer needs a Place.
-From a front end: its client has read so many more bytes of replies.
+"""The server has taken so many more messages of a call. PLACED: it no longer needs a Place. From a front end:
+its client has read so many more bytes of replies.
 
 Each Place that the client names comes back once, for a call that is over too: so, or with the reply that lies in it.
 """

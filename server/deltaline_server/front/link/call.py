@@ -168,11 +168,10 @@ class Call:
         self.in_hand_bytes = len(message) if isinstance(message, bytes) else 0
         self._num_taken += 1
         self._bytes_taken += self.in_hand_bytes
-        if isinstance(message, bytes):
-            # A packet of its own, so not for each; behind the last message nobody asks.
-            is_due = self._num_taken >= link.STREAM_MESSAGES // 2 or self._bytes_taken >= TOLD_BYTES
-            if self._has_all or not is_due:
-                return self._line.read_message(self, message, 0)
+        # A place goes back in a packet in any case; else it takes one of its own.
+        is_due = self._num_taken >= link.STREAM_MESSAGES // 2 or self._bytes_taken >= TOLD_BYTES
+        if isinstance(message, bytes) and not is_due:
+            return self._line.read_message(self, message, 0)
         num_taken, self._num_taken, self._bytes_taken = self._num_taken, 0, 0
         return self._line.read_message(self, message, num_taken)
 

@@ -252,7 +252,8 @@ class Connection:
         call.share.take(num_bytes)
         try:
             self._socket.write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
-            place = (await room)._replace(size=num_bytes)
+            region, offset, _ = await room
+            place = link.Place(region, offset, num_bytes)
             self._served.regions.copy_in(place.region, place.offset, pieces, self._peer.address)
             is_used = True
         finally:

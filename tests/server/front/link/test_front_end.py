@@ -154,7 +154,9 @@ async def test_a_message_has_no_more_bytes_than_the_most(rig: Rig, size: int, is
     os.close(fd)
     await rig.go(2, b"ask", b"a", place._replace(size=size).packed(), link.PLACED | link.LAST)
     if is_taken:
-        assert (await rig.packet(link.TAKEN)).envelope.amount == 0  # its memory comes back: it was the last message
+        assert (
+            await rig.packet(link.TAKEN)
+        ).envelope.amount == 0  # its memory comes back; of one message nothing is told
         assert (await rig.packet(link.MESSAGE)).body == b"a"
     else:
         assert await rig.goodbye() == "expected at most 524288 bytes, got 524289"
