@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -22,11 +21,17 @@ ALIGNMENT = 64
 
 
 class _Block:
-    """Bytes of the arena: every array over them keeps this object alive, and it keeps the mapping."""
+    """Bytes of the arena: every array over them keeps this object alive, and it keeps the mapping.
 
-    def __init__(self, memory: NDArray[np.uint8]) -> None:
+    place: where they lie. dropped: is told of it when no array is left; a finalizer of weakref's takes 3 us more.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8], place: tuple[int, int], dropped: deque[tuple[int, int]]) -> None:
         self.__array_interface__ = memory.__array_interface__
-        self._memory = memory
+        self._memory, self._place, self._dropped = memory, place, dropped
+
+    def __del__(self) -> None:
+        self._dropped.append(self._place)
 
 
 class Arena:
@@ -34,7 +39,7 @@ class Arena:
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._memory: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
-        self._address = self._memory.ctypes.data
+        self._address = _address(self._memory)
         # Free ranges (begin, end), sorted, none touching the next.
         self._free: list[tuple[int, int]] = [(0, len(self._memory) // ALIGNMENT * ALIGNMENT)]
         self._lock = threading.Lock()
@@ -56,13 +61,13 @@ class Arena:
         with self._lock:
             while self._dropped:
                 self._give_back(*self._dropped.popleft())
-            index = next((i for i, (begin, end) in enumerate(self._free) if end - begin >= size), None)
-            if index is None:
+            for index, (begin, end) in enumerate(self._free):
+                if end - begin >= size:
+                    self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []
+                    break
+            else:
                 return None
-            begin, end = self._free[index]
-            self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []
-        block = _Block(self._memory[begin : begin + size])
-        weakref.finalize(block, self._dropped.append, (begin, begin + size)).atexit = False
+        block = _Block(self._memory[begin : begin + size], (begin, begin + size), self._dropped)
         array: NDArray[Any] = np.asarray(block)[:num_bytes].view(dtype).reshape(tuple(shape))
         return array
 
@@ -70,7 +75,7 @@ class Arena:
         """Return where a contiguous array lies in the arena; None for one elsewhere or at another alignment."""
         if array.base is None:  # it has memory of its own
             return None
-        offset = array.ctypes.data - self._address
+        offset = _address(array) - self._address
         inside = offset >= 0 and offset + array.nbytes <= len(self._memory)
         return offset if inside and offset % ALIGNMENT == 0 and array.flags.c_contiguous else None
 
@@ -83,6 +88,11 @@ class Arena:
             index -= 1
             begin = self._free.pop(index)[0]
         self._free.insert(index, (begin, end))
+
+
+def _address(array: NDArray[Any]) -> int:
+    """Where an array begins in the process's memory."""
+    return int(array.__array_interface__["data"][0])
 
 
 def map_sealed(fd: int, size_bytes: int) -> mmap.mmap:

@@ -53,7 +53,7 @@ class LinkCall(Generic[E]):
         self.head, self.on_message, self.on_end = head, on_message, on_end
         # Its number, from when it goes: calls that wait for memory are overtaken, and numbers have to rise. 0 before.
         self.number = 0
-        self.head_bytes = sum(len(head[name]) for name in ("method", "metadata", "client"))
+        self.head_bytes = len(head["method"]) + len(head["metadata"]) + len(head["client"])
         # Messages, None for the mere end, each with its flags.
         self.outbox: deque[tuple[bytes | None, int]] = deque()
         self.credit = link.STREAM_MESSAGES

@@ -178,7 +178,7 @@ def read(packet: memoryview) -> Envelope:
 
 def pack_metadata(metadata: Iterable[tuple[str, str]] | None) -> bytes:
     """Write a call's metadata, names and values without zero bytes."""
-    return b"\0".join(text.encode() for pair in metadata or () for text in pair)
+    return "\0".join([text for pair in metadata or () for text in pair]).encode()
 
 
 def read_metadata(packed: bytes) -> Metadata:

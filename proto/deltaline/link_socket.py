@@ -67,7 +67,7 @@ def send(connected: socket.socket, pieces: Sequence[Buffer]) -> bool:
 
 
 class LinkSocket(Generic[E]):
-    """Carries a conversation. moved: set whenever packets have come or gone."""
+    """Carries a conversation. moved: set whenever packets have come or gone. ended: set once none can any more."""
 
     def __init__(self, connected: socket.socket, conversation: Conversation[E]) -> None:
         """connected: behind the welcome, and does not block."""
@@ -76,7 +76,7 @@ class LinkSocket(Generic[E]):
         self._buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
         self._is_full = False
         self._send = partial(send, connected)
-        self.moved = asyncio.Event()
+        self.moved, self.ended = asyncio.Event(), asyncio.Event()
         self._loop.add_reader(connected, self._read)
 
     @property
@@ -86,7 +86,7 @@ class LinkSocket(Generic[E]):
 
     def flush(self) -> None:
         """Send what can go now; the rest goes by itself."""
-        if self.is_over:
+        if self.conversation.error is not None:
             return
         is_full = not self.conversation.flush(self._send)
         if is_full != self._is_full:
@@ -112,13 +112,14 @@ class LinkSocket(Generic[E]):
             self._loop.remove_writer(self._socket)
             self._socket.close()
         self.moved.set()
+        self.ended.set()
 
     def _read(self) -> None:
         """Take a packet."""
         if not receive(self._socket, self._buffer, self.conversation):
             self.conversation.end(code_pb2.UNAVAILABLE, "the local link broke")
         self.moved.set()
-        if self.is_over:
+        if self.conversation.error is not None:
             self._close()
         elif self.conversation.unsent or self.conversation.control:
             self.flush()

@@ -27,8 +27,9 @@ from deltaline.v1.layer_service_pb2 import ROW_KIND_DECODE
 from deltaline_client import Client, Row, Sequence
 from deltaline_server.app import Server
 
+# Three of the server's by gRPC are its histograms, for some forty of prometheus that nobody counted here.
 MOST = {
-    "grpc": {"server": 163, "client": 58, "kernels": 125, "wire": 14},
+    "grpc": {"server": 166, "client": 58, "kernels": 125, "wire": 14},
     "link": {"server": 177, "client": 73, "kernels": 125, "wire": 14},
 }
 ROWS, WARM_UP, STEPS = 16, 10, 100

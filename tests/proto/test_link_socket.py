@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from google.rpc import code_pb2, status_pb2
 
 from deltaline import link
 from deltaline.conversation import Conversation
-from deltaline.link_socket import make_room, receive, send
+from deltaline.link_socket import LinkSocket, make_room, receive, send
 
 LARGEST = bytes(link.MAX_PACKET_BYTES)
 
@@ -55,3 +56,18 @@ def test_a_packet_that_can_not_go_ends_the_connection(ends: tuple[socket.socket,
     assert conversation.error is not None and conversation.error.code == code_pb2.UNAVAILABLE
     assert not receive(ours, buffer, conversation)
     assert theirs.recv(1) == b""
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_who_waits_for_the_end_is_told_of_it(ends: tuple[socket.socket, socket.socket], is_ours: bool) -> None:
+    conversation: Conversation[status_pb2.Status] = Conversation(1, lambda status: status)
+    ours, theirs = ends
+    connection = LinkSocket(ours, conversation)
+    assert not connection.ended.is_set()
+    if is_ours:
+        connection.close(status_pb2.Status(code=code_pb2.CANCELLED))
+    else:
+        theirs.close()
+    async with asyncio.timeout(5.0):
+        await connection.ended.wait()
+    assert connection.is_over

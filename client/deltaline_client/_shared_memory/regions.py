@@ -14,7 +14,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -181,7 +180,7 @@ class SharedMemory:
             return None
         if self._by_default is not None:
             output_bytes = math.prod(output_shape) * hidden[0].dtype.itemsize
-            if max(output_bytes, sum(array.nbytes for array in hidden)) not in self._by_default:
+            if max(output_bytes, sum([array.nbytes for array in hidden])) not in self._by_default:
                 return None
             self.is_off = False  # from the next call on there is a region
         if region is None:
@@ -224,12 +223,12 @@ class SharedMemory:
 
     def _spared(self, number: int, dtype: np.dtype[Any], shape: Shape, output_shape: Shape) -> Placement | None:
         """The spare placement, where it is of these shapes; it is let go where it is not."""
-        with suppress(IndexError):
+        try:
             spare = self._spares.pop()
-            shapes = spare.region, spare.hidden.dtype, spare.hidden.shape, spare.room.shape
-            if shapes == (number, dtype, shape, output_shape):
-                return spare
-        return None
+        except IndexError:  # none, or another thread has it
+            return None
+        shapes = spare.region, spare.hidden.dtype, spare.hidden.shape, spare.room.shape
+        return spare if shapes == (number, dtype, shape, output_shape) else None
 
     def end_attempt(self, request: RequestKey, placement: Placement, *, is_over: bool) -> None:
         """An attempt has ended. Not over: the server may still read and write the placement for this request.

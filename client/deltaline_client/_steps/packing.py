@@ -73,6 +73,8 @@ class Packing:
                 step = next(steps_left, None)
                 if step is None:
                     cut.remove(turn)
+                elif step.count == len(row.hidden):
+                    yield self._request([(row, step)])
                 else:  # in a message: several are in flight, and of those in shared memory the last reply alone is kept
                     yield Request.of_steps([(row, step)])
 

@@ -128,7 +128,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             async with self._call(method, rpc, enter, context, traced) as entered:
                 if entered is not None:
                     body = await entered.request(context)
-                rpc.received.inc()
+                rpc.received.value += 1
                 try:
                     message = parse(deserialize, body)
                 finally:
@@ -137,7 +137,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 answer = handler.unary_unary(message, context)
                 del message  # see abort
                 response = serialize(await answer)
-                rpc.sent.inc()
+                rpc.sent.value += 1
                 if audited is not None:
                     self._did(audited.what, context, values)
                 if entered is not None:
@@ -149,28 +149,28 @@ class Interceptor(grpc.aio.ServerInterceptor):
             async with self._call(method, rpc, enter, context) as entered:
                 if entered is not None:
                     body = await entered.request(context)
-                rpc.received.inc()
+                rpc.received.value += 1
                 try:
                     message = parse(deserialize, body)
                 finally:
                     del body
                 async with aclosing(handler.unary_stream(message, context)) as responses:
                     async for response in responses:
-                        rpc.sent.inc()
+                        rpc.sent.value += 1
                         yield serialize(response)
                         del response
 
         async def requests(context: Context) -> AsyncIterator[Any]:
             # Not gRPC's own iterator: an idle stream would hold its last message there, and here too without `del`.
             while (body := await context.read()) is not grpc.aio.EOF:
-                rpc.received.inc()
+                rpc.received.value += 1
                 yield parse(deserialize, body)
                 del body
 
         async def stream_unary(_: AsyncIterator[bytes], context: Context) -> bytes:
             async with self._call(method, rpc, enter, context, traced):
                 response = serialize(await handler.stream_unary(requests(context), context))
-                rpc.sent.inc()
+                rpc.sent.value += 1
                 if audited is not None:
                     self._did(audited.what, context, audited.values(response))
                 return response
@@ -182,7 +182,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 aclosing(handler.stream_stream(requests(context), context)) as responses,
             ):
                 async for response in responses:
-                    rpc.sent.inc()
+                    rpc.sent.value += 1
                     yield serialize(response)
                     del response  # it may be a view of what is kept, and the stream idle
 
@@ -210,7 +210,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         entered: Entered | None = None
         if self._tracing is not None and traced is not None:
             span = self._tracing.begin_call(traced, context.invocation_metadata())
-        rpc.started.inc()
+        rpc.started.value += 1
         code = grpc.StatusCode.OK
         try:
             entered = None if enter is None else enter(context)
@@ -248,7 +248,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             empty_frames(error)
             await abort(context, refusal)
         finally:
-            rpc.handled[code].inc()
+            rpc.handled[code].value += 1
             rpc.seconds.observe((end_s or time.perf_counter()) - begin_s)
             if span is not None:
                 span.end_call(code)

@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from rigs.scraper import scrape
 
@@ -27,7 +28,8 @@ from deltaline_server.step import RowKind
 from deltaline_server.tables.prefixes.cost import Tier
 from deltaline_server.tables.prefixes.index import Miss
 from deltaline_server.telemetry.gauges import add_gauges
-from deltaline_server.telemetry.metrics import SECONDS_BUCKETS, Metrics, StageSeconds
+from deltaline_server.telemetry.metrics import SECONDS_BUCKETS, Metrics
+from deltaline_server.telemetry.tallies import Spreads
 
 SERVICE = pb.DESCRIPTOR.services_by_name["LayerService"]
 HIDDEN = 32
@@ -65,16 +67,15 @@ def test_methods_are_zero_before_they_are_called() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 50e-6, 51e-6, 0.003, 10.0, 11.0])
 def test_observation_is_in_every_bucket_from_its_own_up(seconds: float) -> None:
-    stages = StageSeconds()
-    stages.observe("compute", RowKind.DECODE, seconds, count=3)
+    stages = Spreads(CollectorRegistry(), "stage_seconds", "Time.", SECONDS_BUCKETS, ("kind",))
+    stages.add("prefill")
+    stages.add("decode").observe(seconds, count=3)
     [family] = stages.collect()
-    found = {
-        s.labels["le"]: s.value
-        for s in family.samples
-        if s.name.endswith("_bucket") and s.labels["stage"] == "compute" and s.labels["kind"] == "decode"
-    }
+    samples = [s for s in family.samples if s.labels["kind"] == "decode"]
+    found = {s.labels["le"]: s.value for s in samples if s.name == "stage_seconds_bucket"}
     assert found == {str(bound): 3.0 * (seconds <= bound) for bound in SECONDS_BUCKETS} | {"+Inf": 3.0}
-    assert sum(s.value for s in family.samples if s.name.endswith("_sum")) == 3 * seconds
+    assert [s.value for s in samples if s.name == "stage_seconds_count"] == [3]
+    assert [s.value for s in samples if s.name == "stage_seconds_sum"] == [3 * seconds]
 
 
 def test_batch_counts_each_kind_that_it_holds() -> None:

@@ -81,8 +81,7 @@ async def _serve(
     await server.start()
     _say("serving")
     telling = asyncio.create_task(_tell(forward))
-    while not connection.is_over:
-        await connection.until_moved()
+    await connection.ended.wait()
     telling.cancel()
     await server.stop(GRACE_S)
 

@@ -144,7 +144,7 @@ class _Call:
     def __init__(self, core: LinkSocket[status_pb2.Status], reader: Reader, path: str, peer: str, context: Any) -> None:
         self._core, self._reader, self.unread = core, reader, reader.join(self._cut)
         self._replies: deque[bytes | status_pb2.Status | None] = deque()
-        self._came = asyncio.Event()
+        self._came: asyncio.Future[None] | None = None
         self._ahead: deque[int] = deque()
         self._read_bytes = 0
         self._call: LinkCall[status_pb2.Status] = core.conversation.begin(
@@ -191,8 +191,8 @@ class _Call:
     async def reply(self) -> bytes | None:
         """The next reply, None behind the last. Raises _Ended."""
         while not self._replies:
-            self._came.clear()
-            await self._came.wait()
+            self._came = asyncio.get_running_loop().create_future()
+            await self._came
         if isinstance(self._replies[0], bytes):
             await self._reader.turn(self.unread, len(self._replies[0]))
         reply = self._replies.popleft()
@@ -211,17 +211,21 @@ class _Call:
 
     def close(self) -> None:
         """The call is over for the client. Idempotent."""
-        self._core.conversation.cancel(self._call)
-        self._core.flush()
+        if not self._call.is_over:
+            self._core.conversation.cancel(self._call)
+            self._core.flush()
 
     def _take(self, body: bytes) -> None:
-        self._replies.append(body)
-        self._came.set()
+        self._add(body)
         self._reader.came(self.unread, len(body))
 
     def _end(self, status: status_pb2.Status | None) -> None:
-        self._replies.append(status)
-        self._came.set()
+        self._add(status)
+
+    def _add(self, reply: bytes | status_pb2.Status | None) -> None:
+        self._replies.append(reply)
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
 
     def _cut(self, why: str) -> None:
         """Its client has too much unread: the replies that gRPC does not have are dropped."""

@@ -20,6 +20,9 @@ from deltaline_server.front.interceptor import Context, bug
 from deltaline_server.front.link.held import Share
 from deltaline_server.front.trust.peer import Peer
 
+# A front end is told of the messages that were taken after so many bytes: half of what it sends ahead of that.
+TOLD_BYTES = link.STREAM_MESSAGES // 4 * link.MAX_PACKET_BYTES
+
 _DETAILS = "grpc-status-details-bin"
 
 
@@ -67,7 +70,7 @@ class Call:
         self._messages: deque[bytes | link.Place] = deque()
         self._has_all = False
         self._came: asyncio.Future[None] | None = None
-        self._num_taken = 0
+        self._num_taken = self._bytes_taken = 0
         self.in_hand_bytes, self.hold_s = 0, 0.0
         self._code, self._text, self._trailing = grpc.StatusCode.OK, "", cast("Sequence[tuple[str, str | bytes]]", ())
         self.room: asyncio.Future[link.Place] | None = None
@@ -164,9 +167,12 @@ class Call:
         message = self._messages.popleft()
         self.in_hand_bytes = len(message) if isinstance(message, bytes) else 0
         self._num_taken += 1
-        is_due = len(message) > link.MAX_PACKET_BYTES if isinstance(message, bytes) else True
-        is_due = is_due or self._num_taken >= link.STREAM_MESSAGES // 2
-        num_taken, self._num_taken = (self._num_taken, 0) if is_due else (0, self._num_taken)
+        self._bytes_taken += self.in_hand_bytes
+        # A place goes back in a packet in any case; else it takes one of its own.
+        is_due = self._num_taken >= link.STREAM_MESSAGES // 2 or self._bytes_taken >= TOLD_BYTES
+        if isinstance(message, bytes) and not is_due:
+            return self._line.read_message(self, message, 0)
+        num_taken, self._num_taken, self._bytes_taken = self._num_taken, 0, 0
         return self._line.read_message(self, message, num_taken)
 
     async def hold(self, seconds: float) -> None:

@@ -252,7 +252,8 @@ class Connection:
         call.share.take(num_bytes)
         try:
             self._socket.write(link.pack(link.ROOM, call.number), link.Place(0, 0, num_bytes).packed())
-            place = (await room)._replace(size=num_bytes)
+            region, offset, _ = await room
+            place = link.Place(region, offset, num_bytes)
             self._served.regions.copy_in(place.region, place.offset, pieces, self._peer.address)
             is_used = True
         finally:
@@ -302,5 +303,6 @@ class Connection:
     def _done(self, call: Call) -> None:
         """The call's handler is over: of one that was cancelled, what it left goes back here."""
         del self._tasks[call]
-        self.end_call(call, status_pb2.Status(code=code_pb2.CANCELLED, message="the call was cancelled"))
+        if not call.is_over:
+            self.end_call(call, status_pb2.Status(code=code_pb2.CANCELLED, message="the call was cancelled"))
         self._drop(call)

@@ -41,11 +41,15 @@ class Peer(NamedTuple):
 
     def packed(self) -> bytes:
         """What a front end says of its client: texts with zero bytes between."""
-        pairs = [(name.encode(), value) for name in _FORWARDED for value in self.proven.get(name, ())]
-        pairs = [pair for pair in pairs if b"\0" not in pair[1]]
-        if sum(len(value) for _, value in pairs) > MAX_FORWARDED_BYTES:
-            pairs = [pair for pair in pairs if pair[0] == SECURITY.encode()]
-        return b"\0".join((self.address.encode(), *(text for pair in pairs for text in pair)))
+        texts, num_bytes = [self.address.encode()], 0
+        for name in _FORWARDED:
+            for value in self.proven.get(name, ()):
+                if b"\0" not in value:
+                    texts += name.encode(), value
+                    num_bytes += len(value)
+        if num_bytes > MAX_FORWARDED_BYTES and len(self.proven) > 1:
+            return Peer(self.address, {SECURITY: self.proven.get(SECURITY, ())}).packed()
+        return b"\0".join(texts)
 
     @classmethod
     def read(cls, packed: bytes) -> Peer:

@@ -18,6 +18,8 @@ from rigs.raw_link import TIMEOUT_S, Packet, RawLink
 from rigs.until import until
 
 from deltaline import link
+from deltaline_server.front.ends.forward import AHEAD_BYTES
+from deltaline_server.front.link.call import TOLD_BYTES
 from deltaline_server.front.link.connection import Connection, Served
 from deltaline_server.front.link.held import Held
 from deltaline_server.front.trust.peer import Peer
@@ -128,10 +130,22 @@ async def test_a_large_message_leaves_its_memory_before_it_is_read(rig: Rig) -> 
     let_go = await rig.packet(link.TAKEN)
     assert (let_go.place, let_go.envelope.amount) == (large, 0)
     rig.may_read.set()
-    taken = await rig.packet(link.TAKEN)  # large ones are told of one by one, with all before
-    assert taken.envelope.amount == 2
     await rig.send(link.pack(link.MESSAGE, 1, flags=link.LAST | link.EMPTY))
     assert (await rig.packet(link.MESSAGE)).body == b"200000"
+
+
+async def test_what_was_taken_is_told_before_a_front_end_waits_for_it(rig: Rig) -> None:
+    rig.may_read.set()
+    await rig.go(1, b"hold", b"a")
+    place, fd = await rig.memory(1 << 19)
+    os.close(fd)
+    count = TOLD_BYTES // place.size
+    for num_told in (1 + count, count):  # the first time with the message that came with the call
+        for _ in range(count):
+            await rig.send(link.pack(link.MESSAGE, 1, flags=link.PLACED) + place.packed())
+            assert (await rig.packet(link.TAKEN)).place == place
+        assert (await rig.packet(link.TAKEN)).envelope.amount == num_told
+    assert TOLD_BYTES < AHEAD_BYTES
 
 
 @pytest.mark.parametrize(("size", "is_taken"), [(1 << 19, True), ((1 << 19) + 1, False)])
@@ -140,8 +154,8 @@ async def test_a_message_has_no_more_bytes_than_the_most(rig: Rig, size: int, is
     os.close(fd)
     await rig.go(2, b"ask", b"a", place._replace(size=size).packed(), link.PLACED | link.LAST)
     if is_taken:
-        for amount in (0, 1):  # its memory comes back, then it is read
-            assert (await rig.packet(link.TAKEN)).envelope.amount == amount
+        let_go = await rig.packet(link.TAKEN)  # that it was read is not told: it is one message
+        assert (let_go.place, let_go.envelope.amount) == (place._replace(size=size), 0)
         assert (await rig.packet(link.MESSAGE)).body == b"a"
     else:
         assert await rig.goodbye() == "expected at most 524288 bytes, got 524289"
