@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -123,20 +124,24 @@ async def test_a_step_in_flight_is_joined_and_tells_the_same() -> None:
 
 
 async def test_a_repeat_that_comes_before_the_end_is_reached_waits_for_it() -> None:
-    rig = make_rig(spans=2, eager=False, pages=0)
+    rig = make_rig(spans=2, eager=False, pages=0, chunk_tokens=64)
     (parent,) = rig.open()
-    other = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(100)), span=1))
-    first = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(100)), **named(at_end=True)))
+    other = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(200)), span=1))
+    request = rig.request((parent, PREFILL, 1, 0, -1, tokens(20)), **named(at_end=True))
+    first = rig.submit(request)
     await turns()
-    while rig.engine.waiting and rig.engine.waiting[0][0].span == 1:
-        rig.engine.waiting.append(rig.engine.waiting.pop(0))  # the other span is still at work
-    rig.engine.run()
-    await turns(3)
-    again = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(100)), **named(at_end=True)))
+    done = rig.table.ledger.done.step[:, rig.slots(parent)[0]]
+    for _ in range(4):
+        if not done[0]:
+            rig.engine.run()
+            await turns()
+            rig.scheduler.settle()
+    assert done.tolist() == [1, 0] and not first.done(), "the other span, which came first, is still at work"
+    again = rig.submit(request)
+    assert not again.done()
     rig.engine.release()
-    told = await first, await again
-    assert (await other).waypoints == ()
-    assert told[0].waypoints == told[1].waypoints and len(ids(told[0])) == 1
+    told = [left(await asyncio.wait_for(step, 10)) for step in (first, again)]
+    assert told == [[(20, "SPANS_UNEVEN")]] * 2 and (await other).waypoints == ()
 
 
 async def test_steps_behind_an_end_wait_for_it() -> None:
@@ -203,6 +208,14 @@ async def test_where_there_is_no_page_for_a_cut_one() -> None:
     assert left(result) == [(64, ""), (128, "")] and rig.pages is not None and rig.pages.num_free == 0
 
 
+async def test_each_place_of_a_chunk_needs_a_page_of_its_own() -> None:
+    rig = make_rig(pages=5)
+    (parent,) = rig.open()
+    step = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(150)), **named(64, 128)))
+    result = await asyncio.wait_for(step, 10)
+    assert left(result) == [(64, ""), (128, "PAGES_EXHAUSTED")]
+
+
 async def test_quotas_hold() -> None:
     rig = make_rig()
     principal = Principal(1, "tenant", quotas=Quotas(snapshots=2))
@@ -215,7 +228,7 @@ async def test_quotas_hold() -> None:
 
 @pytest.mark.parametrize("failure", ["fails", "not finite", "later chunk"])
 async def test_a_step_that_fails_leaves_nothing(failure: str) -> None:
-    rig = make_rig(chunk_tokens=64)
+    rig = make_rig(chunk_tokens=64, snapshot_lines=1)  # so that a place is skipped as well
     parent, other = rig.open(2)
     row = tokens(200)
     if failure == "fails":

@@ -91,7 +91,7 @@ class WaypointTable:
         """The step of a span is done for which a line was taken: what became of the place, None while other spans have
         yet to come to it."""
         way = self.of_slot.get(slot, {}).get(position)
-        if way is None or span not in way.taken:
+        if way is None:
             return LeftWaypoint(position, b"", Reason.SPANS_UNEVEN.name)
         way.done.add(span)
         if len(way.done) < self._table.ledger.num_spans:
