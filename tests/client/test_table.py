@@ -12,12 +12,13 @@ import pytest
 
 from deltaline_client import Client, SequenceBusy
 from deltaline_client._steps.sequence import SequenceRecord
+from deltaline_client._steps.sequences import begin
 from deltaline_client._table import Column, SequenceTable
 
 
 def record(client: Client, handle: int) -> SequenceRecord:
-    (slot,) = client._table.take([handle], 7)
-    return SequenceRecord(client, slot, handle, server_epoch=7)
+    (made,) = begin(client, SequenceRecord, 7, [handle], 0, None, b"")
+    return made
 
 
 def test_a_sequence_begins_anew_in_the_slot_of_one_that_nobody_has() -> None:

@@ -18,6 +18,7 @@ from deltaline.v1 import layer_service_pb2 as layer_pb
 from deltaline.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
 from deltaline_client import AsyncClient, AsyncSequence
+from deltaline_client._steps.sequences import begin
 from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.checkpoints.tensor_file import MemoryBytes, TensorFile
@@ -113,7 +114,5 @@ class Tenant:
         """Sequences with an adapter, and its content hash."""
         request = layer_pb.OpenSequencesRequest(count=count, adapter=adapter, **fields)
         response = await self.layers.OpenSequences(request, timeout=60)
-        epoch, handles = response.server_epoch, response.sequence
-        slots = self.client._table.take(handles, epoch)
-        opened = [AsyncSequence(self.client, slot, handle, epoch) for slot, handle in zip(slots, handles, strict=True)]
+        opened = begin(self.client, AsyncSequence, response.server_epoch, response.sequence, 0, None, b"")
         return opened, bytes(response.adapter_hash)

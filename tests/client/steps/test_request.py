@@ -13,6 +13,7 @@ from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.request import Request
 from deltaline_client._steps.sequence import Progress, SequenceRecord
+from deltaline_client._steps.sequences import begin
 from deltaline_client._table import Column
 from deltaline_client._transport.messages import StepAnswer
 
@@ -23,10 +24,7 @@ EXECUTED, REFUSED = layers.ROW_OUTCOME_EXECUTED, layers.ROW_OUTCOME_REFUSED
 def made() -> tuple[Request, list[Progress]]:
     """A verify of two tokens of three sequences, the second of which carries a commit; and their progress."""
     client = Client("unix:/nowhere")
-    slots = client._table.take([1, 2, 3], 7)
-    sequences = [
-        SequenceRecord(client, slot, handle, server_epoch=7) for slot, handle in zip(slots, (1, 2, 3), strict=True)
-    ]
+    sequences = begin(client, SequenceRecord, 7, [1, 2, 3], 0, None, b"")
     hidden = np.arange(6 * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
     batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, hidden, 2, (HIDDEN,))
     progress = [sequence.progress() for sequence in sequences]

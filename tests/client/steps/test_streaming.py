@@ -17,6 +17,7 @@ from rigs.running_sum import HIDDEN, status_of, tokens
 
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client import AsyncClient, Client, StepError, StepStale, Unavailable
+from deltaline_client._steps.sequences import begin
 from deltaline_client._transport.stream import Mailbox, StepStream
 from deltaline_server.errors import Reason
 
@@ -169,8 +170,7 @@ def test_a_step_without_an_answer_is_remembered_whatever_became_of_those_behind_
 def test_steps_that_another_has_taken_are_not_ours(driven: Any, server: Any) -> None:
     client, do = driven.client, driven.do
     sequence = do(client.open())
-    (slot,) = client._table.take([sequence.handle], sequence.server_epoch)
-    other = type(sequence)(client, slot, sequence.handle, sequence.server_epoch)
+    (other,) = begin(client, type(sequence), sequence.server_epoch, [sequence.handle], 0, None, b"")
     do(other.prefill(tokens(2 * LIMIT)))
     with pytest.raises(StepStale):
         do(sequence.prefill(tokens(2 * LIMIT, seed=1)))
