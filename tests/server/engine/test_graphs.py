@@ -274,14 +274,18 @@ def test_serving_compiles_captures_and_allocates_nothing(twins: Twins) -> None:
     assert twins.progress[-1] == (before.captures, before.captures)
 
 
-@triton.jit
-def store_one(x):  # type: ignore[no-untyped-def]
-    tl.store(x, 1.0)
+# None twice in a process.
+VALUES = itertools.count(1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store(x, VALUE: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(x, VALUE)
 
 
 @pytest.mark.gpu
 def test_what_is_compiled_while_serving_is_counted(twins: Twins) -> None:
     """Whatever was compiled before in this process, for another model too, is not compiled again."""
     before = twins.executors[0].counts().compilations
-    store_one[(1,)](torch.zeros(1, device="cuda"))
+    store[(1,)](torch.zeros(1, device="cuda"), next(VALUES))
     assert twins.executors[0].counts().compilations == before + 1

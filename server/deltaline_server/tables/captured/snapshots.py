@@ -27,7 +27,6 @@ from deltaline_server.tables.prefixes.eviction import Eviction
 from deltaline_server.tables.prefixes.index import Miss, Origin, PrefixIndex
 from deltaline_server.tables.prefixes.keys import PrefixKeys
 from deltaline_server.tables.prefixes.match import Match, match
-from deltaline_server.tables.sequence import slots_of
 from deltaline_server.tables.sequences import SequenceTable
 
 ID_BYTES = 16
@@ -112,7 +111,7 @@ class SnapshotTable:
         ids = []
         for slot, state, its in zip(slots.tolist(), self._capture.capture(slots, progress), named, strict=True):
             ids.append(self._add(state, its, self._lineage.of(slot), principal, lease_s, is_pinned))
-            self._lineage.goes_on(slot, ids[-1])
+            self._lineage.go_on(self._table.handles(np.array([slot])), ids[-1])
         return [self._description(id, self._held[id], self._clock()) for id in ids]
 
     def find(
@@ -147,8 +146,8 @@ class SnapshotTable:
         self._table.check_room(len(ids), principal)
         self._make_room(self._capture.needs_of(states), kept=frozenset(ids))
         opened = self._capture.restore(states, 1, principal, lease_s)
-        for slot, id in zip(slots_of(opened.handles).tolist(), ids, strict=True):
-            self._lineage.goes_on(slot, id)
+        for i, id in enumerate(ids):
+            self._lineage.go_on(opened.handles[i : i + 1], id)
         for id in dict.fromkeys(ids):
             self._eviction.consumed(id)
         self.num_restored += len(ids)
@@ -175,9 +174,8 @@ class SnapshotTable:
         finally:
             for state in states:
                 self._capture.release(state)
-        parents = [slot for slot in slots.tolist() for _ in range(count)]
-        for child, parent in zip(slots_of(opened.handles).tolist(), parents, strict=True):
-            self._lineage.goes_on(child, self._lineage.of(parent))
+        for i, slot in enumerate(slots.tolist()):
+            self._lineage.go_on(opened.handles[i * count : (i + 1) * count], self._lineage.of(slot))
         return opened
 
     # -- waypoints -------------------------------------------------------------------------------------------------
@@ -205,7 +203,7 @@ class SnapshotTable:
         self._make_room(Needs(), num_snapshots=1)
         lease_s, continues = self._table.checked_lease(lease_s), self._lineage.of(slot)
         id = self._add(state, key, continues, principal, lease_s, is_pinned)
-        self._lineage.goes_on(slot, id)
+        self._lineage.go_on(self._table.handles(np.array([slot])), id)
         return id
 
     # -- what owners do --------------------------------------------------------------------------------------------
