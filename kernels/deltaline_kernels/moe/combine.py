@@ -10,14 +10,14 @@ MAX_BLOCK = 1024
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize_on_alignment=["places", "weights", "experts"])
+@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["places", "weights", "experts"])
 def _combine(
     parts,
     places,
     weights,
     experts,
     out,
-    E: tl.constexpr,
+    num_experts,
     H: tl.constexpr,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -30,7 +30,7 @@ def _combine(
     for c in tl.static_range(C):
         pair = token * C + c
         expert = tl.load(experts + pair)
-        is_used = (expert >= 0) & (expert < E)
+        is_used = (expert >= 0) & (expert < num_experts)
         if places is None:
             row = pair
         else:
@@ -55,7 +55,7 @@ def combine_triton(
         weights,
         experts,
         out,
-        E=num_experts,
+        num_experts,
         H=width,
         C=choices,
         BLOCK=block,

@@ -15,14 +15,14 @@ from deltaline_kernels.moe.plan import launch_options, plan_direct_first, plan_d
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize_on_alignment=["experts"])
+@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["experts"])
 def _first(
     x,
     gate_up,
     experts,
     hidden,
     x_stride,
-    E: tl.constexpr,
+    num_experts,
     H: tl.constexpr,
     INNER: tl.constexpr,
     C: tl.constexpr,
@@ -40,7 +40,7 @@ def _first(
     pair = tl.program_id(0) // PARTS
     o_n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.load(experts + pair)
-    if (expert >= 0) & (expert < E):
+    if (expert >= 0) & (expert < num_experts):
         p_x = x + (pair // C).to(tl.int64) * x_stride
         p_gate = gate_up + expert.to(tl.int64) * (2 * INNER * H) + o_n.to(tl.int64)[:, None] * H
         gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -64,7 +64,7 @@ def _load_choices(
     experts,
     o_n,
     i,
-    E: tl.constexpr,
+    num_experts,
     H: tl.constexpr,
     INNER: tl.constexpr,
     C: tl.constexpr,
@@ -76,7 +76,7 @@ def _load_choices(
     tiles = ()
     for c in tl.static_range(C):
         expert = tl.load(experts + c)
-        inside = (expert >= 0) & (expert < E) & below(o_n[:, None], H, BLOCK_N) & below(o_k, INNER, BLOCK_K)
+        inside = (expert >= 0) & (expert < num_experts) & below(o_n[:, None], H, BLOCK_N) & below(o_k, INNER, BLOCK_K)
         p_down = down + expert.to(tl.int64) * (H * INNER) + o_n.to(tl.int64)[:, None] * INNER + o_k
         tiles = tiles + (tl.load(p_down, mask=inside, other=0.0),)
     return tiles
@@ -90,7 +90,7 @@ def _add_choices(
     weights,
     experts,
     i,
-    E: tl.constexpr,
+    num_experts,
     INNER: tl.constexpr,
     C: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -99,7 +99,7 @@ def _add_choices(
     o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     for c in tl.static_range(C):
         expert = tl.load(experts + c)
-        is_used = (expert >= 0) & (expert < E)
+        is_used = (expert >= 0) & (expert < num_experts)
         weight = tl.load(weights + c, mask=is_used, other=0.0)
         b_h = tl.load(hidden + c * INNER + o_k, mask=is_used & below(o_k, INNER, BLOCK_K), other=0.0)
         total += tiles[c].to(tl.float32) * (weight * b_h)
@@ -107,14 +107,14 @@ def _add_choices(
 
 
 # One compiled variant whatever tokens a batch has: nothing is compiled while serving.
-@triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
+@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["experts", "weights"])
 def _second(
     hidden,
     down,
     weights,
     experts,
     out,
-    E: tl.constexpr,
+    num_experts,
     H: tl.constexpr,
     INNER: tl.constexpr,
     C: tl.constexpr,
@@ -131,14 +131,14 @@ def _second(
     weights += token * C
     hidden += token * (C * INNER)
     # The experts were there before the first launch began.
-    tiles = _load_choices(down, experts, o_n, 0, E, H, INNER, C, BLOCK_N, BLOCK_K)
+    tiles = _load_choices(down, experts, o_n, 0, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
     if DEPENDENT:
         gdc_wait()
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    total = _add_choices(total, tiles, hidden, weights, experts, 0, E, INNER, C, BLOCK_K)
+    total = _add_choices(total, tiles, hidden, weights, experts, 0, num_experts, INNER, C, BLOCK_K)
     for i in range(1, STEPS):
-        tiles = _load_choices(down, experts, o_n, i, E, H, INNER, C, BLOCK_N, BLOCK_K)
-        total = _add_choices(total, tiles, hidden, weights, experts, i, E, INNER, C, BLOCK_K)
+        tiles = _load_choices(down, experts, o_n, i, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
+        total = _add_choices(total, tiles, hidden, weights, experts, i, num_experts, INNER, C, BLOCK_K)
     tl.store(out + token * H + o_n, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=o_n < H)
 
 
@@ -149,7 +149,7 @@ def run_direct(
     num_tokens, choices = experts.shape
     num_experts, width, inner = down.shape
     hidden = torch.empty((num_tokens * choices, inner), dtype=torch.float32, device=x.device)
-    sizes = {"E": num_experts, "H": width, "INNER": inner, "C": choices}
+    sizes = {"H": width, "INNER": inner, "C": choices}
     first = plan_direct_first(width)
     _first[(num_tokens * choices * triton.cdiv(inner, first.block_n),)](
         x,
@@ -157,6 +157,7 @@ def run_direct(
         experts,
         hidden,
         x.stride(0),
+        num_experts,
         **sizes,
         BLOCK_N=first.block_n,
         BLOCK_K=first.block_k,
@@ -174,6 +175,7 @@ def run_direct(
         weights,
         experts,
         out,
+        num_experts,
         **sizes,
         BLOCK_N=second.block_n,
         BLOCK_K=second.block_k,
