@@ -92,7 +92,7 @@ def test_selftest_takes_a_model_of_several_streams(path: Path) -> None:
     ids=["gated", "groups"],
 )
 def test_selftest_takes_a_model_of_experts(path: Path, router: Router) -> None:
-    sizes = {"num_experts": 16, "hidden": 200, "expert_dim": 72}
+    sizes: dict[str, Any] = {"num_experts": 16, "hidden": 200, "expert_dim": 72}
     checks = run_selftest(path.device, path.dtype, recurrence="attention", router=router, **sizes)
     assert [check for check in checks if not check.ok] == []
     assert {check.name.split(",")[0] for check in checks} == families("attention", "moe")
