@@ -86,6 +86,8 @@ def test_a_token_that_is_not_finite_has_experts_and_spoils_no_other(path: Path, 
     weights, experts = path.route(logits, router, bias)
     others = [i for i in range(13) if i not in (4, 7)]
     assert torch.equal(weights[others], want[0][others]) and torch.equal(experts[others], want[1][others])
+    # NaN counts as the least score.
+    assert torch.equal(experts, route_tokens_reference(logits, router, bias)[1])
     assert ((experts >= 0) & (experts < num_experts)).all()
     assert all(len(set(row)) == router.num_choices for row in experts.tolist())
 
