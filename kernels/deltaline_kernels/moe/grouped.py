@@ -69,16 +69,19 @@ def _spread(x, rows, places, x_stride, H: tl.constexpr, C: tl.constexpr, BLOCK: 
         tl.store(rows + row * H + o_h, b_x, mask=(row >= 0) & (o_h < H))
 
 
-@triton.jit
-def _activate(both, hidden, INNER: tl.constexpr, BLOCK: tl.constexpr):
-    """Write silu(gate) * up of BLOCK channels of a row."""
+# One compiled variant whatever experts a layer has.
+@triton.jit(do_not_specialize=["num_experts"])
+def _activate(both, hidden, ends, num_experts, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    """Write silu(gate) * up of BLOCK channels of a row; behind the last pair there is nothing."""
     BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     o_i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     p_gate = both + row * (2 * INNER) + o_i
-    gate = tl.load(p_gate, mask=o_i < INNER, other=0.0).to(tl.float32)
-    up = tl.load(p_gate + INNER, mask=o_i < INNER, other=0.0).to(tl.float32)
-    tl.store(hidden + row * INNER + o_i, (silu(gate, False) * up).to(hidden.dtype.element_ty), mask=o_i < INNER)
+    inside = (o_i < INNER) & (row < tl.load(ends + num_experts - 1))
+    gate = tl.load(p_gate, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(p_gate + INNER, mask=inside, other=0.0).to(tl.float32)
+    y = silu(gate, False) * up
+    tl.store(hidden + row * INNER + o_i, y.to(hidden.dtype.element_ty), mask=inside)
 
 
 def run_grouped(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> None:
@@ -98,6 +101,7 @@ def run_grouped(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     both = functional.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     block = min(BLOCK_CHANNELS, pow2(inner))
-    _activate[(num_pairs * triton.cdiv(inner, block),)](both, hidden, INNER=inner, BLOCK=block, num_warps=4)
+    grid = (num_pairs * triton.cdiv(inner, block),)
+    _activate[grid](both, hidden, ends, num_experts, INNER=inner, BLOCK=block, num_warps=2)
     parts = functional.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
     combine_triton(parts, places, weights, experts, num_experts, out)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rigs.kernels.expert_batches import Choose, anything, make_batch, one, some
-from rigs.kernels.paths import Path
+from rigs.kernels.paths import InterpretedPath, Path
 from rigs.kernels.recurrence_checks import same_bits
 from rigs.kernels.tolerance import assert_close
 
@@ -28,14 +28,22 @@ CASES: dict[str, tuple[int, int, int, int, int]] = {
 }
 
 
-@pytest.fixture(params=["direct", "tiles-of-16", "tiles-of-32", "tiles-of-64", "tiles-of-128"])
+@pytest.fixture(params=["direct", "grouped", "tiles-of-16", "tiles-of-32", "tiles-of-64", "tiles-of-128"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Each of the ways in which a GPU computes experts, whatever the batch."""
     if request.param != "direct" and not path.serial:
         pytest.skip("on the CPU there is one way")
     monkeypatch.setattr(plan, "DIRECT_TOKENS", plan.ANY if request.param == "direct" else 0)
-    monkeypatch.setattr(plan, "GROUPED_CHOICES", plan.ANY)
-    if request.param != "direct":
+    monkeypatch.setattr(plan, "GROUPED_CHOICES", 0 if request.param == "grouped" else plan.ANY)
+    if request.param == "grouped":
+        if isinstance(path, InterpretedPath):
+            # On the CPU torch has them for these sizes.
+            monkeypatch.setattr(
+                "deltaline_kernels.moe.launch.has_grouped", lambda x, *sizes: all(size % 8 == 0 for size in sizes)
+            )
+        elif path.dtype != torch.bfloat16:
+            pytest.skip("torch has grouped products of bf16 alone")
+    elif request.param != "direct":
         rows = int(request.param.rpartition("-")[2])
         chosen = next(bucket.plan for bucket in plan.BUCKETS if bucket.plan.rows == rows)
         monkeypatch.setattr(plan, "BUCKETS", (plan.Bucket(plan.ANY, chosen),))
