@@ -99,6 +99,8 @@ def run_grouped(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     grid = (num_tokens * triton.cdiv(width, block),)
     _spread[grid](x, rows, places, x.stride(0), H=width, C=choices, BLOCK=block, num_warps=4)
     both = functional.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
+    # The parts go where the rows were, and each is as large as a batch's tokens times their choices.
+    del rows
     hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     block = min(BLOCK_CHANNELS, pow2(inner))
     grid = (num_pairs * triton.cdiv(inner, block),)

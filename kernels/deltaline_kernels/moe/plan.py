@@ -14,6 +14,8 @@ import torch
 from deltaline_kernels.device.sizes import cdiv, pow2
 
 ANY = 1 << 62
+# Tokens that are computed at once, which bounds what is kept of their choices.
+MAX_TOKENS = 16384
 # So few tokens have few experts in common: each choice is computed for itself.
 DIRECT_TOKENS = 4
 # From so many choices per expert on, torch's grouped products are taken where there are any.

@@ -106,6 +106,16 @@ def test_the_same_expert_twice_counts_twice(path: Path) -> None:
     assert_close("out", batch.run(path), batch.run_reference(), path.dtype)
 
 
+def test_many_tokens_are_computed_one_part_after_the_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is kept of their choices is bounded; a token's bits do not tell in which part it was."""
+    monkeypatch.setattr(plan, "MAX_TOKENS", 5)
+    batch = make_batch(path, 11, 2, 3)
+    got = batch.run(path)
+    assert_close("out", got, batch.run_reference(), path.dtype)
+    turned = replace(batch, x=batch.x.flip(0), weights=batch.weights.flip(0), experts=batch.experts.flip(0))
+    assert same_bits(turned.run(path).flip(0), got)
+
+
 def test_no_tokens_give_nothing(path: Path) -> None:
     batch = make_batch(path, 3, 2, 3)
     none = replace(batch, x=batch.x[:0], weights=batch.weights[:0], experts=batch.experts[:0])
