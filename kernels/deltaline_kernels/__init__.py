@@ -40,6 +40,15 @@ from deltaline_kernels.mhc import (
     mhc_pre_reference,
     prepare_gates,
 )
+from deltaline_kernels.moe import (
+    MAX_EXPERTS,
+    MAX_TOP_K,
+    Router,
+    route_tokens,
+    route_tokens_reference,
+    run_experts,
+    run_experts_reference,
+)
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rotary import rotate_and_store, rotate_and_store_reference
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
@@ -47,9 +56,11 @@ from deltaline_kernels.selftest.run import Check, run_selftest
 
 __all__ = [
     "MAX_CONV_WIDTH",
+    "MAX_EXPERTS",
     "MAX_HEAD_DIM",
     "MAX_RANK",
     "MAX_STREAMS",
+    "MAX_TOP_K",
     "MIN_CONV_WIDTH",
     "WAYPOINT_TOKENS",
     "AdapterTiles",
@@ -58,6 +69,7 @@ __all__ = [
     "Gates",
     "LoraWeights",
     "Modifiers",
+    "Router",
     "Rows",
     "add_lora",
     "add_lora_reference",
@@ -86,6 +98,10 @@ __all__ = [
     "prepare_gates",
     "rotate_and_store",
     "rotate_and_store_reference",
+    "route_tokens",
+    "route_tokens_reference",
+    "run_experts",
+    "run_experts_reference",
     "run_selftest",
     "spread_slots",
     "spread_slots_reference",

@@ -29,6 +29,8 @@ from deltaline_bench.measurement import measure_case
 from deltaline_bench.mhc import cases as mhc
 from deltaline_bench.mhc.batch import FUSED, HEAD, POST, PRE
 from deltaline_bench.mhc.batch import Shape as Mhc
+from deltaline_bench.moe import cases as moe
+from deltaline_bench.moe.batch import Shape as Moe
 from deltaline_bench.peers import Function, PeerMissing, Peers
 from deltaline_bench.record import RunRecord, Status
 from deltaline_kernels import compat
@@ -99,6 +101,8 @@ SMALL: dict[str, tuple[Family[Any, Any], Any, set[str]]] = {
     "mhc pre": (mhc.FAMILY, Mhc(PRE, 5, 24, 4, FLOAT), {"FlagGems"}),
     "mhc fused": (mhc.FAMILY, Mhc(FUSED, 5, 24, 3, FLOAT), set()),
     "mhc head": (mhc.FAMILY, Mhc(HEAD, 5, 24, 3, FLOAT), set()),
+    "moe gated": (moe.FAMILY, Moe(9, 6, 2, 24, 16, dtype=FLOAT), {"vLLM"}),
+    "moe groups": (moe.FAMILY, Moe(5, 12, 3, 24, 16, 2, (4, 2), True, False, 2.5, FLOAT), {"vLLM"}),
     "attention ragged": (attention.FAMILY, pages((1, 130, 65, 64)), set()),
     "attention verify": (attention.FAMILY, pages((70, 70), tokens=3, soft_cap=2.0), set()),
     "attention window": (attention.FAMILY, pages((200, 50), window=20, tokens=2), {"decode"}),
@@ -173,6 +177,7 @@ def test_adapters_of_a_prefill_have_neighbouring_tokens() -> None:
         "lora": ["r16-1-of-1", "base-64"],
         "mamba2": ["decode-1", "verify-64"],
         "mhc": ["pre-1x4096", "fused-64x4096"],
+        "moe": ["35b-a3b-1", "35b-a3b-64", "deepseek-v3-1"],
     }.items(),
 )
 def test_suite_runs_end_to_end(suite: str, cases: list[str], tmp_path: Path) -> None:

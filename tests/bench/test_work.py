@@ -15,6 +15,8 @@ from deltaline_bench.lora.batch import Shape as Lora
 from deltaline_bench.mamba2.shape import Shape as Mamba2
 from deltaline_bench.mhc.batch import FUSED, HEAD, POST, PRE
 from deltaline_bench.mhc.batch import Shape as Mhc
+from deltaline_bench.moe.batch import Batch as MoeBatch
+from deltaline_bench.moe.batch import Shape as Moe
 
 CPU = torch.device("cpu")
 
@@ -87,3 +89,12 @@ def test_attention(window: int | None, seen: int) -> None:
     # Keys and values that are seen, 4 tokens of queries and outputs, 2 bytes each.
     assert shape.num_bytes() == (2 * seen * 2 * 32 + 2 * 4 * 4 * 32) * 2
     assert shape.num_flops() == 4 * seen * 2 * 4 * 32
+
+
+def test_moe() -> None:
+    # 3 tokens of 8 channels in and out, 7 logits each; 2 of 6 experts and a shared one, of 3 x 8 x 4 weights.
+    shape = Moe(3, 6, 2, 8, 4)
+    batch = MoeBatch(shape, "touched", CPU)
+    touched = len(set(batch.routes[1].flatten().tolist()))
+    assert batch.num_bytes() == 2 * (2 * 3 * 8) + 4 * 3 * 7 + 2 * touched * 96
+    assert batch.num_flops() == 2 * 3 * 3 * 96

@@ -11,6 +11,7 @@ import torch
 from rigs.kernels.paths import Path
 
 from deltaline_kernels import (
+    Router,
     Rows,
     causal_conv1d,
     flex_decode,
@@ -25,6 +26,7 @@ from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
 from deltaline_kernels.selftest import attention as attention_selftest
 from deltaline_kernels.selftest import mhc as mhc_selftest
+from deltaline_kernels.selftest import moe as moe_selftest
 from deltaline_kernels.selftest import run as selftest
 from deltaline_kernels.selftest.shapes import Shapes, batches
 
@@ -84,6 +86,18 @@ def test_selftest_takes_a_model_of_several_streams(path: Path) -> None:
     assert {check.name.split(",")[0] for check in checks} == families("attention", "mhc")
 
 
+@pytest.mark.parametrize(
+    "router",
+    [Router(3, num_shared=1, shared_gate=True), Router(4, "sigmoid", num_groups=4, top_groups=2, scale=2.5)],
+    ids=["gated", "groups"],
+)
+def test_selftest_takes_a_model_of_experts(path: Path, router: Router) -> None:
+    sizes: dict[str, Any] = {"num_experts": 16, "hidden": 200, "expert_dim": 72}
+    checks = run_selftest(path.device, path.dtype, recurrence="attention", router=router, **sizes)
+    assert [check for check in checks if not check.ok] == []
+    assert {check.name.split(",")[0] for check in checks} == families("attention", "moe")
+
+
 def shifted(function: Callable[..., Any], wrong: float = 1.0) -> Callable[..., Any]:
     return lambda *args, **kw: torch.as_tensor(function(*args, **kw)) + wrong
 
@@ -113,6 +127,19 @@ def test_selftest_names_the_wrong_family(
     monkeypatch.setattr(module, name, wrong)
     failed = {check.name.split(",")[0] for check in run_selftest("cpu", recurrence=recurrence) if not check.ok}
     assert failed == {family}
+
+
+@pytest.mark.parametrize(("name", "part"), [("route_tokens", "routes"), ("run_experts", "experts")])
+def test_selftest_names_wrong_experts(monkeypatch: pytest.MonkeyPatch, name: str, part: str) -> None:
+    right = getattr(moe_selftest, name)
+
+    def turned(*args: Any) -> Any:
+        made = right(*args)
+        return (made[0], made[1] + 1) if isinstance(made, tuple) else made.roll(1, 1)
+
+    monkeypatch.setattr(moe_selftest, name, turned)
+    checks = run_selftest("cpu", router=Router(2), num_experts=8)
+    assert {check.name.rsplit(",", 2)[0] for check in checks if not check.ok} == {f"moe, {part}"}
 
 
 def test_selftest_of_an_unknown_recurrence_is_a_key_error() -> None:

@@ -14,12 +14,14 @@ from deltaline_kernels.compat.gated_delta import (
 from deltaline_kernels.compat.lora import lora_expand, lora_shrink
 from deltaline_kernels.compat.mamba2 import selective_state_update
 from deltaline_kernels.compat.mhc import mhc_post, mhc_pre
+from deltaline_kernels.compat.moe import fused_experts
 
 __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "flex_decoding",
+    "fused_experts",
     "fused_recurrent_gated_delta_rule",
     "fused_sigmoid_gating_delta_rule_update",
     "lora_expand",

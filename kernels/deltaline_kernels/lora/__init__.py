@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from deltaline_kernels.checks import ACTIVATIONS, check_positive, check_tensor
-from deltaline_kernels.lora.cpu import add_lora_cpu, group_tokens_cpu, spread_slots_cpu
-from deltaline_kernels.lora.plan import count_tiles, tile_rows
+from deltaline_kernels.cpu.group import group_cpu
+from deltaline_kernels.device.sizes import count_tiles
+from deltaline_kernels.lora.cpu import add_lora_cpu, spread_slots_cpu
+from deltaline_kernels.lora.plan import tile_rows
 from deltaline_kernels.lora.reference import add_lora_reference, spread_slots_reference
 from deltaline_kernels.lora.tiles import AdapterTiles
 from deltaline_kernels.lora.weights import MAX_RANK, LoraWeights
@@ -102,12 +104,12 @@ def _group_tokens(token_slots: Tensor, num_slots: int, max_rank: int) -> tuple[T
     tokens = torch.empty((num_tiles, rows), dtype=torch.int32, device=device)
     if num_tiles > 0:
         if device.type == "cpu":
-            group_tokens_cpu(token_slots, num_slots, slots, tokens)
+            group_cpu(token_slots, num_slots, slots, tokens)
         else:
             # Imported here: only this path needs triton, which is installed on Linux alone.
-            from deltaline_kernels.lora.group import group_tokens_triton
+            from deltaline_kernels.device.group import group_triton
 
-            group_tokens_triton(token_slots, num_slots, slots, tokens)
+            group_triton(token_slots, num_slots, slots, tokens)
     return slots, tokens
 
 

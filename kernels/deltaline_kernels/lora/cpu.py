@@ -14,24 +14,6 @@ def spread_slots_cpu(row_slots: Tensor, starts: Tensor, token_slots: Tensor) -> 
     token_slots[end:] = -1
 
 
-def group_tokens_cpu(token_slots: Tensor, num_slots: int, tile_slots: Tensor, tile_tokens: Tensor) -> None:
-    """Write `tile_slots` `[tiles]` and `tile_tokens` `[tiles, rows]`."""
-    rows = tile_tokens.shape[1]
-    tile_slots.fill_(-1)
-    tile_tokens.fill_(-1)
-    order = torch.argsort(token_slots, stable=True)
-    found, counts = torch.unique_consecutive(token_slots[order], return_counts=True)
-    tile, first = 0, 0
-    for slot, count in zip(found.tolist(), counts.tolist(), strict=True):
-        if 0 <= slot < num_slots:
-            num_own = -(-count // rows)
-            tile_slots[tile : tile + num_own] = slot
-            own = order[first : first + count]
-            tile_tokens[tile : tile + num_own].view(-1)[:count] = own.to(torch.int32)
-            tile += num_own
-        first += count
-
-
 def add_lora_cpu(x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
     """Add to out `[T, out]`; mutates it.
 

@@ -186,12 +186,6 @@ def piece_rows(num_tokens: int) -> int:
     return SMALL_TILE if num_tokens <= FEW_TOKENS else LARGE_TILE
 
 
-def count_tiles(num_tokens: int, num_groups: int, rows: int) -> int:
-    """Return the most tiles that tokens in so many groups may take: all but one tile of each group are full."""
-    groups = min(num_tokens, num_groups)
-    return (num_tokens - groups) // rows + groups
-
-
 def pad_rank(rank: int) -> int:
     """Return the columns of the sums of one slice."""
     return -(-rank // RANK_UNIT) * RANK_UNIT

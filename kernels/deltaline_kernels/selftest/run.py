@@ -18,11 +18,13 @@ from deltaline_kernels.gated_delta.plan import choose_plan
 from deltaline_kernels.mamba2 import mamba2, mamba2_reference
 from deltaline_kernels.mamba2.inputs import MambaHeads
 from deltaline_kernels.mamba2.plan import choose_plan as choose_mamba_plan
+from deltaline_kernels.moe import Router
 from deltaline_kernels.norm import gated_rms_norm, gated_rms_norm_reference
 from deltaline_kernels.rows import WAYPOINT_TOKENS, Rows
 from deltaline_kernels.selftest.attention import attention_batches, compare_attention
 from deltaline_kernels.selftest.lora import compare_lora
 from deltaline_kernels.selftest.mhc import compare_mhc
+from deltaline_kernels.selftest.moe import compare_moe
 from deltaline_kernels.selftest.shapes import Compared, Fill, Shapes, batches, short_batches, waypoint_batch
 
 # Tokens of a row that is computed in parts, where heads are few enough for that.
@@ -65,6 +67,9 @@ def run_selftest(
     page_size: int = 64,
     streams: int = 0,
     hidden: int = 64,
+    router: Router | None = None,
+    num_experts: int = 0,
+    expert_dim: int = 64,
 ) -> list[Check]:
     """Run every family that a model has on `device` with inputs of `dtype`; wait for the device.
 
@@ -79,6 +84,8 @@ def run_selftest(
         has_conv_bias: whether the convolution of a Mamba2 layer has a bias.
         rotary_dim, page_size: of attention alone.
         streams: residual streams of `hidden` channels; 0: the model mixes none.
+        router: how tokens of `hidden` channels choose among `num_experts` experts of `expert_dim` channels, the shared
+            ones not counted; None: the model has no experts.
 
     Returns:
         One Check for each family and kind of input. A NaN counts as an infinite error.
@@ -109,10 +116,12 @@ def run_selftest(
         "ones": lambda *shape: torch.ones(*shape, device=device),
     }
     mixed = compare_mhc(fills, streams, hidden, dtype) if streams else ()
+    routed = compare_moe(fills, router, num_experts, hidden, expert_dim, dtype) if router else ()
     compared = chain(
         _compare_mixers(fills, shapes, device),
         _compare_adapters(fills, shapes, device),
         mixed,
+        routed,
         _compare_short_rows(fills["random"], shapes, device),
     )
     # One by one: what was computed is not kept.

@@ -13,6 +13,8 @@ from deltaline_kernels import compat
 SIGNATURES = {
     compat.chunk_gated_delta_rule: "q k v g beta scale=None initial_state=None output_final_state=False "
     "cu_seqlens=None use_qk_l2norm_in_kernel=False",
+    compat.fused_experts: "hidden_states w1 w2 topk_weights topk_ids inplace=False activation=silu "
+    "apply_router_weight_on_input=False global_num_experts=-1 expert_map=None",
     compat.fused_recurrent_gated_delta_rule: "q k v g beta=None scale=None initial_state=None inplace_final_state=True "
     "cu_seqlens=None ssm_state_indices=None num_accepted_tokens=None use_qk_l2norm_in_kernel=False",
     compat.fused_sigmoid_gating_delta_rule_update: "A_log a dt_bias softplus_beta softplus_threshold q k v b "

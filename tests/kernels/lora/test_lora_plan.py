@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from deltaline_kernels.device.sizes import count_tiles
 from deltaline_kernels.lora import plan
 
 
@@ -14,7 +15,7 @@ def test_tiles_suffice_for_every_mix_and_none_is_spare() -> None:
     for num_tokens, num_groups, rows in itertools.product(range(9), range(1, 4), (1, 2, 3)):
         mixes = itertools.product(range(num_tokens + 1), repeat=num_groups)
         most = max(sum(-(-n // rows) for n in mix) for mix in mixes if sum(mix) <= num_tokens)
-        assert plan.count_tiles(num_tokens, num_groups, rows) == most
+        assert count_tiles(num_tokens, num_groups, rows) == most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

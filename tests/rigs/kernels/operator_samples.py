@@ -12,6 +12,7 @@ from rigs.kernels import attention_batches, batches, lora_batches
 from rigs.kernels.batches import Row
 from rigs.kernels.delta_calls import Case, good_chunk, good_rows, good_update
 from rigs.kernels.draws import normal
+from rigs.kernels.expert_batches import make_batch as make_experts
 from rigs.kernels.field_lora import metadata
 from rigs.kernels.mamba_batches import make_mamba_batch
 from rigs.kernels.mhc_batches import make_streams
@@ -20,7 +21,7 @@ from rigs.kernels.rotary_batches import Row as RotaryRow
 from rigs.kernels.rotary_batches import make_rotary_batch
 from torch import Tensor
 
-from deltaline_kernels import group_tokens
+from deltaline_kernels import Router, group_tokens
 
 Given = dict[str, Any]
 DIM = 8
@@ -149,6 +150,16 @@ def selective_update(path: Path, **changes: Any) -> Given:
     return updates.make_call(case, path)[1] | {"state": updates.make_states(case, range(9)).to(path.device)}
 
 
+def experts(path: Path, num_tokens: int) -> Given:
+    return pick(make_experts(path, num_tokens, 2, 3, 16, 16), "x gate_up down weights experts")
+
+
+def field_experts(path: Path, **more: Any) -> Given:
+    given = experts(path, 5)
+    names = {"hidden_states": "x", "w1": "gate_up", "w2": "down", "topk_weights": "weights", "topk_ids": "experts"}
+    return {name: given[own] for name, own in names.items()} | more
+
+
 def dense(path: Path, **more: Any) -> Given:
     return {"query": draw(path, 2, 4, 3, 16), "key": draw(path, 2, 2, 9, 16), "value": draw(path, 2, 2, 9, 8)} | more
 
@@ -194,6 +205,10 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
     "compat_mhc_pre": [streams_compat],
     "flex_decode": [attention, lambda path: attention(path, return_lse=True, scale=0.1)],
     "flex_decoding": [dense, lambda path: dense(path, mask_mod="causal", return_lse=True)],
+    "fused_experts": [
+        lambda path: field_experts(path),
+        lambda path: field_experts(path, inplace=True, expert_map=ints(path, 1, -1, 0)),
+    ],
     "fused_recurrent_gated_delta_rule": [
         lambda path: good_rows(path, ROWS),
         lambda path: without(good_chunk(path, ROWS), inplace_final_state=False),
@@ -223,6 +238,16 @@ SAMPLES: dict[str, list[Callable[[Path], Given]]] = {
         lambda path: streams(path, "residual gates", out=draw(path, 3, 16)),
     ],
     "rotate_and_store": [rotary],
+    "route_tokens": [
+        lambda path: {"logits": draw(path, 3, 9), "router": Router(2, num_shared=1, shared_gate=True)},
+        lambda path: {
+            "logits": draw(path, 3, 8),
+            "router": Router(2, "sigmoid", num_groups=4, top_groups=2, scale=2.5),
+            "bias": normal(8).to(path.device),
+            "query_start_loc": ints(path, 0, 2),
+        },
+    ],
+    "run_experts": [lambda path: experts(path, 3), lambda path: experts(path, 70)],
     "selective_state_update": [
         selective_update,
         lambda path: selective_update(path, out=torch.float32),

@@ -10,11 +10,14 @@ from torch import Tensor
 from deltaline_kernels import (
     AdapterTiles,
     LoraWeights,
+    Router,
     Rows,
     add_lora,
     causal_conv1d,
     gated_rms_norm,
     group_tokens,
+    route_tokens,
+    run_experts,
     spread_slots,
 )
 from deltaline_kernels.conv1d.inputs import ConvInputs
@@ -60,6 +63,14 @@ class Path:
     def add_grouped(self, x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
         add_lora(x, out, weights, tiles)
 
+    def route(
+        self, logits: Tensor, router: Router, bias: Tensor | None = None, query_start_loc: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return route_tokens(logits, router, bias, query_start_loc)
+
+    def run_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return run_experts(x, gate_up, down, weights, experts)
+
 
 class InterpretedPath(Path):
     """Launches the Triton kernels on CPU tensors; needs TRITON_INTERPRET=1."""
@@ -102,12 +113,12 @@ class InterpretedPath(Path):
         return token_slots
 
     def group(self, token_slots: Tensor, num_slots: int, max_rank: int) -> AdapterTiles:
-        from deltaline_kernels.lora.group import group_tokens_triton
+        from deltaline_kernels.device.group import group_triton
 
         made = group_tokens(token_slots, num_slots, max_rank)
         slots, tokens = torch.full_like(made.slots, 99), torch.full_like(made.tokens, 99)
         if made.num_tiles > 0:
-            group_tokens_triton(token_slots, num_slots, slots, tokens)
+            group_triton(token_slots, num_slots, slots, tokens)
         return AdapterTiles(slots, tokens, made.num_tokens, made.num_slots)
 
     def add_grouped(self, x: Tensor, out: Tensor, weights: LoraWeights, tiles: AdapterTiles) -> None:
@@ -115,3 +126,20 @@ class InterpretedPath(Path):
 
         if tiles.num_tiles > 0:
             add_lora_triton(x, out, weights, tiles)
+
+    def route(
+        self, logits: Tensor, router: Router, bias: Tensor | None = None, query_start_loc: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        from deltaline_kernels.moe.route import route_triton
+
+        weights = torch.full((logits.shape[0], router.num_choices), torch.nan)
+        experts = torch.full(weights.shape, 99, dtype=torch.int32)
+        route_triton(logits, router, bias, query_start_loc, weights, experts)
+        return weights, experts
+
+    def run_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        from deltaline_kernels.moe.launch import run_experts_triton
+
+        out = torch.empty(x.shape, dtype=x.dtype)
+        run_experts_triton(x, gate_up, down, weights, experts, out)
+        return out

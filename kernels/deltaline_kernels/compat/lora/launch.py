@@ -7,11 +7,11 @@ from torch import Tensor
 
 from deltaline_kernels.compat.lora.kernel import add_up, list_tiles, split_sums
 from deltaline_kernels.compat.lora.tokens import AdapterTokens
+from deltaline_kernels.device.sizes import count_tiles
 from deltaline_kernels.lora.dense import empty_halves, launch_expand_dense, launch_shrink_dense
 from deltaline_kernels.lora.expand import launch_expand
 from deltaline_kernels.lora.launch import find_dense
 from deltaline_kernels.lora.plan import (
-    count_tiles,
     find_bucket,
     pad_rank,
     piece_rows,

@@ -1,0 +1,66 @@
+"""Experts as vLLM calls them: `fused_experts`, of tokens whose experts are chosen."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.checks import ACTIVATIONS
+from deltaline_kernels.compat.arguments import INTEGERS, check_operand, describe
+from deltaline_kernels.moe import run_experts
+from deltaline_kernels.operators import operator
+
+
+def _fake(hidden_states: Tensor, inplace: bool, **_: Any) -> Tensor:
+    return hidden_states if inplace else hidden_states.new_empty(hidden_states.shape)
+
+
+@operator(_fake, mutates=["hidden_states"])
+def fused_experts(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    inplace: bool = False,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sum over the experts of each token `[T, H]`, as `run_experts` does.
+
+    Args:
+        hidden_states: `[T, H]` bf16, fp16 or fp32, of any strides. Mutated with `inplace`, which returns it.
+        w1: `[E, 2 I, H]`, gate above up. w2: `[E, H, I]`. Both contiguous and in hidden_states.dtype.
+        topk_weights: `[T, C]` fp32, bf16 or fp16. topk_ids: `[T, C]` int32 or int64; below 0 or beyond the last
+            expert: none.
+        activation: "silu", the only one that is offered. apply_router_weight_on_input: False alone.
+        global_num_experts: of all processes, -1 for E; needed nowhere.
+        expert_map: `[experts of all processes]` int32 or int64, which of w1 and w2 an expert is, -1 for none of
+            them; None: they are those that `topk_ids` names.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    check_operand("hidden_states", hidden_states, {"tokens": None, "hidden": None})
+    device, size = hidden_states.device, {"tokens": hidden_states.shape[0], "choices": None}
+    check_operand("topk_weights", topk_weights, size, ACTIVATIONS, device, "hidden_states")
+    check_operand("topk_ids", topk_ids, {**size, "choices": topk_weights.shape[1]}, INTEGERS, device, "hidden_states")
+    if activation != "silu":
+        raise ValueError(f"activation: expected 'silu', the only one that is offered, got {describe(activation)}")
+    if apply_router_weight_on_input:
+        raise ValueError("apply_router_weight_on_input: expected False, the only meaning that is offered, got True")
+    experts = topk_ids
+    if expert_map is not None:
+        check_operand("expert_map", expert_map, {"experts": None}, INTEGERS, device, "hidden_states")
+        last = expert_map.shape[0] - 1
+        if last < 0:
+            raise ValueError("expert_map: expected at least 1 expert, got none")
+        experts = torch.where((topk_ids < 0) | (topk_ids > last), -1, expert_map[topk_ids.clamp(0, last).long()])
+    if experts.dtype != torch.int32:
+        # What is no expert here stays none when it is narrowed.
+        experts = experts.clamp(-1, w1.shape[0]).to(torch.int32)
+    x = hidden_states.contiguous()
+    out = run_experts(x, w1, w2, topk_weights.float().contiguous(), experts.contiguous())
+    return hidden_states.copy_(out) if inplace else out

@@ -1,0 +1,117 @@
+"""Mixtures of experts: each token is routed to a few of them, and gets the weighted sum of what they make of it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltaline_kernels.checks import ACTIVATIONS, check_tensor
+from deltaline_kernels.moe.cpu import route_cpu, run_experts_cpu
+from deltaline_kernels.moe.reference import route_tokens_reference, run_experts_reference
+from deltaline_kernels.moe.router import MAX_EXPERTS, MAX_TOP_K, Router
+from deltaline_kernels.operators import operator
+
+__all__ = [
+    "MAX_EXPERTS",
+    "MAX_TOP_K",
+    "Router",
+    "route_tokens",
+    "route_tokens_reference",
+    "run_experts",
+    "run_experts_reference",
+]
+
+
+def _fake_routes(logits: Tensor, router: Router, **_: Any) -> tuple[Tensor, Tensor]:
+    size = logits.shape[0], router.top_k + router.num_shared
+    return logits.new_empty(size, dtype=torch.float32), logits.new_empty(size, dtype=torch.int32)
+
+
+def _fake_output(x: Tensor, **_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@operator(_fake_routes, results=2)
+def route_tokens(
+    logits: Tensor, router: Router, bias: Tensor | None = None, query_start_loc: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the weights `[T, C]` fp32 and the experts `[T, C]` int32 of each token, C `top_k + num_shared`.
+
+    Those of the router come in falling order of their scores (with the bias), of equal ones the lowest expert first,
+    and the shared ones behind them. NaN counts as the least score: such a token has experts, and weights that are NaN.
+    Does not wait for the device.
+
+    Args:
+        logits: `[T, E]` fp32, bf16 or fp16, a row stride is fine, E 1..4096; with `shared_gate` one column more, the
+            logit of that gate. The scores are fp32.
+        bias: `[E]` fp32, contiguous: added to the scores where experts are chosen, not to the weights.
+        query_start_loc: `[N+1]` int32, contiguous, where rows start in packed tokens: those from its last value on are
+            padding, whose weights are 0 and whose experts are -1. None: there is no padding.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    if not isinstance(router, Router):
+        raise TypeError(f"router: expected a Router, got {type(router).__name__}")
+    check_tensor("logits", logits, (None, None), ACTIVATIONS, None, row_stride=True)
+    num_tokens, device = logits.shape[0], logits.device
+    num_experts = logits.shape[1] - router.shared_gate
+    router.check_experts(num_experts, has_bias=bias is not None)
+    if bias is not None:
+        check_tensor("bias", bias, (num_experts,), (torch.float32,), device)
+    if query_start_loc is not None:
+        check_tensor("query_start_loc", query_start_loc, (None,), (torch.int32,), device)
+        if query_start_loc.shape[0] < 1:
+            raise ValueError("query_start_loc: expected shape [N+1], got [0]")
+    weights = torch.empty((num_tokens, router.num_choices), dtype=torch.float32, device=device)
+    experts = torch.empty((num_tokens, router.num_choices), dtype=torch.int32, device=device)
+    if num_tokens > 0:
+        if device.type == "cpu":
+            route_cpu(logits, router, bias, query_start_loc, weights, experts)
+        else:
+            # Imported here: only this path needs triton, which is installed on Linux alone.
+            from deltaline_kernels.moe.route import route_triton
+
+            route_triton(logits, router, bias, query_start_loc, weights, experts)
+    return weights, experts
+
+
+@operator(_fake_output)
+def run_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Return `[T, H]` in x.dtype: the weighted sum over each token's experts, in the order in which it has them.
+
+        out[t] = sum over c of weights[t, c] D (silu(G x[t]) * (U x[t])),  G, U, D those of expert experts[t, c]
+
+    Does not wait for the device, nor depends how it computes on what `experts` holds.
+
+    Args:
+        x: `[T, H]` fp32, bf16 or fp16, a row stride is fine.
+        gate_up: `[E, 2 I, H]`, G above U, and down: `[E, H, I]`, both contiguous and in x.dtype; shared experts are
+            the last ones of E.
+        weights: `[T, C]` fp32, contiguous. experts: `[T, C]` int32, contiguous; every value outside 0..E-1, such as
+            -1, stands for none, whose weight does not count. A token without experts gets zeros.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what was got.
+    """
+    check_tensor("x", x, (None, None), ACTIVATIONS, None, row_stride=True)
+    device, (num_tokens, width) = x.device, x.shape
+    check_tensor("gate_up", gate_up, (None, None, width), (x.dtype,), device)
+    num_experts, both, _ = gate_up.shape
+    if num_experts < 1 or width < 1 or both < 2 or both % 2:
+        raise ValueError(f"gate_up: expected shape [E, 2 I, H], none of them 0, got {list(gate_up.shape)}")
+    check_tensor("down", down, (num_experts, width, both // 2), (x.dtype,), device)
+    check_tensor("weights", weights, (num_tokens, None), (torch.float32,), device)
+    if weights.shape[1] < 1:
+        raise ValueError(f"weights: expected at least 1 choice per token, got shape {list(weights.shape)}")
+    check_tensor("experts", experts, tuple(weights.shape), (torch.int32,), device)
+    out = torch.empty((num_tokens, width), dtype=x.dtype, device=device)
+    if num_tokens > 0:
+        if device.type == "cpu":
+            run_experts_cpu(x, gate_up, down, weights, experts, out)
+        else:
+            # Imported here: only this path needs triton, which is installed on Linux alone.
+            from deltaline_kernels.moe.launch import run_experts_triton
+
+            run_experts_triton(x, gate_up, down, weights, experts, out)
+    return out

@@ -1,0 +1,187 @@
+"""Experts of few tokens in Triton: each choice of a token for itself, in two launches.
+
+What takes time is to read the weights. The second launch has its first weights on their way while the first one ends.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deltaline_kernels.device.activation import silu
+from deltaline_kernels.device.state_tile import below
+from deltaline_kernels.moe.plan import launch_options, plan_direct_first, plan_direct_second
+
+
+# One compiled variant whatever tokens a batch has: nothing is compiled while serving.
+@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["experts"])
+def _first(
+    x,
+    gate_up,
+    experts,
+    hidden,
+    x_stride,
+    num_experts,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EXACT: tl.constexpr,
+    DEPENDENTS: tl.constexpr,
+):
+    """Write silu(gate) * up of a choice and BLOCK_N inner channels, in fp32."""
+    if DEPENDENTS:
+        gdc_launch_dependents()
+    PARTS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    pair = tl.program_id(0) // PARTS
+    o_n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert = tl.load(experts + pair)
+    if (expert >= 0) & (expert < num_experts):
+        p_x = x + (pair // C).to(tl.int64) * x_stride
+        p_gate = gate_up + expert.to(tl.int64) * (2 * INNER * H) + o_n.to(tl.int64)[:, None] * H
+        gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for i in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
+            o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            in_k = below(o_k, H, BLOCK_K)
+            inside = below(o_n[:, None], INNER, BLOCK_N) & in_k
+            b_gate = tl.load(p_gate + o_k, mask=inside, other=0.0)
+            b_up = tl.load(p_gate + INNER * H + o_k, mask=inside, other=0.0)
+            b_x = tl.load(p_x + o_k, mask=in_k, other=0.0).to(tl.float32)
+            gate += b_gate.to(tl.float32) * b_x
+            up += b_up.to(tl.float32) * b_x
+        y = silu(tl.sum(gate, axis=1), EXACT) * tl.sum(up, axis=1)
+        tl.store(hidden + pair.to(tl.int64) * INNER + o_n, y, mask=o_n < INNER)
+
+
+@triton.jit
+def _load_choices(
+    down,
+    experts,
+    o_n,
+    i,
+    num_experts,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return block i of the weights of every choice, `[BLOCK_N, BLOCK_K]` as they come; zeros where it has none."""
+    o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    tiles = ()
+    for c in tl.static_range(C):
+        expert = tl.load(experts + c)
+        inside = (expert >= 0) & (expert < num_experts) & below(o_n[:, None], H, BLOCK_N) & below(o_k, INNER, BLOCK_K)
+        p_down = down + expert.to(tl.int64) * (H * INNER) + o_n.to(tl.int64)[:, None] * INNER + o_k
+        tiles = tiles + (tl.load(p_down, mask=inside, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def _add_choices(
+    total,
+    tiles,
+    hidden,
+    weights,
+    experts,
+    i,
+    num_experts,
+    INNER: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return `total` and what block i of every choice adds to it, in the order of the choices."""
+    o_k = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    for c in tl.static_range(C):
+        expert = tl.load(experts + c)
+        is_used = (expert >= 0) & (expert < num_experts)
+        weight = tl.load(weights + c, mask=is_used, other=0.0)
+        b_h = tl.load(hidden + c * INNER + o_k, mask=is_used & below(o_k, INNER, BLOCK_K), other=0.0)
+        total += tiles[c].to(tl.float32) * (weight * b_h)
+    return total
+
+
+# One compiled variant whatever tokens a batch has: nothing is compiled while serving.
+@triton.jit(do_not_specialize=["num_experts"], do_not_specialize_on_alignment=["experts", "weights"])
+def _second(
+    hidden,
+    down,
+    weights,
+    experts,
+    out,
+    num_experts,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Write BLOCK_N outputs of a token: the weighted sum over its choices."""
+    PARTS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    o_n = tl.program_id(0) % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    experts += token * C
+    weights += token * C
+    hidden += token * (C * INNER)
+    # The experts were there before the first launch began.
+    tiles = _load_choices(down, experts, o_n, 0, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
+    if DEPENDENT:
+        gdc_wait()
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    total = _add_choices(total, tiles, hidden, weights, experts, 0, num_experts, INNER, C, BLOCK_K)
+    for i in range(1, STEPS):
+        tiles = _load_choices(down, experts, o_n, i, num_experts, H, INNER, C, BLOCK_N, BLOCK_K)
+        total = _add_choices(total, tiles, hidden, weights, experts, i, num_experts, INNER, C, BLOCK_K)
+    tl.store(out + token * H + o_n, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=o_n < H)
+
+
+def run_direct(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, *, overlap: bool
+) -> None:
+    """Write out `[T, H]`; `overlap`: the second launch may start while the first one runs."""
+    num_tokens, choices = experts.shape
+    num_experts, width, inner = down.shape
+    hidden = torch.empty((num_tokens * choices, inner), dtype=torch.float32, device=x.device)
+    sizes = {"H": width, "INNER": inner, "C": choices}
+    first = plan_direct_first(width)
+    _first[(num_tokens * choices * triton.cdiv(inner, first.block_n),)](
+        x,
+        gate_up,
+        experts,
+        hidden,
+        x.stride(0),
+        num_experts,
+        **sizes,
+        BLOCK_N=first.block_n,
+        BLOCK_K=first.block_k,
+        STEPS=first.steps,
+        UNROLL=first.unroll,
+        EXACT=x.dtype == torch.float32,
+        DEPENDENTS=overlap,
+        num_warps=first.warps,
+        num_stages=1,
+    )
+    second = plan_direct_second(inner, choices, down.element_size())
+    _second[(num_tokens * triton.cdiv(width, second.block_n),)](
+        hidden,
+        down,
+        weights,
+        experts,
+        out,
+        num_experts,
+        **sizes,
+        BLOCK_N=second.block_n,
+        BLOCK_K=second.block_k,
+        STEPS=second.steps,
+        DEPENDENT=overlap,
+        num_warps=second.warps,
+        num_stages=1,
+        **launch_options(dependent=overlap),
+    )

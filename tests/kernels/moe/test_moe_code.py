@@ -1,0 +1,60 @@
+"""The code that Triton makes of the experts' kernels for a Hopper GPU; it is compiled here and runs nowhere."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+from rigs.kernels.compiled import compile_launches
+
+from deltaline_kernels import run_experts
+from deltaline_kernels.moe import plan
+
+# What a program may have on a Hopper GPU.
+SHARED_BYTES = 227 << 10
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interprets kernels and compiles none"
+)
+
+
+def compile_experts(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> dict[str, list[str]]:
+    """Return the code of the kernels by their names for a model with 16 of 35B-A3B's experts; check that they fit."""
+    pytest.importorskip("triton")
+
+    def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    x, gate_up, down = draw(num_tokens, 2048), draw(16, 1024, 2048), draw(16, 2048, 512)
+    weights, experts = draw(num_tokens, 9, dtype=torch.float32), draw(num_tokens, 9, dtype=torch.int32)
+    found: dict[str, list[str]] = {}
+    for kernel in compile_launches(monkeypatch, lambda: run_experts(x, gate_up, down, weights, experts)):
+        assert kernel.metadata.shared <= SHARED_BYTES
+        found.setdefault(kernel.metadata.name, []).append(kernel.asm["ptx"])
+    return found
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_products_take_no_operand_from_registers(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Where they do, in a loop that loads ahead, an assembler overwrites the operand before the product has read it."""
+    chosen = next(bucket.plan for bucket in plan.BUCKETS if bucket.plan.rows == rows)
+    monkeypatch.setattr(plan, "BUCKETS", (plan.Bucket(plan.ANY, chosen),))
+    monkeypatch.setattr(plan, "GROUPED_CHOICES", plan.ANY)
+    for ptx in compile_experts(monkeypatch, 64)["_multiply"]:
+        products = re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\S)", ptx)
+        assert products and set(products) == {"%"}
+        assert "mma.sync" not in ptx
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 40])
+def test_weights_are_read_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    found = compile_experts(monkeypatch, num_tokens)
+    for name in {"_first", "_second", "_multiply"} & found.keys():
+        for ptx in found[name]:
+            assert "cp.async.cg" in ptx if name == "_multiply" else "ld.global.v4" in ptx
+            assert not re.search(r"ld\.global\.b16|cp\.async\.ca", ptx)
+
+
+def test_many_tokens_take_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile_experts(monkeypatch, 4096).keys() == {"_sort", "_spread", "_activate", "_combine"}

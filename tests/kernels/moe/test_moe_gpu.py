@@ -1,0 +1,97 @@
+"""Experts on a GPU: nothing waits for it, graphs follow what tensors hold, and grouped products fit in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rigs.kernels.expert_batches import Choose, anything, make_batch, one, some
+from rigs.kernels.graphs import check_replay, no_waits
+from rigs.kernels.paths import Path
+from rigs.kernels.recurrence_checks import same_bits
+from rigs.kernels.tolerance import assert_close
+from torch import Tensor
+
+from deltaline_kernels import Router
+from deltaline_kernels.moe import plan
+
+GPU = Path("cuda", torch.bfloat16)
+# Tokens of every way: choice by choice, in tiles of every size, by grouped products.
+TOKENS = (1, 4, 5, 16, 48, 128, 400)
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def nan_memory() -> None:
+    """Leave torch.empty as it is: while a graph is captured, what fills it would be captured."""
+
+
+@pytest.mark.parametrize("choose", [anything, one, some], ids=lambda choose: choose.__name__)
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_sizes_of_a_model_match_the_reference(num_tokens: int, choose: Choose) -> None:
+    batch = make_batch(GPU, num_tokens, 4, 16, 512, 256, choose)
+    assert_close("out", batch.run(GPU), batch.run_reference(), GPU.dtype)
+
+
+@pytest.mark.parametrize("choose", [anything, one, some], ids=lambda choose: choose.__name__)
+def test_grouped_products_match_the_reference(monkeypatch: pytest.MonkeyPatch, choose: Choose) -> None:
+    monkeypatch.setattr(plan, "DIRECT_TOKENS", 0)
+    monkeypatch.setattr(plan, "GROUPED_CHOICES", 0)
+    for num_tokens in (1, 3, 40, 300, 2100):
+        batch = make_batch(GPU, num_tokens, 4, 16, 256, 128, choose, num_tokens)
+        assert_close("out", batch.run(GPU), batch.run_reference(), GPU.dtype)
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_row_does_not_depend_on_its_neighbours(num_tokens: int) -> None:
+    batch = make_batch(GPU, num_tokens, 4, 16, 512, 256)
+    got, row = batch.run(GPU), num_tokens // 2
+    alone = replace(batch, experts=torch.full_like(batch.experts, -1))
+    alone.experts[row] = batch.experts[row]
+    assert same_bits(alone.run(GPU)[row], got[row])
+    shift = num_tokens // 3
+    moved = (part.roll(shift, 0) for part in (batch.weights, batch.experts))
+    rolled = replace(batch, **dict(zip(("weights", "experts"), moved, strict=True)), x=batch.x.roll(shift, 0))
+    assert same_bits(rolled.run(GPU).roll(-shift, 0), got)
+    for _ in range(3):
+        assert same_bits(batch.run(GPU), got)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_nothing_waits_and_a_graph_follows_the_routes(num_tokens: int) -> None:
+    batch = make_batch(GPU, num_tokens, 5, 17, 512, 256)
+    batch.gate_up.nan_to_num_(0.5)
+    batch.down.nan_to_num_(0.5)
+    router = Router(4, num_shared=1, shared_gate=True)
+    logits = torch.randn(num_tokens, 17, device="cuda")
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda")
+
+    def run() -> tuple[Tensor, ...]:
+        weights, experts = GPU.route(logits, router, None, starts)
+        return weights, experts, replace(batch, weights=weights, experts=experts).run(GPU)
+
+    def change() -> None:
+        logits.copy_(torch.randn(num_tokens, 17, device="cuda"))
+        batch.x.copy_(torch.randn(batch.x.shape, device="cuda"))
+        starts[1] = num_tokens * 2 // 3
+
+    run()
+    with no_waits():
+        run()
+    check_replay(run, (), change)
+
+
+def test_products_are_right_beyond_128_tokens() -> None:
+    """Of small integers, all ones among them: what an assembler gets wrong shows here."""
+    for rows in (16, 32, 64, 128):
+        chosen = next(bucket.plan for bucket in plan.BUCKETS if bucket.plan.rows == rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "DIRECT_TOKENS", 0)
+            patch.setattr(plan, "GROUPED_CHOICES", plan.ANY)
+            patch.setattr(plan, "BUCKETS", (plan.Bucket(plan.ANY, chosen),))
+            batch = make_batch(GPU, 330, 2, 2, 512, 512, one, integers=True)
+            assert_close("out", batch.run(GPU), batch.run_reference(), GPU.dtype)
+            ones = replace(batch, x=torch.ones_like(batch.x))
+            assert_close("out", ones.run(GPU), ones.run_reference(), GPU.dtype)
