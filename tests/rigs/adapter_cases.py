@@ -21,10 +21,11 @@ from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.adapters.root import AdapterRoot
 from deltaline_server.checkpoints.checkpoint import TensorInfo
 from deltaline_server.checkpoints.tensor_file import MemoryBytes, TensorFile
-from deltaline_server.models.config import MixerKind, ModelConfig, Scope
+from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore
 from deltaline_server.models.lora_weights import Adapter, AdapterShape, AdapterWeights
+from deltaline_server.models.parts import MixerKind
 from deltaline_server.models.weights import expected_tensors
 
 CONFIG: dict[str, Any] = {

@@ -9,7 +9,8 @@ from enum import StrEnum
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import MLP, Module, Packed, Placement
 from deltaline_server.errors import shown
-from deltaline_server.models.config import MixerKind, MlpKind, ModelConfig, Scope
+from deltaline_server.models.config import ModelConfig, Scope
+from deltaline_server.models.parts import MixerKind, MlpKind
 from deltaline_server.models.weights import PREFIXES, block_family, served_modules
 
 PEFT_PREFIX = "base_model.model."
@@ -17,8 +18,7 @@ PEFT_PREFIX = "base_model.model."
 ATTENTION_MODULES = frozenset(f"{mixer}.{name}_proj" for mixer in ("self_attn", "mixer") for name in "qkvo")
 # What a layer's MLP is called where it has no mixer; no config says its modules yet.
 ALONE = "mixer."
-# What a model has beside its layers: model_type -> the beginnings of its modules' names.
-BESIDE_LAYERS = {"qwen3_5": ("model.visual.", "visual.")}
+# The layer of what a model has beside its layers.
 BESIDE = -1
 
 
@@ -115,7 +115,7 @@ class AdapterLayout:
 
         Raises ModelError naming the tensor, if the model has no such module.
         """
-        if tensor.layer == BESIDE and tensor.module.startswith(BESIDE_LAYERS.get(self._config.model_type, ())):
+        if tensor.layer == BESIDE and tensor.module.startswith(self._config.family.beside):
             return None
         if not 0 <= tensor.layer < len(self._config.layers):
             raise _no_match(name)

@@ -15,37 +15,43 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.layers.attention import AttentionFamily
-from deltaline_server.layers.block import Layer, MlpBlocks, PlainBlocks
+from deltaline_server.layers.block import Blocks, Layer
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
 from deltaline_server.layers.mamba2 import Mamba2Family
 from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, MixerShape
-from deltaline_server.models.config import LayerConfig, MixerKind, MlpKind, ModelConfig, Scope
+from deltaline_server.models.config import ModelConfig, Scope
+from deltaline_server.models.mixer_keys import GatedDeltaNetKeys, Mamba2Keys
+from deltaline_server.models.parts import LayerConfig, MixerKind, MlpKind
 
 # What transformers writes before a layer's number: in whole models, then in models saved without their head.
 PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "language_model.layers.", "backbone.layers.")
 
 MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family
-BlockFamily = MlpBlocks | PlainBlocks | HyperBlocks
+BlockFamily = Blocks | HyperBlocks
 
 
 def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
     """Return the family of a model's mixers of a kind. Raises KeyError where the config has no shape of it."""
-    shape, hidden, eps = config.shapes[kind], config.hidden_size, config.rms_norm_eps
-    if isinstance(shape, Mamba2Shape):
-        return Mamba2Family(shape, hidden, eps)
+    shape, keys = config.shapes[kind], config.family.mixers[kind]
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys):
+        return Mamba2Family(shape, hidden, eps, keys.name)
     if isinstance(shape, AttentionShape):
         return AttentionFamily(shape, hidden, eps)
-    assert isinstance(shape, GatedDeltaNetShape)
-    return GatedDeltaNetFamily(shape, hidden, eps, config.interleaves_projections)
+    assert isinstance(shape, GatedDeltaNetShape) and isinstance(keys, GatedDeltaNetKeys)
+    return GatedDeltaNetFamily(shape, hidden, eps, keys.is_interleaved)
 
 
 def block_family(config: ModelConfig) -> BlockFamily:
     """Return the family of the blocks around them."""
-    hidden, eps = config.hidden_size, config.rms_norm_eps
-    blocks: MlpBlocks | PlainBlocks = PlainBlocks(hidden, eps, config.residual_in_fp32)
-    if config.has_mlp_blocks:
-        blocks = MlpBlocks(hidden, config.intermediate_size, eps)
+    blocks = Blocks(
+        config.family.blocks,
+        config.hidden_size,
+        config.intermediate_size,
+        config.rms_norm_eps,
+        config.residual_in_fp32,
+    )
     return blocks if config.streams is None else HyperBlocks(blocks, config.streams)
 
 

@@ -17,8 +17,9 @@ from deltaline_server.config import Config
 from deltaline_server.layers.hyper_connection import CONNECTIONS, head_tensors
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
 from deltaline_server.layers.state_pool import StateOptions, StatePlan, line_parts, plan_state
-from deltaline_server.models.config import MixerKind, Scope
+from deltaline_server.models.config import Scope
 from deltaline_server.models.model import ModelPlan, check_model, open_plan
+from deltaline_server.models.parts import MixerKind
 from deltaline_server.models.weights import expected_tensors, mixer_kinds
 from deltaline_server.runtime import model_options, state_options
 

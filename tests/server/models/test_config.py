@@ -10,7 +10,8 @@ import pytest
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.shapes import GatedDeltaNetShape
-from deltaline_server.models.config import MixerKind, MlpKind, ModelConfig
+from deltaline_server.models.config import ModelConfig
+from deltaline_server.models.parts import MixerKind, MlpKind
 
 TEXT: dict[str, Any] = {
     "hidden_size": 1024,
@@ -41,7 +42,6 @@ def test_shapes_are_read() -> None:
 def test_the_language_model_of_qwen3_5_is_nested() -> None:
     config = ModelConfig.from_mapping({"model_type": "qwen3_5", "text_config": TEXT, "hidden_size": 1})
     assert config.hidden_size == 1024
-    assert not config.interleaves_projections
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from torch import Tensor
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Placement
-from deltaline_server.models.config import MixerKind, ModelConfig, Scope
+from deltaline_server.models.config import ModelConfig, Scope
+from deltaline_server.models.parts import MixerKind
 from deltaline_server.models.weights import LayerLoader, expected_tensors, random_init
 
 LINEAR = MixerKind.GATED_DELTA_NET
