@@ -25,7 +25,7 @@ from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore
 from deltaline_server.models.lora_weights import Adapter, AdapterShape, AdapterWeights
-from deltaline_server.models.parts import MixerKind
+from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.weights import expected_tensors
 
 CONFIG: dict[str, Any] = {
@@ -78,7 +78,7 @@ def modules(config: ModelConfig) -> list[str]:
 
 def base_weights(config: ModelConfig, layers: int = 2) -> MemoryTensors:
     """The weights of the first layers of a config."""
-    shapes = expected_tensors(config, MixerKind.GATED_DELTA_NET, Scope.BLOCK)
+    shapes = expected_tensors(config, LayerKind(MixerKind.GATED_DELTA_NET, MlpKind.DENSE), Scope.BLOCK)
     return MemoryTensors(
         {f"model.layers.{i}.{name}": torch.randn(shape) for i in range(layers) for name, shape in shapes.items()}
     )

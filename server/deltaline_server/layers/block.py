@@ -19,7 +19,9 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, Module, Packed, mlp_modules
+from deltaline_server.layers.experts import Experts, expert_tensors
 from deltaline_server.layers.projection import load_projection
+from deltaline_server.layers.shapes import ExpertsShape
 
 
 class Layer(Protocol):
@@ -100,9 +102,9 @@ class BlockNames:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model: a branch for each norm, the first around the mixer, the second around an MLP.
+    """The blocks of a model: a branch for each norm, the first around the mixer, the second around an MLP or experts.
 
-    intermediate_size: of the MLP. in_fp32: whether sums are kept in fp32.
+    intermediate_size: of the MLP. in_fp32: whether sums are kept in fp32. experts: None where there is an MLP.
     """
 
     stored: BlockNames
@@ -110,6 +112,7 @@ class Blocks:
     intermediate_size: int
     eps: float
     in_fp32: bool = False
+    experts: ExpertsShape | None = None
 
     @property
     def num_branches(self) -> int:
@@ -124,18 +127,25 @@ class Blocks:
     @property
     def modules(self) -> tuple[Module, ...]:
         """The linear modules beside the mixer's."""
-        if self.num_branches == 1:
+        if self.num_branches == 1 or self.experts is not None:
             return ()
         return mlp_modules(self.stored.mlp, self.hidden_size, self.intermediate_size)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the other tensors beside the mixer's, as they are stored."""
-        return {f"{norm}weight": (self.hidden_size,) for norm in self.stored.norms}
+        tensors: dict[str, tuple[int, ...]] = {f"{norm}weight": (self.hidden_size,) for norm in self.stored.norms}
+        if self.experts is not None:
+            tensors |= expert_tensors(self.stored.mlp, self.hidden_size, self.experts)
+        return tensors
 
     def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Block | Residual:
         """Load a block around its mixer."""
-        inner = [mixer] if self.num_branches == 1 else [mixer, Mlp(reader, adapters)]
+        inner = [mixer]
+        if self.experts is not None:
+            inner.append(Experts(reader, self.stored.mlp, self.hidden_size, self.experts))
+        elif self.num_branches == 2:
+            inner.append(Mlp(reader, adapters))
         branches = [
             Residual(
                 layer,

@@ -10,10 +10,10 @@ from typing import Any
 
 from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, read_json_object
 from deltaline_server.errors import shown
-from deltaline_server.layers.shapes import AttentionShape, MixerShape
+from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, MixerShape
 from deltaline_server.layers.streams import StreamConfig, stream_config
 from deltaline_server.models.families import FAMILIES, Family
-from deltaline_server.models.parts import MAX_SIZE, LayerConfig, MixerKind
+from deltaline_server.models.parts import MAX_SIZE, LayerConfig, MixerKind, MlpKind
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
@@ -37,7 +37,8 @@ class ModelConfig:
     intermediate_size: of dense MLPs. dtype: the one that the checkpoint was written for, None where it names none.
     shapes: of its mixers, by kind; of a kind that can't be served there is none, and unserved may say why.
     residual_in_fp32: whether the sums of blocks are kept in fp32 from layer to layer. streams: its hyper-connections,
-    None where it has one plain residual.
+    None where it has one plain residual. experts: of the layers that have them, None where
+    there are none or they can't be served.
     """
 
     model_type: str
@@ -48,8 +49,9 @@ class ModelConfig:
     shapes: Mapping[MixerKind, MixerShape]
     layers: tuple[LayerConfig, ...]
     residual_in_fp32: bool = False
-    unserved: Mapping[MixerKind, str] = field(default_factory=dict)
+    unserved: Mapping[MixerKind | MlpKind, str] = field(default_factory=dict)
     streams: StreamConfig | None = None
+    experts: ExpertsShape | None = None
 
     @property
     def family(self) -> Family:
@@ -65,6 +67,8 @@ class ModelConfig:
         """What of it decides what a state means, as JSON values: all but how long sequences may be, and words."""
         values = asdict(self)
         values.pop("unserved")
+        if self.experts is None:  # so that it is the same as before there were any
+            values.pop("experts")
         for shape in values["shapes"].values():
             shape.pop("max_positions", None)
         return values
@@ -107,6 +111,12 @@ class ModelConfig:
         config.require(family.activation, "silu", default="silu")
         layers = family.layers(config)
         shapes, unserved = _mixer_shapes(config, family, layers)
+        experts = None
+        if family.experts is not None and any(layer.mlp is MlpKind.MIXTURE_OF_EXPERTS for layer in layers):
+            try:
+                experts = family.experts.read(config)
+            except ModelError as error:
+                unserved[MlpKind.MIXTURE_OF_EXPERTS] = str(error)  # their mixers can be served all the same
         return cls(
             model_type=model_type,
             hidden_size=config.integer("hidden_size", 1, MAX_SIZE),
@@ -118,15 +128,16 @@ class ModelConfig:
             residual_in_fp32=family.sums_in_fp32 and config.flag("residual_in_fp32", default=True),
             unserved=unserved,
             streams=stream_config(config),
+            experts=experts,
         )
 
 
 def _mixer_shapes(
     config: ConfigReader, family: Family, layers: Sequence[LayerConfig]
-) -> tuple[dict[MixerKind, MixerShape], dict[MixerKind, str]]:
+) -> tuple[dict[MixerKind, MixerShape], dict[MixerKind | MlpKind, str]]:
     """The shapes of the layers' mixers, and why those of a kind can't be served. Raises ModelError naming the key."""
     shapes: dict[MixerKind, MixerShape] = {}
-    unserved: dict[MixerKind, str] = {}
+    unserved: dict[MixerKind | MlpKind, str] = {}
     for kind in dict.fromkeys(layer.mixer for layer in layers):
         if kind is None or kind not in family.mixers:
             continue

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 from deltaline_server.checkpoints.config_reader import ConfigReader
 from deltaline_server.layers.block import BlockNames
-from deltaline_server.models.layer_patterns import dense_layers, mamba2_layers, one_part_layers, sparse_layers
+from deltaline_server.models.expert_keys import ExpertKeys
+from deltaline_server.models.layer_patterns import (
+    dense_layers,
+    expert_layers,
+    mamba2_layers,
+    one_part_layers,
+    sparse_layers,
+)
 from deltaline_server.models.mixer_keys import GatedAttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MixerKeys
 from deltaline_server.models.parts import LayerConfig, MixerKind
 
@@ -20,7 +27,8 @@ class Family:
     """What the checkpoints of a model type have in common.
 
     layers: reads which parts each layer has. mixers: by kind, how their configs are read; a kind that is not here is
-    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by.
+    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by. experts: how the
+    configs of layers with a mixture of them are read, None where they are not served yet.
     text: the key that has the language model's config, "" where it is the config itself. beside: the beginnings of the
     names of modules that belong to no layer.
     activation: the key that must say silu. eps, default_eps: the key of the norms' epsilon, and what it is where a
@@ -31,6 +39,7 @@ class Family:
     layers: Callable[[ConfigReader], tuple[LayerConfig, ...]]
     mixers: Mapping[MixerKind, MixerKeys]
     blocks: BlockNames
+    experts: ExpertKeys | None = None
     text: str = ""
     beside: tuple[str, ...] = ()
     activation: str = "hidden_act"
@@ -50,6 +59,14 @@ _QWEN3_5 = Family(
     },
     blocks=_QWEN_BLOCKS,
 )
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    layers=expert_layers,
+    mixers={**_QWEN3_5.mixers, MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=2)},
+    experts=ExpertKeys(num_experts=256, top_k=8, normalises=True),
+    has_mlps=False,
+)
+_VISION = ("model.visual.", "visual.")
 FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         layers=sparse_layers,
@@ -58,9 +75,12 @@ FAMILIES: dict[str, Family] = {
             MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=2),
         },
         blocks=_QWEN_BLOCKS,
+        experts=ExpertKeys(num_experts=512, top_k=10),
     ),
-    "qwen3_5": replace(_QWEN3_5, text="text_config", beside=("model.visual.", "visual.")),
+    "qwen3_5": replace(_QWEN3_5, text="text_config", beside=_VISION),
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": replace(_QWEN3_5_MOE, text="text_config", beside=_VISION),
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
     "mamba2": Family(
         layers=mamba2_layers,
         mixers={

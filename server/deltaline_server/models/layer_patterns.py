@@ -31,6 +31,11 @@ def dense_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, mixer, MlpKind.DENSE) for i, mixer in enumerate(_mixers(config)))
 
 
+def expert_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """`layer_types`, or every full_attention_interval-th is attention; experts in each."""
+    return tuple(LayerConfig(i, mixer, MlpKind.MIXTURE_OF_EXPERTS) for i, mixer in enumerate(_mixers(config)))
+
+
 def sparse_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """`layer_types` or full_attention_interval; experts in every decoder_sparse_step-th, but for `mlp_only_layers`.
 
@@ -39,7 +44,7 @@ def sparse_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     dense = config.get("mlp_only_layers")
     if dense is None:
         dense = []
-    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
         raise config.fail("mlp_only_layers", "a list of layer numbers")
     num_experts = config.integer("num_experts", 0, MAX_SIZE, default=512)
     step = config.integer("decoder_sparse_step", 1, MAX_SIZE, default=1)

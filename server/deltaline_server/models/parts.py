@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 20
@@ -31,3 +32,14 @@ class LayerConfig:
     index: int
     mixer: MixerKind | None
     mlp: MlpKind | None
+
+
+class LayerKind(NamedTuple):
+    """The parts of a served layer. mlp: None where it has none, or is not served with it."""
+
+    mixer: MixerKind
+    mlp: MlpKind | None = None
+
+    def __str__(self) -> str:
+        """How the kind of a layer is shown; a dense MLP goes without saying."""
+        return f"{self.mixer}, experts" if self.mlp is MlpKind.MIXTURE_OF_EXPERTS else str(self.mixer)
