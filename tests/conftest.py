@@ -138,6 +138,19 @@ def _write_checkpoint(
     if model_type == "mamba2":
         config |= mamba | {"n_groups": key_heads, "state_size": head_dim}
         made = transformers.Mamba2Config(**config | overrides)
+    elif model_type == "bamba":
+        config |= {
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "mamba_n_heads": value_heads,
+            "mamba_d_head": 2 * hidden // value_heads,
+            "mamba_d_state": head_dim,
+            "mamba_n_groups": key_heads,
+            "mamba_chunk_size": 32,
+        }
+        made = transformers.BambaConfig(**config | overrides)
     elif model_type == "nemotron_h":
         config |= nemotron | {"n_groups": key_heads, "ssm_state_size": head_dim}
         made = transformers.NemotronHConfig(**config | overrides)
@@ -154,6 +167,7 @@ def _write_checkpoint(
         made = transformers.Qwen3_5Config(text_config=config | linear | overrides, vision_config=vision)
     classes = {
         "mamba2": "Mamba2ForCausalLM",
+        "bamba": "BambaForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -163,7 +177,8 @@ def _write_checkpoint(
     }
     model: Any = getattr(transformers, classes[model_type])(made)
     # The vectors that multiply as they are; other norms have the distance from 1.
-    around_one = ("norm.weight", "norm_f.weight", ".D") if hasattr(made, "n_groups") else ("linear_attn.norm.weight",)
+    is_mamba = model_type in ("mamba2", "nemotron_h", "bamba")
+    around_one = ("norm.weight", "norm_f.weight", ".D") if is_mamba else ("linear_attn.norm.weight",)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

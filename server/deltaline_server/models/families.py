@@ -14,6 +14,7 @@ from deltaline_server.models.expert_keys import ExpertKeys
 from deltaline_server.models.layer_patterns import (
     dense_layers,
     expert_layers,
+    indexed_layers,
     mamba2_layers,
     one_part_layers,
     sparse_layers,
@@ -122,5 +123,24 @@ FAMILIES: dict[str, Family] = {
         activation="mamba_hidden_act",
         eps="layer_norm_epsilon",
         default_eps=1e-5,
+    ),
+    "bamba": Family(
+        layers=indexed_layers,
+        mixers={
+            MixerKind.MAMBA2: Mamba2Keys(
+                num_heads="mamba_n_heads",
+                head_dim="mamba_d_head",
+                state="mamba_d_state",
+                groups=("mamba_n_groups",),
+                conv_width=("mamba_d_conv",),
+                conv_bias=("mamba_conv_bias",),
+                bias="mamba_proj_bias",
+                name="mamba.",
+                default_groups=1,
+                default_state=256,
+                expand="mamba_expand",
+            )
+        },
+        blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp="feed_forward."),
     ),
 }

@@ -60,6 +60,17 @@ def mamba2_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     return tuple(LayerConfig(i, MixerKind.MAMBA2, None) for i in range(_num_layers(config)))
 
 
+def indexed_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Attention in the layers of `attn_layer_indices`, Mamba2 in the others; a dense MLP in each."""
+    num_layers, attention = _num_layers(config), config.get("attn_layer_indices")
+    if attention is None:
+        attention = []
+    if not isinstance(attention, list) or not all(type(index) is int for index in attention):
+        raise config.fail("attn_layer_indices", "a list of layer numbers")
+    kinds = (MixerKind.ATTENTION if i in attention else MixerKind.MAMBA2 for i in range(num_layers))
+    return tuple(LayerConfig(i, kind, MlpKind.DENSE) for i, kind in enumerate(kinds))
+
+
 def one_part_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
     """One part in each: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
     key = "layers_block_type" if config.get("layers_block_type") is not None else "hybrid_override_pattern"

@@ -33,6 +33,16 @@ NEMOTRON: dict[str, Any] = {
     "n_groups": 2,
     "hybrid_override_pattern": "M",
 }
+BAMBA: dict[str, Any] = {
+    "model_type": "bamba",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}
 GONE = object()
 """In place of a value: the key is not there."""
 # What lies, in which key, with what; and how the message goes on behind the key.
@@ -104,6 +114,10 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (MAMBA2, "n_groups", 3, "expected a divisor of 4 heads, got 3"),
     (MAMBA2, "time_step_limit", [1, 0], "expected 0 <= least <= greatest"),
     (MAMBA2, "residual_in_fp32", "yes", "expected true or false"),
+    (BAMBA, "attn_layer_indices", 1, "expected a list of layer numbers, got 1"),
+    (BAMBA, "mamba_d_head", "auto", "expected an integer in 1..256, got 'auto'"),
+    (BAMBA, "mamba_expand", 4, "expected mamba_n_heads * mamba_d_head / hidden_size (4 * 16 / 32), got 4"),
+    (BAMBA, "mamba_n_groups", 3, "expected a divisor of 4 heads, got 3"),
     (NEMOTRON, "hybrid_override_pattern", "MX", "expected 1..4096 of linear_attention"),
     (NEMOTRON, "hybrid_override_pattern", GONE, "expected 1..4096 of linear_attention"),
     (NEMOTRON, "ssm_state_size", 0, "expected an integer in 1..256, got 0"),
@@ -116,7 +130,7 @@ def check(folder: Path, raw: dict[str, Any]) -> None:
     check_model(ModelOptions(torch.device("cpu"), random_init=path))
 
 
-@pytest.mark.parametrize("base", [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON], ids=lambda base: base["model_type"])
+@pytest.mark.parametrize("base", [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA], ids=lambda base: base["model_type"])
 def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:
     check(tmp_path, base)
 
