@@ -1,8 +1,9 @@
 """Writes a small checkpoint with random weights, as transformers writes it: python examples/make_checkpoint.py DIR
 
 A Qwen3.5 whose layers are Gated DeltaNet and attention in turn; with --gated-delta-net all are Gated DeltaNet, with
---mamba2 all are Mamba2. With --streams N its layers are joined by hyper-connections of N residual streams. A deltaline
-server can serve the whole stack of each, and two servers half of it each. Needs torch and transformers.
+--mamba2 all are Mamba2. With --experts layers have a mixture of experts: a Qwen3.5-MoE, or with --next-experts a
+Qwen3-Next. With --streams N layers are joined by hyper-connections of N residual streams. A deltaline server can serve
+the whole stack of each, and two servers half of it each. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from transformers import (
     Mamba2ForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -98,6 +101,50 @@ def make_gated_delta_net(num_layers: int, vocab_size: int) -> Qwen3NextForCausal
     return Qwen3NextForCausalLM(config)
 
 
+EXPERTS = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "dtype": "float32",
+}
+
+
+def make_experts(num_layers: int, vocab_size: int) -> Qwen3_5MoeForCausalLM:
+    """Make a Qwen3.5-MoE model of which every other layer is attention."""
+    types = ["linear_attention", "full_attention"] * (num_layers // 2)
+    config = Qwen3_5MoeTextConfig(vocab_size=vocab_size, num_hidden_layers=num_layers, layer_types=types, **EXPERTS)
+    model = Qwen3_5MoeForCausalLM(config)
+    # Logits further apart: fewer tokens are near ties, which decide by rounding.
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)
+    return model
+
+
+def make_next_experts(num_layers: int, vocab_size: int) -> Qwen3NextForCausalLM:
+    """Make a Qwen3-Next model of which the last layer is attention, and the first has no experts."""
+    config = Qwen3NextConfig(
+        vocab_size=vocab_size,
+        num_hidden_layers=num_layers,
+        layer_types=["linear_attention"] * (num_layers - 1) + ["full_attention"],
+        mlp_only_layers=[0],
+        intermediate_size=256,
+        **EXPERTS,
+    )
+    return Qwen3NextForCausalLM(config)
+
+
 def make_mamba2(num_layers: int, vocab_size: int) -> Mamba2ForCausalLM:
     """Make a Mamba2 model."""
     config = Mamba2Config(
@@ -124,6 +171,8 @@ KINDS: dict[str, Callable[[int, int], PreTrainedModel]] = {
     "hybrid": make_hybrid,
     "gated_delta_net": make_gated_delta_net,
     "mamba2": make_mamba2,
+    "experts": make_experts,
+    "next_experts": make_next_experts,
 }
 
 
@@ -132,8 +181,13 @@ if __name__ == "__main__":
     parser.add_argument("directory", type=Path, help="where to write; made if it is not there")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights [%(default)s]")
     kinds = parser.add_mutually_exclusive_group()
-    for kind, name in (("gated_delta_net", "Gated DeltaNet"), ("mamba2", "Mamba2")):
-        flag, text = f"--{kind.replace('_', '-')}", f"all layers are {name}"
+    for kind, text in (
+        ("gated_delta_net", "all layers are Gated DeltaNet"),
+        ("mamba2", "all layers are Mamba2"),
+        ("experts", "layers have a mixture of experts, as in Qwen3.5-MoE"),
+        ("next_experts", "layers have a mixture of experts, as in Qwen3-Next"),
+    ):
+        flag = f"--{kind.replace('_', '-')}"
         kinds.add_argument(flag, dest="kind", action="store_const", const=kind, default="hybrid", help=text)
     parser.add_argument("--streams", type=int, default=0, metavar="N", help="residual streams, 1 to 8; 0 for none [0]")
     options = parser.parse_args()

@@ -89,9 +89,10 @@ def _write_checkpoint(
 ) -> Any:
     """Write config and weights of a model whose weights make mistakes show; return the transformers model.
 
-    All layers are Gated DeltaNet with a dense MLP, or a Mamba2 mixer alone, unless `overrides` (of the language model's
-    config) say otherwise. Of Mamba2, key_heads are groups and value_heads heads; head_dim is the state's, and of
-    nemotron_h the heads' too. `model.base_model.layers` are its layers, but for qwen3_5.
+    All layers are Gated DeltaNet with a dense MLP (with experts, where the model type has no other), or a Mamba2 mixer
+    alone, unless `overrides` (of the language model's config) say otherwise. Of Mamba2, key_heads are groups and
+    value_heads heads; head_dim is the state's, and of nemotron_h the heads' too. `model.base_model.layers` are its
+    layers, but for qwen3_5 and qwen3_5_moe.
     """
     import torch  # only here, like transformers: most tests need neither
     import transformers
@@ -127,30 +128,57 @@ def _write_checkpoint(
         "linear_value_head_dim": head_dim,
         "layer_types": ["linear_attention"] * layers,
     }
+    experts = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
     if model_type == "mamba2":
         config |= mamba | {"n_groups": key_heads, "state_size": head_dim}
         made = transformers.Mamba2Config(**config | overrides)
+    elif model_type == "bamba":
+        config |= {
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "mamba_n_heads": value_heads,
+            "mamba_d_head": 2 * hidden // value_heads,
+            "mamba_d_state": head_dim,
+            "mamba_n_groups": key_heads,
+            "mamba_chunk_size": 32,
+        }
+        made = transformers.BambaConfig(**config | overrides)
     elif model_type == "nemotron_h":
         config |= nemotron | {"n_groups": key_heads, "ssm_state_size": head_dim}
         made = transformers.NemotronHConfig(**config | overrides)
     elif model_type == "qwen3_next":
-        config |= linear | {"num_experts": 0, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        made = transformers.Qwen3NextConfig(**config | overrides)
+        made = transformers.Qwen3NextConfig(**config | linear | experts | {"num_experts": 0} | overrides)
+    elif model_type == "qwen3_5_moe_text":
+        made = transformers.Qwen3_5MoeTextConfig(**config | linear | experts | overrides)
     elif model_type == "qwen3_5_text":
         made = transformers.Qwen3_5TextConfig(**config | linear | overrides)
+    elif model_type == "qwen3_5_moe":
+        text = config | linear | experts | overrides
+        made = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
     else:
-        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": hidden}
         made = transformers.Qwen3_5Config(text_config=config | linear | overrides, vision_config=vision)
     classes = {
         "mamba2": "Mamba2ForCausalLM",
+        "bamba": "BambaForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     }
     model: Any = getattr(transformers, classes[model_type])(made)
     # The vectors that multiply as they are; other norms have the distance from 1.
-    around_one = ("norm.weight", "norm_f.weight", ".D") if hasattr(made, "n_groups") else ("linear_attn.norm.weight",)
+    is_mamba = model_type in ("mamba2", "nemotron_h", "bamba")
+    around_one = ("norm.weight", "norm_f.weight", ".D") if is_mamba else ("linear_attn.norm.weight",)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -161,7 +189,8 @@ def _write_checkpoint(
             elif weight.ndim == 1:
                 weight.normal_(1.0 if name.endswith(around_one) else 0.0, 0.3, generator=generator)
             else:
-                weight.normal_(0, weight[0].numel() ** -0.5, generator=generator)
+                inputs = weight.shape[2] if name.endswith(("gate_up_proj", "down_proj")) else weight[0].numel()
+                weight.normal_(0, inputs**-0.5, generator=generator)
     model = model.to(getattr(torch, dtype)).eval()
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

@@ -245,6 +245,7 @@ class Server:
             seconds=self._clock() - begin_s,
             model_type=model.config.model_type,
             spans=",".join(f"{span.start}:{span.stop}" for span in model.spans),
+            left_out=model.left_out or "none",
             streams=model.stream_sizes.get("streams", 0),
             device=runtime.device_name,
             dtype=model.numpy_dtype.name,

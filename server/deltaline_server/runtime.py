@@ -33,6 +33,7 @@ from deltaline_server.memory.regions import Regions
 from deltaline_server.models.config import Scope
 from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
+from deltaline_server.models.servable import Auto
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
@@ -295,7 +296,7 @@ def model_options(config: Config) -> ModelOptions:
         random_init=None if config.random_init is None else Path(config.random_init),
         seed=config.seed,
         layers=config.layer_range,
-        spans=config.span_ranges,
+        spans=Auto.AUTO if config.finds_spans else config.span_ranges,
         scope=Scope(config.scope),
         dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
         adapters=AdapterOptions(config.adapter_slots, config.max_adapter_rank) if config.adapter_bytes else None,

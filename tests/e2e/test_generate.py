@@ -43,6 +43,8 @@ def example() -> Iterator[Any]:
         "hybrid",
         "mamba2",
         "hybrid-4",
+        "experts",
+        "next_experts",
         *(pytest.param(one, marks=pytest.mark.sweep) for one in ("gated_delta_net", "mamba2-2")),
     ],
 )
@@ -105,7 +107,7 @@ async def test_generation_is_that_of_transformers(
     await check(make_server, example, checkpoint, prompts, expected, ["0:4"], ["none"])
 
 
-@pytest.mark.parametrize("checkpoint", ["hybrid-4"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["hybrid-4", "experts"], indirect=True)
 async def test_two_servers_with_half_of_the_layers_each_generate_the_same(
     make_server: Callable[..., Server], example: Any, checkpoint: Path, prompts: Any, expected: Any
 ) -> None:

@@ -21,10 +21,11 @@ from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.adapters.root import AdapterRoot
 from deltaline_server.checkpoints.checkpoint import TensorInfo
 from deltaline_server.checkpoints.tensor_file import MemoryBytes, TensorFile
-from deltaline_server.models.config import MixerKind, ModelConfig, Scope
+from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore
 from deltaline_server.models.lora_weights import Adapter, AdapterShape, AdapterWeights
+from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.weights import expected_tensors
 
 CONFIG: dict[str, Any] = {
@@ -77,7 +78,7 @@ def modules(config: ModelConfig) -> list[str]:
 
 def base_weights(config: ModelConfig, layers: int = 2) -> MemoryTensors:
     """The weights of the first layers of a config."""
-    shapes = expected_tensors(config, MixerKind.GATED_DELTA_NET, Scope.BLOCK)
+    shapes = expected_tensors(config, LayerKind(MixerKind.GATED_DELTA_NET, MlpKind.DENSE), Scope.BLOCK)
     return MemoryTensors(
         {f"model.layers.{i}.{name}": torch.randn(shape) for i in range(layers) for name, shape in shapes.items()}
     )

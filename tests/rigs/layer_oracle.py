@@ -18,8 +18,9 @@ from deltaline_server.models.config import Scope
 from deltaline_server.models.model import Model, ModelOptions, load_model
 
 TOLERANCE = 1e-4
+MIXERS = ("mixer", "mamba", "linear_attn", "self_attn")
 MAX_DRAFT, PAGE_SIZE = 4, 16
-MAMBA = ("mamba2", "nemotron_h")
+MAMBA = ("mamba2", "nemotron_h", "bamba")
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Oracle:
         cache = self.cache() if cache is None else cache
         x, base, config = hidden[None], self.model.base_model, self.model.config
         if config.model_type in MAMBA:
-            takes_cache = "past_key_values" if config.model_type == "nemotron_h" else "cache_params"
+            takes_cache = "cache_params" if config.model_type == "mamba2" else "past_key_values"
             arguments = {"cache_params" if hasattr(config, "hc_mult") else takes_cache: cache}
         else:
             at = torch.arange(position, position + len(hidden))
@@ -57,11 +58,12 @@ class Oracle:
         mask = torch.full((len(hidden), position + len(hidden)), float("-inf")).triu(position + 1)[None, None]
         for i in layers:
             layer = base.layers[i]
-            mixer = next(getattr(layer, name) for name in ("mixer", "linear_attn", "self_attn") if hasattr(layer, name))
+            mixer = next(getattr(layer, name) for name in MIXERS if hasattr(layer, name))
             is_attention = hasattr(layer, "self_attn")
             if scope is Scope.BLOCK:
                 masks = {} if config.model_type in MAMBA else {"attention_mask": mask if is_attention else None}
-                x = layer(x, **arguments, **masks)
+                made = layer(x, **arguments, **masks)
+                x = made[0] if isinstance(made, tuple) else made
             elif is_attention:
                 x = mixer(x, arguments["position_embeddings"], mask, cache)[0]
             else:

@@ -15,7 +15,7 @@ from deltaline_server.adapters.directory import CONFIG_FILE, MAX_CONFIG_BYTES
 from deltaline_server.adapters.name_pattern import MAX_CHARS, NamePattern, Work, is_readable
 from deltaline_server.checkpoints.config_reader import ConfigReader, ModelError, parse_json_object
 from deltaline_server.errors import shown
-from deltaline_server.models.config import MAX_LAYERS
+from deltaline_server.models.parts import MAX_LAYERS
 
 MAX_RANK = 256
 MAX_NAMES = 8192

@@ -72,6 +72,10 @@ class ConfigReader:
         """The value, None where it is absent."""
         return self._values.get(key)
 
+    def spelling(self, *keys: str) -> str:
+        """The first of several spellings of a key that has a value, else the last."""
+        return next((key for key in keys if self.get(key) is not None), keys[-1])
+
     def nested(self, key: str) -> ConfigReader:
         """Access to the keys of an object under `key`. Raises ModelError where there is something else."""
         return ConfigReader(self.get(key), f"{self._prefix}{key}.")

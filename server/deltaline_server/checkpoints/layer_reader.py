@@ -13,11 +13,19 @@ from deltaline_server.checkpoints.modules import ALL, Module, Packed, Placement,
 
 
 class LayerReader:
-    """Reads tensors of the layer whose names begin with `prefix`; what it returns shares no memory with a file."""
+    """Reads tensors of the layer whose names begin with `prefix`; what is loaded shares no memory with a file."""
 
     def __init__(self, source: TensorSource, prefix: str, modules: Sequence[Module], placement: Placement) -> None:
         """modules: the served ones, those of one projection in the order of its rows."""
         self._source, self._prefix, self._modules, self.placement = source, prefix, modules, placement
+
+    def is_stored(self, name: str) -> bool:
+        """Whether the layer has such a tensor."""
+        return self._prefix + name in self._source.names
+
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """Read a part of a tensor, as its file has it; it may share memory with the file."""
+        return self._source.read(self._prefix + name, rows, columns)
 
     def projection(self, packed: Packed) -> Tensor:
         """Load the modules of a served projection `[out, in]`, their rows one after the other, in the model's dtype."""
@@ -25,7 +33,7 @@ class LayerReader:
         parts = []
         for module in self._modules:
             if module.packed is packed:
-                read = partial(self._read, f"{module.name}.weight", columns=module.columns_of(place))
+                read = partial(self.read, f"{module.name}.weight", columns=module.columns_of(place))
                 parts.append(module.order(read, place))
         return self._put(torch.cat(parts))
 
@@ -40,27 +48,24 @@ class LayerReader:
             if module.packed is packed:
                 if module.shares_columns and place.rank > 0:
                     return None
-                parts.append(module.order(partial(self._read, f"{module.name}.bias"), place))
+                parts.append(module.order(partial(self.read, f"{module.name}.bias"), place))
         return self._put(torch.cat(parts))
 
     def weight(self, module: Module) -> Tensor:
         """Read a module's weight, this rank's rows in the served order and all columns, as its file has it."""
-        return module.order(partial(self._read, f"{module.name}.weight"), self.placement)
+        return module.order(partial(self.read, f"{module.name}.weight"), self.placement)
 
     def sections(self, name: str, sections: Sequence[int]) -> Tensor:
         """Load this rank's share of sections that are stored one after the other, in the model's dtype."""
-        return self._put(whole_sections(sections, partial(self._read, name), self.placement))
+        return self._put(whole_sections(sections, partial(self.read, name), self.placement))
 
     def share(self, name: str, size: int) -> Tensor:
         """Load this rank's share of a vector `[size]`, fp32."""
-        return self._put(self._read(name, self.placement.share(size)), torch.float32)
+        return self._put(self.read(name, self.placement.share(size)), torch.float32)
 
     def vector(self, name: str) -> Tensor:
         """Load a whole vector, fp32."""
-        return self._put(self._read(name), torch.float32)
-
-    def _read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        return self._source.read(self._prefix + name, rows, columns)
+        return self._put(self.read(name), torch.float32)
 
     def _put(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor on the device, contiguous, in `dtype` or the model's, sharing no memory with a file."""

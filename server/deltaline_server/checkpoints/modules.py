@@ -93,10 +93,10 @@ def whole_sections(sections: Sequence[int], read: Callable[[slice], Tensor], pla
     return torch.cat([read(rows) for rows in slices])
 
 
-def mlp_modules(hidden: int, inner: int) -> tuple[Module, ...]:
-    """Return the modules of a dense MLP. The rows of gate_up are gate | up."""
+def mlp_modules(name: str, hidden: int, inner: int) -> tuple[Module, ...]:
+    """Return the modules of a dense MLP, whose names begin with `name`. The rows of gate_up are gate | up."""
     return (
-        Module(MLP + "gate_proj", Packed.GATE_UP, inner, hidden, (inner,)),
-        Module(MLP + "up_proj", Packed.GATE_UP, inner, hidden, (inner,)),
-        Module(MLP + "down_proj", Packed.DOWN, hidden, inner, (hidden,), shares_columns=True),
+        Module(name + "gate_proj", Packed.GATE_UP, inner, hidden, (inner,)),
+        Module(name + "up_proj", Packed.GATE_UP, inner, hidden, (inner,)),
+        Module(name + "down_proj", Packed.DOWN, hidden, inner, (hidden,), shares_columns=True),
     )

@@ -8,6 +8,7 @@ from deltaline_server import errors
 from deltaline_server.config.option import ConfigError, Options, setting
 
 _LAYER_DIGITS = 10
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class ModelOptions(Options):
     spans: str | None = setting(
         None,
         "model",
-        "what a step addresses, FIRST:END,FIRST:END,...; default one span of all layers (block), one per layer (mixer)",
+        "what a step addresses, FIRST:END,FIRST:END,...; auto: all layers that can be served; default one span of all "
+        "(block), one per layer (mixer)",
     )
     scope: str = setting(
         "block", "model", "what a layer computes: the whole block, or its mixer", choices=("block", "mixer")
@@ -57,8 +59,8 @@ class ModelOptions(Options):
             raise ConfigError(f"--model, --random-init: expected one of them, got {got}")
         if self.layers is not None:
             _range(self.layers, "--layers")
-        for text in () if self.spans is None else self.spans.split(","):
-            _range(text, "--spans")
+        if self.spans not in (None, AUTO):
+            _spans(self.spans)
 
     @property
     def layer_range(self) -> range | None:
@@ -67,8 +69,18 @@ class ModelOptions(Options):
 
     @property
     def span_ranges(self) -> tuple[range, ...] | None:
-        """The declared spans, None for the default ones."""
-        return None if self.spans is None else tuple(_range(text, "--spans") for text in self.spans.split(","))
+        """The declared spans, None for the default ones or where they are found by themselves."""
+        return None if self.spans in (None, AUTO) else _spans(self.spans)
+
+    @property
+    def finds_spans(self) -> bool:
+        """Whether the spans are those that can be served."""
+        return self.spans == AUTO
+
+
+def _spans(text: str) -> tuple[range, ...]:
+    """FIRST:END,FIRST:END,... as ranges."""
+    return tuple(_range(part, "--spans") for part in text.split(","))
 
 
 def _range(text: str, flag: str) -> range:

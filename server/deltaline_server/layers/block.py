@@ -19,10 +19,9 @@ from torch import Tensor
 from deltaline_kernels import AdapterTiles, LoraWeights, Rows
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import MLP, Module, Packed, mlp_modules
+from deltaline_server.layers.experts import Experts, expert_tensors
 from deltaline_server.layers.projection import load_projection
-
-INPUT_NORM, POST_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
-NORM = "norm.weight"
+from deltaline_server.layers.shapes import ExpertsShape
 
 
 class Layer(Protocol):
@@ -89,61 +88,75 @@ class Block:
 
 
 @dataclass(frozen=True)
-class MlpBlocks:
-    """The blocks of a model whose layers have a mixer and an MLP. Its norms multiply by 1 + w."""
+class BlockNames:
+    """How a family stores what is around its mixers: names without the prefix and the layer's number.
 
-    hidden_size: int
-    intermediate_size: int
-    eps: float
+    norms: what stands before the weight of each norm. norm_offset: what is added to it. mlp: what stands before the
+    names of an MLP.
+    """
 
-    num_branches = 2
-    names = ("input_layernorm.", "post_attention_layernorm.", MLP)
-    """The beginnings of all names of a block beside its mixer, whatever its MLP."""
-
-    @property
-    def modules(self) -> tuple[Module, ...]:
-        """The linear modules beside the mixer's."""
-        return mlp_modules(self.hidden_size, self.intermediate_size)
-
-    @property
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the other tensors beside the mixer's, as they are stored."""
-        return {INPUT_NORM: (self.hidden_size,), POST_NORM: (self.hidden_size,)}
-
-    def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Block:
-        """Load a block around its mixer."""
-        input_norm, post_norm = (1 + reader.vector(name) for name in (INPUT_NORM, POST_NORM))
-        return Block(
-            Residual(mixer, input_norm, self.eps, reader.placement.dtype),
-            Residual(Mlp(reader, adapters), post_norm, self.eps, reader.placement.dtype),
-        )
+    norms: tuple[str, ...]
+    norm_offset: int
+    mlp: str = MLP
 
 
 @dataclass(frozen=True)
-class PlainBlocks:
-    """The blocks of a model whose layers have a mixer alone. Its norms multiply by w."""
+class Blocks:
+    """The blocks of a model: a branch for each norm, the first around the mixer, the second around an MLP or experts.
 
+    intermediate_size: of the MLP. in_fp32: whether sums are kept in fp32. experts: None where there is an MLP.
+    """
+
+    stored: BlockNames
     hidden_size: int
+    intermediate_size: int
     eps: float
-    residual_in_fp32: bool
+    in_fp32: bool = False
+    experts: ExpertsShape | None = None
 
-    num_branches = 1
-    names = ("norm.",)
-    """The beginnings of all names of a block beside its mixer."""
+    @property
+    def num_branches(self) -> int:
+        """1, or 2 with an MLP."""
+        return len(self.stored.norms)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The beginnings of all names of a block beside its mixer, whatever its MLP."""
+        return self.stored.norms if self.num_branches == 1 else (*self.stored.norms, self.stored.mlp)
 
     @property
     def modules(self) -> tuple[Module, ...]:
         """The linear modules beside the mixer's."""
-        return ()
+        if self.num_branches == 1 or self.experts is not None:
+            return ()
+        return mlp_modules(self.stored.mlp, self.hidden_size, self.intermediate_size)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the other tensors beside the mixer's, as they are stored."""
-        return {NORM: (self.hidden_size,)}
+        tensors: dict[str, tuple[int, ...]] = {f"{norm}weight": (self.hidden_size,) for norm in self.stored.norms}
+        if self.experts is not None:
+            tensors |= expert_tensors(self.stored.mlp, self.hidden_size, self.experts)
+        return tensors
 
-    def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Residual:
+    def block(self, reader: LayerReader, mixer: Layer, adapters: Mapping[Packed, LoraWeights]) -> Block | Residual:
         """Load a block around its mixer."""
-        return Residual(mixer, reader.vector(NORM), self.eps, reader.placement.dtype, in_fp32=self.residual_in_fp32)
+        inner = [mixer]
+        if self.experts is not None:
+            inner.append(Experts(reader, self.stored.mlp, self.hidden_size, self.experts))
+        elif self.num_branches == 2:
+            inner.append(Mlp(reader, adapters))
+        branches = [
+            Residual(
+                layer,
+                self.stored.norm_offset + reader.vector(f"{norm}weight"),
+                self.eps,
+                reader.placement.dtype,
+                in_fp32=self.in_fp32,
+            )
+            for layer, norm in zip(inner, self.stored.norms, strict=True)
+        ]
+        return branches[0] if len(branches) == 1 else Block(*branches)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from deltaline_kernels import Gates, LoraWeights, mhc_head, prepare_gates
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed
-from deltaline_server.layers.block import Layer, MlpBlocks, PlainBlocks, Residual
+from deltaline_server.layers.block import Blocks, Layer, Residual
 from deltaline_server.layers.streams import StreamConfig
 
 # One for each branch, in their order: around the mixer, whatever it is, and around the MLP.
@@ -44,7 +44,7 @@ class HyperBlock:
 class HyperBlocks:
     """The blocks of a model with streams: those of the same model without, and a connection around each branch."""
 
-    blocks: MlpBlocks | PlainBlocks
+    blocks: Blocks
     streams: StreamConfig
 
     @property

@@ -14,8 +14,6 @@ from deltaline_server.layers.projection import load_projection
 from deltaline_server.layers.shapes import Mamba2Shape
 from deltaline_server.layers.state_pool import LayerState
 
-NAME = "mixer."
-
 
 class Mamba2:
     """A Mamba2 mixer, one rank's share of its groups: project, convolve, run the recurrence, gate and norm,
@@ -33,12 +31,12 @@ class Mamba2:
         self._shape = shape = whole.shard(reader.placement.world_size)
         self._sections = (shape.value_channels, shape.conv_channels, shape.num_value_heads)
         self.in_proj = load_projection(reader, Packed.IN_PROJ, adapters, has_bias=shape.has_bias)
-        self.conv = reader.sections(NAME + "conv1d.weight", channels).squeeze(1).t().contiguous()
-        self.conv_bias = reader.sections(NAME + "conv1d.bias", channels) if shape.has_conv_bias else None
+        self.conv = reader.sections(family.name + "conv1d.weight", channels).squeeze(1).t().contiguous()
+        self.conv_bias = reader.sections(family.name + "conv1d.bias", channels) if shape.has_conv_bias else None
         self.A_log, self.D, self.dt_bias = (
-            reader.share(NAME + name, whole.num_value_heads) for name in ("A_log", "D", "dt_bias")
+            reader.share(f"{family.name}{name}", whole.num_value_heads) for name in ("A_log", "D", "dt_bias")
         )
-        self.norm = reader.share(NAME + "norm.weight", whole.value_channels).view(shape.norm_groups, -1)
+        self.norm = reader.share(family.name + "norm.weight", whole.value_channels).view(shape.norm_groups, -1)
         self.out_proj = load_projection(reader, Packed.OUT_PROJ, adapters, has_bias=shape.has_bias)
 
     def forward(self, hidden: Tensor, rows: Rows, state: LayerState, tiles: AdapterTiles | None = None) -> Tensor:
@@ -64,16 +62,17 @@ class Mamba2:
 
 @dataclass(frozen=True)
 class Mamba2Family:
-    """The Mamba2 mixers of a model: one shape, the whole layer's."""
+    """The Mamba2 mixers of a model: one shape, the whole layer's. name: what stands before the names of tensors."""
 
     shape: Mamba2Shape
     hidden_size: int
     eps: float
+    name: str
 
     @property
     def modules(self) -> tuple[Module, ...]:
         """The linear modules of a mixer. The rows of in_proj are z | x | B | C | dt."""
-        shape, hidden = self.shape, self.hidden_size
+        shape, hidden, name = self.shape, self.hidden_size, self.name
         rows = (
             shape.value_channels,
             shape.value_channels,
@@ -82,23 +81,23 @@ class Mamba2Family:
             shape.num_value_heads,
         )
         return (
-            Module(NAME + "in_proj", Packed.IN_PROJ, sum(rows), hidden, rows),
-            Module(NAME + "out_proj", Packed.OUT_PROJ, hidden, shape.value_channels, (hidden,), shares_columns=True),
+            Module(name + "in_proj", Packed.IN_PROJ, sum(rows), hidden, rows),
+            Module(name + "out_proj", Packed.OUT_PROJ, hidden, shape.value_channels, (hidden,), shares_columns=True),
         )
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of a mixer's other tensors, as they are stored."""
-        shape = self.shape
+        shape, name = self.shape, self.name
         tensors: dict[str, tuple[int, ...]] = {
-            NAME + "conv1d.weight": (shape.conv_channels, 1, shape.conv_width),
-            NAME + "A_log": (shape.num_value_heads,),
-            NAME + "D": (shape.num_value_heads,),
-            NAME + "dt_bias": (shape.num_value_heads,),
-            NAME + "norm.weight": (shape.value_channels,),
+            name + "conv1d.weight": (shape.conv_channels, 1, shape.conv_width),
+            name + "A_log": (shape.num_value_heads,),
+            name + "D": (shape.num_value_heads,),
+            name + "dt_bias": (shape.num_value_heads,),
+            name + "norm.weight": (shape.value_channels,),
         }
         if shape.has_conv_bias:
-            tensors[NAME + "conv1d.bias"] = (shape.conv_channels,)
+            tensors[name + "conv1d.bias"] = (shape.conv_channels,)
         if shape.has_bias:
             tensors |= {f"{module.name}.bias": (module.rows,) for module in self.modules}
         return tensors

@@ -1,4 +1,4 @@
-"""Sizes and constants of mixers: what of them the config says, and what follows for projections and state."""
+"""Sizes and constants of mixers and experts: what the config says, and what follows for projections and state."""
 
 from __future__ import annotations
 
@@ -144,3 +144,32 @@ class AttentionShape:
 
 MixerShape = GatedDeltaNetShape | Mamba2Shape | AttentionShape
 """The sizes of any mixer."""
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """Sizes of a mixture of experts, of the whole layer or of one rank's share.
+
+    A token has `top_k` of `num_experts`, those of the largest softmax of its logits, and one more that all tokens have,
+    behind a gate. intermediate_size: of each expert; shared_size: of that one. normalises: whether the weights of a
+    token's experts are divided by their sum.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_size: int
+    normalises: bool
+
+    @property
+    def num_shared(self) -> int:
+        """How many experts of intermediate_size the shared one is: its inner channels are independent of each other."""
+        return -(-self.shared_size // self.intermediate_size)
+
+    def shard(self, world_size: int) -> Self:
+        """Return one rank's share of each expert's inner channels. Raises ModelError if that can't be done."""
+        inner, shared = self.intermediate_size, self.shared_size
+        if inner % world_size or shared % world_size:
+            expected = f"a divisor of moe_intermediate_size {inner} and shared_expert_intermediate_size {shared}"
+            raise ModelError(f"world_size: expected {expected}, got {world_size}")
+        return replace(self, intermediate_size=inner // world_size, shared_size=shared // world_size)

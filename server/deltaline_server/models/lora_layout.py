@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.checkpoints.modules import MLP, Module, Packed, Placement
+from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.errors import shown
-from deltaline_server.models.config import MixerKind, MlpKind, ModelConfig, Scope
-from deltaline_server.models.weights import PREFIXES, block_family, served_modules
+from deltaline_server.models.config import ModelConfig, Scope
+from deltaline_server.models.parts import LayerKind, MlpKind
+from deltaline_server.models.servable import layer_kinds
+from deltaline_server.models.weights import PREFIXES, block_family, mixer_family, served_modules
 
 PEFT_PREFIX = "base_model.model."
 # The modules of an attention mixer, where the config does not say their shapes.
 ATTENTION_MODULES = frozenset(f"{mixer}.{name}_proj" for mixer in ("self_attn", "mixer") for name in "qkvo")
 # What a layer's MLP is called where it has no mixer; no config says its modules yet.
 ALONE = "mixer."
-# What a model has beside its layers: model_type -> the beginnings of its modules' names.
-BESIDE_LAYERS = {"qwen3_5": ("model.visual.", "visual.")}
+# The layer of what a model has beside its layers.
 BESIDE = -1
 
 
@@ -79,23 +80,23 @@ class AdapterLayout:
     def __init__(self, config: ModelConfig, scope: Scope, layers: Sequence[int], placement: Placement) -> None:
         self.placement = placement
         self.layers = tuple(sorted(layers))
-        self._modules = {kind: served_modules(config, kind, scope) for kind in config.shapes}
+        self._kinds = layer_kinds(config, self.layers, scope)
+        kinds = dict.fromkeys(self._kinds.values())
+        self._modules = {kind: served_modules(config, kind, scope) for kind in kinds}
         self._mixers = {
-            kind: {module.name: module for module in served_modules(config, kind, Scope.MIXER)}
-            for kind in config.shapes
+            kind: {module.name: module for module in mixer_family(config, kind).modules} for kind in config.shapes
         }
-        self._mlp = {module.name: module for module in block_family(config).modules}
-        self._config = config
-        kinds = dict.fromkeys(self._kind(layer) for layer in self.layers)
+        self._mlp = {module.name: module for module in block_family(config, MlpKind.DENSE).modules}
+        self._config, self._scope = config, scope
         self._projections = {kind: self._slices_of(kind) for kind in kinds}
 
     def modules(self, layer: int) -> tuple[Module, ...]:
         """The modules of a served layer, in the order of their projections' rows."""
-        return self._modules[self._kind(layer)]
+        return self._modules[self._kinds[layer]]
 
     def projections(self, layer: int) -> Mapping[Packed, Slices]:
         """The projections of a served layer that an adapter may change."""
-        return self._projections[self._kind(layer)]
+        return self._projections[self._kinds[layer]]
 
     def slice_of(self, layer: int, module: Module) -> tuple[int, slice]:
         """The index of a module among those of its served projection, and its rows there, on this rank."""
@@ -115,7 +116,7 @@ class AdapterLayout:
 
         Raises ModelError naming the tensor, if the model has no such module.
         """
-        if tensor.layer == BESIDE and tensor.module.startswith(BESIDE_LAYERS.get(self._config.model_type, ())):
+        if tensor.layer == BESIDE and tensor.module.startswith(self._config.family.beside):
             return None
         if not 0 <= tensor.layer < len(self._config.layers):
             raise _no_match(name)
@@ -125,7 +126,9 @@ class AdapterLayout:
             return None
         if layer.mixer is None and tensor.module.startswith(ALONE):
             return None
-        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and tensor.module.startswith(MLP):
+        if layer.mlp is MlpKind.MIXTURE_OF_EXPERTS and tensor.module.startswith(self._config.family.blocks.mlp):
+            if self._scope is Scope.BLOCK and tensor.layer in self.layers:
+                raise ModelError(f"{shown(name)}: expected no tensor of a mixture of experts, which takes no adapters")
             return None
         module = (mixer or {}).get(tensor.module)
         if module is None and layer.mlp is MlpKind.DENSE:
@@ -134,13 +137,8 @@ class AdapterLayout:
             raise _no_match(name)
         return module.rows, module.columns
 
-    def _kind(self, layer: int) -> MixerKind:
-        kind = self._config.layers[layer].mixer
-        assert kind is not None
-        return kind
-
-    def _slices_of(self, kind: MixerKind) -> dict[Packed, Slices]:
-        """The projections of a layer with a mixer of this kind."""
+    def _slices_of(self, kind: LayerKind) -> dict[Packed, Slices]:
+        """The projections of a layer of this kind."""
         shapes: dict[Packed, list[tuple[int, int]]] = {}
         for module in self._modules[kind]:
             shapes.setdefault(module.packed, []).append(module.served_shape(self.placement.world_size))

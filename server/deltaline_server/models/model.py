@@ -28,6 +28,7 @@ from deltaline_server.layers.streams import StreamEnds, span_ends
 from deltaline_server.models.config import CONFIG_FILE, ModelConfig, Scope
 from deltaline_server.models.lora_layout import AdapterLayout
 from deltaline_server.models.lora_places import AdapterStore, store_bytes
+from deltaline_server.models.servable import Auto, auto_spans, layer_kinds, left_out, spans_text
 from deltaline_server.models.weights import LayerLoader, random_init
 from deltaline_server.step import SpanShapes
 
@@ -53,8 +54,8 @@ class ModelOptions:
 
     model: a model directory; or random_init: a config.json whose weights are drawn from `seed`. Exactly one of them.
     layers: the layers that may be served, None for all of the checkpoint's.
-    spans: what a step may address; None for one span of all `layers` in block scope, one for each in mixer scope.
-        Layers of no span are not loaded.
+    spans: what a step may address; None for one span of all `layers` in block scope, one for each in mixer scope;
+        AUTO for spans of those among them that can be served. Layers of no span are not loaded.
     dtype: None for the checkpoint's, float32 where it names none.
     adapters: None for none. max_context: most tokens of a sequence of a model with attention, 0 for the checkpoint's.
     stream_ends: of a model with residual streams, which of its ends the spans have.
@@ -65,7 +66,7 @@ class ModelOptions:
     random_init: Path | None = None
     seed: int = 0
     layers: range | None = None
-    spans: Sequence[range] | None = None
+    spans: Sequence[range] | Auto | None = None
     scope: Scope = Scope.BLOCK
     dtype: torch.dtype | None = None
     rank: int = 0
@@ -81,7 +82,8 @@ class Model:
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
     is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank);
     stream_sizes (the self-test's arguments for residual streams); layout (of what adapters may change);
-    adapters (their places, None where there are none); paged_spans (those with attention layers, which keep pages).
+    adapters (their places, None where there are none); paged_spans (those with attention layers, which keep pages);
+    left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Model:
         self.stream_sizes = {"streams": plan.streams, "hidden": config.hidden_size} if plan.streams else {}
         self.layout = plan.layout
         self.adapters = adapters
+        self.left_out = plan.left_out
         self._stacks = tuple(stacks)
         self._weights = weights
         self.paged_spans = frozenset(
@@ -230,13 +233,13 @@ def check_spans(spans: Sequence[range] | None, layers: range, scope: Scope) -> t
         raise ModelError("--spans: expected at least one, got none")
     for span in spans:
         if span.step != 1 or not layers.start <= span.start < span.stop <= layers.stop:
-            raise ModelError(f"--spans: expected layers inside {_text(layers)}, got {_text(span)}")
+            raise ModelError(f"--spans: expected layers inside {spans_text(layers)}, got {spans_text(span)}")
         if scope is Scope.MIXER and len(span) > 1:
-            raise ModelError(f"--spans: expected one layer each in mixer scope, got {_text(span)}")
+            raise ModelError(f"--spans: expected one layer each in mixer scope, got {spans_text(span)}")
     ordered = sorted(spans, key=lambda span: span.start)
     for before, after in itertools.pairwise(ordered):
         if after.start < before.stop:
-            raise ModelError(f"--spans: expected disjoint spans, got {_text(before)} and {_text(after)}")
+            raise ModelError(f"--spans: expected disjoint spans, got {spans_text(before)} and {spans_text(after)}")
     return tuple(spans)
 
 
@@ -245,7 +248,7 @@ class ModelPlan:
     """What to load: everything is checked, no weight is read. `layers` are those of the spans, in their order.
 
     streams: residual streams within the spans, 0 where layers pass on `[T, hidden]`. hashed: what the loader reads from
-    where it hashes what it reads.
+    where it hashes what it reads. left_out: as Model has it.
     """
 
     config: ModelConfig
@@ -256,6 +259,7 @@ class ModelPlan:
     layout: AdapterLayout
     loader: LayerLoader
     hashed: HashedTensors | None
+    left_out: str
 
 
 @contextmanager
@@ -281,11 +285,7 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         else:
             raise ModelError("--model, --random-init: expected either a model directory or a config for random weights")
         config = config.with_context(options.max_context)
-        count = len(config.layers)
-        served = options.layers if options.layers is not None else range(count)
-        if served.step != 1 or not 0 <= served.start < served.stop <= count:
-            raise ModelError(f"--layers: expected a range inside {_text(range(count))}, got {_text(served)}")
-        spans = check_spans(options.spans, served, options.scope)
+        spans, left = _choose_spans(config, options)
         layers = sorted(layer for span in spans for layer in span)
         dtype = options.dtype or getattr(torch, config.dtype or "float32")
         placement = Placement(_with_index(device), dtype, options.rank, options.world_size)
@@ -294,11 +294,30 @@ def open_plan(options: ModelOptions, device: torch.device = CPU, *, hashes: bool
         loader = LayerLoader(source, config, layers, options.scope, placement)
         streams = config.streams if options.scope is Scope.BLOCK else None
         token = SpanShapes(config.hidden_size, dtype.itemsize)
-        ends = span_ends(spans, count, token, streams, options.stream_ends)
+        ends = span_ends(spans, len(config.layers), token, streams, options.stream_ends)
         if options.stream_ends.has_head:
             loader.check_head()
         layout = AdapterLayout(config, options.scope, layers, placement)
-        yield ModelPlan(config, spans, ends, 0 if streams is None else streams.count, layers, layout, loader, hashed)
+        num_streams = 0 if streams is None else streams.count
+        yield ModelPlan(config, spans, ends, num_streams, layers, layout, loader, hashed, left)
+
+
+def _choose_spans(config: ModelConfig, options: ModelOptions) -> tuple[tuple[range, ...], str]:
+    """The spans to serve; and what is left out, as Model has it. Raises ModelError where they can't be served."""
+    every = range(len(config.layers))
+    served = every if options.layers is None else options.layers
+    if served.step != 1 or not 0 <= served.start < served.stop <= every.stop:
+        raise ModelError(f"--layers: expected a range inside {spans_text(every)}, got {spans_text(served)}")
+    on_gpu = options.device.type == "cuda"
+    if not isinstance(options.spans, Auto):
+        spans = check_spans(options.spans, served, options.scope)
+        layer_kinds(config, itertools.chain(*spans), options.scope, on_gpu=on_gpu)
+        return spans, ""
+    spans = auto_spans(config, served, options.scope, on_gpu=on_gpu)
+    left = left_out(config, served, options.scope, on_gpu=on_gpu)
+    if not spans:
+        raise ModelError(f"--spans: expected layers that can be served in {options.scope} scope, got none of {left}")
+    return spans, left
 
 
 def _require(flag: str, path: Path) -> None:
@@ -315,8 +334,3 @@ def _with_index(device: torch.device) -> torch.device:
         return torch.empty(0, device=device).device
     except (AssertionError, RuntimeError) as error:
         raise ModelError(f"--device: expected one that torch finds here, got {device}") from error
-
-
-def _text(layers: range) -> str:
-    """A range as the command line spells it."""
-    return f"{layers.start}:{layers.stop}"

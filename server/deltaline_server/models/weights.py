@@ -5,7 +5,7 @@ Names and shapes are checked against the config; one rank's share is packed for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,64 +15,72 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import Module, Packed, Placement
 from deltaline_server.layers.attention import AttentionFamily
-from deltaline_server.layers.block import Layer, MlpBlocks, PlainBlocks
+from deltaline_server.layers.block import Blocks, Layer
+from deltaline_server.layers.experts import GATE_UP, one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
 from deltaline_server.layers.mamba2 import Mamba2Family
 from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, MixerShape
-from deltaline_server.models.config import LayerConfig, MixerKind, MlpKind, ModelConfig, Scope
+from deltaline_server.models.config import ModelConfig, Scope
+from deltaline_server.models.mixer_keys import GatedDeltaNetKeys, Mamba2Keys
+from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
+from deltaline_server.models.servable import layer_kinds
 
 # What transformers writes before a layer's number: in whole models, then in models saved without their head.
 PREFIXES = ("model.layers.", "model.language_model.layers.", "layers.", "language_model.layers.", "backbone.layers.")
 
 MixerFamily = AttentionFamily | GatedDeltaNetFamily | Mamba2Family
-BlockFamily = MlpBlocks | PlainBlocks | HyperBlocks
+BlockFamily = Blocks | HyperBlocks
 
 
 def mixer_family(config: ModelConfig, kind: MixerKind) -> MixerFamily:
     """Return the family of a model's mixers of a kind. Raises KeyError where the config has no shape of it."""
-    shape, hidden, eps = config.shapes[kind], config.hidden_size, config.rms_norm_eps
-    if isinstance(shape, Mamba2Shape):
-        return Mamba2Family(shape, hidden, eps)
+    shape, keys = config.shapes[kind], config.family.mixers[kind]
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    if isinstance(shape, Mamba2Shape) and isinstance(keys, Mamba2Keys):
+        return Mamba2Family(shape, hidden, eps, keys.name)
     if isinstance(shape, AttentionShape):
         return AttentionFamily(shape, hidden, eps)
-    assert isinstance(shape, GatedDeltaNetShape)
-    return GatedDeltaNetFamily(shape, hidden, eps, config.interleaves_projections)
+    assert isinstance(shape, GatedDeltaNetShape) and isinstance(keys, GatedDeltaNetKeys)
+    return GatedDeltaNetFamily(shape, hidden, eps, keys.is_interleaved)
 
 
-def block_family(config: ModelConfig) -> BlockFamily:
-    """Return the family of the blocks around them."""
-    hidden, eps = config.hidden_size, config.rms_norm_eps
-    blocks: MlpBlocks | PlainBlocks = PlainBlocks(hidden, eps, config.residual_in_fp32)
-    if config.has_mlp_blocks:
-        blocks = MlpBlocks(hidden, config.intermediate_size, eps)
+def block_family(config: ModelConfig, mlp: MlpKind | None) -> BlockFamily:
+    """Return the family of the blocks around them whose MLP is of this kind."""
+    blocks = Blocks(
+        config.family.blocks,
+        config.hidden_size,
+        config.intermediate_size,
+        config.rms_norm_eps,
+        config.residual_in_fp32,
+        config.experts if mlp is MlpKind.MIXTURE_OF_EXPERTS else None,
+    )
     return blocks if config.streams is None else HyperBlocks(blocks, config.streams)
 
 
-def served_modules(config: ModelConfig, kind: MixerKind, scope: Scope) -> tuple[Module, ...]:
-    """Return the modules of a served layer with a mixer of a kind, those of one projection in the order of its rows."""
-    mixer = mixer_family(config, kind).modules
-    return mixer if scope is Scope.MIXER else mixer + block_family(config).modules
+def served_modules(config: ModelConfig, kind: LayerKind, scope: Scope) -> tuple[Module, ...]:
+    """Return the modules of a served layer of a kind, those of one projection in the order of its rows."""
+    mixer = mixer_family(config, kind.mixer).modules
+    return mixer if scope is Scope.MIXER else mixer + block_family(config, kind.mlp).modules
 
 
-def expected_tensors(config: ModelConfig, kind: MixerKind, scope: Scope) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of one served layer, without the prefix and the layer's number."""
-    tensors = mixer_family(config, kind).tensors
+def expected_tensors(config: ModelConfig, kind: LayerKind, scope: Scope) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors of one served layer, without the prefix and the layer's number.
+
+    Those of experts are stacked; a checkpoint may have them one by one.
+    """
+    tensors = mixer_family(config, kind.mixer).tensors
     if scope is Scope.BLOCK:
-        tensors |= block_family(config).tensors
+        tensors |= block_family(config, kind.mlp).tensors
     modules = served_modules(config, kind, scope)
     return tensors | {f"{module.name}.weight": (module.rows, module.columns) for module in modules}
 
 
-def mixer_kinds(config: ModelConfig, layers: Sequence[int], scope: Scope) -> dict[int, MixerKind]:
-    """Return the kinds of the mixers of these layers. Raises ModelError naming a layer that can't be served."""
-    return {i: _servable(config, config.layers[i], scope) for i in layers}
-
-
 def random_init(config: ModelConfig, layers: Sequence[int], scope: Scope, seed: int) -> RandomTensors:
-    """Return weights drawn from `seed` for these layers, to be loaded as a checkpoint is. Raises as mixer_kinds."""
-    kinds = mixer_kinds(config, layers, scope)
-    names = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
+    """Return weights drawn from `seed` for these layers, to be loaded as a checkpoint is. Raises as layer_kinds."""
+    kinds = layer_kinds(config, layers, scope)
+    # A tensor is drawn again for each part that is read of it: experts are drawn one by one.
+    names = {kind: one_by_one(expected_tensors(config, kind, scope)) for kind in dict.fromkeys(kinds.values())}
     shapes = {f"{PREFIXES[0]}{i}.{name}": size for i, kind in kinds.items() for name, size in names[kind].items()}
     if config.streams is not None:
         head = head_tensors(config.streams, config.hidden_size)
@@ -92,24 +100,24 @@ class LayerLoader:
     ) -> None:
         self._source, self._config = source, config
         self._placement = placement
-        self._kinds = kinds = mixer_kinds(config, layers, scope)
+        self._kinds = kinds = layer_kinds(config, layers, scope)
         distinct = dict.fromkeys(kinds.values())
         self._modules = {kind: served_modules(config, kind, scope) for kind in distinct}
-        self._mixers, self._blocks = {kind: mixer_family(config, kind) for kind in distinct}, block_family(config)
-        shares = {kind: config.shapes[kind].shard(placement.world_size) for kind in distinct}
+        self._mixers = {kind: mixer_family(config, kind) for kind in dict.fromkeys(kind.mixer for kind in distinct)}
+        self._blocks = {kind.mlp: block_family(config, kind.mlp) for kind in distinct}
+        shares = {kind: config.shapes[kind.mixer].shard(placement.world_size) for kind in distinct}
         self.shapes: dict[int, MixerShape] = {i: shares[kind] for i, kind in kinds.items()}
-        inner = config.intermediate_size
-        if scope is Scope.BLOCK and config.has_mlp_blocks and inner % placement.world_size:
-            raise ModelError(f"world_size: expected a divisor of intermediate_size {inner}, got {placement.world_size}")
+        if scope is Scope.BLOCK:
+            _check_shares(config, {kind.mlp for kind in distinct}, placement.world_size)
         self._prefix = _check_tensors(source, config, kinds, scope)
 
     def mixer(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
         """Load the mixer of a layer, with these adapters' slots."""
-        return self._mixers[self._kinds[layer]].mixer(self.reader(layer), adapters)
+        return self._mixers[self._kinds[layer].mixer].mixer(self.reader(layer), adapters)
 
     def block(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer | HyperBlock:
         """Load a layer and what surrounds its mixer, with these adapters' slots."""
-        return self._blocks.block(self.reader(layer), self.mixer(layer, adapters), adapters)
+        return self._blocks[self._kinds[layer].mlp].block(self.reader(layer), self.mixer(layer, adapters), adapters)
 
     def check_head(self) -> None:
         """Raise ModelError unless the source has the head of a model with streams."""
@@ -136,22 +144,16 @@ class LayerLoader:
         return self.reader(layer).weight(module)
 
 
-def _servable(config: ModelConfig, layer: LayerConfig, scope: Scope) -> MixerKind:
-    """Return the kind of a layer's mixer. Raises ModelError if the layer can't be served in this scope."""
-    kind = layer.mixer
-    if kind is None or kind not in config.shapes:
-        got = kind or "an MLP alone"
-        why = "not served yet" if kind is None else config.unserved.get(kind, "not served yet")
-        raise ModelError(f"layer {layer.index}: expected {' or '.join(config.shapes)}, got {got} ({why})")
-    if scope is Scope.BLOCK and layer.mlp is MlpKind.MIXTURE_OF_EXPERTS:
-        raise ModelError(
-            f"layer {layer.index}: expected a dense MLP in block scope, got a mixture of experts "
-            "(its mixer can be served in mixer scope)"
-        )
-    return kind
+def _check_shares(config: ModelConfig, mlps: Collection[MlpKind | None], world_size: int) -> None:
+    """Raise ModelError unless what the layers have beside their mixers can be dealt out to ranks."""
+    inner = config.intermediate_size
+    if MlpKind.DENSE in mlps and inner % world_size:
+        raise ModelError(f"world_size: expected a divisor of intermediate_size {inner}, got {world_size}")
+    if MlpKind.MIXTURE_OF_EXPERTS in mlps and config.experts is not None:
+        config.experts.shard(world_size)
 
 
-def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int, MixerKind], scope: Scope) -> str:
+def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int, LayerKind], scope: Scope) -> str:
     """Return the prefix of the layers' tensors. Raises ModelError on the first tensor that is not as expected."""
     found: dict[str, set[str]] = {}
     for name in source.names:
@@ -162,10 +164,11 @@ def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int
         raise ModelError(f"layers: expected tensors named {' or '.join(PREFIXES)}N, got {sorted(found) or 'none'}")
     [(prefix, names)] = found.items()
     of_kind = {kind: expected_tensors(config, kind, scope) for kind in dict.fromkeys(kinds.values())}
-    passed_over = () if scope is Scope.BLOCK else block_family(config).names
+    passed_over = () if scope is Scope.BLOCK else block_family(config, None).names
     for i, kind in kinds.items():
-        expected = of_kind[kind]
         held = {name.removeprefix(f"{i}.") for name in names if name.startswith(f"{i}.")}
+        is_stacked = config.family.blocks.mlp + GATE_UP in held or not any(".experts.0." in name for name in held)
+        expected = of_kind[kind] if is_stacked else one_by_one(of_kind[kind])
         missing, extra = sorted(expected.keys() - held), sorted(held - expected.keys())
         if missing:
             name = missing[0]

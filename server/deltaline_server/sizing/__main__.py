@@ -63,6 +63,7 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     dtype = str(plan.layout.placement.dtype).removeprefix("torch.")
     lines = [
         f"{plan.config.model_type}, {config.scope} scope, spans {spans}, {dtype}, state in {config.state_dtype}",
+        *([f"left to the orchestrator: {plan.left_out}"] if plan.left_out else []),
         "",
     ]
     parts = list(dict.fromkeys(part for layer in sizes.layers for part in layer.line))

@@ -17,9 +17,11 @@ from deltaline_server.config import Config
 from deltaline_server.layers.hyper_connection import CONNECTIONS, head_tensors
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
 from deltaline_server.layers.state_pool import StateOptions, StatePlan, line_parts, plan_state
-from deltaline_server.models.config import MixerKind, Scope
+from deltaline_server.models.config import Scope
 from deltaline_server.models.model import ModelPlan, check_model, open_plan
-from deltaline_server.models.weights import expected_tensors, mixer_kinds
+from deltaline_server.models.parts import LayerKind, MlpKind
+from deltaline_server.models.servable import layer_kinds
+from deltaline_server.models.weights import expected_tensors
 from deltaline_server.runtime import model_options, state_options
 
 
@@ -121,8 +123,8 @@ def size(config: Config, context: int | None) -> Sizes:
     with open_plan(options) as plan:
         shapes, dtype = plan.loader.shapes, plan.layout.placement.dtype
         planned, fits = _plan_state(list(shapes.values()), state, dtype)
-        kinds: dict[MixerKind, list[int]] = {}
-        for layer, kind in mixer_kinds(plan.config, plan.layers, options.scope).items():
+        kinds: dict[LayerKind, list[int]] = {}
+        for layer, kind in layer_kinds(plan.config, plan.layers, options.scope).items():
             kinds.setdefault(kind, []).append(layer)
         most = 0 if planned.kv is None else planned.kv.max_context
         if context is not None and not 1 <= context <= (most or context):
@@ -144,7 +146,7 @@ def _plan_state(shapes: list[MixerShape], options: StateOptions, dtype: torch.dt
 
 
 def _layer_size(
-    plan: ModelPlan, scope: Scope, kind: MixerKind, layers: Sequence[int], state: StateOptions
+    plan: ModelPlan, scope: Scope, kind: LayerKind, layers: Sequence[int], state: StateOptions
 ) -> LayerSize:
     """The sizes of the layers of one kind, which are alike."""
     shape, dtype = plan.loader.shapes[layers[0]], plan.layout.placement.dtype
@@ -153,9 +155,14 @@ def _layer_size(
         math.prod(size) * _weight_dtype(name, size, dtype).itemsize + (_term_bytes(name, size) if has_terms else 0)
         for name, size in expected_tensors(plan.config, kind, scope).items()
     )
+    if plan.config.experts is not None and kind.mlp is MlpKind.MIXTURE_OF_EXPERTS:
+        # The shared expert is kept as whole ones of the others' size.
+        experts = plan.config.experts
+        zeros = experts.num_shared * experts.intermediate_size - experts.shared_size
+        weight_bytes += 3 * zeros * plan.config.hidden_size * dtype.itemsize
     if isinstance(shape, AttentionShape):
-        return LayerSize(kind.value, tuple(layers), {}, 2 * shape.key_channels * dtype.itemsize, weight_bytes)
-    return LayerSize(kind.value, tuple(layers), line_parts(shape, state, dtype), 0, weight_bytes)
+        return LayerSize(str(kind), tuple(layers), {}, 2 * shape.key_channels * dtype.itemsize, weight_bytes)
+    return LayerSize(str(kind), tuple(layers), line_parts(shape, state, dtype), 0, weight_bytes)
 
 
 def _weight_dtype(name: str, size: Sequence[int], dtype: torch.dtype) -> torch.dtype:

@@ -232,6 +232,22 @@ def test_what_a_model_has_beside_its_layers_is_passed_over_and_a_part_of_the_has
         plan(QWEN3_5, adapter_config(), seeing)
 
 
+@pytest.mark.parametrize("module", ["gate", "experts.0.up_proj", "shared_expert.up_proj", "shared_expert_gate"])
+def test_experts_take_no_adapters(module: str) -> None:
+    """Beside them mixers do; and where experts are the orchestrator's, so are their adapters."""
+    config = ModelConfig.from_mapping(CONFIG | {"num_experts": 2, "num_experts_per_tok": 1, "mlp_only_layers": [0]})
+    base = base_weights(NEXT)
+    tensors = {name: tensor for name, tensor in adapter_tensors(base, modules(NEXT)).items() if "1.mlp." not in name}
+    raw = adapter_config(target_modules=r".*0\.mlp\..*|.*linear_attn\..*proj.*|.*1\.mlp\." + module.replace(".", r"\."))
+    assert plan(config, raw, tensors).num_bytes > 0
+    stem = f"{STEM}mlp.{module}"
+    more = tensors | {stem + A: torch.randn(3, 24), stem + B: torch.randn(4, 3)}
+    with pytest.raises(ModelError, match=r"1\.mlp\..*: expected no tensor of a mixture of experts"):
+        plan(config, raw, more)
+    mixers = {name: tensor for name, tensor in more.items() if "0.mlp." not in name}
+    assert plan(config, raw, mixers, Scope.MIXER).num_bytes > 0
+
+
 STEM = f"{PREFIX}model.layers.1."
 A, B = ".lora_A.weight", ".lora_B.weight"
 BAD_NAMES = {

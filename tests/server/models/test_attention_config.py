@@ -8,7 +8,8 @@ import pytest
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.shapes import AttentionShape
-from deltaline_server.models.config import MixerKind, ModelConfig
+from deltaline_server.models.config import ModelConfig
+from deltaline_server.models.parts import MixerKind
 
 TEXT: dict[str, Any] = {
     "model_type": "qwen3_5_text",

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.layers.shapes import GatedDeltaNetShape
-from deltaline_server.models.config import MixerKind, MlpKind, ModelConfig
+from deltaline_server.layers.shapes import ExpertsShape, GatedDeltaNetShape
+from deltaline_server.models.config import ModelConfig
+from deltaline_server.models.parts import MixerKind, MlpKind
 
 TEXT: dict[str, Any] = {
     "hidden_size": 1024,
@@ -41,7 +42,6 @@ def test_shapes_are_read() -> None:
 def test_the_language_model_of_qwen3_5_is_nested() -> None:
     config = ModelConfig.from_mapping({"model_type": "qwen3_5", "text_config": TEXT, "hidden_size": 1})
     assert config.hidden_size == 1024
-    assert not config.interleaves_projections
 
 
 @pytest.mark.parametrize(
@@ -153,3 +153,34 @@ def test_heads_are_dealt_out_or_refused() -> None:
     assert shape.shard(2) == GatedDeltaNetShape(2, 4, 64, 32, 4)
     with pytest.raises(ModelError, match="world_size: expected a divisor of 4 key heads, got 3"):
         shape.shard(3)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"num_experts": 12, "num_experts_per_tok": 3},
+        {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+        {"norm_topk_prob": False},
+    ],
+    ids=["defaults", "numbers", "sizes", "as-they-are"],
+)
+def test_experts_are_those_of_transformers(model_type: str, keys: dict[str, Any]) -> None:
+    """Absent keys mean what they mean there; and Qwen3.5 does not ask whether weights are divided by their sum."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is the oracle")
+    raw = {key: value for key, value in NEXT.items() if key != "num_experts"} | {"model_type": model_type} | keys
+    is_next = model_type == "qwen3_next"
+    theirs = (transformers.Qwen3NextConfig if is_next else transformers.Qwen3_5MoeTextConfig)(**TEXT | keys)
+    assert ModelConfig.from_mapping(raw).experts == ExpertsShape(
+        theirs.num_experts,
+        theirs.num_experts_per_tok,
+        theirs.moe_intermediate_size,
+        theirs.shared_expert_intermediate_size,
+        normalises=theirs.norm_topk_prob if is_next else True,
+    )
+
+
+def test_a_state_means_the_same_as_before_there_were_experts() -> None:
+    assert "experts" not in ModelConfig.from_mapping(NEXT).meaning()
+    assert ModelConfig.from_mapping(NEXT | {"num_experts": 12}).meaning()["experts"]["num_experts"] == 12

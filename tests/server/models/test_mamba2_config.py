@@ -10,7 +10,8 @@ import pytest
 
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.shapes import Mamba2Shape
-from deltaline_server.models.config import LayerConfig, MixerKind, MlpKind, ModelConfig
+from deltaline_server.models.config import ModelConfig
+from deltaline_server.models.parts import LayerConfig, MixerKind, MlpKind
 
 MAMBA2: dict[str, Any] = {
     "model_type": "mamba2",

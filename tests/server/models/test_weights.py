@@ -15,10 +15,12 @@ from torch import Tensor
 from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Placement
-from deltaline_server.models.config import MixerKind, ModelConfig, Scope
+from deltaline_server.models.config import ModelConfig, Scope
+from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
 from deltaline_server.models.weights import LayerLoader, expected_tensors, random_init
 
 LINEAR = MixerKind.GATED_DELTA_NET
+DENSE = LayerKind(LINEAR, MlpKind.DENSE)
 CPU = torch.device("cpu")
 WHOLE = Placement(CPU, torch.float32)
 
@@ -59,7 +61,7 @@ def test_two_prefixes_are_refused() -> None:
         LayerLoader(both, QWEN3_5, [1], Scope.MIXER, WHOLE)
 
 
-@pytest.mark.parametrize("name", sorted(expected_tensors(NEXT, LINEAR, Scope.BLOCK)))
+@pytest.mark.parametrize("name", sorted(expected_tensors(NEXT, DENSE, Scope.BLOCK)))
 def test_a_missing_tensor_is_named(name: str) -> None:
     source = base_weights(NEXT)
     del source.tensors[f"model.layers.1.{name}"]
@@ -67,7 +69,7 @@ def test_a_missing_tensor_is_named(name: str) -> None:
         LayerLoader(source, NEXT, [0, 1], Scope.BLOCK, WHOLE)
 
 
-@pytest.mark.parametrize("name", sorted(expected_tensors(QWEN3_5, LINEAR, Scope.BLOCK)))
+@pytest.mark.parametrize("name", sorted(expected_tensors(QWEN3_5, DENSE, Scope.BLOCK)))
 def test_a_misshapen_tensor_is_named(name: str) -> None:
     source = base_weights(QWEN3_5)
     shape = list(source.tensors[f"model.layers.1.{name}"].shape)
@@ -93,16 +95,10 @@ def test_a_quantised_tensor_is_named() -> None:
         LayerLoader(source, NEXT, [0], Scope.MIXER, WHOLE)
 
 
-def test_experts_are_refused_in_block_scope_and_passed_over_in_mixer_scope(
-    tmp_path: Path, write_checkpoint: Callable[..., Any]
-) -> None:
+def test_experts_are_passed_over_in_mixer_scope(tmp_path: Path, write_checkpoint: Callable[..., Any]) -> None:
     write_checkpoint(tmp_path, "qwen3_next", hidden=32, layers=2, head_dim=8, num_experts=2, mlp_only_layers=[0])
     config = ModelConfig.from_directory(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
-        with pytest.raises(
-            ModelError, match=r"^layer 1: expected a dense MLP in block scope, got a mixture of experts"
-        ):
-            LayerLoader(checkpoint, config, [0, 1], Scope.BLOCK, WHOLE)
         dense = LayerLoader(checkpoint, config, [0], Scope.BLOCK, WHOLE)
         assert block_weights(dense, 0).gate_up.shape == (2 * 384, 32)
         mixers = LayerLoader(checkpoint, config, [0, 1], Scope.MIXER, WHOLE)
@@ -112,7 +108,10 @@ def test_experts_are_refused_in_block_scope_and_passed_over_in_mixer_scope(
 def test_attention_that_is_not_as_it_is_served_is_refused_where_it_is_asked_for() -> None:
     config = ModelConfig.from_mapping(CONFIG | {"rope_parameters": {"rope_type": "yarn"}})
     why = r"rope_parameters\.rope_type: expected 'default', got 'yarn'"
-    with pytest.raises(ModelError, match=rf"^layer 2: expected gated_delta_net, got attention \({why}\)$"):
+    with pytest.raises(
+        ModelError,
+        match=rf"^layer 2: expected gated_delta_net, got attention \({why}\); what can be served: --spans auto",
+    ):
         LayerLoader(base_weights(config), config, [0, 2], Scope.MIXER, WHOLE)
     assert LayerLoader(base_weights(config), config, [0], Scope.MIXER, WHOLE).shapes == {0: config.shapes[LINEAR]}
 

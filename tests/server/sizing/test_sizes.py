@@ -40,11 +40,20 @@ HYBRID = small_models.HYBRID | {
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
     "max_position_embeddings": 1000,
 }
+EXPERTS = {
+    "model_type": "qwen3_next",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "mlp_only_layers": [1],
+}
 MODELS = {
     "gated_delta_net": GATED_DELTA_NET,
     "mamba2": MAMBA2,
     "hybrid": HYBRID,
     "streams": HYBRID | {"hc_mult": 4},
+    "experts": HYBRID | EXPERTS,
 }
 Capture = pytest.CaptureFixture[str]
 # Modules whose objects hold weights.

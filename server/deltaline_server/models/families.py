@@ -1,0 +1,146 @@
+"""The table of families: of each model type what its configs say, how its tensors are called, which parts it has.
+
+A family of known parts is an entry here and a test of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from deltaline_server.checkpoints.config_reader import ConfigReader
+from deltaline_server.layers.block import BlockNames
+from deltaline_server.models.expert_keys import ExpertKeys
+from deltaline_server.models.layer_patterns import (
+    dense_layers,
+    expert_layers,
+    indexed_layers,
+    mamba2_layers,
+    one_part_layers,
+    sparse_layers,
+)
+from deltaline_server.models.mixer_keys import GatedAttentionKeys, GatedDeltaNetKeys, Mamba2Keys, MixerKeys
+from deltaline_server.models.parts import LayerConfig, MixerKind
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the checkpoints of a model type have in common.
+
+    layers: reads which parts each layer has. mixers: by kind, how their configs are read; a kind that is not here is
+    not served yet. blocks: how what surrounds a mixer is stored, and what its norms multiply by. experts: how the
+    configs of layers with a mixture of them are read, None where they are not served yet.
+    text: the key that has the language model's config, "" where it is the config itself. beside: the beginnings of the
+    names of modules that belong to no layer.
+    activation: the key that must say silu. eps, default_eps: the key of the norms' epsilon, and what it is where a
+    config does not say, None where it must. has_mlps: whether there is an intermediate_size. sums_in_fp32: whether
+    residual_in_fp32 is asked.
+    """
+
+    layers: Callable[[ConfigReader], tuple[LayerConfig, ...]]
+    mixers: Mapping[MixerKind, MixerKeys]
+    blocks: BlockNames
+    experts: ExpertKeys | None = None
+    text: str = ""
+    beside: tuple[str, ...] = ()
+    activation: str = "hidden_act"
+    eps: str = "rms_norm_eps"
+    default_eps: float | None = None
+    has_mlps: bool = True
+    sums_in_fp32: bool = False
+
+
+_QWEN_BLOCKS = BlockNames(("input_layernorm.", "post_attention_layernorm."), norm_offset=1)
+_MAMBA_BLOCKS = BlockNames(("norm.",), norm_offset=0)
+_QWEN3_5 = Family(
+    layers=dense_layers,
+    mixers={
+        MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(),
+        MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=4),
+    },
+    blocks=_QWEN_BLOCKS,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    layers=expert_layers,
+    mixers={**_QWEN3_5.mixers, MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=2)},
+    experts=ExpertKeys(num_experts=256, top_k=8, normalises=True),
+    has_mlps=False,
+)
+_VISION = ("model.visual.", "visual.")
+FAMILIES: dict[str, Family] = {
+    "qwen3_next": Family(
+        layers=sparse_layers,
+        mixers={
+            MixerKind.GATED_DELTA_NET: GatedDeltaNetKeys(is_interleaved=True),
+            MixerKind.ATTENTION: GatedAttentionKeys(num_kv_heads=2),
+        },
+        blocks=_QWEN_BLOCKS,
+        experts=ExpertKeys(num_experts=512, top_k=10),
+    ),
+    "qwen3_5": replace(_QWEN3_5, text="text_config", beside=_VISION),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": replace(_QWEN3_5_MOE, text="text_config", beside=_VISION),
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "mamba2": Family(
+        layers=mamba2_layers,
+        mixers={
+            MixerKind.MAMBA2: Mamba2Keys(
+                num_heads="num_heads",
+                head_dim="head_dim",
+                state="state_size",
+                groups=("n_groups",),
+                conv_width=("conv_kernel",),
+                conv_bias=("use_conv_bias",),
+                bias="use_bias",
+                expand="expand",
+            )
+        },
+        blocks=_MAMBA_BLOCKS,
+        eps="layer_norm_epsilon",
+        default_eps=1e-5,
+        has_mlps=False,
+        sums_in_fp32=True,
+    ),
+    "nemotron_h": Family(
+        layers=one_part_layers,
+        mixers={
+            # An old spelling overrides the new one in the checkpoint's model, which takes time_step_min for the least
+            # time step, and has no greatest one.
+            MixerKind.MAMBA2: Mamba2Keys(
+                num_heads="mamba_num_heads",
+                head_dim="mamba_head_dim",
+                state="ssm_state_size",
+                groups=("mamba_n_groups", "n_groups"),
+                conv_width=("mamba_d_conv", "conv_kernel"),
+                conv_bias=("mamba_conv_bias", "use_conv_bias"),
+                bias="use_bias",
+                least_dt=("mamba_dt_min", "time_step_min"),
+                norms_groups=True,
+            )
+        },
+        blocks=_MAMBA_BLOCKS,
+        activation="mamba_hidden_act",
+        eps="layer_norm_epsilon",
+        default_eps=1e-5,
+    ),
+    "bamba": Family(
+        layers=indexed_layers,
+        mixers={
+            MixerKind.MAMBA2: Mamba2Keys(
+                num_heads="mamba_n_heads",
+                head_dim="mamba_d_head",
+                state="mamba_d_state",
+                groups=("mamba_n_groups",),
+                conv_width=("mamba_d_conv",),
+                conv_bias=("mamba_conv_bias",),
+                bias="mamba_proj_bias",
+                name="mamba.",
+                default_groups=1,
+                default_state=256,
+                expand="mamba_expand",
+            )
+        },
+        blocks=BlockNames(("input_layernorm.", "pre_ff_layernorm."), norm_offset=0, mlp="feed_forward."),
+    ),
+}

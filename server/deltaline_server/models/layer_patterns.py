@@ -1,0 +1,97 @@
+"""Which parts the layers of a checkpoint have: the ways in which configs of families say so.
+
+Each reads the layers of a config, in their order, and raises ModelError naming the key.
+"""
+
+from __future__ import annotations
+
+from deltaline_server.checkpoints.config_reader import ConfigReader
+from deltaline_server.models.parts import MAX_LAYERS, MAX_SIZE, LayerConfig, MixerKind, MlpKind
+
+_LAYER_TYPES = {"linear_attention": MixerKind.GATED_DELTA_NET, "full_attention": MixerKind.ATTENTION}
+# A layer of Nemotron-H has one part: as its config lists them, in its old spelling, and as letters of a pattern.
+_MAMBA, _ATTENTION = (MixerKind.MAMBA2, None), (MixerKind.ATTENTION, None)
+_DENSE, _EXPERTS = (None, MlpKind.DENSE), (None, MlpKind.MIXTURE_OF_EXPERTS)
+_BLOCK_TYPES: dict[str, tuple[MixerKind | None, MlpKind | None]] = {
+    "linear_attention": _MAMBA,
+    "full_attention": _ATTENTION,
+    "mamba": _MAMBA,
+    "attention": _ATTENTION,
+    "mlp": _DENSE,
+    "moe": _EXPERTS,
+    "M": _MAMBA,
+    "*": _ATTENTION,
+    "-": _DENSE,
+    "E": _EXPERTS,
+}
+
+
+def dense_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """`layer_types`, or every full_attention_interval-th is attention; a dense MLP in each."""
+    return tuple(LayerConfig(i, mixer, MlpKind.DENSE) for i, mixer in enumerate(_mixers(config)))
+
+
+def expert_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """`layer_types`, or every full_attention_interval-th is attention; experts in each."""
+    return tuple(LayerConfig(i, mixer, MlpKind.MIXTURE_OF_EXPERTS) for i, mixer in enumerate(_mixers(config)))
+
+
+def sparse_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """`layer_types` or full_attention_interval; experts in every decoder_sparse_step-th, but for `mlp_only_layers`.
+
+    Absent keys mean what they mean to the checkpoint's model.
+    """
+    dense = config.get("mlp_only_layers")
+    if dense is None:
+        dense = []
+    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
+        raise config.fail("mlp_only_layers", "a list of layer numbers")
+    num_experts = config.integer("num_experts", 0, MAX_SIZE, default=512)
+    step = config.integer("decoder_sparse_step", 1, MAX_SIZE, default=1)
+    mlps = (
+        MlpKind.DENSE if i in dense or num_experts == 0 or (i + 1) % step else MlpKind.MIXTURE_OF_EXPERTS
+        for i in range(_num_layers(config))
+    )
+    return tuple(LayerConfig(i, *parts) for i, parts in enumerate(zip(_mixers(config), mlps, strict=True)))
+
+
+def mamba2_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """A Mamba2 mixer alone in each."""
+    return tuple(LayerConfig(i, MixerKind.MAMBA2, None) for i in range(_num_layers(config)))
+
+
+def indexed_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """Attention in the layers of `attn_layer_indices`, Mamba2 in the others; a dense MLP in each."""
+    num_layers, attention = _num_layers(config), config.get("attn_layer_indices")
+    if attention is None:
+        attention = []
+    if not isinstance(attention, list) or not all(type(index) is int for index in attention):
+        raise config.fail("attn_layer_indices", "a list of layer numbers")
+    kinds = (MixerKind.ATTENTION if i in attention else MixerKind.MAMBA2 for i in range(num_layers))
+    return tuple(LayerConfig(i, kind, MlpKind.DENSE) for i, kind in enumerate(kinds))
+
+
+def one_part_layers(config: ConfigReader) -> tuple[LayerConfig, ...]:
+    """One part in each: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
+    key = "layers_block_type" if config.get("layers_block_type") is not None else "hybrid_override_pattern"
+    types = config.get(key)
+    is_known = isinstance(types, list | str) and all(isinstance(kind, str) and kind in _BLOCK_TYPES for kind in types)
+    if not is_known or not 1 <= len(types) <= MAX_LAYERS:
+        raise config.fail(key, f"1..{MAX_LAYERS} of {', '.join(_BLOCK_TYPES)}")
+    return tuple(LayerConfig(i, *_BLOCK_TYPES[kind]) for i, kind in enumerate(types))
+
+
+def _num_layers(config: ConfigReader) -> int:
+    return config.integer("num_hidden_layers", 1, MAX_LAYERS)
+
+
+def _mixers(config: ConfigReader) -> tuple[MixerKind, ...]:
+    num_layers, types = _num_layers(config), config.get("layer_types")
+    if types is None:
+        interval = config.integer("full_attention_interval", 1, MAX_LAYERS, default=4)
+        return tuple(
+            MixerKind.GATED_DELTA_NET if (i + 1) % interval else MixerKind.ATTENTION for i in range(num_layers)
+        )
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in list(_LAYER_TYPES) for kind in types):
+        raise config.fail("layer_types", f"{num_layers} of {', '.join(_LAYER_TYPES)}")
+    return tuple(_LAYER_TYPES[kind] for kind in types)

@@ -1,0 +1,151 @@
+"""What configs call the sizes and constants of mixers, and how they are read, as transformers reads them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from deltaline_kernels import MAX_CONV_WIDTH, MAX_HEAD_DIM, MIN_CONV_WIDTH
+from deltaline_server.checkpoints.config_reader import MAX_FLOAT, ConfigReader
+from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.models.parts import MAX_SIZE
+
+MAX_HEADS = 4096
+MAX_POSITIONS = 1 << 24
+# What may stand beside the rope type. The sections are those of three-dimensional positions (mrope): of text, all three
+# positions are the token's, and rotate as one does.
+ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetKeys:
+    """Gated DeltaNet mixers. is_interleaved: the input projections are stored as qkvz and ba, by key head."""
+
+    is_interleaved: bool = False
+
+    def read(self, config: ConfigReader) -> GatedDeltaNetShape:
+        """Read their sizes. Raises ModelError naming the key."""
+        shape = GatedDeltaNetShape(
+            num_key_heads=config.integer("linear_num_key_heads", 1, MAX_HEADS),
+            num_value_heads=config.integer("linear_num_value_heads", 1, MAX_HEADS),
+            key_dim=config.integer("linear_key_head_dim", 1, MAX_HEAD_DIM),
+            value_dim=config.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
+            conv_width=config.integer("linear_conv_kernel_dim", MIN_CONV_WIDTH, MAX_CONV_WIDTH),
+        )
+        if shape.num_value_heads % shape.num_key_heads:
+            raise config.fail("linear_num_value_heads", f"a multiple of linear_num_key_heads ({shape.num_key_heads})")
+        return shape
+
+
+@dataclass(frozen=True)
+class GatedAttentionKeys:
+    """Attention mixers with an output gate and norms of queries and keys. num_kv_heads: where a config says nothing."""
+
+    num_kv_heads: int
+
+    def read(self, config: ConfigReader) -> AttentionShape:
+        """Read their sizes. Raises ModelError naming the key, also of a kind of rotary embedding that is not served."""
+        heads = config.integer("num_attention_heads", 1, MAX_HEADS, default=16)
+        kv_heads = config.integer("num_key_value_heads", 1, MAX_HEADS, default=self.num_kv_heads)
+        if heads % kv_heads:
+            raise config.fail("num_attention_heads", f"a multiple of num_key_value_heads ({kv_heads})")
+        head_dim = config.integer("head_dim", 1, MAX_HEAD_DIM, default=256)
+        rotary_dim, theta = _rotary(config, head_dim)
+        return AttentionShape(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            rope_theta=theta,
+            max_positions=config.integer("max_position_embeddings", 1, MAX_POSITIONS, default=32768),
+            has_bias=config.flag("attention_bias", default=False),
+        )
+
+
+@dataclass(frozen=True)
+class Mamba2Keys:
+    """Mamba2 mixers: the keys of their sizes; of several spellings the first that has a value counts.
+
+    name: what stands before the names of a mixer's tensors. default_groups, default_state: where a config says nothing.
+    expand: of a model whose channels are this many times its hidden size, None where they need not be. least_dt: the
+    key of the least time step, where there is no greatest one; None where `time_step_limit` has both.
+    norms_groups: whether the gated norm takes groups one by one.
+    """
+
+    num_heads: str
+    head_dim: str
+    state: str
+    groups: tuple[str, ...]
+    conv_width: tuple[str, ...]
+    conv_bias: tuple[str, ...]
+    bias: str
+    name: str = "mixer."
+    default_groups: int = 8
+    default_state: int = 128
+    expand: str | None = None
+    least_dt: tuple[str, ...] | None = None
+    norms_groups: bool = False
+
+    def read(self, config: ConfigReader) -> Mamba2Shape:
+        """Read their sizes and constants. Raises ModelError naming the key."""
+        num_heads = config.integer(self.num_heads, 1, MAX_HEADS)
+        head_dim = config.integer(self.head_dim, 1, MAX_HEAD_DIM)
+        if self.expand is not None:
+            hidden = config.integer("hidden_size", 1, MAX_SIZE)
+            if config.integer(self.expand, 1, MAX_HEADS, default=2) * hidden != num_heads * head_dim:
+                product = f"{self.num_heads} * {self.head_dim} / hidden_size ({num_heads} * {head_dim} / {hidden})"
+                raise config.fail(self.expand, product)
+        key = config.spelling(*self.groups)
+        groups = config.integer(key, 1, MAX_HEADS, default=self.default_groups)
+        if num_heads % groups:
+            raise config.fail(key, f"a divisor of {num_heads} heads")
+        return Mamba2Shape(
+            num_key_heads=groups,
+            num_value_heads=num_heads,
+            value_dim=head_dim,
+            key_dim=config.integer(self.state, 1, MAX_HEAD_DIM, default=self.default_state),
+            conv_width=config.integer(config.spelling(*self.conv_width), MIN_CONV_WIDTH, MAX_CONV_WIDTH, default=4),
+            norm_groups=groups if self.norms_groups else 1,
+            dt_limit=self._time_step_limits(config),
+            has_conv_bias=config.flag(config.spelling(*self.conv_bias), default=True),
+            has_bias=config.flag(self.bias, default=False),
+        )
+
+    def _time_step_limits(self, config: ConfigReader) -> tuple[float, float]:
+        """The least and the greatest time step. JSON has no infinity: it is written in an object, or as Python does."""
+        if self.least_dt is not None:
+            return config.positive(config.spelling(*self.least_dt), default=0.001), math.inf
+        limits = config.get("time_step_limit")
+        if limits is None:
+            return 0.0, math.inf
+        if not isinstance(limits, list) or len(limits) != 2:
+            raise config.fail("time_step_limit", "two numbers")
+        least, greatest = (math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits)
+        if not all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in (least, greatest)):
+            raise config.fail("time_step_limit", "two numbers")
+        if not (0 <= least <= MAX_FLOAT and least <= greatest and (greatest <= MAX_FLOAT or greatest == math.inf)):
+            raise config.fail("time_step_limit", "0 <= least <= greatest, numbers that fp32 holds or infinity")
+        return float(least), float(greatest)
+
+
+MixerKeys = GatedDeltaNetKeys | GatedAttentionKeys | Mamba2Keys
+"""What configs call the sizes of any mixer."""
+
+
+def _rotary(config: ConfigReader, head_dim: int) -> tuple[int, float]:
+    """Channels that are rotated, and the base of their wavelengths.
+
+    As `rope_scaling` says, else `rope_parameters`, else the config itself.
+    """
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.nested(name) if config.get(name) else ConfigReader({}, "")
+    kind = "rope_type" if rope.get("rope_type") is not None else "type"
+    rope.require(kind, "default", default="default")
+    rope.only(ROPE_KEYS)
+    theta = rope if rope.get("rope_theta") is not None else config
+    factor = rope if rope.get("partial_rotary_factor") is not None else config
+    share = factor.positive("partial_rotary_factor", default=0.25)
+    rotary_dim = int(head_dim * share)
+    if share > 1 or rotary_dim < 2 or rotary_dim % 2:
+        raise factor.fail("partial_rotary_factor", f"an even number of rotated channels in 2..{head_dim}")
+    return rotary_dim, theta.positive("rope_theta", default=10000.0)

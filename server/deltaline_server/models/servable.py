@@ -1,0 +1,92 @@
+"""Which layers of a checkpoint can be served in a scope; of the others why not, and what would do instead."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.models.config import ModelConfig, Scope
+from deltaline_server.models.parts import LayerConfig, LayerKind, MlpKind
+
+# Spans that a message names.
+SHOWN_SPANS = 8
+
+
+class Auto(Enum):
+    """Asks for the spans that can be served."""
+
+    AUTO = "auto"
+
+
+def layer_kinds(
+    config: ModelConfig, layers: Iterable[int], scope: Scope, *, on_gpu: bool = False
+) -> dict[int, LayerKind]:
+    """Return the kinds of these layers.
+
+    Raises ModelError naming the first that can't be served in this scope, and what would do.
+    """
+    kinds = {}
+    for i in layers:
+        layer = config.layers[i]
+        why = refusal(config, layer, scope, on_gpu=on_gpu)
+        if why is not None:
+            raise ModelError(f"layer {i}: {why}; {_instead(config, layer, scope, on_gpu=on_gpu)}")
+        assert layer.mixer is not None
+        kinds[i] = LayerKind(layer.mixer, layer.mlp if scope is Scope.BLOCK else None)
+    return kinds
+
+
+def refusal(config: ModelConfig, layer: LayerConfig, scope: Scope, *, on_gpu: bool) -> str | None:
+    """Why a layer can't be served in this scope; None where it can."""
+    if layer.mixer is None or layer.mixer not in config.shapes:
+        why = "not served yet" if layer.mixer is None else config.unserved.get(layer.mixer, "not served yet")
+        expected = " or ".join(config.shapes or config.family.mixers)
+        return f"expected {expected}, got {layer.mixer or 'an MLP alone'} ({why})"
+    if scope is Scope.MIXER or layer.mlp is not MlpKind.MIXTURE_OF_EXPERTS:
+        return None
+    if config.experts is None:
+        why = config.unserved.get(MlpKind.MIXTURE_OF_EXPERTS, "not served yet")
+        return f"expected a dense MLP in block scope, got a mixture of experts ({why})"
+    return "expected a dense MLP in block scope on a GPU, got a mixture of experts (--device cpu)" if on_gpu else None
+
+
+def auto_spans(config: ModelConfig, layers: range, scope: Scope, *, on_gpu: bool) -> tuple[range, ...]:
+    """Return spans of all layers that can be served: each run of them in block scope, each one in mixer scope."""
+    served = [i for i in layers if refusal(config, config.layers[i], scope, on_gpu=on_gpu) is None]
+    return runs(served) if scope is Scope.BLOCK else tuple(range(i, i + 1) for i in served)
+
+
+def left_out(config: ModelConfig, layers: Iterable[int], scope: Scope, *, on_gpu: bool) -> str:
+    """What is left of these layers to the orchestrator, and why, in one line; empty where they can all be served."""
+    reasons: dict[str, list[int]] = {}
+    for i in layers:
+        why = refusal(config, config.layers[i], scope, on_gpu=on_gpu)
+        if why is not None:
+            reasons.setdefault(why, []).append(i)
+    return "; ".join(f"{spans_text(*runs(left))}: {why}" for why, left in reasons.items())
+
+
+def runs(layers: Sequence[int]) -> tuple[range, ...]:
+    """Return the runs of consecutive layers among these, which are in their order."""
+    grouped = itertools.groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
+    found = ([layer for _, layer in run] for _, run in grouped)
+    return tuple(range(run[0], run[-1] + 1) for run in found)
+
+
+def spans_text(*spans: range) -> str:
+    """Spans as the command line spells them."""
+    return ",".join(f"{span.start}:{span.stop}" for span in spans)
+
+
+def _instead(config: ModelConfig, layer: LayerConfig, scope: Scope, *, on_gpu: bool) -> str:
+    """What can be served where a layer can't."""
+    offers = []
+    if scope is Scope.BLOCK and layer.mixer in config.shapes:
+        offers.append("its mixer with --scope mixer")
+    spans = auto_spans(config, range(len(config.layers)), scope, on_gpu=on_gpu)
+    if spans:
+        more = ",..." if len(spans) > SHOWN_SPANS else ""
+        offers.append(f"--spans auto, which is {spans_text(*spans[:SHOWN_SPANS])}{more}")
+    return f"what can be served: {' or '.join(offers) or 'no layer of it'}"

@@ -1,0 +1,145 @@
+"""Configs that lie: each is refused in one line that names the key, whether its layers are served whole or in part."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rigs.small_models import HYBRID, MAMBA2
+
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.models.model import ModelOptions, check_model
+
+NEXT = HYBRID | {
+    "model_type": "qwen3_next",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+MOE = NEXT | {"model_type": "qwen3_5_moe_text"}
+ONE_EXPERT = NEXT | {"num_experts": 1, "num_experts_per_tok": 1}
+NEMOTRON: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "hybrid_override_pattern": "M",
+}
+BAMBA: dict[str, Any] = {
+    "model_type": "bamba",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+}
+GONE = object()
+"""In place of a value: the key is not there."""
+# What lies, in which key, with what; and how the message goes on behind the key.
+LIES: list[tuple[dict[str, Any], str, Any, str]] = [
+    (NEXT, "num_experts", -1, "expected an integer in 0.."),
+    (NEXT, "num_experts", 2.5, "expected an integer in 0.."),
+    (NEXT, "num_experts", "8", "expected an integer in 0.."),
+    (NEXT, "num_experts", True, "expected an integer in 0.."),
+    (NEXT, "num_experts", 5000, "expected an integer in 1..4096, got 5000"),
+    (NEXT, "num_experts", 10**30, "expected an integer in 0..1048576"),
+    (NEXT, "num_experts", 1, "expected an integer in 1..1, got 2"),
+    (NEXT, "num_experts_per_tok", 0, "expected an integer in 1..8, got 0"),
+    (NEXT, "num_experts_per_tok", 9, "expected an integer in 1..8, got 9"),
+    (NEXT, "num_experts_per_tok", None, "expected an integer in 1..8, got None"),
+    (NEXT, "num_experts_per_tok", GONE, "expected an integer in 1..8, got nothing"),
+    (NEXT, "moe_intermediate_size", 0, "expected an integer in 1..1048576, got 0"),
+    (NEXT, "moe_intermediate_size", -32, "expected an integer in 1..1048576"),
+    (NEXT, "moe_intermediate_size", [32], "expected an integer in 1..1048576"),
+    (NEXT, "moe_intermediate_size", 1 << 40, "expected an integer in 1..1048576"),
+    (NEXT, "shared_expert_intermediate_size", 0, "expected an integer in 1..1048576, got 0"),
+    (NEXT, "shared_expert_intermediate_size", "32", "expected an integer in 1..1048576"),
+    (NEXT, "norm_topk_prob", 1, "expected true or false, got 1"),
+    (NEXT, "norm_topk_prob", "yes", "expected true or false"),
+    (NEXT, "decoder_sparse_step", 0, "expected an integer in 1..1048576, got 0"),
+    (NEXT, "decoder_sparse_step", -1, "expected an integer in 1..1048576"),
+    (NEXT, "decoder_sparse_step", "2", "expected an integer in 1..1048576"),
+    (NEXT, "mlp_only_layers", 1, "expected a list of layer numbers, got 1"),
+    (NEXT, "mlp_only_layers", ["1"], "expected a list of layer numbers"),
+    (NEXT, "mlp_only_layers", {"1": 1}, "expected a list of layer numbers"),
+    (NEXT, "mlp_only_layers", [True], "expected a list of layer numbers"),
+    (NEXT, "intermediate_size", GONE, "expected an integer in 1..1048576, got nothing"),
+    (MOE, "num_experts", 0, "expected an integer in 1..4096, got 0"),
+    (MOE, "num_experts", None, "expected an integer in 1..4096, got None"),
+    (MOE, "num_experts_per_tok", 100, "expected an integer in 1..8, got 100"),
+    (MOE, "num_experts_per_tok", 2.0, "expected an integer in 1..8, got 2.0"),
+    (MOE, "moe_intermediate_size", 0.5, "expected an integer in 1..1048576"),
+    (MOE, "shared_expert_intermediate_size", -1, "expected an integer in 1..1048576"),
+    (MOE, "hidden_act", "relu2", "expected 'silu', got 'relu2'"),
+    (MOE, "model_type", "qwen3_6_moe", "expected one of qwen3_next, "),
+    (MOE, "model_type", 5, "expected one of qwen3_next, "),
+    (MOE, "model_type", GONE, "expected one of qwen3_next, "),
+    (MOE, "quantization_config", {"bits": 4}, "expected none (quantised weights are not served)"),
+    (MOE, "num_hidden_layers", 0, "expected an integer in 1..4096, got 0"),
+    (MOE, "num_hidden_layers", 3, "layer_types: expected 3 of linear_attention, full_attention"),
+    (MOE, "num_hidden_layers", GONE, "expected an integer in 1..4096, got nothing"),
+    (MOE, "layer_types", ["linear_attention", "sliding_attention"], "expected 2 of linear_attention, full_attention"),
+    (MOE, "layer_types", [["linear_attention"], None], "expected 2 of linear_attention, full_attention"),
+    (MOE, "layer_types", "linear_attention", "expected 2 of linear_attention, full_attention"),
+    (MOE, "hidden_size", 0, "expected an integer in 1..1048576, got 0"),
+    (MOE, "hidden_size", None, "expected an integer in 1..1048576, got None"),
+    (MOE, "hidden_size", math.inf, "expected an integer in 1..1048576"),
+    (MOE, "rms_norm_eps", -1e-6, "expected a positive number that fp32 holds"),
+    (MOE, "rms_norm_eps", math.nan, "expected a positive number that fp32 holds"),
+    (MOE, "linear_num_key_heads", 0, "expected an integer in 1..4096, got 0"),
+    (MOE, "linear_num_value_heads", 3, "expected a multiple of linear_num_key_heads (2), got 3"),
+    (MOE, "linear_key_head_dim", 300, "expected an integer in 1..256, got 300"),
+    (MOE, "linear_value_head_dim", None, "expected an integer in 1..256, got None"),
+    (MOE, "linear_conv_kernel_dim", 1, "expected an integer in 2..6, got 1"),
+    (MOE, "num_attention_heads", 5, "expected a multiple of num_key_value_heads (2), got 5"),
+    (MOE, "num_key_value_heads", 0, "expected an integer in 1..4096, got 0"),
+    (MOE, "head_dim", 1024, "expected an integer in 1..256, got 1024"),
+    (MOE, "rope_parameters", {"rope_type": "llama3"}, "expected 'default', got 'llama3'"),
+    (MOE, "rope_parameters", 10000, "expected an object, got 10000"),
+    (MOE, "max_position_embeddings", 1 << 40, "expected an integer in 1..16777216"),
+    (MOE, "attention_bias", "no", "expected true or false"),
+    (MOE, "dtype", "float8_e4m3fn", "expected one of float32, bfloat16, float16"),
+    (MOE, "hc_mult", 99, "expected an integer in 1..8, got 99"),
+    (MAMBA2, "num_heads", 5, "expected num_heads * head_dim / hidden_size"),
+    (MAMBA2, "n_groups", 3, "expected a divisor of 4 heads, got 3"),
+    (MAMBA2, "time_step_limit", [1, 0], "expected 0 <= least <= greatest"),
+    (MAMBA2, "residual_in_fp32", "yes", "expected true or false"),
+    (BAMBA, "attn_layer_indices", 1, "expected a list of layer numbers, got 1"),
+    (BAMBA, "mamba_d_head", "auto", "expected an integer in 1..256, got 'auto'"),
+    (BAMBA, "mamba_expand", 4, "expected mamba_n_heads * mamba_d_head / hidden_size (4 * 16 / 32), got 4"),
+    (BAMBA, "mamba_n_groups", 3, "expected a divisor of 4 heads, got 3"),
+    (NEMOTRON, "hybrid_override_pattern", "MX", "expected 1..4096 of linear_attention"),
+    (NEMOTRON, "hybrid_override_pattern", GONE, "expected 1..4096 of linear_attention"),
+    (NEMOTRON, "ssm_state_size", 0, "expected an integer in 1..256, got 0"),
+]
+
+
+def check(folder: Path, raw: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(raw))
+    check_model(ModelOptions(torch.device("cpu"), random_init=path))
+
+
+@pytest.mark.parametrize("base", [NEXT, MOE, ONE_EXPERT, MAMBA2, NEMOTRON, BAMBA], ids=lambda base: base["model_type"])
+def test_the_truth_is_served(tmp_path: Path, base: dict[str, Any]) -> None:
+    check(tmp_path, base)
+
+
+@pytest.mark.parametrize(("base", "key", "lie", "expected"), LIES)
+def test_a_lie_is_refused_in_one_line(tmp_path: Path, base: dict[str, Any], key: str, lie: Any, expected: str) -> None:
+    told = {name: value for name, value in (base | {key: lie}).items() if value is not GONE}
+    with pytest.raises(ModelError) as refused:
+        check(tmp_path, told)
+    message = str(refused.value)
+    assert "\n" not in message and expected in message, message
+    assert key in message or expected.startswith("layer_types"), message
