@@ -36,6 +36,7 @@ from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, c
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots.states import States
+from deltaline_server.snapshots.tiers import Tiers
 from deltaline_server.step import Limits
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -71,6 +72,7 @@ class Runtime:
     """Memory of the local link."""
     adapters: Adapters | None
     """None where the server keeps none."""
+    tiers: Tiers
 
     @classmethod
     def build(
@@ -130,7 +132,10 @@ class Runtime:
             adapters.registry.places.on_copied = scheduler.adapter_wait.copied
         pinning = CudaPinning(model.device) if model.device.type == "cuda" else None
         regions, link_regions = make_regions(config, clock, pinning)
-        return cls(config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters)
+        tiers = Tiers.open(config, model, pool, pinning)
+        return cls(
+            config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters, tiers
+        )
 
     @property
     def device_name(self) -> str:
@@ -141,8 +146,10 @@ class Runtime:
     async def prepare(self, report: Report) -> None:
         """Let the started engine compile kernels, allocate and capture graphs, so that no batch has to; write no line.
 
-        `report` is called with what is captured, of how much, on the engine's thread. Raises: ModelError.
+        `report` is called with what is captured, of how much, on the engine's thread. Stored states are found, too.
+        Raises: ModelError.
         """
+        await self.tiers.find_all()
         try:
             await asyncio.wrap_future(self.engine.prepare(report))
         except Exception as error:
@@ -162,6 +169,7 @@ class Runtime:
         await asyncio.to_thread(self.engine.close)
         await self.regions.close()
         await self.link_regions.close()
+        await self.tiers.close()
 
     def served(self) -> Served:
         """What requests are read against."""
