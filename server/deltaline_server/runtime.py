@@ -35,6 +35,7 @@ from deltaline_server.models.kernel_check import check_kernels
 from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, check_model, load_model
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.snapshots import layout
 from deltaline_server.snapshots.states import States
 from deltaline_server.snapshots.tiers import Tiers
 from deltaline_server.step import Limits
@@ -120,6 +121,7 @@ class Runtime:
             capture=capture,
             line_bytes=pool.bytes_per_sequence,
             page_bytes=0 if pool.kv is None else pool.kv.page_bytes,
+            fingerprint=model.fingerprint(pool.state_dtype, layout.VERSION),
             lease_tick_s=LEASE_TICK_S,
             clock=clock,
             wall_clock=wall_clock,

@@ -300,6 +300,7 @@ class Rig:
             capture=self.capture,
             line_bytes=100,
             page_bytes=10,
+            fingerprint=b"a model",
             lease_tick_s=1.0,
             clock=lambda: self.now,
             wall_clock=lambda: 1e9 + self.now,

@@ -235,6 +235,7 @@ class StateRig:
             capture=capture,
             line_bytes=1,
             page_bytes=1,
+            fingerprint=b"a model",
             lease_tick_s=1e9,
             clock=lambda: self.now,
             wall_clock=lambda: self.now,

@@ -30,11 +30,18 @@ class WatchedStates(States):
         self.may_go_on.set()
 
     async def create(
-        self, epoch: int, handles: NDArray[np.uint64], principal: Principal, *, lease_s: float | None, is_pinned: bool
+        self,
+        epoch: int,
+        handles: NDArray[np.uint64],
+        principal: Principal,
+        *,
+        lease_s: float | None,
+        is_pinned: bool,
+        keys: Sequence[bytes] = (),
     ) -> list[SnapshotDescription]:
         self.num_creates += 1
         await self._begin()
-        return await super().create(epoch, handles, principal, lease_s=lease_s, is_pinned=is_pinned)
+        return await super().create(epoch, handles, principal, lease_s=lease_s, is_pinned=is_pinned, keys=keys)
 
     async def fork(
         self, epoch: int, handles: NDArray[np.uint64], count: int, principal: Principal, *, lease_s: float | None

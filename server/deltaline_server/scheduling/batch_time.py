@@ -42,6 +42,8 @@ class BatchTimeModel:
             size *= 2
         self._curves: list[dict[int, _Curve]] = [{} for _ in range(num_spans)]
         self._met_s: dict[tuple[int, int, int], float] = {}
+        # Of each span: tokens of long rows in the last few batches that had some, and the seconds that they took.
+        self._prefilled = [(0.0, 0.0)] * num_spans
         self._last_short, self._last_short_s, self._last_short_at_s = 0, 0.0, float("-inf")
 
     def measured(self, span: int, num_short: int, long_tokens: int, seconds: float, now_s: float) -> None:
@@ -52,6 +54,10 @@ class BatchTimeModel:
         self._met_s[span, bucket, size] = now_s
         for other in [s for s in curve if s and now_s - self._met_s[span, bucket, s] > MEMORY_S]:
             del curve[other]
+        if long_tokens:
+            tokens, before_s = self._prefilled[span]
+            long_s = max(0.0, seconds - self.predicted_s(span, num_short, 0))
+            self._prefilled[span] = (1 - WEIGHT) * tokens + long_tokens, (1 - WEIGHT) * before_s + long_s
         if num_short:
             self._last_short, self._last_short_s = num_short, self.predicted_s(span, num_short, 0)
             self._last_short_at_s = now_s
@@ -71,6 +77,14 @@ class BatchTimeModel:
         if any(curve):
             estimates.append(_at({0: short_s} | curve, size))
         return min(estimates, default=short_s)
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Tokens of prompts that pass all spans in a second when nothing else runs, as the last few batches did; None
+        where one span has computed less than MIN_CHUNK_TOKENS."""
+        if any(tokens < MIN_CHUNK_TOKENS or seconds <= 0 for tokens, seconds in self._prefilled):
+            return None
+        return 1 / sum(seconds / tokens for tokens, seconds in self._prefilled)
 
     def expects_short(self, now_s: float) -> bool:
         """Whether short rows were served so lately that more must be expected."""

@@ -71,6 +71,11 @@ class Scheduler:
         return self._queue.load()
 
     @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """As BatchTimeModel measures it."""
+        return self._batch_time.prefill_tokens_per_s
+
+    @property
     def use(self) -> Mapping[int, Use]:
         """What each principal has in the queue, by its number."""
         return self._queue.use

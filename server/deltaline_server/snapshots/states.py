@@ -16,6 +16,9 @@ from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotDescription, SnapshotState, SnapshotTable
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
+from deltaline_server.tables.prefixes.cost import ReusePolicy
+from deltaline_server.tables.prefixes.keys import PrefixKeys
+from deltaline_server.tables.prefixes.match import Match
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
 
@@ -42,15 +45,17 @@ class States:
         *,
         lease_s: float | None,
         is_pinned: bool,
+        keys: Sequence[bytes] = (),
     ) -> list[SnapshotDescription]:
-        """A snapshot of each sequence, handles uint64 [N].
+        """A snapshot of each sequence, handles uint64 [N], found by its key: as many as handles (empty for none), or
+        none at all.
 
         Raises RequestError: those of sequences (SEQUENCE_UNKNOWN ...), DUPLICATE_SEQUENCE, VERIFY_PENDING,
         SPANS_UNEVEN, STATE_NOT_FINITE, PREDECESSOR_REFUSED, and as SnapshotTable.create does.
         """
 
         def create(slots: Slots, progress: Sequence[CommittedProgress]) -> list[SnapshotDescription]:
-            return self._snapshots.create(slots, progress, principal, lease_s, is_pinned)
+            return self._snapshots.create(slots, progress, principal, lease_s, is_pinned, keys)
 
         return await self._in_order(epoch, handles, principal, create)
 
@@ -80,6 +85,35 @@ class States:
         """One sequence of each snapshot; ids may repeat. Raises RequestError as SnapshotTable.restore does."""
         self._scheduler.settle()
         return self._snapshots.restore(ids, principal, lease_s)
+
+    def find(self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy) -> Match:
+        """What a prompt of a principal may go on from under an adapter, by its content hash, empty for none. Changes
+        nothing."""
+        return self._snapshots.find(keys, adapter_hash, principal, policy, self._scheduler.prefill_tokens_per_s)
+
+    def open(
+        self,
+        keys: PrefixKeys,
+        adapter_hash: bytes,
+        principal: Principal,
+        policy: ReusePolicy,
+        *,
+        count: int,
+        lease_s: float | None,
+        otherwise: Callable[[], Opened],
+    ) -> tuple[Match, Opened]:
+        """`count` sequences that begin with what is found of a prompt, or, where that is nothing, what `otherwise`
+        opens.
+
+        Raises RequestError as SnapshotTable.restore does, and what `otherwise` raises; then nothing has changed.
+        """
+        found = self.find(keys, adapter_hash, principal, policy)
+        if found.prefix is None:
+            opened = otherwise()
+        else:
+            opened = self.restore([found.prefix.snapshot] * count, principal, lease_s=lease_s)
+        self._snapshots.notice(keys, adapter_hash, principal)
+        return found, opened
 
     def describe(self, principal: Principal) -> list[SnapshotDescription]:
         """The snapshots of a principal, the oldest first."""

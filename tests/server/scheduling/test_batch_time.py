@@ -117,3 +117,23 @@ def test_a_number_of_rows_that_was_not_met_takes_the_time_of_the_nearest() -> No
     pace.measured(0, 7, 0, 1.0, 0.0)
     pace.measured(0, 63, 0, 2.0, 0.0)
     assert [pace.predicted_s(0, rows, 0) for rows in (1, 8, 31, 200)] == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_how_fast_prompts_are_prefilled_is_told_once_every_span_has_computed_some() -> None:
+    pace = BatchTimeModel(2, 4096)
+    pace.measured(0, 0, 4096, 0.4, 0.0)
+    assert pace.prefill_tokens_per_s is None
+    pace.measured(1, 0, MIN_CHUNK_TOKENS - 1, 0.1, 0.0)
+    assert pace.prefill_tokens_per_s is None
+    for _ in range(40):
+        pace.measured(1, 0, 4096, 0.6, 0.0)
+        pace.measured(0, 0, 4096, 0.4, 0.0)
+    assert pace.prefill_tokens_per_s == pytest.approx(4096, rel=0.01)
+
+
+def test_short_rows_beside_a_chunk_are_not_counted_as_its_time() -> None:
+    pace = BatchTimeModel(1, 4096)
+    pace.measured(0, ROWS, 0, SHORT_S, 0.0)
+    for _ in range(40):
+        pace.measured(0, ROWS, 4096, seconds(ROWS, 4096), 0.0)
+    assert pace.prefill_tokens_per_s == pytest.approx(4096 / seconds(0, 4096), rel=0.01)

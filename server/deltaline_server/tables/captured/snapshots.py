@@ -17,7 +17,10 @@ from deltaline_server.tables.captured.capture import NO_SLOTS, Capture, Needs
 from deltaline_server.tables.captured.state import CapturedState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
-from deltaline_server.tables.prefixes.cost import Tier
+from deltaline_server.tables.prefixes.cost import ReusePolicy, StoredPrefix, Tier
+from deltaline_server.tables.prefixes.index import Origin, PrefixIndex
+from deltaline_server.tables.prefixes.keys import PrefixKeys
+from deltaline_server.tables.prefixes.match import Match, match
 from deltaline_server.tables.sequences import SequenceTable
 
 ID_BYTES = 16
@@ -74,17 +77,19 @@ class SnapshotTable:
         capture: Capture,
         line_bytes: int,
         page_bytes: int,
+        fingerprint: bytes,
         lease_tick_s: float,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """clock: monotonic seconds. wall_clock: seconds since 1970."""
-        self._table, self._capture = table, capture
+        """fingerprint: of what this server's states mean. clock: monotonic seconds. wall_clock: seconds since 1970."""
+        self._table, self._capture, self._fingerprint = table, capture, fingerprint
         self._line_bytes, self._page_bytes = line_bytes, page_bytes
         self._clock, self._wall_clock, self._lease_tick_s = clock, wall_clock, lease_tick_s
         self._last_reap_s = clock()
         self._limit = PER_LINE * (table.lines.num_lines + 1)
         self._held: OrderedDict[bytes, _Snapshot] = OrderedDict()
+        self._index = PrefixIndex(self._limit, secrets.token_bytes(32))
         self._ended: OrderedDict[bytes, tuple[int, SnapshotState]] = OrderedDict()
         self.num_of: defaultdict[int, int] = defaultdict(int)
         """Snapshots that are held, by their owner's number."""
@@ -103,17 +108,39 @@ class SnapshotTable:
         principal: Principal,
         lease_s: float | None,
         is_pinned: bool,
+        keys: Sequence[bytes] = (),
     ) -> list[SnapshotDescription]:
         """Capture the states of slots, as Capture.capture does, as snapshots of a principal: all or none.
 
-        Raises RequestError NO_SNAPSHOT_LINES, PAGES_EXHAUSTED, QUOTA_EXCEEDED or INVALID_REQUEST.
+        keys: under which each is found from now on, empty for none; as many as slots, or none at all. A state of no
+        tokens is never found. Raises RequestError NO_SNAPSHOT_LINES, PAGES_EXHAUSTED, QUOTA_EXCEEDED or
+        INVALID_REQUEST.
         """
         lease_s = self._table.checked_lease(lease_s)
+        named = [PrefixKeys.one(key, at.position) for key, at in zip(keys or [b""] * len(slots), progress, strict=True)]
         if principal.quotas is not None:
             principal.quotas.check("snapshots", self.num_of[principal.number], len(slots))
         self._make_room(self._capture.needs(slots, progress), slots, len(slots))
-        ids = [self._add(state, principal, lease_s, is_pinned) for state in self._capture.capture(slots, progress)]
+        states = self._capture.capture(slots, progress)
+        ids = [self._add(*one, principal, lease_s, is_pinned) for one in zip(states, named, strict=True)]
         return [self._description(id, self._held[id], self._clock()) for id in ids]
+
+    def find(
+        self,
+        keys: PrefixKeys,
+        adapter_hash: bytes,
+        principal: Principal,
+        policy: ReusePolicy,
+        prefill_tokens_per_s: float | None,
+    ) -> Match:
+        """What a prompt of a principal may go on from under an adapter, empty for none. Changes nothing."""
+        found = self._index.find(keys, principal.number, self._origin(adapter_hash))
+        rate = prefill_tokens_per_s
+        return match(found, policy, prompt_tokens=keys.prompt_tokens, prefill_tokens_per_s=rate, ways={})
+
+    def notice(self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal) -> None:
+        """A prompt is prefilled: others that begin alike are told how far they do (Match.shared_position)."""
+        self._index.notice(keys, principal.number, self._origin(adapter_hash))
 
     def restore(self, ids: Sequence[bytes], principal: Principal, lease_s: float | None) -> Opened:
         """Let a sequence of a principal begin from each snapshot; ids may repeat. All or none.
@@ -206,6 +233,7 @@ class SnapshotTable:
             counts[one.owner.number] += 1
         if any(count != counts[number] for number, count in self.num_of.items()) or len(self._held) > self._limit:
             raise ValueError("snapshot table: principals and their counts disagree")
+        self._index.check_integrity(self._held)
 
     # -- room ------------------------------------------------------------------------------------------------------
 
@@ -265,17 +293,24 @@ class SnapshotTable:
 
     # -- one snapshot ----------------------------------------------------------------------------------------------
 
-    def _add(self, state: CapturedState, owner: Principal, lease_s: float, is_pinned: bool) -> bytes:
+    def _add(
+        self, state: CapturedState, keys: PrefixKeys | None, owner: Principal, lease_s: float, is_pinned: bool
+    ) -> bytes:
+        """Let a state be a snapshot, which is found by the one of `keys` that has its position. Returns its id."""
         id = secrets.token_bytes(ID_BYTES)
         deadline_s = self._clock() + lease_s
         self._held[id] = _Snapshot(state, owner, is_pinned, lease_s, deadline_s, self._wall_clock())
         self.num_of[owner.number] += 1
+        if keys is not None:
+            stored = StoredPrefix(state.position, id, Tier.DEVICE, self._num_bytes(state))
+            self._index.register(keys, owner.number, self._origin(state.adapter.content_hash), stored)
         return id
 
     def _end(self, id: bytes, how: SnapshotState) -> None:
         ended = self._held.pop(id)
         self.num_of[ended.owner.number] -= 1
         self._capture.release(ended.state)
+        self._index.forget(id, is_evicted=how in (SnapshotState.EVICTED, SnapshotState.EXPIRED))
         self._ended[id] = ended.owner.number, how
         if len(self._ended) > ENDED:
             self._ended.popitem(last=False)
@@ -308,7 +343,13 @@ class SnapshotTable:
             state.adapter.content_hash,
             one.is_pinned,
             max(0.0, one.deadline_s - now_s),
-            state.num_lines * self._line_bytes + len(state.pages) * self._page_bytes,
+            self._num_bytes(state),
             Tier.DEVICE,
             one.created,
         )
+
+    def _num_bytes(self, state: CapturedState) -> int:
+        return state.num_lines * self._line_bytes + len(state.pages) * self._page_bytes
+
+    def _origin(self, adapter_hash: bytes) -> Origin:
+        return Origin(self._fingerprint, adapter_hash)

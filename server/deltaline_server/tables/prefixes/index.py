@@ -7,6 +7,7 @@ belong to one thread.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -204,10 +205,12 @@ class PrefixIndex:
         if not table:
             del self._tables[entry.owner]
 
-    def check_integrity(self) -> None:
-        """Raise ValueError unless each snapshot is found by its key alone, and the bound holds."""
+    def check_integrity(self, held: Container[bytes]) -> None:
+        """Raise ValueError unless each snapshot is held and found by its key alone, and the bound holds."""
         listed = [
-            (entry.owner, entry.hashed) == (owner, hashed) and self._entries.get(entry.prefix.snapshot) is entry
+            (entry.owner, entry.hashed) == (owner, hashed)
+            and self._entries.get(entry.prefix.snapshot) is entry
+            and entry.prefix.snapshot in held
             for owner, table in self._tables.items()
             for hashed, entries in table.items()
             for entry in entries

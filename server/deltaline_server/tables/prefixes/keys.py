@@ -57,6 +57,11 @@ class PrefixKeys:
         words[:, 3:] = np.frombuffer(padded, dtype="<u4").reshape(-1, _KEY_WORDS)
         return cls(at, words, prompt_tokens)
 
+    @classmethod
+    def one(cls, key: bytes, position: int) -> PrefixKeys | None:
+        """The key of a state at a position; None where it is empty, or before the first token. Raises as `of` does."""
+        return cls.of([key], [position], position) if key and position else None
+
     @property
     def num_usable(self) -> int:
         """Keys strictly before the prompt's end: a state at the end would leave no token to compute an output from."""

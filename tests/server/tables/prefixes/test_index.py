@@ -40,7 +40,9 @@ def test_the_deepest_state_strictly_before_the_end_is_found() -> None:
     assert index.find(prompt("abcdef"), 1, ORIGIN).prefixes == (stored("s4", 4),)
     assert index.find(prompt("abcdxx"), 1, ORIGIN).prefixes == (stored("s4", 4),)
     assert index.find(prompt("abxdef"), 1, ORIGIN) == Found((stored("s2", 2),), None, 0)
-    index.check_integrity()
+    index.check_integrity({b"s2", b"s4", b"s6"})
+    with pytest.raises(ValueError, match="prefix index"):
+        index.check_integrity({b"s2", b"s4"})
 
 
 def test_a_nearer_state_is_told_beside_a_deeper_one() -> None:
@@ -121,7 +123,7 @@ def test_what_has_no_key_or_no_room_is_not_registered() -> None:
     assert index.register(keys, 1, ORIGIN, stored("c", 6)) is None
     index.forget(b"a", is_evicted=False)
     assert index.register(keys, 1, ORIGIN, stored("c", 6)) == b"c"
-    index.check_integrity()
+    index.check_integrity({b"b", b"c"})
 
 
 def test_a_prompt_is_told_where_an_earlier_one_went_on_otherwise() -> None:
@@ -231,5 +233,5 @@ def test_random_operations_agree_with_a_model(seed: int) -> None:
         found = index.find(keys, owner, origin)
         assert found == model.find(text, end, owner, origin)
         hits, misses = hits + bool(found.prefixes), misses + (found.miss is not None)
-        index.check_integrity()
+        index.check_integrity(named)
     assert min(hits, misses) > 300
