@@ -78,3 +78,8 @@ def make_layout(model: Model, pool: StatePool) -> StateLayout:
         max_draft=pool.max_draft,
         max_tokens=0 if pool.kv is None else pool.kv.max_context,
     )
+
+
+def layer_numbers(model: Model) -> list[int]:
+    """The numbers of the layers of a model, in the order in which its pool has them."""
+    return [number for numbers in model.spans for number in numbers]

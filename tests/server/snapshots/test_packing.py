@@ -21,7 +21,7 @@ from deltaline_server.snapshots.layout import (
     conv_parts,
     state_bytes,
 )
-from deltaline_server.snapshots.packing import LayerArrays, LineArrays, SpanArrays, TokenArrays, pack, unpack
+from rigs.packed_states import LayerArrays, LineArrays, SpanArrays, TokenArrays, pack, unpack
 
 SPANS = {
     0: SpanArrays(np.array([[60, 0, 3], [64, 1, 0]]), bytes(range(77))),
