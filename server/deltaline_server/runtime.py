@@ -126,8 +126,6 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
         )
-        if table.pages is not None:
-            table.pages.make_room = snapshots.make_room_for_pages
         scheduler = Scheduler(table=table, engine=engine, limits=limits, observer=observer, clock=clock)
         states = States(table=table, capture=capture, snapshots=snapshots, scheduler=scheduler)
         if adapters is not None:

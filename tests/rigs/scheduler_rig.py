@@ -39,7 +39,8 @@ from deltaline_server.step import (
 from deltaline_server.tables.adapter_places import AdapterPlaces
 from deltaline_server.tables.adapter_registry import AdapterRegistry
 from deltaline_server.tables.captured.capture import Capture
-from deltaline_server.tables.captured.snapshots import SnapshotDescription, SnapshotTable
+from deltaline_server.tables.captured.snapshot import SnapshotDescription
+from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.captured.state import CapturedState
 from deltaline_server.tables.kept_replies import KeptReplies
 from deltaline_server.tables.ledger import StepLedger
@@ -306,8 +307,6 @@ class Rig:
             wall_clock=lambda: 1e9 + self.now,
         )
         self.states = States(table=self.table, capture=self.capture, snapshots=self.snapshots, scheduler=self.scheduler)
-        if self.pages is not None:
-            self.pages.make_room = self.snapshots.make_room_for_pages
         self.adapter_slots.on_copied = self.scheduler.adapter_wait.copied
 
     def zero(self, lines: NDArray[np.int64]) -> None:

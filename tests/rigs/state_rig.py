@@ -240,8 +240,6 @@ class StateRig:
             clock=lambda: self.now,
             wall_clock=lambda: self.now,
         )
-        if self.pages is not None:
-            self.pages.make_room = self.snapshots.make_room_for_pages
         self.scheduler = Scheduler(
             table=self.table,
             engine=self.engine,

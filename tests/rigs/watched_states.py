@@ -14,7 +14,7 @@ from deltaline_server import runtime
 from deltaline_server.errors import RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.states import States
-from deltaline_server.tables.captured.snapshots import SnapshotDescription, SnapshotState
+from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.open_tokens import Opened
 
 

@@ -18,7 +18,7 @@ from deltaline.v1 import state_service_pb2 as state_pb
 from deltaline.v1 import tensor_pb2
 from deltaline_server.errors import DOMAIN, Refusal
 from deltaline_server.step import OutputMemory, StepResult, StepTiming
-from deltaline_server.tables.captured.snapshots import SnapshotDescription, SnapshotState
+from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.sequence import SequenceDescription, SequenceState
 

@@ -19,7 +19,6 @@ from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import current_principal
 from deltaline_server.snapshots.states import States
-from deltaline_server.tables.captured.snapshots import SnapshotDescription
 from deltaline_server.tables.request_ids import RequestIds
 from deltaline_server.tables.sequence import GONE
 from deltaline_server.tables.sequences import SequenceTable
@@ -111,9 +110,8 @@ class StateService:
     async def list_snapshots(self, message: pb.ListSnapshotsRequest, context: Context) -> bytes:
         """Tell which snapshots there are."""
         after, limit = requests.read_page(message)
-        behind = sorted((one for one in self._states.describe(current_principal()) if one.id > after), key=_id)
-        page = map(replies.snapshot, behind[:limit])
-        return pb.ListSnapshotsResponse(snapshots=page, has_more=len(behind) > limit).SerializeToString()
+        page, has_more = self._states.describe(current_principal(), after, limit)
+        return pb.ListSnapshotsResponse(snapshots=map(replies.snapshot, page), has_more=has_more).SerializeToString()
 
     async def renew_snapshots(self, message: pb.RenewSnapshotsRequest, context: Context) -> bytes:
         """Move lease deadlines."""
@@ -157,7 +155,3 @@ class StateService:
             if error.refusal.reason is Reason.SEQUENCE_UNKNOWN:
                 self._guesses.add(context.peer(), current_principal(), 1)
             raise
-
-
-def _id(one: SnapshotDescription) -> bytes:
-    return one.id

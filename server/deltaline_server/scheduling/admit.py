@@ -102,7 +102,7 @@ def _judge_pages(
     """
     for reason in (Reason.CONTEXT_EXCEEDED, Reason.PAGES_EXHAUSTED):
         lines, ends = _pages_of(admission, request, table)
-        is_bad = ends > pages.max_context if reason is Reason.CONTEXT_EXCEEDED else _lacking(pages, lines, ends)
+        is_bad = ends > pages.max_context if reason is Reason.CONTEXT_EXCEEDED else pages.lacking(lines, ends)
         if not is_bad.any():
             continue
         for i in np.flatnonzero(is_bad).tolist():
@@ -113,15 +113,6 @@ def _judge_pages(
             refusals[int(admission.rows[i])] = refusal
         admission = admission.only(np.flatnonzero(~is_bad))
     return admission
-
-
-def _lacking(pages: PagePool, lines: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which rows can't get their pages, also when all have gone that give way."""
-    is_lacking = pages.lacking(lines, ends)
-    if is_lacking.any():
-        pages.make_room(pages.num_lacking(lines, ends))
-        is_lacking = pages.lacking(lines, ends)
-    return is_lacking
 
 
 def _pages_of(

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.errors import Reason, Refusal, RequestError
-from deltaline_server.principal import Principal
+from deltaline_server.principal import Principal, check_share
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.pending import Join, PendingStep, RowState
 from deltaline_server.scheduling.ready import ReadyQueue
 from deltaline_server.scheduling.scheduled_rows import ScheduledRows
 from deltaline_server.scheduling.step_index import Places, StepIndex
-from deltaline_server.scheduling.use import Use, check_share
+from deltaline_server.scheduling.use import Use
 from deltaline_server.step import Limits, StepRequest
 from deltaline_server.tables.kept_replies import Fingerprint, KeptReply, is_streamed
 from deltaline_server.tables.ledger import Admission, Slots

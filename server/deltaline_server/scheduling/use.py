@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltaline_server.errors import Reason, RequestError
 from deltaline_server.step import RowKind, StepRequest
 
 
@@ -56,14 +55,6 @@ class Use:
         self.rows -= num_left
         self.num_bytes -= request.hidden.nbytes
         self.reply_bytes -= request.form.total_kept_bytes
-
-
-def check_share(held: int, asked: int, free: int, what: str, reason: Reason = Reason.QUEUE_FULL) -> None:
-    """Raise RequestError where a principal that holds so much would have more than it leaves to all others, of what so
-    much is free; who holds nothing may have what there is."""
-    if held and held + asked > free - asked:
-        message = f"this principal has {held} {what}, {asked} more would leave others {max(0, free - asked)}"
-        raise RequestError(reason, message, retry_after_s=0.02)
 
 
 def _prefill_tokens(request: StepRequest, rows: NDArray[np.int64]) -> int:

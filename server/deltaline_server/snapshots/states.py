@@ -13,7 +13,8 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.tables.captured.capture import Capture
-from deltaline_server.tables.captured.snapshots import SnapshotDescription, SnapshotState, SnapshotTable
+from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
+from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.prefixes.cost import ReusePolicy
@@ -115,9 +116,11 @@ class States:
         self._snapshots.notice(keys, adapter_hash, principal)
         return found, opened
 
-    def describe(self, principal: Principal) -> list[SnapshotDescription]:
-        """The snapshots of a principal, the oldest first."""
-        return self._snapshots.describe(principal)
+    def describe(
+        self, principal: Principal, after: bytes = b"", limit: int | None = None
+    ) -> tuple[list[SnapshotDescription], bool]:
+        """A page of the snapshots of a principal, and whether there are more, as SnapshotTable.describe tells them."""
+        return self._snapshots.describe(principal, after, limit)
 
     def renew(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> list[SnapshotState]:
         """Renew leases, for the time that each was created with where lease_s is None. Raises RequestError

@@ -45,8 +45,10 @@ class PagePool:
             raise ValueError(f"max_context: expected 1 .. {num_pages * page_size}, got {max_context}")
         self.num_pages, self.page_size, self.max_context = num_pages, page_size, max_context
         self.spans = frozenset(spans)
+        self.num_givable: Callable[[], int] = lambda: 0
+        """How many pages more would be free if all were let go of that may be."""
         self.make_room: Callable[[int], None] = lambda num_pages: None
-        """Called when so many pages are lacking: some may be let go of."""
+        """Called when so many pages are lacking, of those: they are to be let go of."""
         self._free = list(range(num_pages, 0, -1))
         self._references = np.zeros(num_pages + 1, dtype=np.int64)
         self._table = np.zeros((num_lines + 1, -(-max_context // page_size)), dtype=np.int32)
@@ -60,18 +62,16 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def num_lacking(self, lines: Lines, ends: NDArray[np.int64]) -> int:
-        """How many pages are too few for lines (none twice) to have `ends` tokens each; ends int64 [N]."""
-        return max(0, int(self._wanted(lines, ends).sum()) - len(self._free))
-
     def lacking(self, lines: Lines, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which lines (none twice) can't get pages for `ends` tokens each, bool [N]; those in front come first.
+        """Which lines (none twice) can't get pages for `ends` tokens each, also where room is made, bool [N]; those in
+        front come first.
 
         Changes nothing. ends int64 [N], at most max_context.
         """
         wanted = self._wanted(lines, ends)
         is_lacking, left = np.zeros(len(lines), dtype=np.bool_), len(self._free)
         if int(wanted.sum()) > left:
+            left += self.num_givable()
             for i, count in enumerate(wanted.tolist()):
                 if count > left:
                     is_lacking[i] = True
@@ -80,11 +80,13 @@ class PagePool:
         return is_lacking
 
     def grant(self, lines: Lines, ends: NDArray[np.int64]) -> None:
-        """Give lines (none twice) the pages that they want for `ends` tokens each.
+        """Give lines (none twice) the pages that they want for `ends` tokens each, for which room is made if need be.
 
         Raises ValueError when there are too few; then none is given.
         """
         wanted = self._wanted(lines, ends)
+        if (num_lacking := int(wanted.sum()) - len(self._free)) > 0:
+            self.make_room(num_lacking)
         if int(wanted.sum()) > len(self._free):
             raise ValueError(f"ends: expected tokens on {len(self._free)} more pages at most, got {wanted.sum()}")
         for i in np.flatnonzero(wanted).tolist():

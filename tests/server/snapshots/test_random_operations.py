@@ -23,7 +23,7 @@ from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS
 from deltaline_server.step import OutputRows, RowKind, RowOutcome, StepBatch, StepForm, StepRequest, StepResult
 from deltaline_server.tables.captured.capture import Capture
-from deltaline_server.tables.captured.snapshots import SnapshotState
+from deltaline_server.tables.captured.snapshot import SnapshotState
 from deltaline_server.tables.captured.state import CapturedState
 from deltaline_server.tables.ledger import Slots
 from deltaline_server.tables.pages import PagePool

@@ -11,8 +11,10 @@ from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, 
 
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS, Principal, Quotas
-from deltaline_server.tables.captured.snapshots import SnapshotState
+from deltaline_server.tables.captured import snapshots
+from deltaline_server.tables.captured.snapshot import SnapshotState
 from deltaline_server.tables.prefixes.cost import Tier
+from deltaline_server.tables.prefixes.eviction import Eviction
 
 OTHER = Principal(2, "other")
 
@@ -44,7 +46,7 @@ async def test_a_snapshot_outlives_its_sequence_and_is_begun_from_again_and_agai
     (made,) = await rig.snapshot(parent, lease_s=30.0, is_pinned=True)
     assert (len(made.id), made.position, made.is_pinned, made.lease_s) == (16, 6, True, 30.0)
     assert (made.num_bytes, made.tier, made.created) == (100 + 2 * 10, Tier.DEVICE, 1e9 + 100)
-    assert rig.states.describe(ANONYMOUS) == [made]
+    assert rig.states.describe(ANONYMOUS) == ([made], False)
     rig.close(parent)
     for child in rig.restore(made.id, made.id):
         assert await decoded(rig, child, 1, 6) == checksum([*tokens(6), 9.0])
@@ -172,7 +174,7 @@ async def test_another_s_snapshot_is_as_one_that_never_was() -> None:
         assert (str(caught.value), caught.value.refusal.metadata) == ("no snapshot has this id", {"state": "UNKNOWN"})
         assert rig.states.release([id], OTHER) == [SnapshotState.UNKNOWN]
         assert rig.states.renew([id], OTHER, lease_s=None) == [SnapshotState.UNKNOWN]
-    assert rig.states.describe(OTHER) == [] and len(rig.states.describe(ANONYMOUS)) == 1
+    assert rig.states.describe(OTHER) == ([], False) and len(rig.states.describe(ANONYMOUS)[0]) == 1
 
 
 async def test_a_lease_runs_out_unless_it_is_renewed_and_a_stall_is_waited_for() -> None:
@@ -209,8 +211,8 @@ async def test_unpinned_snapshots_give_way_to_captures_the_least_recently_used_f
         SnapshotState.EVICTED,
     ]
     await rig.fork(handles[0])
-    held = [one.id for one in rig.states.describe(ANONYMOUS)]
-    assert held == [ids[0], made.id] and rig.snapshots.num_evicted == 2
+    held = {one.id for one in rig.states.describe(ANONYMOUS)[0]}
+    assert held == {ids[0], made.id} and rig.snapshots.num_evicted == 2
 
 
 async def test_lines_that_are_pinned_or_read_by_several_do_not_give_way() -> None:
@@ -281,11 +283,35 @@ async def test_unpinned_snapshots_give_way_to_steps_that_lack_pages() -> None:
     (second,) = rig.open()
     result = await rig.step((second, PREFILL, 1, 0, -1, tokens(17)))
     assert reason(result) is Reason.PAGES_EXHAUSTED
-    states = rig.states.renew([pinned.id, unpinned.id], ANONYMOUS, lease_s=None)
-    assert states == [SnapshotState.HELD, SnapshotState.EVICTED]
+    ids = [pinned.id, unpinned.id]
+    assert rig.states.renew(ids, ANONYMOUS, lease_s=None) == [SnapshotState.HELD] * 2  # not in vain
     assert reason(await rig.step((second, PREFILL, 1, 0, -1, tokens(16)))) is None
+    states = rig.states.renew(ids, ANONYMOUS, lease_s=None)
+    assert states == [SnapshotState.HELD, SnapshotState.EVICTED]
     with refuses(Reason.PAGES_EXHAUSTED):
         rig.restore(pinned.id)
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"queue_rows": 1}, Reason.QUEUE_FULL),
+        ({"queue_bytes": 100}, Reason.QUEUE_FULL),
+        ({"reply_bytes": 100}, Reason.REPLY_BYTES_EXHAUSTED),
+    ],
+)
+async def test_nothing_gives_way_to_a_step_that_is_refused_for_another_reason(
+    limits: dict[str, int], why: Reason
+) -> None:
+    rig = make_rig(pages=8, **limits)
+    (first,) = await prefilled(rig, 1, 6)
+    (made,) = await rig.snapshot(first)
+    rig.close(first)
+    second, third = rig.open(2)
+    rows = [(handle, PREFILL, 1, 0, -1, tokens(13)) for handle in (second, third)]
+    with refuses(why):
+        await rig.step(*rows)
+    assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.HELD]
 
 
 async def test_the_number_of_snapshots_is_bounded_and_a_quota_is_told_with_its_numbers() -> None:
@@ -310,10 +336,89 @@ async def test_the_number_of_snapshots_is_bounded_and_a_quota_is_told_with_its_n
 async def test_wrong_counts_are_noticed(field: str) -> None:
     rig = make_rig()
     (parent,) = await prefilled(rig)
-    await rig.snapshot(parent)
+    (made,) = await rig.snapshot(parent)
     if field == "line":
         rig.captured(parent)  # held by no snapshot
     else:
-        rig.snapshots.num_of[0] += 1
-    with pytest.raises(ValueError, match="snapshot table"):
+        rig.snapshots.room.remove(made.id)
+    with pytest.raises(ValueError, match=r"snapshot table|room"):
         rig.states.check_integrity()
+
+
+async def test_a_principal_leaves_others_lines_for_pinned_snapshots() -> None:
+    rig = make_rig(slots=10, snapshot_lines=4, pages=0)
+    greedy, other, alone = Principal(1, "greedy"), Principal(2, "other"), Principal(3, "alone", is_alone=True)
+    for principal, count in ((greedy, 2), (other, 1)):
+        handles = [int(one) for one in rig.table.open(4, principal=principal).handles]
+        for handle in handles[:count]:
+            await rig.snapshot(handle, is_pinned=True, principal=principal)
+        with refuses(Reason.NO_SNAPSHOT_LINES) as caught:
+            await rig.snapshot(handles[count], is_pinned=True, principal=principal)
+        assert f"this principal has {count} pinned snapshots" in str(caught.value)
+        await rig.snapshot(handles[count], principal=principal)
+    (handle,) = rig.table.open(1, principal=alone).handles.tolist()
+    for _ in range(5):
+        await rig.snapshot(handle, is_pinned=True, principal=alone)
+
+
+async def test_what_others_are_told_is_not_forgotten_for_one_who_ends_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "ENDED", 16)
+    rig = make_rig(pages=0)
+    (parent,) = await prefilled(rig)
+    (made,) = await rig.snapshot(parent)
+    rig.states.release([made.id], ANONYMOUS)
+    handle = int(rig.table.open(1, principal=OTHER).handles[0])
+    for _ in range(40):
+        (one,) = await rig.states.create(
+            rig.table.server_epoch, np.array([handle], dtype=np.uint64), OTHER, lease_s=None, is_pinned=False
+        )
+        rig.states.release([one.id], OTHER)
+    assert rig.states.release([made.id], ANONYMOUS) == [SnapshotState.RELEASED]
+    assert rig.states.release([one.id], OTHER) == [SnapshotState.RELEASED]
+
+
+async def test_snapshots_are_told_page_by_page() -> None:
+    rig = make_rig(pages=0)
+    (parent,) = await prefilled(rig)
+    ids = sorted([(await rig.snapshot(parent))[0].id for _ in range(7)])
+    first, has_more = rig.states.describe(ANONYMOUS, limit=3)
+    assert ([one.id for one in first], has_more) == (ids[:3], True)
+    rig.states.release(ids[2:3], ANONYMOUS)
+    last, has_more = rig.states.describe(ANONYMOUS, after=ids[2], limit=4)
+    assert ([one.id for one in last], has_more) == (ids[3:], False)
+    assert rig.states.describe(ANONYMOUS, after=ids[-1], limit=4) == ([], False)
+
+
+async def test_what_a_conversation_has_passed_gives_way_before_its_end() -> None:
+    rig = make_rig(slots=4, snapshot_lines=3)
+    (handle,) = await prefilled(rig)
+    made = []
+    for turn in range(3):
+        made += await rig.snapshot(handle)
+        await decoded(rig, handle, 2 + turn, 6 + turn)
+    rig.close(handle)
+    (child,) = rig.restore(made[2].id)
+    await decoded(rig, child, 1, 8)
+    await rig.snapshot(child)
+    held = rig.states.renew([one.id for one in made], ANONYMOUS, lease_s=None)
+    assert held == [SnapshotState.HELD, SnapshotState.EVICTED, SnapshotState.HELD]
+
+
+async def test_what_each_snapshot_continues_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, told = Eviction.stored, dict[bytes, bytes | None]()
+
+    def watched(self: Eviction, snapshot: bytes, position: int, continues: bytes | None, **others: Any) -> None:
+        told[snapshot] = continues
+        stored(self, snapshot, position, continues, **others)
+
+    monkeypatch.setattr(Eviction, "stored", watched)
+    rig = make_rig(snapshot_lines=8)
+    (parent,) = await prefilled(rig)
+    (first,) = await rig.snapshot(parent)
+    (second,) = await rig.snapshot(parent)
+    (restored,), (forked,) = rig.restore(first.id), await rig.fork(parent)
+    (third,), (fourth,) = await rig.snapshot(restored), await rig.snapshot(forked)
+    rig.close(parent, restored, forked)
+    (fifth,) = await rig.snapshot(*rig.open())  # in a slot that another had
+    expected = {first: None, second: first, third: first, fourth: second, fifth: None}
+    assert told == {one.id: continues and continues.id for one, continues in expected.items()}

@@ -33,28 +33,6 @@ class Needs:
     lines: int = 0
     pages: int = 0
 
-    def __add__(self, other: Needs) -> Needs:
-        return Needs(self.lines + other.lines, self.pages + other.pages)
-
-    def __sub__(self, other: Needs) -> Needs:
-        return Needs(self.lines - other.lines, self.pages - other.pages)
-
-
-class Holders:
-    """How many would hold each line and page if some captured states were let go of. Nothing is."""
-
-    def __init__(self, lines: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
-        """lines, pages: how many hold each now, of which this is the owner."""
-        self._lines, self._pages = lines, pages
-
-    def drop(self, state: CapturedState) -> Needs:
-        """A state is let go of: what is free then that was not before."""
-        return Needs(_add(self._lines, state.read_line, -1), _add(self._pages, state.pages, -1))
-
-    def take_back(self, state: CapturedState) -> Needs:
-        """It is held after all: what is not free then that was before."""
-        return Needs(_add(self._lines, state.read_line, 1), _add(self._pages, state.pages, 1))
-
 
 class Capture:
     """Captures states of sequences in a table, and restores them. All methods belong to the table's thread."""
@@ -63,10 +41,10 @@ class Capture:
         """place: lets the device write rows of its table of pages and copy pages, before the next batch runs."""
         self._table, self._place = table, place
 
-    def holders(self, busy: Slots) -> Holders:
-        """Of each line and page; who has a line to itself, and can be given it back by `thaw`, is not counted."""
-        pages = self._table.pages
-        return Holders(self._idle_readers(busy)[0], np.zeros(1, np.int64) if pages is None else pages.references())
+    def line_holders(self, busy: Slots) -> NDArray[np.int64]:
+        """How many hold each line, int64 [lines]. Who has one to itself, and can be given it back by `thaw`, is not
+        counted."""
+        return self._idle_readers(busy)[0]
 
     def thaw(self, busy: Slots) -> None:
         """Give frozen lines back to be written that no state holds any more, only a sequence that has not stepped
@@ -199,12 +177,3 @@ class Capture:
         pages = self._table.pages
         if pages is not None and len(lines):
             self._place(pages.placed(lines, [(state.pages, state.position) for state in states]))
-
-
-def _add(holders: NDArray[np.int64], named: NDArray[np.int64] | Pages, count: int) -> int:
-    """Add `count` holders for each time that something is named, but NULL_LINE, which is page 0 as well. Returns how
-    many of what is named are free, before or after."""
-    places, times = np.unique(named[named != NULL_LINE], return_counts=True)
-    before = holders[places]
-    holders[places] = after = before + count * times
-    return int(((before == 0) | (after == 0)).sum())

@@ -1,26 +1,31 @@
 """The snapshots: captured states with an id, an owner and a lease; and which of them give way when room is short.
 
-An unpinned snapshot gives way to whatever needs its lines or pages, the least recently used first.
+An unpinned snapshot gives way to whatever needs its lines or pages, those first from which the least is expected.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.principal import Principal
+from deltaline_server.principal import Principal, check_share
 from deltaline_server.tables.captured.capture import NO_SLOTS, Capture, Needs
+from deltaline_server.tables.captured.ended import Ended
+from deltaline_server.tables.captured.lineage import Lineage
+from deltaline_server.tables.captured.room import Room
+from deltaline_server.tables.captured.snapshot import Snapshot, SnapshotDescription, SnapshotState
 from deltaline_server.tables.captured.state import CapturedState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.prefixes.cost import ReusePolicy, StoredPrefix, Tier
+from deltaline_server.tables.prefixes.eviction import Eviction
 from deltaline_server.tables.prefixes.index import Origin, PrefixIndex
 from deltaline_server.tables.prefixes.keys import PrefixKeys
 from deltaline_server.tables.prefixes.match import Match, match
+from deltaline_server.tables.sequence import slots_of
 from deltaline_server.tables.sequences import SequenceTable
 
 ID_BYTES = 16
@@ -30,45 +35,8 @@ ENDED = 4096
 PER_LINE = 4
 
 
-class SnapshotState(IntEnum):
-    """What became of a snapshot."""
-
-    HELD = 1
-    UNKNOWN = 2
-    EXPIRED = 3
-    RELEASED = 4
-    EVICTED = 5
-    LOST = 6
-
-
-@dataclass(frozen=True)
-class SnapshotDescription:
-    """One snapshot as its owner sees it. lease_s: what is left of it. num_bytes: of its lines and pages, which it may
-    share with others. created: seconds since 1970."""
-
-    id: bytes
-    position: int
-    adapter: str
-    adapter_hash: bytes
-    is_pinned: bool
-    lease_s: float
-    num_bytes: int
-    tier: Tier
-    created: float
-
-
-@dataclass
-class _Snapshot:
-    state: CapturedState
-    owner: Principal
-    is_pinned: bool
-    lease_s: float
-    deadline_s: float
-    created: float
-
-
 class SnapshotTable:
-    """The snapshots of all principals, the least recently used first. All methods belong to the table's thread."""
+    """The snapshots of all principals. All methods belong to the table's thread."""
 
     def __init__(
         self,
@@ -88,16 +56,31 @@ class SnapshotTable:
         self._clock, self._wall_clock, self._lease_tick_s = clock, wall_clock, lease_tick_s
         self._last_reap_s = clock()
         self._limit = PER_LINE * (table.lines.num_lines + 1)
-        self._held: OrderedDict[bytes, _Snapshot] = OrderedDict()
+        self._held: dict[bytes, Snapshot] = {}
+        # Of each owner, in order.
+        self._ids: defaultdict[int, list[bytes]] = defaultdict(list)
+        self._num_pinned: defaultdict[int, int] = defaultdict(int)
+        self._ended = Ended(ENDED)
         self._index = PrefixIndex(self._limit, secrets.token_bytes(32))
-        self._ended: OrderedDict[bytes, tuple[int, SnapshotState]] = OrderedDict()
-        self.num_of: defaultdict[int, int] = defaultdict(int)
-        """Snapshots that are held, by their owner's number."""
+        self._eviction = Eviction(self._limit)
+        self.room = Room(self._eviction, table.lines, capture, table.ledger.num_spans)
+        """What may give way."""
+        self._lineage = Lineage(table)
         self.num_evicted = self.num_expired = 0
+        if table.pages is not None:
+            table.pages.num_givable, table.pages.make_room = self.room.num_pages, self._make_room_for_pages
 
     @property
     def num_held(self) -> int:
         return len(self._held)
+
+    @property
+    def num_pinned(self) -> int:
+        return sum(self._num_pinned.values())
+
+    def num_of(self, principal: Principal) -> int:
+        """Snapshots that a principal has."""
+        return len(self._ids.get(principal.number, ()))
 
     # -- what sequences do -----------------------------------------------------------------------------------------
 
@@ -118,11 +101,12 @@ class SnapshotTable:
         """
         lease_s = self._table.checked_lease(lease_s)
         named = [PrefixKeys.one(key, at.position) for key, at in zip(keys or [b""] * len(slots), progress, strict=True)]
-        if principal.quotas is not None:
-            principal.quotas.check("snapshots", self.num_of[principal.number], len(slots))
+        self._check_share(len(slots), principal, is_pinned)
         self._make_room(self._capture.needs(slots, progress), slots, len(slots))
-        states = self._capture.capture(slots, progress)
-        ids = [self._add(*one, principal, lease_s, is_pinned) for one in zip(states, named, strict=True)]
+        ids = []
+        for slot, state, its in zip(slots.tolist(), self._capture.capture(slots, progress), named, strict=True):
+            ids.append(self._add(state, its, self._lineage.of(slot), principal, lease_s, is_pinned))
+            self._lineage.goes_on(slot, ids[-1])
         return [self._description(id, self._held[id], self._clock()) for id in ids]
 
     def find(
@@ -150,10 +134,13 @@ class SnapshotTable:
         states = [self._find(id, principal).state for id in ids]
         self._table.checked_lease(lease_s)
         self._table.check_room(len(ids), principal)
-        for id in ids:
-            self._held.move_to_end(id)
         self._make_room(self._capture.needs_of(states), kept=frozenset(ids))
-        return self._capture.restore(states, 1, principal, lease_s)
+        opened = self._capture.restore(states, 1, principal, lease_s)
+        for slot, id in zip(slots_of(opened.handles).tolist(), ids, strict=True):
+            self._lineage.goes_on(slot, id)
+        for id in dict.fromkeys(ids):
+            self._eviction.consumed(id)
+        return opened
 
     def fork(
         self,
@@ -172,23 +159,26 @@ class SnapshotTable:
         self._make_room(self._capture.needs(slots, progress, count), slots)
         states = self._capture.capture(slots, progress)
         try:
-            return self._capture.restore(states, count, principal, lease_s)
+            opened = self._capture.restore(states, count, principal, lease_s)
         finally:
             for state in states:
                 self._capture.release(state)
-
-    def make_room_for_pages(self, num_pages: int) -> None:
-        """Let unpinned snapshots give way until so many more pages are free, or none that has pages is left."""
-        self._give_way(self._victims(Needs(pages=num_pages), 0, NO_SLOTS, frozenset())[0])
+        parents = [slot for slot in slots.tolist() for _ in range(count)]
+        for child, parent in zip(slots_of(opened.handles).tolist(), parents, strict=True):
+            self._lineage.goes_on(child, self._lineage.of(parent))
+        return opened
 
     # -- what owners do --------------------------------------------------------------------------------------------
 
-    def describe(self, principal: Principal) -> list[SnapshotDescription]:
-        """The snapshots of a principal, the oldest first."""
-        now_s = self._clock()
-        own = [(id, one) for id, one in self._held.items() if one.owner.number == principal.number]
-        own.sort(key=lambda item: item[1].created)
-        return [self._description(id, one, now_s) for id, one in own]
+    def describe(
+        self, principal: Principal, after: bytes = b"", limit: int | None = None
+    ) -> tuple[list[SnapshotDescription], bool]:
+        """The snapshots of a principal behind an id, which need not be held, in the order of ids, at most `limit`; and
+        whether there are more."""
+        now_s, own = self._clock(), self._ids.get(principal.number, [])
+        first = bisect_right(own, after)
+        page = own[first:] if limit is None else own[first : first + limit]
+        return [self._description(id, self._held[id], now_s) for id in page], first + len(page) < len(own)
 
     def renew(self, ids: Sequence[bytes], principal: Principal, lease_s: float | None) -> list[SnapshotState]:
         """Move deadlines to `lease_s` from now, or to the lease that each was created with."""
@@ -220,7 +210,6 @@ class SnapshotTable:
         over = [id for id, one in self._held.items() if one.deadline_s <= now_s]
         for id in over:
             self._end(id, SnapshotState.EXPIRED)
-        self.num_expired += len(over)
         return len(over)
 
     def check_integrity(self) -> None:
@@ -228,17 +217,17 @@ class SnapshotTable:
         self._table.check_integrity()
         if {one.state for one in self._held.values()} != self._table.captured:
             raise ValueError("snapshot table: snapshots and captured states disagree")
-        counts: defaultdict[int, int] = defaultdict(int)
-        for one in self._held.values():
-            counts[one.owner.number] += 1
-        if any(count != counts[number] for number, count in self.num_of.items()) or len(self._held) > self._limit:
+        ids = {number: own for number, own in self._ids.items() if own}
+        pinned = Counter(one.owner.number for one in self._held.values() if one.is_pinned)
+        if ids != _by_owner(self._held) or pinned != +Counter(self._num_pinned) or len(self._held) > self._limit:
             raise ValueError("snapshot table: principals and their counts disagree")
         self._index.check_integrity(self._held)
+        self.room.check_integrity({id: one.state for id, one in self._held.items() if not one.is_pinned})
 
     # -- room ------------------------------------------------------------------------------------------------------
 
     def _make_room(
-        self, needs: Needs, slots: Slots = NO_SLOTS, num_snapshots: int = 0, kept: frozenset[bytes] = frozenset()
+        self, needs: Needs, slots: Slots = NO_SLOTS, num_snapshots: int = 0, kept: Collection[bytes] = ()
     ) -> None:
         """Let unpinned snapshots, but those to be kept, give way until what is needed is there; slots: that need it.
 
@@ -247,83 +236,78 @@ class SnapshotTable:
         lines, pages = self._table.lines, self._table.pages
         if needs.lines > lines.num_freezable:
             self._capture.thaw(slots)
-        short = Needs(
-            max(0, needs.lines - lines.num_freezable), 0 if pages is None else max(0, needs.pages - pages.num_free)
-        )
         num_over = len(self._held) + num_snapshots - self._limit
-        victims, given = self._victims(short, num_over, slots, kept)
-        if given.lines < short.lines or len(victims) < num_over:
-            message = (
-                f"{needs.lines} lines asked for, {lines.num_freezable + given.lines} of {lines.snapshot_lines} for "
-                "snapshots can be had; the others are pinned, or sequences have yet to step on"
-            )
-            raise RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=1.0)
-        if given.pages < short.pages:
-            assert pages is not None
-            message = f"{needs.pages} pages asked for, {pages.num_free + given.pages} can be had"
-            raise RequestError(Reason.PAGES_EXHAUSTED, message, retry_after_s=0.05)
-        self._give_way(victims)
+        lacking = Needs(needs.lines - lines.num_freezable, 0 if pages is None else needs.pages - pages.num_free)
+        for id in self.room.victims(lacking, num_over, slots, kept):
+            self._end(id, SnapshotState.EVICTED)
         if needs.lines > lines.num_freezable:
             self._capture.thaw(slots)
 
-    def _give_way(self, victims: Sequence[bytes]) -> None:
-        for id in victims:
+    def _make_room_for_pages(self, num_pages: int) -> None:
+        """Let unpinned snapshots give way until so many more pages are free. Raises RequestError PAGES_EXHAUSTED."""
+        for id in self.room.victims(Needs(pages=num_pages), 0, NO_SLOTS):
             self._end(id, SnapshotState.EVICTED)
-        self.num_evicted += len(victims)
 
-    def _victims(self, needs: Needs, count: int, slots: Slots, kept: frozenset[bytes]) -> tuple[list[bytes], Needs]:
-        """Unpinned snapshots, the least recently used first, whose end gives what is needed, or as much of it as there
-        is, and which are `count` at least; and what it gives. None goes in vain."""
-        left, given, victims = self._capture.holders(slots), Needs(), list[bytes]()
-        for id, one in self._held.items():
-            if given.lines >= needs.lines and given.pages >= needs.pages and len(victims) >= count:
-                break
-            if not one.is_pinned and id not in kept:
-                given += left.drop(one.state)
-                victims.append(id)
-        wanted = Needs(min(needs.lines, given.lines), min(needs.pages, given.pages))
-        for id in victims[::-1]:
-            less = given - left.take_back(self._held[id].state)
-            if less.lines >= wanted.lines and less.pages >= wanted.pages and len(victims) > count:
-                given = less
-                victims.remove(id)
-            else:
-                left.drop(self._held[id].state)
-        return victims, given
+    def _check_share(self, count: int, principal: Principal, is_pinned: bool) -> None:
+        """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where pinned ones would be more than are left to
+        others."""
+        if principal.quotas is not None:
+            principal.quotas.check("snapshots", self.num_of(principal), count)
+        if is_pinned and principal.number and not principal.is_alone:
+            held, free = self._num_pinned[principal.number], self._table.lines.snapshot_lines - self.num_pinned
+            check_share(held, count, free, "pinned snapshots", Reason.NO_SNAPSHOT_LINES)
 
     # -- one snapshot ----------------------------------------------------------------------------------------------
 
     def _add(
-        self, state: CapturedState, keys: PrefixKeys | None, owner: Principal, lease_s: float, is_pinned: bool
+        self,
+        state: CapturedState,
+        keys: PrefixKeys | None,
+        continues: bytes | None,
+        owner: Principal,
+        lease_s: float,
+        is_pinned: bool,
     ) -> bytes:
         """Let a state be a snapshot, which is found by the one of `keys` that has its position. Returns its id."""
-        id = secrets.token_bytes(ID_BYTES)
+        id, number = secrets.token_bytes(ID_BYTES), owner.number
         deadline_s = self._clock() + lease_s
-        self._held[id] = _Snapshot(state, owner, is_pinned, lease_s, deadline_s, self._wall_clock())
-        self.num_of[owner.number] += 1
+        before = self._held.get(continues) if continues is not None else None
+        num_own_pages = len(state.pages) - (0 if before is None else len(before.state.pages))
+        self._held[id] = Snapshot(state, owner, is_pinned, lease_s, deadline_s, self._wall_clock())
+        insort(self._ids[number], id)
+        self._eviction.stored(id, state.position, continues, owner=number, size=max(1, num_own_pages))
+        if is_pinned:
+            self._num_pinned[number] += 1
+            self._eviction.pin(id, True)
+        else:
+            self.room.add(id, state)
         if keys is not None:
             stored = StoredPrefix(state.position, id, Tier.DEVICE, self._num_bytes(state))
-            self._index.register(keys, owner.number, self._origin(state.adapter.content_hash), stored)
+            self._index.register(keys, number, self._origin(state.adapter.content_hash), stored)
         return id
 
     def _end(self, id: bytes, how: SnapshotState) -> None:
         ended = self._held.pop(id)
-        self.num_of[ended.owner.number] -= 1
+        number = ended.owner.number
+        own = self._ids[number]
+        del own[bisect_left(own, id)]
+        self._num_pinned[number] -= ended.is_pinned
+        self.room.remove(id)
+        self._eviction.gone(id)
         self._capture.release(ended.state)
         self._index.forget(id, is_evicted=how in (SnapshotState.EVICTED, SnapshotState.EXPIRED))
-        self._ended[id] = ended.owner.number, how
-        if len(self._ended) > ENDED:
-            self._ended.popitem(last=False)
+        self._ended.add(id, number, how)
+        self.num_evicted += how is SnapshotState.EVICTED
+        self.num_expired += how is SnapshotState.EXPIRED
 
     def _state(self, id: bytes, principal: Principal) -> SnapshotState:
         """What became of an id; another principal's snapshot is UNKNOWN."""
         held = self._held.get(id)
         if held is not None:
             return SnapshotState.HELD if held.owner.number == principal.number else SnapshotState.UNKNOWN
-        owner, how = self._ended.get(id, (None, SnapshotState.UNKNOWN))
-        return how if owner == principal.number else SnapshotState.UNKNOWN
+        return self._ended.get(id, principal.number) or SnapshotState.UNKNOWN
 
-    def _find(self, id: bytes, principal: Principal) -> _Snapshot:
+    def _find(self, id: bytes, principal: Principal) -> Snapshot:
         state = self._state(id, principal)
         if state is SnapshotState.HELD:
             return self._held[id]
@@ -334,7 +318,7 @@ class SnapshotTable:
         }.get(state, "no snapshot has this id")
         raise RequestError(Reason.SNAPSHOT_UNKNOWN, message, metadata={"state": state.name})
 
-    def _description(self, id: bytes, one: _Snapshot, now_s: float) -> SnapshotDescription:
+    def _description(self, id: bytes, one: Snapshot, now_s: float) -> SnapshotDescription:
         state = one.state
         return SnapshotDescription(
             id,
@@ -353,3 +337,11 @@ class SnapshotTable:
 
     def _origin(self, adapter_hash: bytes) -> Origin:
         return Origin(self._fingerprint, adapter_hash)
+
+
+def _by_owner(held: Mapping[bytes, Snapshot]) -> dict[int, list[bytes]]:
+    """The ids of each owner in order."""
+    ids: dict[int, list[bytes]] = {}
+    for id in sorted(held):
+        ids.setdefault(held[id].owner.number, []).append(id)
+    return ids

@@ -109,18 +109,38 @@ class Eviction:
         self._is_held[place] = False
         self._free.append(place)
 
+    def place_of(self, snapshot: bytes) -> int:
+        """The place of a snapshot, which is here: 0 .. num_places - 1, the same for as long as it is."""
+        return self._places[snapshot]
+
+    def snapshot_at(self, place: int) -> bytes:
+        """The snapshot at a place. Raises ValueError where there is none."""
+        snapshot = self._snapshots[place]
+        if snapshot is None:
+            raise ValueError(f"place: expected one of a snapshot, got {place}")
+        return snapshot
+
+    def costs(self, *, by_size: bool) -> NDArray[np.float64]:
+        """What it costs to lose the snapshot at each place, float64 [num_places]: inf where there is none, or it must
+        stay. by_size: for each of what it takes.
+
+        It costs more to lose one of an owner who holds less than an equal share than any of the others.
+        """
+        costs = np.full(self.num_places, np.inf)
+        places = np.flatnonzero(self._is_held & ~self._is_pinned)
+        costs[places] = worth = self._worth(places) * (1.0 if by_size else self._size[places])
+        if len(places):
+            costs[places[~self._has_share(places)]] += worth.max()
+        return costs
+
     def victims(self, count: int) -> list[bytes]:
         """The snapshots that give way first, at most `count`, the first one in front; none is pinned. Changes nothing.
 
         As long as there are any of owners who hold an equal share or more, only of those.
         """
-        can_go = self._is_held & ~self._is_pinned
-        if len(self._num_held) > 1:
-            share = len(self._places) / len(self._num_held)
-            above = [owner for owner, held in self._num_held.items() if held >= share]
-            is_above = can_go & np.isin(self._owner, above)
-            can_go = is_above if is_above.any() else can_go
-        places = np.flatnonzero(can_go)
+        places = np.flatnonzero(self._is_held & ~self._is_pinned)
+        has_share = self._has_share(places)
+        places = places[has_share] if has_share.any() else places
         worth = self._worth(places)
         if count < len(places):
             least = np.argpartition(worth, count)[:count] if count > 1 else np.array([worth.argmin()])
@@ -145,6 +165,13 @@ class Eviction:
         found = self.victims(1 + len(self._places) // 256)
         self._next = [(each, int(self._touched[self._places[each]])) for each in reversed(found)]
         return found[0] if found else None
+
+    def _has_share(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the owner of each snapshot holds an equal share of them or more, bool [N]."""
+        if len(self._num_held) < 2:
+            return np.ones(len(places), dtype=np.bool_)
+        share = len(self._places) / len(self._num_held)
+        return np.isin(self._owner[places], [owner for owner, held in self._num_held.items() if held >= share])
 
     def _worth(self, places: NDArray[np.int64]) -> NDArray[np.float64]:
         """What each snapshot is kept for, float64 [N]: the chance that an event uses it, times the square root of the

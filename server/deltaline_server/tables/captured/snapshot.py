@@ -1,0 +1,49 @@
+"""What a snapshot is, to its owner and to the table, and how it can stand with one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from deltaline_server.principal import Principal
+from deltaline_server.tables.captured.state import CapturedState
+from deltaline_server.tables.prefixes.cost import Tier
+
+
+class SnapshotState(IntEnum):
+    """What became of a snapshot."""
+
+    HELD = 1
+    UNKNOWN = 2
+    EXPIRED = 3
+    RELEASED = 4
+    EVICTED = 5
+    LOST = 6
+
+
+@dataclass(frozen=True)
+class SnapshotDescription:
+    """One snapshot as its owner sees it. lease_s: what is left of it. num_bytes: of its lines and pages, which it may
+    share with others. created: seconds since 1970."""
+
+    id: bytes
+    position: int
+    adapter: str
+    adapter_hash: bytes
+    is_pinned: bool
+    lease_s: float
+    num_bytes: int
+    tier: Tier
+    created: float
+
+
+@dataclass
+class Snapshot:
+    """One that is held. deadline_s: when its lease is over, on the table's clock. created: seconds since 1970."""
+
+    state: CapturedState
+    owner: Principal
+    is_pinned: bool
+    lease_s: float
+    deadline_s: float
+    created: float
