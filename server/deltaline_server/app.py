@@ -260,7 +260,8 @@ class Server:
         return runtime
 
     async def _prepare(self, runtime: Runtime) -> None:
-        """Make the device ready for batches, and say how far it is."""
+        """Make the device ready for batches, and say how far it is; find snapshots."""
+        await runtime.find_stored(self.principals.number_of)
         begin_s = self._clock()
         progress = [0, 0]
 

@@ -66,6 +66,8 @@ class StateOptions(Options):
         super().__post_init__()
         if self.state_dir is not None and not self.state_dir_bytes:
             raise ConfigError("--state-dir: expected --state-dir-bytes above 0 beside it, got 0")
+        if self.state_dir is not None and not self.host_state_bytes:
+            raise ConfigError("--state-dir: expected --host-state-bytes above 0 beside it, by which files go, got 0")
         if self.state_dir_bytes and self.state_dir is None:
             raise ConfigError(f"--state-dir-bytes: expected --state-dir beside it, got {self.state_dir_bytes} alone")
         if self.default_lease_ms > self.max_lease_ms:

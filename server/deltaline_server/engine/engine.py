@@ -65,10 +65,10 @@ class _Prepare:
 class Engine:
     """Owns the device thread: batches and changes of lines and pages run on it in the order of their submission.
 
-    `submit`, `zero_lines`, `place_pages`, `transfer` and `poll` wait for no computation and belong to one thread. Where a device
-    computes by itself, a second thread waits for its results, so that the next batch is launched meanwhile. Threads
-    wake slowly: a small batch of a caller who polls is launched by `submit` and completed by `poll`, when no thread has
-    one to launch.
+    `submit`, `zero_lines`, `place_pages`, `transfer` and `poll` wait for no computation and belong to one thread. Where
+    a device computes by itself, a second thread waits for its results, so that the next batch is launched meanwhile.
+    Threads wake slowly: a small batch of a caller who polls is launched by `submit` and completed by `poll`, when no
+    thread has one to launch.
     """
 
     def __init__(self, executor: Executor, device: torch.device) -> None:

@@ -98,7 +98,9 @@ class LayerService:
             return replies.open_response(self._table.server_epoch, opened)
         make = partial(self._states.restore, [message.snapshot_id] * count, principal, lease_s=lease_s)
         origin = Origin(snapshot=message.snapshot_id)
-        opened = self._table.tokens.once(principal, message.open_token, count, origin, make)
+        is_again = self._table.tokens.find(principal, message.open_token, count, origin) is not None
+        async with self._states.near([] if is_again else [message.snapshot_id], principal):
+            opened = self._table.tokens.once(principal, message.open_token, count, origin, make)
         [first] = self._table.describe(self._table.server_epoch, opened.handles[:1], principal)
         return replies.open_response(self._table.server_epoch, opened, first)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.snapshots.moves import Moves
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -22,6 +24,9 @@ from deltaline_server.tables.prefixes.keys import PrefixKeys
 from deltaline_server.tables.prefixes.match import Match
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
+
+# How often a snapshot is brought back for one call, at most.
+BRINGS = 3
 
 Result = TypeVar("Result")
 
@@ -34,8 +39,16 @@ class States:
     """
 
     def __init__(
-        self, *, table: SequenceTable, capture: Capture, snapshots: SnapshotTable, scheduler: Scheduler
+        self,
+        *,
+        table: SequenceTable,
+        capture: Capture,
+        snapshots: SnapshotTable,
+        scheduler: Scheduler,
+        moves: Moves | None = None,
     ) -> None:
+        """moves: None where there are no tiers but the device."""
+        self._moves = moves
         self._table, self._capture, self._snapshots, self._scheduler = table, capture, snapshots, scheduler
 
     async def create(
@@ -82,8 +95,35 @@ class States:
 
         return await self._in_order(epoch, handles, principal, fork)
 
+    @asynccontextmanager
+    async def near(self, ids: Sequence[bytes], principal: Principal) -> AsyncIterator[None]:
+        """Inside the context a principal's snapshots lie on the device, also those that were in other tiers. Ids may
+        repeat; those of none are passed over.
+
+        Raises RequestError as Moves.bring_back does.
+        """
+        with ExitStack() as used:
+            for id in dict.fromkeys(ids):
+                # Once more where it gave way again before it could be used.
+                for _ in range(BRINGS):
+                    if used.enter_context(self._snapshots.using(id)) is not None:
+                        break
+                    if self._moves is not None and self._snapshots.is_stored(id, principal):
+                        await self._moves.bring_back(id)
+            yield
+
+    def near_found(
+        self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy
+    ) -> AbstractAsyncContextManager[None]:
+        """The same for what `find` finds."""
+        found = self.find(keys, adapter_hash, principal, policy).prefix
+        return self.near([] if found is None else [found.snapshot], principal)
+
     def restore(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> Opened:
-        """One sequence of each snapshot; ids may repeat. Raises RequestError as SnapshotTable.restore does."""
+        """One sequence of each snapshot, which lies on the device (`near`); ids may repeat.
+
+        Raises RequestError as SnapshotTable.restore does.
+        """
         self._scheduler.settle()
         return self._snapshots.restore(ids, principal, lease_s)
 
@@ -103,8 +143,8 @@ class States:
         lease_s: float | None,
         otherwise: Callable[[], Opened],
     ) -> tuple[Match, Opened]:
-        """`count` sequences that begin with what is found of a prompt, or, where that is nothing, what `otherwise`
-        opens.
+        """`count` sequences that begin with what is found of a prompt, which lies on the device (`near_found`), or,
+        where that is nothing, what `otherwise` opens.
 
         Raises RequestError as SnapshotTable.restore does, and what `otherwise` raises; then nothing has changed.
         """
@@ -112,7 +152,8 @@ class States:
         if found.prefix is None:
             opened = otherwise()
         else:
-            opened = self.restore([found.prefix.snapshot] * count, principal, lease_s=lease_s)
+            ids = [found.prefix.snapshot] * count
+            opened = self.restore(ids, principal, lease_s=lease_s)
         self._snapshots.notice(keys, adapter_hash, principal)
         return found, opened
 
@@ -138,6 +179,16 @@ class States:
     def check_integrity(self) -> None:
         """Raise ValueError unless all that is counted agrees."""
         self._snapshots.check_integrity()
+
+    async def find_stored(self, number_of: Callable[[str], int | None]) -> None:
+        """Find the snapshots that an earlier server left in files, as Moves.find_all does."""
+        if self._moves is not None:
+            await self._moves.find_all(number_of)
+
+    async def close(self) -> None:
+        """Finish what is copied between the tiers. Idempotent."""
+        if self._moves is not None:
+            await self._moves.close()
 
     async def _in_order(
         self,

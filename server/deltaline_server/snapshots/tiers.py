@@ -14,6 +14,11 @@ from deltaline_server.snapshots.directory import StateDirectory, StateDirectoryE
 from deltaline_server.snapshots.files import FileTier
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import VERSION, StateLayer, StateLayout
+from deltaline_server.snapshots.moves import Begin, Moves
+from deltaline_server.snapshots.transfer import StateTransfer
+from deltaline_server.tables.captured.capture import Capture
+from deltaline_server.tables.captured.snapshots import SnapshotTable
+from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,30 @@ class Tiers:
             raise ModelError(str(error)) from error
         return cls(layout, fingerprint, host, files)
 
-    async def find_all(self) -> None:
-        """Find what an earlier server left in files. To be called once. Raises ModelError if it can't be read."""
-        if self.files is not None:
-            try:
-                await self.files.find_all()
-            except OSError as error:
-                raise ModelError(f"--state-dir: expected a folder that can be read ({error.strerror})") from error
+    def moves(
+        self,
+        model: Model,
+        pool: StatePool,
+        begin: Begin,
+        snapshots: SnapshotTable,
+        capture: Capture,
+        adapters: SequenceAdapters,
+    ) -> Moves | None:
+        """What moves the snapshots of a table between the tiers from now on, None where there are none; allocates its
+        memory on the device. begin: as Engine.transfer."""
+        if self.host is None:
+            return None
+        snapshots.lower = moves = Moves(
+            host=self.host,
+            files=self.files,
+            fingerprint=self.fingerprint,
+            transfer=StateTransfer(self.layout, layer_numbers(model), pool),
+            begin=begin,
+            snapshots=snapshots,
+            capture=capture,
+            adapters=adapters,
+        )
+        return moves
 
     async def close(self) -> None:
         """Finish writes and reads, and give back folder and memory. Idempotent."""

@@ -160,7 +160,9 @@ class StateTransfer:
         Yields part of a block `[n, all pages, page_size, H, D]`, room for its pages `[n, pages, page_size, H, D]`, room
         for the tokens `[n, H, tokens, D]`, n places in host memory `[H, tokens, D]`, and the pages, int64.
         """
-        found = {(one.number, one.part): one for one in sections if one.part in (Part.KEYS, Part.VALUES)}
+        found: dict[tuple[int, Part], Section] = {
+            (one.number, one.part): one for one in sections if one.part in (Part.KEYS, Part.VALUES)
+        }
         if not found:
             return
         tokens = next(iter(found.values())).shape[1]
@@ -243,4 +245,4 @@ def _viewed(memory: Tensor, section: Section, begin: int = 0) -> Tensor:
 def _by_head(rows: Tensor, section: Section, first: int) -> Tensor:
     """Channels of leading rows `[rows, channels]`, from `first` on, as a view `[heads, rows, channels of a head]`."""
     heads, count, size = section.shape
-    return rows[:count, first : first + heads * size].unflatten(1, (heads, size)).transpose(0, 1)
+    return rows[:count, first : first + heads * size].view(count, heads, size).transpose(0, 1)

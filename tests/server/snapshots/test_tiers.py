@@ -32,7 +32,6 @@ def open_tiers(tmp_path: Path, **options: Any) -> Tiers:
 async def test_none_is_the_default_and_the_layout_is_the_model_s(tmp_path: Path) -> None:
     tiers = open_tiers(tmp_path)
     assert (tiers.host, tiers.files) == (None, None)
-    await tiers.find_all()
     await tiers.close()
     layout = tiers.layout
     gated, attention = layout.layers
@@ -49,7 +48,6 @@ async def test_both_are_opened_and_given_back(tmp_path: Path) -> None:
     tiers = open_tiers(tmp_path, **options)
     assert tiers.host is not None and tiers.host.limit_bytes == 1 << 20
     assert tiers.files is not None and tiers.files.limit_bytes == 1 << 30
-    await tiers.find_all()
     with pytest.raises(ModelError, match=r"^--state-dir: expected a folder of one server, another uses it$"):
         open_tiers(tmp_path, **options)
     await tiers.close()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from deltaline_server.principal import Principal
-from deltaline_server.tables.captured.state import CapturedState
+from deltaline_server.tables.captured.state import CapturedState, StoredState
 from deltaline_server.tables.prefixes.cost import Tier
 
 
@@ -39,11 +39,13 @@ class SnapshotDescription:
 
 @dataclass
 class Snapshot:
-    """One that is held. deadline_s: when its lease is over, on the table's clock. created: seconds since 1970."""
+    """One that is held. deadline_s: when its lease is over, on the table's clock. created: seconds since 1970. key: by
+    which it is found, empty for none."""
 
-    state: CapturedState
+    state: CapturedState | StoredState
     owner: Principal
     is_pinned: bool
     lease_s: float
     deadline_s: float
     created: float
+    key: bytes = b""
