@@ -262,8 +262,7 @@ class Server:
     async def _prepare(self, runtime: Runtime) -> None:
         """Make the device ready for batches, and say how far it is; find snapshots."""
         await runtime.find_stored(self.principals.number_of)
-        begin_s = self._clock()
-        progress = [0, 0]
+        begin_s, progress = self._clock(), [0, 0]
 
         def report(done: int, total: int) -> None:
             progress[:] = done, total
@@ -338,6 +337,7 @@ class Server:
             tls=self._tls,
             principals=self.principals,
             unknown_handles=lambda: self._layer_service.guesses.num_unknown,
+            tiers=runtime.tiers.by_name,
         )
         return served
 

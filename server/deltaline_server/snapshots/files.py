@@ -114,6 +114,11 @@ class FileTier:
             event(_log, "files passed over", level=logging.WARNING, flaw=flaw, count=count)
         return [each.stored.header for each in self._files.values()]
 
+    @property
+    def num_missed(self) -> dict[str, int]:
+        """How often a state was not stored or not read, by the reason."""
+        return {miss.value: self.misses[miss] for miss in Miss}
+
     def find(self, id: bytes) -> StateHeader | None:
         """The header of a state that is there; it does not count as a use."""
         found = self._files.get(id)

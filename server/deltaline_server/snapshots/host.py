@@ -77,6 +77,11 @@ class HostTier:
         """Bytes of the places of states, those under way among them."""
         return self._places.used_bytes
 
+    @property
+    def num_missed(self) -> dict[str, int]:
+        """How often a state was not stored, by the reason."""
+        return {"full": self.num_full}
+
     def find(self, id: bytes) -> StateHeader | None:
         """The header of a state that is there; it does not count as a use."""
         found = self._states.get(id)

@@ -75,9 +75,9 @@ class Moves:
         self._removals: set[asyncio.Future[bool]] = set()
         self._ways = dict(_ASSUMED)
         self.num_brought, self.num_lost = {Tier.HOST: 0, Tier.FILE: 0}, 0
-        host.on_evicted = self._evicted
+        host.on_evicted = snapshots.relocated
         if files is not None:
-            files.on_evicted = self._evicted
+            files.on_evicted = snapshots.relocated
 
     @property
     def ways(self) -> Mapping[Tier, Way]:
@@ -170,10 +170,6 @@ class Moves:
             if memory is not None:
                 await self._files.store(header, memory)
 
-    def _evicted(self, id: bytes) -> None:
-        """A lower tier has a snapshot no more."""
-        self._snapshots.left(id, SnapshotState.EVICTED)
-
     # -- up --------------------------------------------------------------------------------------------------------
 
     async def _bring_back(self, id: bytes) -> None:
@@ -210,6 +206,7 @@ class Moves:
             self._snapshots.end(id, SnapshotState.LOST)
             return False
         self._host.pin(id, False)
+        self._snapshots.relocated(id)
         return True
 
     async def _land(self, id: bytes, header: StateHeader, memory: Bytes) -> None:
@@ -219,7 +216,8 @@ class Moves:
             return
         adapter = self._reserve(one.state.adapter, one.owner)
         try:
-            self._snapshots.make_room(one.state.position)
+            needs = self._capture.needs_of_stored(one.state.position)
+            self._snapshots.device.make_room(needs, num_snapshots=1)
             progress = _committed(header.spans, self._transfer.commits(header.spans, memory))
             has_begun = np.array([span.step > 0 for span in header.spans])
             draft_half = np.array([span.draft_half for span in header.spans], dtype=np.int64)

@@ -100,7 +100,7 @@ class States:
         """Inside the context a principal's snapshots lie on the device, also those that were in other tiers. Ids may
         repeat; those of none are passed over.
 
-        Raises RequestError as Moves.bring_back does.
+        Raises RequestError as Moves.bring_back does, and as SequenceTable.check_room where so many could not begin.
         """
         with ExitStack() as used:
             for id in dict.fromkeys(ids):
@@ -109,6 +109,7 @@ class States:
                     if used.enter_context(self._snapshots.using(id)) is not None:
                         break
                     if self._moves is not None and self._snapshots.is_stored(id, principal):
+                        self._table.check_room(len(ids), principal)
                         await self._moves.bring_back(id)
             yield
 

@@ -50,6 +50,12 @@ class Tiers:
             raise ModelError(str(error)) from error
         return cls(layout, fingerprint, host, files)
 
+    @property
+    def by_name(self) -> dict[str, HostTier | FileTier]:
+        """Those that there are."""
+        named = {"host": self.host, "file": self.files}
+        return {name: tier for name, tier in named.items() if tier is not None}
+
     def moves(
         self,
         model: Model,

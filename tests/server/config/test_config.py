@@ -133,6 +133,10 @@ def test_a_file_that_is_a_pipe_is_read_once() -> None:
         (["--adapter-root", "."], "--adapter-root: expected --adapter-bytes"),
         (["--adapter-bytes", "1GiB", "--adapter-root", "/nowhere"], "--adapter-root: expected a folder"),
         (["--state-dir", "."], "^--state-dir: expected --state-dir-bytes above 0 beside it, got 0$"),
+        (
+            ["--state-dir", ".", "--state-dir-bytes", "5"],
+            "^--state-dir: expected --host-state-bytes above 0 beside it, by which files go, got 0$",
+        ),
         (["--state-dir-bytes", "5"], "^--state-dir-bytes: expected --state-dir beside it, got 5 alone$"),
         (["--adapter-slots", "0"], "--adapter-slots"),
         (["--max-adapter-rank", "257"], "--max-adapter-rank"),

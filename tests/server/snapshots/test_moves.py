@@ -18,6 +18,7 @@ from rigs.state_rig import MAX_DRAFT, PAGE_SIZE, Array, StateRig
 from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS
 from deltaline_server.snapshots.directory import StateDirectory
+from deltaline_server.snapshots.files import Miss
 from deltaline_server.step import OutputRows, RowKind, StepBatch, StepForm, StepRequest, StepResult
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.prefixes.cost import ReusePolicy, Tier
@@ -271,7 +272,7 @@ async def test_a_full_disk_is_a_miss_and_no_error(tmp_path: Path, monkeypatch: p
     made = await captured(await prefilled(rig))
     await settled(rig)
     await pushed_out(rig)
-    assert rig.tiers.files is not None and rig.tiers.files.misses["no_space"] == 3
+    assert rig.tiers.files is not None and rig.tiers.files.misses[Miss.NO_SPACE] == 3
     assert described(rig, made).tier is Tier.HOST
     await leave_host(rig, made.id)
     assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]

@@ -18,6 +18,7 @@ import pytest
 from rigs.scheduler_rig import turns
 from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
 from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, StateRig
+from rigs.until import until
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS
@@ -31,6 +32,8 @@ from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
 
 SLOTS, SNAPSHOT_LINES, PAGES = 9, 4, 48
+# For some states of a small model.
+HOST_BYTES = 400_000
 PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
 MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
     "gated_delta_net": (GATED_DELTA_NET, None),
@@ -86,7 +89,8 @@ class Known:
 class World:
     """The rig, and what the model knows of it. done: operations by their name."""
 
-    def __init__(self, name: str, folder: Path, seed: int) -> None:
+    def __init__(self, name: str, folder: Path, seed: int, tiers: str = "") -> None:
+        """tiers: "host", or "files" for both, beside the device."""
         config, spans = MODELS[name]
         self.rng = np.random.default_rng(seed)
         self.rig = StateRig(
@@ -94,10 +98,12 @@ class World:
             folder,
             self.on_rows,
             slots=SLOTS,
-            snapshot_lines=SNAPSHOT_LINES,
+            snapshot_lines=2 if tiers else SNAPSHOT_LINES,
             pages=PAGES,
             spans=spans,
             references=3 * SLOTS,
+            host_bytes=HOST_BYTES if tiers else 0,
+            state_dir=folder / "states" if tiers == "files" else None,
         )
         self.num_spans = len(self.rig.model.spans)
         self.known: dict[int, Known] = {}
@@ -307,15 +313,25 @@ class World:
         ids = [
             list(self.snapshots)[i] for i in self.rng.integers(0, len(self.snapshots), self.rng.integers(1, 3)).tolist()
         ]
-        try:
-            opened = self.rig.states.restore(ids, ANONYMOUS, lease_s=1e3)
-        except RequestError as error:
-            assert error.refusal.reason in (Reason.PAGES_EXHAUSTED, Reason.NO_FREE_LINES, Reason.SNAPSHOT_UNKNOWN)
-            self.done[f"restore: {error.refusal.reason.name}"] += 1
-            return
         stored = [self.snapshots[id][0] for id in ids]
-        self.begin(opened.handles, [known.child(known.history, known.spans) for known in stored])
-        self.done["restore"] += 1
+
+        async def told() -> None:
+            try:
+                async with self.rig.states.near(ids, ANONYMOUS):
+                    opened = self.rig.states.restore(ids, ANONYMOUS, lease_s=1e3)
+            except RequestError as error:
+                assert error.refusal.reason in (
+                    Reason.PAGES_EXHAUSTED,
+                    Reason.NO_FREE_LINES,
+                    Reason.SNAPSHOT_UNKNOWN,
+                    Reason.NO_SNAPSHOT_LINES,
+                )
+                self.done[f"restore: {error.refusal.reason.name}"] += 1
+                return
+            self.begin(opened.handles, [known.child(known.history, known.spans) for known in stored])
+            self.done["restore"] += 1
+
+        await self.ordered(told())
 
     async def release(self) -> None:
         if self.snapshots:
@@ -323,6 +339,14 @@ class World:
             (state,) = self.rig.states.release([id], ANONYMOUS)
             assert state in (SnapshotState.RELEASED, SnapshotState.EVICTED, SnapshotState.EXPIRED)
             del self.snapshots[id]
+
+    async def leave(self) -> None:
+        """Host memory lets go of some snapshots, as when others need their places."""
+        host = self.rig.tiers.host
+        for id in list(self.snapshots):
+            if host is not None and host.find(id) is not None:
+                host.release(id)
+                host.on_evicted(id)
 
     async def close(self) -> None:
         await self.finish()
@@ -359,12 +383,15 @@ class World:
         self.rig.engine.eager = True
         self.rig.engine.run()
         for waiting in self.waiting:
+            assert not self.rig.scheduler.has_failed
             result = await asyncio.wait_for(waiting, 60)
             if isinstance(result, StepResult):
                 assert {RowOutcome(int(one)) for one in result.outcome} <= {RowOutcome.EXECUTED, RowOutcome.REFUSED}
                 reasons = {refusal.reason for refusal in result.refusals.values()}
                 assert reasons <= {Reason.PAGES_EXHAUSTED, Reason.CONTEXT_EXCEEDED}
         self.waiting = []
+        if self.rig.moves is not None and self.rng.random() < 0.5:
+            await until(lambda: self.rig.moves is None or not self.rig.moves.is_busy)
         self.rig.scheduler.settle()
         assert not self.rig.scheduler.has_failed
         assert not any(issued for known in self.known.values() for issued in known.issued)
@@ -393,6 +420,8 @@ class World:
             self.close: 5,
             self.expire: 1,
         }
+        if self.rig.moves is not None:
+            operations |= {self.leave: 0 if self.rig.tiers.files is None else 4, self.restore: 8, self.close: 12}
         weights = np.array(list(operations.values())) / sum(operations.values())
         for _ in range(count):
             name = list(operations)[int(self.rng.choice(len(weights), p=weights))]
@@ -416,13 +445,21 @@ def too_long(known: Known) -> bool:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tiers", ["", "host", "files"], ids=["device", "host", "files"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.sweep)])
-async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, count: int, tmp_path: Path) -> None:
-    world = World(name, tmp_path, seed=2)
-    await world.run(count)
-    assert world.num_compared > count / 2, world.done
-    assert min(world.done[one] for one in ("snapshot", "fork", "restore", "EVICTED", "HELD")) > 0, world.done
+async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, tiers: str, count: int, tmp_path: Path) -> None:
+    world = World(name, tmp_path, seed=2, tiers=tiers)
+    await world.run(2 * count if tiers else count)
+    await world.rig.states.close()
+    await world.rig.tiers.close()
+    assert world.num_compared > count / 3, world.done
+    assert min(world.done[one] for one in ("snapshot", "fork", "restore", "HELD")) > 0, world.done
+    if world.rig.moves is None:
+        assert world.done["EVICTED"] > 0, world.done
+    else:
+        brought = world.rig.moves.num_brought
+        assert sum(brought.values()) > 0 and world.rig.moves.num_lost == 0, brought
 
 
 def share_the_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,7 +507,7 @@ async def test_planted_bugs_are_found(
     if not checks:
         monkeypatch.setattr(world.rig.states, "check_integrity", lambda: None)
         monkeypatch.setattr(world.rig.lines, "check_batch", lambda *_: None)
-        with pytest.raises((AssertionError, ValueError)):
+        with pytest.raises((AssertionError, ValueError, RequestError)):
             await world.run(300)
     else:
         with pytest.raises(ValueError, match=r"pool|table|batch"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -19,6 +20,14 @@ class SnapshotState(IntEnum):
     RELEASED = 4
     EVICTED = 5
     LOST = 6
+
+
+WHY_GONE = {
+    SnapshotState.EXPIRED: "the snapshot's lease ran out",
+    SnapshotState.RELEASED: "the snapshot was released",
+    SnapshotState.EVICTED: "the snapshot gave way to others",
+    SnapshotState.LOST: "what was stored of the snapshot can't be read",
+}
 
 
 @dataclass(frozen=True)
@@ -49,3 +58,27 @@ class Snapshot:
     deadline_s: float
     created: float
     key: bytes = b""
+
+
+def describe(id: bytes, one: Snapshot, lease_s: float, num_bytes: int) -> SnapshotDescription:
+    """A snapshot as its owner sees it."""
+    state, adapter = one.state, one.state.adapter
+    return SnapshotDescription(
+        id,
+        state.position,
+        adapter.name,
+        adapter.content_hash,
+        one.is_pinned,
+        lease_s,
+        num_bytes,
+        state.tier,
+        one.created,
+    )
+
+
+def ids_by_owner(held: Mapping[bytes, Snapshot]) -> dict[int, list[bytes]]:
+    """The ids of each owner in order."""
+    ids: dict[int, list[bytes]] = {}
+    for id in sorted(held):
+        ids.setdefault(held[id].owner.number, []).append(id)
+    return ids

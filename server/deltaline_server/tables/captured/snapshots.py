@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from deltaline_server.errors import Reason, RequestError
@@ -18,7 +18,14 @@ from deltaline_server.tables.captured.device import DeviceTier
 from deltaline_server.tables.captured.ended import Ended
 from deltaline_server.tables.captured.lineage import Lineage
 from deltaline_server.tables.captured.lower import LowerTiers, NoTiers
-from deltaline_server.tables.captured.snapshot import Snapshot, SnapshotDescription, SnapshotState
+from deltaline_server.tables.captured.snapshot import (
+    WHY_GONE,
+    Snapshot,
+    SnapshotDescription,
+    SnapshotState,
+    describe,
+    ids_by_owner,
+)
 from deltaline_server.tables.captured.state import CapturedState, StoredState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
@@ -222,7 +229,7 @@ class SnapshotTable:
         far = {id: one.state for id, one in self._held.items() if isinstance(one.state, StoredState)}
         if len(far) > self._stored_limit or any(self.lower.find(id) != state for id, state in far.items()):
             raise ValueError("snapshot table: snapshots lie elsewhere than is told, or there are too many")
-        if {number: own for number, own in self._ids.items() if own} != _by_owner(self._held):
+        if {number: own for number, own in self._ids.items() if own} != ids_by_owner(self._held):
             raise ValueError("snapshot table: principals and their snapshots disagree")
         self._index.check_integrity(self._held)
 
@@ -249,10 +256,6 @@ class SnapshotTable:
         with keep(id, state, one.is_pinned):
             yield state
 
-    def make_room(self, num_tokens: int) -> None:
-        """Make room on the device for a stored state. Raises RequestError NO_SNAPSHOT_LINES or PAGES_EXHAUSTED."""
-        self.device.make_room(self._capture.needs_of_stored(num_tokens), num_snapshots=1)
-
     def arrived(self, id: bytes, state: CapturedState) -> None:
         """The state of a stored snapshot lies on the device now, as one that is used (Capture.bring). It is let go of
         if the snapshot is over, or others were faster."""
@@ -262,13 +265,14 @@ class SnapshotTable:
             self._put(id, one, state, None)
             self._move(id, one, state)
 
-    def left(self, id: bytes, how: SnapshotState) -> None:
-        """A lower tier has a state no more: a snapshot that lay there lies in another, or is over."""
+    def relocated(self, id: bytes) -> None:
+        """A lower tier has a state, or has it no more: a snapshot that does not lie on the device lies there, or in
+        another, or has given way."""
         one = self._held.get(id)
         if one is not None and isinstance(one.state, StoredState):
             stored = self.lower.find(id)
             if stored is None:
-                self.end(id, how)
+                self.end(id, SnapshotState.EVICTED)
             else:
                 self._move(id, one, stored)
 
@@ -374,12 +378,7 @@ class SnapshotTable:
         state = self._state(id, principal)
         if state is SnapshotState.HELD:
             return self._held[id]
-        message = {
-            SnapshotState.EXPIRED: "the snapshot's lease ran out",
-            SnapshotState.RELEASED: "the snapshot was released",
-            SnapshotState.EVICTED: "the snapshot gave way to others",
-            SnapshotState.LOST: "what was stored of the snapshot can't be read",
-        }.get(state, "no snapshot has this id")
+        message = WHY_GONE.get(state, "no snapshot has this id")
         raise RequestError(Reason.SNAPSHOT_UNKNOWN, message, metadata={"state": state.name})
 
     def _on_device(self, id: bytes, principal: Principal) -> CapturedState:
@@ -390,18 +389,7 @@ class SnapshotTable:
         return state
 
     def _description(self, id: bytes, one: Snapshot, now_s: float) -> SnapshotDescription:
-        state = one.state
-        return SnapshotDescription(
-            id,
-            state.position,
-            state.adapter.name,
-            state.adapter.content_hash,
-            one.is_pinned,
-            max(0.0, one.deadline_s - now_s),
-            self._num_bytes(state),
-            state.tier,
-            one.created,
-        )
+        return describe(id, one, max(0.0, one.deadline_s - now_s), self._num_bytes(one.state))
 
     def _num_bytes(self, state: CapturedState | StoredState) -> int:
         if isinstance(state, StoredState):
@@ -410,11 +398,3 @@ class SnapshotTable:
 
     def _origin(self, adapter_hash: bytes) -> Origin:
         return Origin(self._fingerprint, adapter_hash)
-
-
-def _by_owner(held: Mapping[bytes, Snapshot]) -> dict[int, list[bytes]]:
-    """The ids of each owner in order."""
-    ids: dict[int, list[bytes]] = {}
-    for id in sorted(held):
-        ids.setdefault(held[id].owner.number, []).append(id)
-    return ids
