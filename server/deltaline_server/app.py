@@ -327,6 +327,7 @@ class Server:
         add_gauges(
             self.metrics,
             table=table,
+            snapshots=runtime.states.snapshots,
             scheduler=scheduler,
             regions=runtime.regions,
             link_regions=runtime.link_regions,

@@ -19,6 +19,7 @@ from deltaline_server.engine.batch_layout import Layout
 from deltaline_server.engine.executor import DeviceCounts, Launched, Report
 from deltaline_server.engine.graphs import Bucket, Graphs, make_buckets
 from deltaline_server.engine.staging import BatchBuffers, Copier
+from deltaline_server.layers.kv_cache import COPIES
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.models.model import Model
 from deltaline_server.step import BatchResult, Limits, StepBatch
@@ -29,8 +30,6 @@ from deltaline_server.tables.pages import PagesPlaced
 NUM_BUFFERS = 3
 # Lines that one replay of a graph zeroes, and whose rows of the table of pages are written at once.
 LINES = 64
-# Pages that are copied at once, in all layers, by way of as many beside the pool.
-COPIES = 8
 # Entries of rows of the table that cross at once: more than 64 KiB from memory that is not pinned would be waited for.
 ENTRIES = 1 << 14
 

@@ -18,6 +18,8 @@ from deltaline_server.layers.shapes import AttentionShape
 # Tokens of a sequence for which there are pages, on average, where --state-bytes sets no limit.
 USUAL_TOKENS = 2048
 MAX_PAGE_SIZE = 4096
+# Pages that a GPU copies at once, in all layers, by way of as many beside the pool.
+COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class KvPlan:
     def total_bytes(self) -> int:
         """Bytes of all pages, page 0 among them."""
         return (self.num_pages + 1) * self.page_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of what pages are copied through."""
+        return COPIES * self.page_bytes
 
 
 def check_page_size(page_size: int) -> None:

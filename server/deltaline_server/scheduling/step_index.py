@@ -7,6 +7,7 @@ is the ledger's to say.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,14 +91,15 @@ class StepIndex:
 class Place:
     """A place in the orders of several slots' steps, behind those that were admitted when it was taken.
 
-    handles uint64 [n]: of the sequences that had the slots then. steps int64 [spans, n]: the last step before it.
-    dropped: slots of which a step before it was refused.
+    number: of places that were taken before. steps int64 [spans, n]: the last step before it on each of n slots.
+    num_left: slots on which it is not reached yet. dropped: slots of which a step before it was refused.
     """
 
+    number: int
     slots: Slots
-    handles: NDArray[np.uint64]
     steps: NDArray[np.int64]
     on_reached: Callable[[set[int]], None]
+    num_left: int
     dropped: set[int] = field(default_factory=set)
 
     def last_step(self, slot: int) -> NDArray[np.int64]:
@@ -109,7 +111,9 @@ class Place:
 class Places:
     """Places that were not reached yet, in the order in which they were taken, the same on every slot.
 
-    Steps that come later wait behind them, and run when what has the place is done with it.
+    Steps that come later wait behind them, and run when what has the place is done with it. A place is reached when it
+    is on each of its slots: as the first one there, with the steps before it over but for those that were refused, or
+    with the sequence gone. What that takes is a comparison of arrays, and work for the slots of which it is news.
     """
 
     def __init__(
@@ -121,9 +125,16 @@ class Places:
         """indexes: of each span. may_run: told of rows that no place is before any more: their span, the number of
         their request, and positions in its admission."""
         self._table, self._indexes, self._may_run = table, indexes, may_run
-        self._places: list[Place] = []
         self.has_any = False
+        self._num_taken = self._num_places = 0
         self._of_slot: dict[int, deque[Place]] = {}
+        # Slots whose first place is not reached on them, and the last steps before it, which the indexes have by span.
+        self._is_awaited = np.zeros(table.num_slots, dtype=np.bool_)
+        self._last_free = np.full((len(indexes), table.num_slots), _NO_PLACE, dtype=np.int64)
+        for index, last_free in zip(indexes, self._last_free, strict=True):
+            index.last_free = last_free
+        # Places that are reached, by their numbers: a heap.
+        self._reached: list[tuple[int, Place]] = []
 
     def take(self, slots: Slots, on_reached: Callable[[set[int]], None]) -> None:
         """Take a place behind all steps of slots (none twice) that are admitted. `run` finds out whether it is reached.
@@ -131,15 +142,14 @@ class Places:
         on_reached: called once, with the slots of which a step before it was refused; it may not raise.
         """
         steps = self._table.ledger.tail.step[:, slots]
-        place = Place(slots, self._table.handles(slots), steps, on_reached)
-        self._places.append(place)
+        place = Place(self._num_taken, slots, steps, on_reached, len(slots))
+        self._num_taken += 1
         for i, slot in enumerate(slots.tolist()):
             places = self._of_slot.setdefault(slot, deque())
             places.append(place)
             if len(places) == 1:
-                for index, last in zip(self._indexes, steps[:, i].tolist(), strict=True):
-                    index.last_free[slot] = last
-        self._tell()
+                self._last_free[:, slot], self._is_awaited[slot] = steps[:, i], True
+        self._count(1)
 
     def drop(self, span: int, slot: int, step: int) -> None:
         """A step of a slot was refused, and those behind it: so are the places behind it, which are behind the step
@@ -150,46 +160,59 @@ class Places:
                 place.dropped.add(slot)
                 last[span] = step - 1
                 if number == 0:
-                    self._indexes[span].last_free[slot] = step - 1
+                    self._last_free[span, slot] = step - 1
 
     def leave(self, slot: int) -> None:
         """The sequence in a slot is over: the steps of the next one there wait behind none of its places."""
-        if self._of_slot.pop(slot, None) is not None:
-            for index in self._indexes:
-                index.last_free[slot] = _NO_PLACE
+        for number, place in enumerate(self._of_slot.pop(slot, ())):
+            if number or self._is_awaited[slot]:
+                self._reach_on_one(place)
+        self._last_free[:, slot], self._is_awaited[slot] = _NO_PLACE, False
 
     def run(self) -> None:
         """Tell of the places that are reached, and let what waits behind them run."""
-        while (place := next((place for place in self._places if self._is_reached(place)), None)) is not None:
+        self._find_reached(np.flatnonzero(self._is_awaited))
+        while self._reached:
+            _, place = heapq.heappop(self._reached)
             place.on_reached(place.dropped)
-            self._places.remove(place)
-            last_free = np.full(place.steps.shape, _NO_PLACE, dtype=np.int64)
-            for i, slot in enumerate(place.slots.tolist()):
-                places = self._of_slot.get(slot, deque())
-                if place not in places:  # its sequence has left the slot
-                    last_free[:, i] = [index.last_free[slot] for index in self._indexes]
-                    continue
-                places.popleft()
-                if places:
-                    last_free[:, i] = places[0].last_step(slot)
-                else:
-                    del self._of_slot[slot]
-            self._tell()
-            tail = self._table.ledger.tail.step[:, place.slots]
-            for span, index in enumerate(self._indexes):
-                for number, rows in index.free(place.slots, last_free[span], tail[span]):
-                    self._may_run(span, number, rows)
+            self._pass(place)
+            self._find_reached(place.slots[self._is_awaited[place.slots]])
 
-    def _is_reached(self, place: Place) -> bool:
-        slots = place.slots
-        has_left = self._table.handles(slots) != place.handles
-        is_over = np.logical_and.reduce(self._table.ledger.done.step[:, slots] >= place.steps)
-        return all(
-            left or (self._of_slot[slot][0] is place and (over or slot in place.dropped))
-            for slot, left, over in zip(slots.tolist(), has_left.tolist(), is_over.tolist(), strict=True)
-        )
+    def _pass(self, place: Place) -> None:
+        """What has a place is done with it: let the steps behind it run, up to the next one."""
+        self._count(-1)
+        slots, last_free = place.slots, np.full(place.steps.shape, _NO_PLACE, dtype=np.int64)
+        for i, slot in enumerate(slots.tolist()):
+            places = self._of_slot.get(slot)
+            if not places or places[0] is not place:  # its sequence has left the slot
+                last_free[:, i] = self._last_free[:, slot]
+                continue
+            places.popleft()
+            if not places:
+                del self._of_slot[slot]
+                continue
+            last_free[:, i], self._is_awaited[slot] = places[0].last_step(slot), True
+        tail = self._table.ledger.tail.step[:, slots]
+        for span, index in enumerate(self._indexes):
+            for number, rows in index.free(slots, last_free[span], tail[span]):
+                self._may_run(span, number, rows)
 
-    def _tell(self) -> None:
-        self.has_any = bool(self._places)
+    def _find_reached(self, slots: Slots) -> None:
+        """Find out which of these slots, which are awaited, have done the steps before their first places."""
+        is_over = (self._table.ledger.done.step[:, slots] >= self._last_free[:, slots]).all(axis=0)
+        for slot in slots[is_over].tolist():
+            self._is_awaited[slot] = False
+            self._reach_on_one(self._of_slot[slot][0])
+
+    def _reach_on_one(self, place: Place) -> None:
+        """A place is reached on one slot more."""
+        place.num_left -= 1
+        if not place.num_left:
+            heapq.heappush(self._reached, (place.number, place))
+
+    def _count(self, more: int) -> None:
+        """There are so many places more."""
+        self._num_places += more
+        self.has_any = bool(self._num_places)
         for index in self._indexes:
             index.has_places = self.has_any

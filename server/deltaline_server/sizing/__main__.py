@@ -19,6 +19,7 @@ from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES
 from deltaline_server.front.link.held import most_bytes as held_bytes
 from deltaline_server.front.port.memory import most_bytes as port_bytes
 from deltaline_server.front.port.memory import most_half_sent_bytes
+from deltaline_server.layers.kv_cache import COPIES
 from deltaline_server.local_socket import OFF
 from deltaline_server.sizing.host import on_host
 from deltaline_server.sizing.sizes import LayerSize, Sizes, size
@@ -76,6 +77,7 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
     if state.kv is not None:
         kv = state.kv
         rows.append((f"{kv.num_pages} pages of {kv.page_size} tokens, and the null page", *_both(kv.total_bytes)))
+        rows.append((f"{COPIES} more, through which pages are copied", *_both(kv.copy_bytes)))
     if sizes.adapter_bytes:
         rows.append((f"{config.adapter_slots} adapter slots", *_both(sizes.adapter_bytes)))
     rows.append(("together, beside what batches need", *_both(sizes.total_bytes)))

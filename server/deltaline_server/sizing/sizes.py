@@ -65,8 +65,10 @@ class Sizes:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of weights, state and places of adapters: all that is allocated at start, but for what batches need."""
-        return self.weight_bytes + self.state.total_bytes + self.adapter_bytes
+        """Bytes of weights, state, what its pages are copied through, and places of adapters: all that is allocated at
+        start, but for what batches need."""
+        copy_bytes = 0 if self.state.kv is None else self.state.kv.copy_bytes
+        return self.weight_bytes + self.state.total_bytes + copy_bytes + self.adapter_bytes
 
     @property
     def pages_per_sequence(self) -> int:

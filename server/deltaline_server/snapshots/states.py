@@ -49,7 +49,7 @@ class States:
     ) -> None:
         """moves: None where there are no tiers but the device."""
         self._moves = moves
-        self._table, self._capture, self._snapshots, self._scheduler = table, capture, snapshots, scheduler
+        self._table, self._capture, self.snapshots, self._scheduler = table, capture, snapshots, scheduler
 
     async def create(
         self,
@@ -69,7 +69,7 @@ class States:
         """
 
         def create(slots: Slots, progress: Sequence[CommittedProgress]) -> list[SnapshotDescription]:
-            return self._snapshots.create(slots, progress, principal, lease_s, is_pinned, keys)
+            return self.snapshots.create(slots, progress, principal, lease_s, is_pinned, keys)
 
         return await self._in_order(epoch, handles, principal, create)
 
@@ -91,7 +91,7 @@ class States:
             raise RequestError(Reason.INVALID_REQUEST, message, field="count")
 
         def fork(slots: Slots, progress: Sequence[CommittedProgress]) -> Opened:
-            return self._snapshots.fork(slots, progress, count, principal, lease_s)
+            return self.snapshots.fork(slots, progress, count, principal, lease_s)
 
         return await self._in_order(epoch, handles, principal, fork)
 
@@ -106,9 +106,9 @@ class States:
             for id in dict.fromkeys(ids):
                 # Once more where it gave way again before it could be used.
                 for _ in range(BRINGS):
-                    if used.enter_context(self._snapshots.using(id)) is not None:
+                    if used.enter_context(self.snapshots.using(id)) is not None:
                         break
-                    if self._moves is not None and self._snapshots.is_stored(id, principal):
+                    if self._moves is not None and self.snapshots.is_stored(id, principal):
                         self._table.check_room(len(ids), principal)
                         await self._moves.bring_back(id)
             yield
@@ -117,7 +117,8 @@ class States:
         self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy
     ) -> AbstractAsyncContextManager[None]:
         """The same for what `find` finds."""
-        found = self.find(keys, adapter_hash, principal, policy).prefix
+        rate = self._scheduler.prefill_tokens_per_s
+        found = self.snapshots.find(keys, adapter_hash, principal, policy, rate).prefix
         return self.near([] if found is None else [found.snapshot], principal)
 
     def restore(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> Opened:
@@ -126,12 +127,18 @@ class States:
         Raises RequestError as SnapshotTable.restore does.
         """
         self._scheduler.settle()
-        return self._snapshots.restore(ids, principal, lease_s)
+        return self.snapshots.restore(ids, principal, lease_s)
 
     def find(self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy) -> Match:
         """What a prompt of a principal may go on from under an adapter, by its content hash, empty for none. Changes
-        nothing."""
-        return self._snapshots.find(keys, adapter_hash, principal, policy, self._scheduler.prefill_tokens_per_s)
+        nothing but counts."""
+        rate = self._scheduler.prefill_tokens_per_s
+        found = self.snapshots.find(keys, adapter_hash, principal, policy, rate)
+        if found.prefix is None:
+            self.snapshots.misses[found.miss] += 1
+        else:
+            self.snapshots.hits[found.prefix.tier] += 1
+        return found
 
     def open(
         self,
@@ -153,33 +160,32 @@ class States:
         if found.prefix is None:
             opened = otherwise()
         else:
-            ids = [found.prefix.snapshot] * count
-            opened = self.restore(ids, principal, lease_s=lease_s)
-        self._snapshots.notice(keys, adapter_hash, principal)
+            opened = self.restore([found.prefix.snapshot] * count, principal, lease_s=lease_s)
+        self.snapshots.notice(keys, adapter_hash, principal)
         return found, opened
 
     def describe(
         self, principal: Principal, after: bytes = b"", limit: int | None = None
     ) -> tuple[list[SnapshotDescription], bool]:
         """A page of the snapshots of a principal, and whether there are more, as SnapshotTable.describe tells them."""
-        return self._snapshots.describe(principal, after, limit)
+        return self.snapshots.describe(principal, after, limit)
 
     def renew(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> list[SnapshotState]:
         """Renew leases, for the time that each was created with where lease_s is None. Raises RequestError
         INVALID_REQUEST for a lease that there can't be."""
-        return self._snapshots.renew(ids, principal, lease_s)
+        return self.snapshots.renew(ids, principal, lease_s)
 
     def release(self, ids: Sequence[bytes], principal: Principal) -> list[SnapshotState]:
         """End snapshots. Idempotent."""
-        return self._snapshots.release(ids, principal)
+        return self.snapshots.release(ids, principal)
 
     def reap(self) -> None:
         """End snapshots that have outlived their lease."""
-        self._snapshots.reap()
+        self.snapshots.reap()
 
     def check_integrity(self) -> None:
         """Raise ValueError unless all that is counted agrees."""
-        self._snapshots.check_integrity()
+        self.snapshots.check_integrity()
 
     async def find_stored(self, number_of: Callable[[str], int | None]) -> None:
         """Find the snapshots that an earlier server left in files, as Moves.find_all does."""

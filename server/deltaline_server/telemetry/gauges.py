@@ -8,8 +8,10 @@ from typing import Protocol
 from deltaline_server.memory.regions import Regions
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.tables.adapter_registry import AdapterRegistry
+from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.sequences import SequenceTable
 from deltaline_server.telemetry.metrics import Metrics
+from deltaline_server.telemetry.prefix_metrics import PrefixMetrics
 from deltaline_server.telemetry.principal_metrics import PrincipalMetrics
 from deltaline_server.telemetry.tier_metrics import TierCounts, TierMetrics
 
@@ -65,6 +67,7 @@ def add_gauges(
     metrics: Metrics,
     *,
     table: SequenceTable,
+    snapshots: SnapshotTable,
     scheduler: Scheduler,
     regions: Regions,
     link_regions: Regions,
@@ -80,7 +83,8 @@ def add_gauges(
     """Let the metrics read these numbers. adapters, tls: None where the server has none. tiers: by name."""
     metrics.registry.register(TierMetrics(tiers))
     metrics.registry.register(PrincipalMetrics(lambda: principals.names, table, scheduler))
-    pages = table.pages
+    metrics.registry.register(PrefixMetrics(snapshots))
+    pages, lines = table.pages, table.lines
 
     def of_adapters(read: Callable[[AdapterRegistry], float]) -> Callable[[], float]:
         """0 where the server keeps no adapters."""
@@ -97,6 +101,10 @@ def add_gauges(
         ("kv_pages_used", "Pages of keys and values in use.", lambda: 0 if pages is None else pages.num_used),
         ("kv_pages_capacity", "Pages of keys and values in all.", lambda: 0 if pages is None else pages.num_pages),
         ("sequences_open", "Sequences open.", lambda: table.num_open),
+        ("snapshots", "Snapshots that are held.", lambda: snapshots.num_held),
+        ("snapshots_pinned", "Pinned ones of them.", lambda: snapshots.num_pinned),
+        ("snapshot_lines_used", "Lines that nobody writes, in use.", lambda: lines.num_frozen),
+        ("snapshot_lines_capacity", "Lines beside those of sequences.", lambda: lines.snapshot_lines),
         ("queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows),
         ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),
         ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
@@ -131,5 +139,9 @@ def add_gauges(
         ("tls_reloads", "Certificates that changed and were taken.", of_tls(lambda t: t.num_taken)),
         ("tls_refusals", "Certificates that changed and can't be used.", of_tls(lambda t: t.num_refused)),
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
+        ("snapshots_captured", "Snapshots made.", lambda: snapshots.num_captured),
+        ("snapshots_restored", "Sequences that began with one.", lambda: snapshots.num_restored),
+        ("snapshots_evicted", "Snapshots that gave way to others.", lambda: snapshots.num_evicted),
+        ("snapshots_expired", "Leases of snapshots that ran out.", lambda: snapshots.num_expired),
     ):
         metrics.total(f"deltaline_{name}", text, read)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from rigs.num_calls import num_calls
 from rigs.scheduler_rig import DECODE, PREFILL, VERIFY, Rig, checksum, outputs, reason, refuses, turns
+from rigs.seeds import seeds
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS
@@ -171,6 +175,28 @@ async def test_what_waits_is_told_when_the_server_stops_and_none_is_taken_then()
     assert np.all(rig.table.ledger.done.step == rig.table.ledger.tail.step)
 
 
+def tells(told: list[int], number: int) -> Callable[[set[int]], None]:
+    return lambda dropped: told.append(number)
+
+
+async def test_places_that_wait_cost_the_next_one_nothing() -> None:
+    async def calls_beside(num_places: int) -> int:
+        rig = Rig(eager=False)
+        handles = rig.open(8)
+        steps = [decode(rig, handle, 1) for handle in handles]
+        await turns()
+        slots, told = rig.slots(*handles), list[int]()
+        for number in range(num_places):
+            rig.scheduler.in_order(slots, tells(told, number))
+        calls = num_calls(lambda: rig.scheduler.in_order(slots, tells(told, num_places)))
+        assert not told
+        await finished(rig, *steps)
+        assert told == [*range(num_places + 1)]
+        return calls
+
+    assert await calls_beside(400) == await calls_beside(4)
+
+
 # -- forks of sequences whose steps were refused, or whose slot another had before -----------------------------------
 
 CHUNKS = pytest.mark.parametrize("chunks", [4, 5, 6, 7, 8])
@@ -278,3 +304,64 @@ async def test_a_fork_is_told_of_a_refusal_with_nothing_in_flight() -> None:
     for waits in (first, second):
         with pytest.raises(RequestError):
             await asyncio.wait_for(waits, 10)
+
+
+class Taken:
+    """A place over sequences: their last steps then, and their steps that were in flight; and what was told of it."""
+
+    def __init__(self, rig: Rig, handles: list[int], steps: dict[int, list[asyncio.Future[StepResult]]]) -> None:
+        self.rig, self.handles, self.slots = rig, handles, rig.slots(*handles)
+        self.last = rig.table.ledger.tail.step[:, self.slots].copy()
+        self.before = [[one for one in steps[handle] if not one.done()] for handle in handles]
+        self.was_dropped: dict[int, bool] = {}
+        self.num_told = 0
+        rig.scheduler.in_order(self.slots, self.told)
+
+    def told(self, dropped: set[int]) -> None:
+        self.num_told += 1
+        is_held = self.rig.table.handles(self.slots) == np.array(self.handles, dtype=np.uint64)
+        done = self.rig.table.ledger.done.step[:, self.slots]
+        for i in np.flatnonzero(is_held).tolist():
+            self.was_dropped[i] = int(self.slots[i]) in dropped
+            if self.was_dropped[i]:
+                assert (done[:, i] <= self.last[:, i]).all()
+            else:
+                assert done[:, i].tolist() == self.last[:, i].tolist()
+
+    def check(self) -> None:
+        """All is over: it was told once, and of the refusals before it alone."""
+        assert self.num_told == 1
+        for i, was_dropped in self.was_dropped.items():
+            assert was_dropped == any(reason(one.result()) is not None for one in self.before[i])
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+async def test_places_among_refused_steps_and_sequences_that_come_and_go(seed: int) -> None:
+    draw, rig = random.Random(seed), Rig(eager=False, spans=2, slots=6, queue_rows=1000)
+    steps: dict[int, list[asyncio.Future[StepResult]]] = {handle: [] for handle in rig.open(5)}
+    everything, places = list[asyncio.Future[StepResult]](), list[Taken]()
+    for _ in range(300):
+        action, handle = draw.random(), draw.choice(list(steps))
+        (slot,), span = rig.slots(handle), draw.randrange(2)
+        tail = int(rig.table.ledger.tail.step[span, slot])
+        if action < 0.45:
+            if tail - rig.table.ledger.done.step[span, slot] < 8:
+                deadline_s = rig.now + 1 if draw.random() < 0.2 else None
+                steps[handle].append(decode(rig, handle, tail + 1, span=span, deadline_s=deadline_s))
+                everything.append(steps[handle][-1])
+        elif action < 0.6:
+            places.append(Taken(rig, draw.sample(list(steps), draw.randint(1, min(4, len(steps)))), steps))
+        elif action < 0.65:
+            rig.close(handle)
+            del steps[handle]
+            steps |= {one: [] for one in (rig.open() if rig.table.num_open < 6 else ())}
+            if len(steps) < 3:
+                break
+        elif action < 0.75:
+            rig.now += 2
+        elif rig.engine.waiting:
+            rig.engine.run()
+            await turns(draw.choice([0, 1, 10]))
+    await finished(rig, *everything)
+    for place in places:
+        place.check()

@@ -22,6 +22,7 @@ from deltaline_server.checkpoints.checkpoint import Checkpoint
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
+from deltaline_server.layers.kv_cache import COPIES
 from deltaline_server.layers.state_pool import LayerState
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import Model, load_model, open_plan
@@ -107,6 +108,8 @@ def test_calculated_is_what_the_server_allocates(name: str, options: dict[str, A
     kv = sizes.state.kv
     pages = (0, 0, 0, 0) if kv is None else (kv.num_pages, kv.page_size, kv.page_bytes, kv.max_context)
     assert pages == (info.kv_pages, info.kv_page_tokens, info.kv_page_bytes, info.max_context)
+    copy_bytes = sum(COPIES * block[:, 0].nbytes for block in pool.page_blocks)
+    assert sizes.total_bytes == sizes.weight_bytes + pool.total_bytes + copy_bytes + sizes.adapter_bytes
     assert sizes.adapter_bytes == (0 if model.adapters is None else model.adapters.total_bytes)
     assert sizes.weight_bytes == sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors_of(model))
 

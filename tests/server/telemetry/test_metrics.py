@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import re
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ from deltaline_server import __version__
 from deltaline_server.app import Server
 from deltaline_server.scheduling.observer import BatchTiming
 from deltaline_server.step import RowKind
+from deltaline_server.tables.prefixes.cost import Tier
+from deltaline_server.tables.prefixes.index import Miss
 from deltaline_server.telemetry.gauges import add_gauges
 from deltaline_server.telemetry.metrics import SECONDS_BUCKETS, Metrics, StageSeconds
 
@@ -39,6 +42,8 @@ NUMBERED = """
     front_end_memory_bytes
     tls_expires_seconds tls_reloads_total tls_refusals_total
     principals principals_refusals_total unknown_handles_total
+    snapshots snapshots_pinned snapshot_lines_used snapshot_lines_capacity
+    snapshots_captured_total snapshots_restored_total snapshots_evicted_total snapshots_expired_total
 """
 
 
@@ -110,6 +115,17 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
     table: Any = SimpleNamespace(
         num_lines_used=12, num_lines=13, pages=pages, num_open=14, num_expired=15, adapters=bound, num_open_of={}
     )
+    table.lines = SimpleNamespace(num_frozen=40, snapshot_lines=41)
+    snapshots: Any = SimpleNamespace(
+        num_held=38,
+        num_pinned=39,
+        num_captured=42,
+        num_restored=43,
+        num_evicted=44,
+        num_expired=45,
+        hits=Counter({Tier.DEVICE: 46}),
+        misses=Counter({Miss.EVICTED: 47, None: 48}),
+    )
     load = SimpleNamespace(queued_rows=16, queued_bytes=17, reply_bytes=18)
     scheduler: Any = SimpleNamespace(use={}, load=lambda: load, adapter_wait=SimpleNamespace(num_waiting=19))
     regions: Any = SimpleNamespace(used_bytes=20)
@@ -117,6 +133,7 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
     add_gauges(
         metrics,
         table=table,
+        snapshots=snapshots,
         scheduler=scheduler,
         regions=regions,
         link_regions=SimpleNamespace(used_bytes=26),  # type: ignore[arg-type]
@@ -132,6 +149,11 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
     names = re.findall(r"\w+", NUMBERED)
     read = {name: sample(metrics, f"deltaline_{name}") for name in names}
     assert read == {name: number for number, name in enumerate(names, start=1)}
+    hits = {tier: sample(metrics, "deltaline_prefix_hits_total", tier=tier) for tier in ("DEVICE", "HOST", "FILE")}
+    assert hits == {"DEVICE": 46, "HOST": 0, "FILE": 0}
+    reasons = ("EVICTED", "CHEAPER_TO_COMPUTE", "NEVER_STORED", "TOO_SHORT", "OTHER_ADAPTER", "OTHER_FINGERPRINT")
+    misses = [sample(metrics, "deltaline_prefix_misses_total", reason=reason) for reason in reasons]
+    assert misses == [47, 48, 0, 0, 0, 0]
 
 
 async def samples_of(server: Server) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_left, bisect_right, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -29,8 +29,8 @@ from deltaline_server.tables.captured.snapshot import (
 from deltaline_server.tables.captured.state import CapturedState, StoredState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
-from deltaline_server.tables.prefixes.cost import ReusePolicy, StoredPrefix
-from deltaline_server.tables.prefixes.index import Origin, PrefixIndex
+from deltaline_server.tables.prefixes.cost import ReusePolicy, StoredPrefix, Tier
+from deltaline_server.tables.prefixes.index import Miss, Origin, PrefixIndex
 from deltaline_server.tables.prefixes.keys import PrefixKeys
 from deltaline_server.tables.prefixes.match import Match, match
 from deltaline_server.tables.sequence import slots_of
@@ -73,7 +73,9 @@ class SnapshotTable:
         self.device = DeviceTier(table, capture, self._give_way)
         self._index = PrefixIndex(self.device.limit + stored_limit, secrets.token_bytes(32))
         self._lineage = Lineage(table)
-        self.num_evicted = self.num_expired = 0
+        self.num_captured = self.num_restored = self.num_evicted = self.num_expired = 0
+        self.hits, self.misses = Counter[Tier](), Counter[Miss | None]()
+        """Finds by the tier of what was found; by why nothing was, None where to compute is cheaper. States counts."""
 
     @property
     def num_held(self) -> int:
@@ -115,16 +117,11 @@ class SnapshotTable:
         return [self._description(id, self._held[id], self._clock()) for id in ids]
 
     def find(
-        self,
-        keys: PrefixKeys,
-        adapter_hash: bytes,
-        principal: Principal,
-        policy: ReusePolicy,
-        prefill_tokens_per_s: float | None,
+        self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy, rate: float | None
     ) -> Match:
-        """What a prompt of a principal may go on from under an adapter, empty for none. Changes nothing."""
+        """What a prompt of a principal may go on from under an adapter, empty for none. rate: prefill_tokens_per_s.
+        Changes nothing."""
         found = self._index.find(keys, principal.number, self._origin(adapter_hash))
-        rate = prefill_tokens_per_s
         return match(found, policy, prompt_tokens=keys.prompt_tokens, prefill_tokens_per_s=rate, ways=self.lower.ways)
 
     def notice(self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal) -> None:
@@ -145,6 +142,7 @@ class SnapshotTable:
             self._lineage.goes_on(slot, id)
         for id in dict.fromkeys(ids):
             self.device.eviction.consumed(id)
+        self.num_restored += len(ids)
         return opened
 
     def fork(
@@ -318,6 +316,7 @@ class SnapshotTable:
         one = Snapshot(state, owner, is_pinned, lease_s, deadline_s, self._wall_clock(), key)
         self._hold(id, one, keys)
         self._put(id, one, state, continues)
+        self.num_captured += 1
         self.lower.added(id)
         return id
 

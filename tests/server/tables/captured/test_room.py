@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
+from rigs.num_calls import num_calls
 from rigs.scheduler_rig import DECODE, PREFILL, Rig, reason
 from rigs.seeds import seeds
 
@@ -107,7 +106,7 @@ async def test_what_is_asked_for_is_freed_by_none_in_vain_or_nobody_goes(seed: i
     assert min(told[name] for name in ("NO_SNAPSHOT_LINES", "PAGES_EXHAUSTED", "needed")) > 5, told
 
 
-async def num_calls(num_snapshots: int, num_tokens: int) -> int:
+async def calls_beside(num_snapshots: int, num_tokens: int) -> int:
     """Calls of ours while a step of so many tokens lacks pages beside so many snapshots of a page each."""
     rig = Rig(slots=4, snapshot_lines=num_snapshots, pages=num_snapshots + 4, page_size=PAGE)
     step, epoch = 1, rig.table.server_epoch
@@ -122,25 +121,14 @@ async def num_calls(num_snapshots: int, num_tokens: int) -> int:
     rig.close(handle)
     (handle,) = rig.open()
     assert rig.snapshots.num_held == num_snapshots
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
     request = rig.request((handle, PREFILL, 1, 0, -1, [1.0] * num_tokens))
-    sys.setprofile(count)
-    try:
-        rig.submit(request)
-    finally:
-        sys.setprofile(None)
-    return calls
+    return num_calls(lambda: rig.submit(request))
 
 
 @pytest.mark.parametrize("num_tokens", [PAGE * 6, PAGE * 10_000])
 async def test_how_many_snapshots_there_are_does_not_tell_in_calls(num_tokens: int) -> None:
     """Whether some give way, or all together would not do."""
-    few, many = [await num_calls(count, num_tokens) for count in (64, 1024)]
+    few, many = [await calls_beside(count, num_tokens) for count in (64, 1024)]
     assert many <= few + 10
 
 
