@@ -309,8 +309,7 @@ class Server:
             settle=scheduler.settle,
             clock=self._clock,
         )
-        own.append(self._state_service.handlers())
-        handlers = (*own, _reflection([service.full_name for service in SERVICES]))
+        handlers = (*own, self._state_service.handlers(), _reflection([service.full_name for service in SERVICES]))
         self._server.add_generic_rpc_handlers(handlers)
         served = Served(
             find=Methods(handlers, interceptor).find,

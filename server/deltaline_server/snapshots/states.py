@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.scheduler import Scheduler
-from deltaline_server.snapshots.moves import Moves
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -31,6 +30,14 @@ BRINGS = 3
 Result = TypeVar("Result")
 
 
+class Tiering(Protocol):
+    """What moves snapshots between the tiers: a Moves, of which front ends must not know that it needs torch."""
+
+    async def find_all(self, number_of: Callable[[str], int | None]) -> None: ...
+    async def bring_back(self, id: bytes) -> None: ...
+    async def close(self) -> None: ...
+
+
 class States:
     """Snapshots and forks of sequences. All methods belong to the event loop's thread; each does all or nothing.
 
@@ -45,7 +52,7 @@ class States:
         capture: Capture,
         snapshots: SnapshotTable,
         scheduler: Scheduler,
-        moves: Moves | None = None,
+        moves: Tiering | None = None,
     ) -> None:
         """moves: None where there are no tiers but the device."""
         self._moves = moves
