@@ -5,12 +5,14 @@
 FOLDER is on the disk that is meant, and gets a few files of 154 MB, one at a time. The state is that of a model of 27
 billion parameters without its pages. A turn writes the bytes with os.write and fsync, then as a state; each is removed
 before the next. Reads are cold: the kernel is told to forget the pages. Digests of packages that are not installed are
-left out; times of digests are of the thread, the least of five.
+left out; times of digests are of the thread, the least of five. Where there is a GPU, the host tier comes first: the
+same state between its memory and pinned memory, beside one copy of as many bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import importlib
 import os
@@ -22,16 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from deltaline_server.layers.shapes import GatedDeltaNetShape
+from deltaline_server.layers.state_pool import StateOptions, StatePool
+from deltaline_server.memory.pinning import CudaPinning
 from deltaline_server.snapshots.directory import StateDirectory, name_of
 from deltaline_server.snapshots.header import StateHeader
+from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayer, StateLayout, state_bytes
+from deltaline_server.snapshots.transfer import StatePlace, StateTransfer
 
 PIECE = 1 << 20
 LAYERS = tuple(StateLayer(i, 0, GatedDeltaNetShape(16, 48, 128, 128, 4)) for i in range(48))
 LAYOUT = StateLayout(LAYERS, num_spans=1, itemsize=2, state_itemsize=4, max_draft=8)
-HEADER = StateHeader(bytes(16), bytes(32), "bench", (SpanProgress(position=8192),))
+HEADER = StateHeader(bytes(16), bytes(32), "bench", (SpanProgress(step=1, position=8192),))
 SECTIONS = LAYOUT.sections(HEADER.spans)
 
 
@@ -46,6 +53,8 @@ def main() -> None:
     for name, digest in digests().items():
         seconds = min(thread_time(lambda digest=digest: digest(memory.data)) for _ in range(5))  # type: ignore[misc]
         print(f"{name:<18} {len(memory) / seconds / 1e9:6.2f} GB/s")
+    if torch.cuda.is_available():
+        host_tier(arguments.turns)
     arguments.folder.mkdir(mode=0o700, exist_ok=True)
     directory = StateDirectory(arguments.folder / "states")
     plain = arguments.folder / "plain"
@@ -70,6 +79,42 @@ def main() -> None:
     for ours, plainly in (("a state", "write + fsync"), ("a state's read", "read")):
         ratios = [one / other for one, other in zip(times[plainly], times[ours], strict=True)]
         print(f"{ours} / {plainly}: {statistics.median(ratios):.2f}, {min(ratios):.2f} .. {max(ratios):.2f}")
+
+
+def host_tier(turns: int) -> None:
+    """Measure the way between the device and pinned memory, and print."""
+    device = torch.device("cuda")
+    shapes, options = [layer.shape for layer in LAYERS], StateOptions(num_lines=2, max_draft=LAYOUT.max_draft)
+    pool = StatePool(shapes, options, dtype=torch.bfloat16, device=device)
+    transfer = StateTransfer(LAYOUT, [layer.number for layer in LAYERS], pool)
+    tier = HostTier(LAYOUT, 2 * state_bytes(SECTIONS), CudaPinning(device))
+    asyncio.run(tier.store(HEADER, nothing))
+    spans, no_pages, no_commits = HEADER.spans, np.zeros(0, np.int32), np.zeros((0, 3), np.int64)
+    with tier.use(HEADER.id) as memory, torch.inference_mode():
+        assert memory is not None
+        place, pinned = StatePlace((1,), no_pages), torch.from_numpy(memory)
+        plain = torch.empty(len(memory), dtype=torch.uint8, device=device)
+        works: dict[str, Callable[[], object]] = {
+            "one copy out": lambda: pinned.copy_(plain, non_blocking=True),
+            "gather": lambda: transfer.gather(spans, place, no_commits, memory),
+            "one copy in": lambda: plain.copy_(pinned, non_blocking=True),
+            "scatter": lambda: transfer.scatter(spans, place, memory),
+        }
+        for name, work in works.items():
+            times = [clock_time(lambda work=work: done(work)) for _ in range(turns + 2)][2:]  # type: ignore[misc]
+            seconds = statistics.median(times)
+            print(f"{name:<18} {len(memory) / seconds / 1e9:6.2f} GB/s, {seconds * 1e3:.2f} ms")
+    tier.close()
+
+
+def done(work: Callable[[], object]) -> None:
+    """Do what the device is asked for, to its end."""
+    work()
+    torch.cuda.synchronize()
+
+
+async def nothing(memory: Bytes) -> None:
+    """Leave a state's memory as it is."""
 
 
 def digests() -> dict[str, Callable[[memoryview], object]]:

@@ -261,9 +261,9 @@ class Server:
         return runtime
 
     async def _prepare(self, runtime: Runtime) -> None:
-        """Make the device ready for batches, and say how far it is."""
-        begin_s = self._clock()
-        progress = [0, 0]
+        """Make the device ready for batches, and say how far it is; find snapshots."""
+        await runtime.find_stored(self.principals.number_of)
+        begin_s, progress = self._clock(), [0, 0]
 
         def report(done: int, total: int) -> None:
             progress[:] = done, total
@@ -310,8 +310,7 @@ class Server:
             settle=scheduler.settle,
             clock=self._clock,
         )
-        own.append(self._state_service.handlers())
-        handlers = (*own, _reflection([service.full_name for service in SERVICES]))
+        handlers = (*own, self._state_service.handlers(), _reflection([service.full_name for service in SERVICES]))
         self._server.add_generic_rpc_handlers(handlers)
         served = Served(
             find=Methods(handlers, interceptor).find,
@@ -339,6 +338,7 @@ class Server:
             tls=self._tls,
             principals=self.principals,
             unknown_handles=lambda: self._layer_service.guesses.num_unknown,
+            tiers=runtime.tiers.by_name,
         )
         return served
 

@@ -37,7 +37,9 @@ from deltaline_server.models.servable import Auto
 from deltaline_server.scheduling.observer import Observer
 from deltaline_server.scheduling.scheduler import Scheduler
 from deltaline_server.snapshots import layout
+from deltaline_server.snapshots.moves import STORED_LIMIT
 from deltaline_server.snapshots.states import States
+from deltaline_server.snapshots.tiers import Tiers
 from deltaline_server.step import WAYPOINT_TOKENS, Limits
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -74,6 +76,7 @@ class Runtime:
     """Memory of the local link."""
     adapters: Adapters | None
     """None where the server keeps none."""
+    tiers: Tiers
 
     @classmethod
     def build(
@@ -105,7 +108,7 @@ class Runtime:
         num_spans = len(model.spans)
         adapters = Adapters.build(config, model, loaded, clock, call_soon)
         table = SequenceTable(
-            lines=LinePool(pool.num_lines, engine.zero_lines, page_pool(model, pool), options.snapshot_lines),
+            lines=line_pool(config, model, pool, engine),
             ledger=StepLedger(num_spans, config.max_sequences, MAX_STEPS_IN_FLIGHT),
             replies=KeptReplies(num_spans, config.max_sequences, config.reply_bytes),
             adapters=SequenceAdapters(config.max_sequences, None if adapters is None else adapters.registry),
@@ -125,6 +128,7 @@ class Runtime:
             lease_tick_s=LEASE_TICK_S,
             clock=clock,
             wall_clock=wall_clock,
+            stored_limit=STORED_LIMIT if config.host_state_bytes else 0,
         )
         scheduler = Scheduler(
             table=table,
@@ -134,12 +138,16 @@ class Runtime:
             clock=clock,
             waypoints=WaypointTable(table, capture, snapshots),
         )
-        states = States(table=table, capture=capture, snapshots=snapshots, scheduler=scheduler)
         if adapters is not None:
             adapters.registry.places.on_copied = scheduler.adapter_wait.copied
         pinning = CudaPinning(model.device) if model.device.type == "cuda" else None
         regions, link_regions = make_regions(config, clock, pinning)
-        return cls(config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters)
+        tiers = Tiers.open(config, model, pool, pinning)
+        moves = tiers.moves(model, pool, engine.transfer, snapshots, capture, table.adapters)
+        states = States(table=table, capture=capture, snapshots=snapshots, scheduler=scheduler, moves=moves)
+        return cls(
+            config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters, tiers
+        )
 
     @property
     def device_name(self) -> str:
@@ -157,6 +165,16 @@ class Runtime:
         except Exception as error:
             raise ModelError(f"the first batch failed on this device: {error}") from error
 
+    async def find_stored(self, number_of: Callable[[str], int | None]) -> None:
+        """Find the snapshots that an earlier server left in files. To be called once, before the first call is taken.
+
+        number_of: a principal's number by its name, None where there can be no such. Raises ModelError.
+        """
+        try:
+            await self.states.find_stored(number_of)
+        except OSError as error:
+            raise ModelError(f"--state-dir: expected a folder that can be read ({error.strerror})") from error
+
     def reap(self) -> None:
         """End what has outlived its lease. To be called on the event loop, again and again."""
         self.table.reap()
@@ -168,9 +186,11 @@ class Runtime:
         """Finish loads and what the device has, then free shared memory. Idempotent."""
         if self.adapters is not None:
             await self.adapters.close()
+        await self.states.close()
         await asyncio.to_thread(self.engine.close)
         await self.regions.close()
         await self.link_regions.close()
+        await self.tiers.close()
 
     def served(self) -> Served:
         """What requests are read against."""
@@ -243,6 +263,12 @@ def make_executor(model: Model, pool: StatePool, limits: Limits) -> Executor:
     return CudaExecutor(model, pool, limits)
 
 
+def line_pool(config: Config, model: Model, pool: StatePool, engine: Engine) -> LinePool:
+    """What hands out the lines of a pool, and their pages."""
+    snapshot_lines, spare_lines = config.snapshot_lines_beside(config.max_sequences), spare_lines_of(config)
+    return LinePool(pool.num_lines, engine.zero_lines, page_pool(model, pool), snapshot_lines, spare_lines)
+
+
 def page_pool(model: Model, pool: StatePool) -> PagePool | None:
     """What hands out the pages of a pool, None where it has none."""
     if pool.kv is None:
@@ -309,12 +335,17 @@ def state_options(config: Config) -> StateOptions:
     """How much state the model is given."""
     return StateOptions(
         num_lines=config.max_sequences,
-        snapshot_lines=config.snapshot_lines_beside(config.max_sequences),
+        snapshot_lines=config.snapshot_lines_beside(config.max_sequences) + spare_lines_of(config),
         max_draft=config.max_draft_tokens,
         state_dtype=getattr(torch, config.state_dtype),
         limit_bytes=config.state_bytes,
         page_size=config.page_size,
     )
+
+
+def spare_lines_of(config: Config) -> int:
+    """Lines that stand in for those of snapshots which are being copied to host memory, one at a time."""
+    return int(config.host_state_bytes > 0)
 
 
 def _wire_dtype(dtype: torch.dtype) -> tensor_pb2.DataType.ValueType:

@@ -33,6 +33,7 @@ async def live(tmp_path: Path) -> AsyncIterator[Server]:
         port=0,
         metrics_port=0,
         adapter_bytes=1 << 20,
+        host_state_bytes=1 << 20,
     )
     async with Server(config) as server:
         yield server

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from e2e.conftest import server_of
 from rigs.hostile_proxy import HostileProxy
 from rigs.linked import FAST, Driven, tokens
 from rigs.prefill_step import prefill_step
@@ -24,7 +25,14 @@ from rigs.watched_states import WatchedStates
 from deltaline.v1 import admin_service_pb2 as admin_pb
 from deltaline.v1 import admin_service_pb2_grpc, layer_service_pb2_grpc, tensor_pb2
 from deltaline.v1 import layer_service_pb2 as pb
-from deltaline_client import AsyncClient, NoFreeLines, SequenceState, SnapshotState, SnapshotUnknown
+from deltaline_client import (
+    AsyncClient,
+    NoFreeLines,
+    SequenceState,
+    SnapshotState,
+    SnapshotUnknown,
+    Tier,
+)
 from deltaline_server.app import Server
 
 NUM_CLIENTS = 6
@@ -229,3 +237,46 @@ async def test_waypoints_that_are_none_are_refused_by_name(make_server: Callable
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "waypoints[0].tokens" in str(caught.value)
         step.waypoints[0].tokens[:] = [info.waypoint_tokens]
         assert len((await layers.Step(step)).waypoints) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_snapshot_outlives_its_server(
+    driven: Driven, tmp_path: Path, device: str, each_small_model: dict[str, Any]
+) -> None:
+    """It gives way on the device, goes on from host memory, and after a restart from its file, bit by bit."""
+    do = driven.do
+    tiers = {"snapshot_lines": 1, "host_state_bytes": 8 << 20, "state_dir_bytes": 1 << 30}
+
+    def make() -> Server:
+        return server_of(each_small_model, tmp_path, device, state_dir=str(tmp_path / "states"), **tiers)
+
+    def files() -> list[Path]:
+        return list((tmp_path / "states").glob("*.state"))
+
+    def goes_on(sequence: Any) -> list[Any]:
+        return [do(sequence.decode(tokens(1, seed=1))), do(sequence.prefill(tokens(70, seed=2)))]
+
+    with served(make()) as address:
+        client = driven.make(address, retry=FAST)
+        sequence, other = do(client.open()), do(client.open())
+        do(sequence.prefill(tokens(37)))
+        do(other.prefill(tokens(3)))
+        [snapshot] = do(client.snapshots.create([sequence]))
+        expected = goes_on(sequence)
+        asyncio.run(until(lambda: len(files()) == 1))
+        [newer] = do(client.snapshots.create([other], pin=True))
+        by_id = {one.id: one for one in do(client.snapshots.list())}
+        assert (by_id[snapshot.id].tier, by_id[newer.id].tier) == (Tier.HOST, Tier.DEVICE)
+        do(client.snapshots.release([newer]))
+        [child] = do(snapshot.restore())
+        assert all((one == two).all() for one, two in zip(goes_on(child), expected, strict=True))
+        do(client.disconnect())
+    with served(make()) as address:
+        client = driven.make(address, retry=FAST)
+        [found] = do(client.snapshots.list())
+        assert (found.id, found.position, found.tier) == (snapshot.id, 37, Tier.FILE)
+        [child] = do(found.restore())
+        assert all((one == two).all() for one, two in zip(goes_on(child), expected, strict=True))
+        assert do(client.snapshots.release([found])) == [SnapshotState.RELEASED]
+        asyncio.run(until(lambda: not files()))
+        do(client.disconnect())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,11 @@ from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePo
 from deltaline_server.models.model import ModelOptions, load_model
 from deltaline_server.runtime import make_executor, page_pool
 from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.snapshots.directory import StateDirectory
+from deltaline_server.snapshots.files import FileTier
+from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.states import States
+from deltaline_server.snapshots.tiers import Tiers, make_layout
 from deltaline_server.step import BatchResult, StepBatch
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -39,6 +44,7 @@ from deltaline_server.tables.sequences import SequenceTable
 
 MAX_DRAFT, PAGE_SIZE, MAX_CONTEXT = 4, 16, 160
 CPU = torch.device("cpu")
+FINGERPRINT, FILE_BYTES = bytes(range(32)), 1 << 22
 Array = NDArray[Any]
 
 
@@ -130,6 +136,17 @@ class InlineEngine:
     def place_pages(self, placed: PagesPlaced) -> None:
         self._do(lambda: self._executor.place_pages(placed))
 
+    def transfer(self, work: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            with torch.inference_mode():
+                self._executor.transfer(work).result()
+            done.set_result(None)
+
+        self._do(begin)
+        return done
+
     def poison_lines(self, lines: Sequence[int]) -> None:
         """Let lines hold what nobody may read, and their rows of the table name a page that is not theirs."""
 
@@ -212,15 +229,19 @@ class StateRig:
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         chunk_tokens: int = 64,
+        host_bytes: int = 0,
+        state_dir: Path | None = None,
     ) -> None:
+        """host_bytes: of host memory for states, 0 for none; state_dir: beside it, for files of some megabytes."""
         path = folder / "config.json"
         path.write_text(json.dumps(config))
         self.now, self._on_rows = 100.0, on_rows
         options = ModelOptions(device, random_init=path, dtype=dtype, spans=spans, max_context=MAX_CONTEXT)
         self.model = load_model(options)
-        lines = slots + snapshot_lines
+        spare_lines = int(host_bytes > 0)
+        lines = slots + snapshot_lines + spare_lines
         self.pool = self.model.make_pool(
-            StateOptions(slots, MAX_DRAFT, page_size=PAGE_SIZE, snapshot_lines=snapshot_lines)
+            StateOptions(slots, MAX_DRAFT, page_size=PAGE_SIZE, snapshot_lines=snapshot_lines + spare_lines)
         )
         # The last line is where references stop on their way.
         self._reference_pool = self.model.make_pool(StateOptions(references + 1, MAX_DRAFT, page_size=PAGE_SIZE))
@@ -245,7 +266,7 @@ class StateRig:
             )
             self.pages.engine = self.engine
             self.engine.poison_pages(range(pages + 1))
-        self.lines = PoisonedLines(lines, self.engine.zero_lines, self.pages, snapshot_lines)
+        self.lines = PoisonedLines(lines, self.engine.zero_lines, self.pages, snapshot_lines, spare_lines)
         self.lines.engine = self.engine
         self.engine.poison_lines(range(1, lines + 1))
         num_spans = len(self.model.spans)
@@ -270,6 +291,7 @@ class StateRig:
             lease_tick_s=1e9,
             clock=lambda: self.now,
             wall_clock=lambda: self.now,
+            stored_limit=100 if host_bytes else 0,
         )
         self.waypoints = WaypointTable(self.table, capture, self.snapshots)
         self.scheduler = Scheduler(
@@ -280,7 +302,18 @@ class StateRig:
             clock=lambda: self.now,
             waypoints=self.waypoints,
         )
-        self.states = States(table=self.table, capture=capture, snapshots=self.snapshots, scheduler=self.scheduler)
+        layout, host, files = make_layout(self.model, self.pool), None, None
+        if host_bytes:
+            host = HostTier(layout, host_bytes, None)
+        if state_dir is not None:
+            files = FileTier(StateDirectory(state_dir), layout, FINGERPRINT, FILE_BYTES)
+        self.tiers = Tiers(layout, FINGERPRINT, host, files)
+        self.moves = self.tiers.moves(
+            self.model, self.pool, self.engine.transfer, self.snapshots, capture, self.table.adapters
+        )
+        self.states = States(
+            table=self.table, capture=capture, snapshots=self.snapshots, scheduler=self.scheduler, moves=self.moves
+        )
 
     def reference(self, history: Sequence[Entry]) -> tuple[int, Reference]:
         """A reference that was fed a history, which gave the same bits again; and its line."""

@@ -339,6 +339,18 @@ async def test_state_that_does_not_fit_is_refused(make_server: Callable[..., Ser
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+async def test_a_folder_of_states_is_one_server_s(make_server: Callable[..., Server], tmp_path: Path) -> None:
+    options = {"state_dir": str(tmp_path / "states"), "state_dir_bytes": 1 << 20, "host_state_bytes": 1 << 16}
+    server = make_server(**options)
+    await server.start()
+    with pytest.raises(ModelError, match="--state-dir: expected a folder of one server, another uses it"):
+        await make_server(**options).start()
+    await server.stop()
+    again = make_server(**options)
+    await again.start()
+    await again.stop()
+
+
 async def test_absent_device_is_told(make_server: Callable[..., Server]) -> None:
     with pytest.raises(ModelError, match="--device"):
         await make_server(device="cuda").start()

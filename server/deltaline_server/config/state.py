@@ -38,6 +38,19 @@ class StateOptions(Options):
         low=0,
         high=2**31 - 1,
     )
+    host_state_bytes: int = setting(
+        0, "state", "pinned host memory for stored states, at most, such as 8GiB; 0 for none", low=0, high=MAX_BYTES
+    )
+    state_dir: str | None = setting(
+        None,
+        "state",
+        "folder of this server alone for files of stored states, made with mode 0700; they are not encrypted; default "
+        "none: no files",
+        metavar="DIR",
+    )
+    state_dir_bytes: int = setting(
+        0, "state", "bytes of its files, at most; those used least recently make way", low=0, high=MAX_BYTES
+    )
     reply_bytes: int = setting(2**28, "state", "bytes of replies kept for retries, at most", low=1, high=MAX_BYTES)
     default_lease_ms: int = setting(
         600_000, "state", "lease of a sequence that asks for none, milliseconds", low=1, high=MAX_MS
@@ -49,7 +62,13 @@ class StateOptions(Options):
         return -(-num_sequences // 4) if self.snapshot_lines == -1 else self.snapshot_lines
 
     def __post_init__(self) -> None:
-        """Check that the default lease may be had."""
+        """Check that the default lease may be had, and that a folder of states comes with its bound."""
         super().__post_init__()
+        if self.state_dir is not None and not self.state_dir_bytes:
+            raise ConfigError("--state-dir: expected --state-dir-bytes above 0 beside it, got 0")
+        if self.state_dir is not None and not self.host_state_bytes:
+            raise ConfigError("--state-dir: expected --host-state-bytes above 0 beside it, by which files go, got 0")
+        if self.state_dir_bytes and self.state_dir is None:
+            raise ConfigError(f"--state-dir-bytes: expected --state-dir beside it, got {self.state_dir_bytes} alone")
         if self.default_lease_ms > self.max_lease_ms:
             raise ConfigError(f"--default-lease-ms: expected at most {self.max_lease_ms}, got {self.default_lease_ms}")

@@ -7,6 +7,8 @@ A small one is a single replay.
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -104,8 +106,10 @@ class CudaExecutor:
 
     def __init__(self, model: Model, pool: StatePool, limits: Limits) -> None:
         self._model, self._pool = model, pool
-        self._in, self._compute, self._out = (torch.cuda.Stream(model.device) for _ in range(3))
+        self._in, self._compute, self._out, self._beside = (torch.cuda.Stream(model.device) for _ in range(4))
         self._copier = Copier()
+        # It asks for many copies and waits for them, which batches must not.
+        self._transfers = ThreadPoolExecutor(1, thread_name_prefix="transfer")
         self._num_compiled = 0
         # Not the hook of jitted functions: for it Triton writes their constants as JSON, which modifiers are not.
         knobs.compilation.listener = self._count_compiled
@@ -172,6 +176,19 @@ class CudaExecutor:
             raise ValueError("pages: expected none, as this model has no attention layers")
         self._placing.place(placed)
 
+    def transfer(self, work: Callable[[], None]) -> Future[None]:
+        before = torch.cuda.Event()
+        before.record(self._compute)
+        return self._transfers.submit(self._transfer, before, work)
+
+    def _transfer(self, before: torch.cuda.Event, work: Callable[[], None]) -> None:
+        with torch.inference_mode(), torch.cuda.device(self._model.device), torch.cuda.stream(self._beside):
+            self._beside.wait_event(before)
+            try:
+                work()
+            finally:  # what was begun may not go on behind whoever waits
+                self._beside.synchronize()
+
     def is_lost(self) -> bool:
         try:
             torch.cuda.synchronize(self._model.device)
@@ -180,6 +197,7 @@ class CudaExecutor:
         return False
 
     def close(self) -> None:
+        self._transfers.shutdown()
         self._copier.close()
 
     def counts(self) -> DeviceCounts:

@@ -65,10 +65,10 @@ class _Prepare:
 class Engine:
     """Owns the device thread: batches and changes of lines and pages run on it in the order of their submission.
 
-    `submit`, `zero_lines`, `place_pages` and `poll` wait for no computation and belong to one thread. Where a device
-    computes by itself, a second thread waits for its results, so that the next batch is launched meanwhile. Threads
-    wake slowly: a small batch of a caller who polls is launched by `submit` and completed by `poll`, when no thread has
-    one to launch.
+    `submit`, `zero_lines`, `place_pages`, `transfer` and `poll` wait for no computation and belong to one thread. Where
+    a device computes by itself, a second thread waits for its results, so that the next batch is launched meanwhile.
+    Threads wake slowly: a small batch of a caller who polls is launched by `submit` and completed by `poll`, when no
+    thread has one to launch.
     """
 
     def __init__(self, executor: Executor, device: torch.device) -> None:
@@ -141,6 +141,24 @@ class Engine:
         Its arrays must stay as they are.
         """
         self._order(_Change(lambda: self._executor.place_pages(placed), f"placing pages of {len(placed.lines)} lines"))
+
+    def transfer(self, work: Callable[[], None]) -> Future[None]:
+        """Let work copy between the device's memory and the host's: after what was submitted before, beside the batches
+        behind it. Whoever asks sees to it that these neither write what is read nor read what is written.
+
+        work: called once, on a thread of the engine. Raises RuntimeError after `close`.
+        """
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            try:
+                self._executor.transfer(work).add_done_callback(lambda ended: _pass_on(ended, done))
+            except Exception as error:
+                done.set_exception(error)
+                raise
+
+        self._order(_Change(begin, "a transfer"))
+        return done
 
     def heartbeat_s(self) -> float:
         """Seconds since a thread last began or ended a task while there is work; 0.0 when idle."""
@@ -296,3 +314,12 @@ def _failure(batch: StepBatch) -> BatchResult:
     """The result of a batch that could not be computed."""
     hidden = np.empty((0, batch.hidden[0].shape[1]), dtype=batch.hidden[0].dtype)
     return BatchResult(hidden, np.zeros(batch.control.shape[1] - 1, dtype=np.bool_), failed=True)
+
+
+def _pass_on(ended: Future[None], done: Future[None]) -> None:
+    """Tell one future what became of another."""
+    error = ended.exception()
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)

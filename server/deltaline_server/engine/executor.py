@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -62,6 +63,10 @@ class Executor(Protocol):
 
         Raises IndexError if a line is none, and as StatePool.place_rows does."""
 
+    def transfer(self, work: Callable[[], None]) -> Future[None]:
+        """Let work copy between the device's memory and the host's, after the batches launched before and beside those
+        after; it says what by torch. The future is done when the device has done it, or has what failed."""
+
     def is_lost(self) -> bool:
         """Tell, after an error, whether the device answers no more."""
 
@@ -99,6 +104,16 @@ class CpuExecutor:
         self._pool.check_lines(placed.lines)
         self._pool.place_rows(torch.from_numpy(placed.lines), torch.from_numpy(placed.pages))
         self._pool.copy_pages(torch.from_numpy(placed.copies))
+
+    def transfer(self, work: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        try:
+            work()
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        return done
 
     def is_lost(self) -> bool:
         return False

@@ -105,8 +105,9 @@ class StateService:
         principal = current_principal()
 
         async def work() -> bytes:
-            self._settle()
-            opened = self._states.restore(ids, principal, lease_s=lease_s)
+            async with self._states.near(ids, principal):
+                self._settle()
+                opened = self._states.restore(ids, principal, lease_s=lease_s)
             told = self._table.describe(self._table.server_epoch, opened.handles, principal)
             return replies.restore_response(self._table.server_epoch, opened, told)
 

@@ -79,6 +79,8 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
         kv = state.kv
         rows.append((f"{kv.num_pages} pages of {kv.page_size} tokens, and the null page", *_both(kv.total_bytes)))
         rows.append((f"{COPIES} more, through which pages are copied", *_both(kv.copy_bytes)))
+    if sizes.transfer_bytes:
+        rows.append(("what stored states are copied through", *_both(sizes.transfer_bytes)))
     if sizes.adapter_bytes:
         rows.append((f"{config.adapter_slots} adapter slots", *_both(sizes.adapter_bytes)))
     rows.append(("together, beside what batches need", *_both(sizes.total_bytes)))
@@ -87,6 +89,8 @@ def report(sizes: Sizes, config: Config, host_bytes: int | None) -> str:
         room = "too little" if sizes.total_bytes > host_bytes else "room"
         lines.append(f"this host has {_exact(host_bytes)} of memory: {room} for this server on its CPU")
     lines.append("")
+    if config.host_state_bytes:
+        lines.append(f"on the host, pinned, for stored states: {_exact(config.host_state_bytes)}")
     if config.link not in (None, OFF):
         lines.append(f"on the host, for the local link's clients, at most: {_exact(config.link_memory_bytes)}")
     if config.link not in (None, OFF) or config.front_ends:

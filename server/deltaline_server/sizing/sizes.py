@@ -22,7 +22,9 @@ from deltaline_server.models.model import ModelPlan, check_model, open_plan
 from deltaline_server.models.parts import LayerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 from deltaline_server.models.weights import expected_tensors
-from deltaline_server.runtime import model_options, state_options
+from deltaline_server.runtime import model_options, spare_lines_of, state_options
+from deltaline_server.snapshots.layout import StateLayer, StateLayout
+from deltaline_server.snapshots.transfer import staging_bytes
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,24 @@ class Sizes:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of weights, state, what its pages are copied through, and places of adapters: all that is allocated at
-        start, but for what batches need."""
+        """Bytes of weights, state, what its pages and stored states are copied through, and places of adapters: all
+        that is allocated at start, but for what batches need."""
         copy_bytes = 0 if self.state.kv is None else self.state.kv.copy_bytes
-        return self.weight_bytes + self.state.total_bytes + copy_bytes + self.adapter_bytes
+        return self.weight_bytes + self.state.total_bytes + copy_bytes + self.transfer_bytes + self.adapter_bytes
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes of what states go through on their way to host memory and back; 0 where there is no such tier."""
+        if not self.config.host_state_bytes:
+            return 0
+        layout = StateLayout(
+            tuple(StateLayer(number, 0, shape) for number, shape in sorted(self.plan.loader.shapes.items())),
+            num_spans=1,
+            itemsize=self.plan.layout.placement.dtype.itemsize,
+            state_itemsize=self.options.state_dtype.itemsize,
+            max_draft=self.options.max_draft,
+        )
+        return staging_bytes(layout, self.state.kv)
 
     @property
     def pages_per_sequence(self) -> int:
@@ -103,7 +119,7 @@ class Sizes:
         return low
 
     def _holds(self, count: int, budget_bytes: int) -> bool:
-        snapshot_lines = self.config.snapshot_lines_beside(count)
+        snapshot_lines = self.config.snapshot_lines_beside(count) + spare_lines_of(self.config)
         options = replace(self.options, num_lines=count, snapshot_lines=snapshot_lines, limit_bytes=budget_bytes)
         try:
             state = plan_state(list(self.plan.loader.shapes.values()), options, self.plan.layout.placement.dtype)

@@ -84,6 +84,8 @@ class FileTier:
         self.limit_bytes, self.used_bytes = limit_bytes, 0
         self.num_stored = self.num_loaded = self.num_evicted = 0
         self.misses, self.flaws = Counter[Miss](), Counter[Flaw]()
+        self.on_evicted: Callable[[bytes], None] = lambda id: None
+        """Told of each state that has made way."""
         self._directory, self._layout, self._fingerprint = directory, layout, fingerprint
         self._clock_ns, self._last_ns = clock_ns, 0
         # The least recently used first.
@@ -112,10 +114,23 @@ class FileTier:
             event(_log, "files passed over", level=logging.WARNING, flaw=flaw, count=count)
         return [each.stored.header for each in self._files.values()]
 
+    @property
+    def num_missed(self) -> dict[str, int]:
+        """How often a state was not stored or not read, by the reason."""
+        return {miss.value: self.misses[miss] for miss in Miss}
+
     def find(self, id: bytes) -> StateHeader | None:
         """The header of a state that is there; it does not count as a use."""
         found = self._files.get(id)
         return None if found is None else found.stored.header
+
+    def has(self, id: bytes) -> bool:
+        """Whether a state is there, or on its way."""
+        return id in self._files or id in self._writing
+
+    def size_of(self, id: bytes) -> int:
+        """Bytes of the file of a state that is there."""
+        return self._files[id].num_bytes
 
     def pin(self, id: bytes, is_pinned: bool) -> None:
         """From now on a state is not evicted, or may be again; one that is not there is passed over. A file keeps what
@@ -234,6 +249,8 @@ class FileTier:
         for name, _ in names:
             del self._others[name]
         names += [(name_of(id), self._files.pop(id).num_bytes) for id in ids]
+        for id in ids:
+            self.on_evicted(id)
         for name, size in names:
             await self._remove(name, size)
             self.num_evicted += 1

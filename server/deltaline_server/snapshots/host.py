@@ -53,6 +53,8 @@ class HostTier:
         self._layout, self._pinning = layout, pinning
         self._places = Places(limit_bytes)
         self.num_stored = self.num_loaded = self.num_evicted = self.num_full = 0
+        self.on_evicted: Callable[[bytes], None] = lambda id: None
+        """Told of each state that has made way."""
         # The least recently used first.
         self._states: OrderedDict[bytes, HostState] = OrderedDict()
         self._writing: dict[bytes, bool] = {}
@@ -75,10 +77,19 @@ class HostTier:
         """Bytes of the places of states, those under way among them."""
         return self._places.used_bytes
 
+    @property
+    def num_missed(self) -> dict[str, int]:
+        """How often a state was not stored, by the reason."""
+        return {"full": self.num_full}
+
     def find(self, id: bytes) -> StateHeader | None:
         """The header of a state that is there; it does not count as a use."""
         found = self._states.get(id)
         return None if found is None else found.header
+
+    def size_of(self, id: bytes) -> int:
+        """Bytes of a state that is there."""
+        return len(self._states[id].memory)
 
     def pin(self, id: bytes, is_pinned: bool) -> None:
         """From now on a state is not evicted, or may be again; one that is not there is passed over."""
@@ -184,6 +195,7 @@ class HostTier:
         for id in idle:
             self._places.give_back(self._states.pop(id).offset)
             self.num_evicted += 1
+            self.on_evicted(id)
             offset = self._places.take(size)
             if offset is not None:
                 return offset

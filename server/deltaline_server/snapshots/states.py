@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,18 @@ from deltaline_server.tables.prefixes.match import Match
 from deltaline_server.tables.sequence import SequenceState
 from deltaline_server.tables.sequences import SequenceTable
 
+# How often a snapshot is brought back for one call, at most.
+BRINGS = 3
+
 Result = TypeVar("Result")
+
+
+class Tiering(Protocol):
+    """What moves snapshots between the tiers: a Moves, of which front ends must not know that it needs torch."""
+
+    async def find_all(self, number_of: Callable[[str], int | None]) -> None: ...
+    async def bring_back(self, id: bytes) -> None: ...
+    async def close(self) -> None: ...
 
 
 class States:
@@ -34,8 +46,16 @@ class States:
     """
 
     def __init__(
-        self, *, table: SequenceTable, capture: Capture, snapshots: SnapshotTable, scheduler: Scheduler
+        self,
+        *,
+        table: SequenceTable,
+        capture: Capture,
+        snapshots: SnapshotTable,
+        scheduler: Scheduler,
+        moves: Tiering | None = None,
     ) -> None:
+        """moves: None where there are no tiers but the device."""
+        self._moves = moves
         self._table, self._capture, self.snapshots, self._scheduler = table, capture, snapshots, scheduler
 
     async def create(
@@ -82,15 +102,50 @@ class States:
 
         return await self._in_order(epoch, handles, principal, fork)
 
+    @asynccontextmanager
+    async def near(self, ids: Sequence[bytes], principal: Principal) -> AsyncIterator[None]:
+        """Inside the context a principal's snapshots lie on the device, also those that were in other tiers. Ids may
+        repeat; those of none are passed over.
+
+        Raises RequestError as Moves.bring_back does, and as SequenceTable.check_room where so many could not begin.
+        """
+        with ExitStack() as used:
+            for id in dict.fromkeys(ids):
+                # Once more where it gave way again before it could be used.
+                for _ in range(BRINGS):
+                    if used.enter_context(self.snapshots.using(id)) is not None:
+                        break
+                    if self._moves is not None and self.snapshots.is_stored(id, principal):
+                        self._table.check_room(len(ids), principal)
+                        await self._moves.bring_back(id)
+            yield
+
+    def near_found(
+        self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy
+    ) -> AbstractAsyncContextManager[None]:
+        """The same for what `find` finds."""
+        rate = self._scheduler.prefill_tokens_per_s
+        found = self.snapshots.find(keys, adapter_hash, principal, policy, rate).prefix
+        return self.near([] if found is None else [found.snapshot], principal)
+
     def restore(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> Opened:
-        """One sequence of each snapshot; ids may repeat. Raises RequestError as SnapshotTable.restore does."""
+        """One sequence of each snapshot, which lies on the device (`near`); ids may repeat.
+
+        Raises RequestError as SnapshotTable.restore does.
+        """
         self._scheduler.settle()
         return self.snapshots.restore(ids, principal, lease_s)
 
     def find(self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy) -> Match:
         """What a prompt of a principal may go on from under an adapter, by its content hash, empty for none. Changes
-        nothing."""
-        return self.snapshots.find(keys, adapter_hash, principal, policy, self._scheduler.prefill_tokens_per_s)
+        nothing but counts."""
+        rate = self._scheduler.prefill_tokens_per_s
+        found = self.snapshots.find(keys, adapter_hash, principal, policy, rate)
+        if found.prefix is None:
+            self.snapshots.misses[found.miss] += 1
+        else:
+            self.snapshots.hits[found.prefix.tier] += 1
+        return found
 
     def open(
         self,
@@ -103,8 +158,8 @@ class States:
         lease_s: float | None,
         otherwise: Callable[[], Opened],
     ) -> tuple[Match, Opened]:
-        """`count` sequences that begin with what is found of a prompt, or, where that is nothing, what `otherwise`
-        opens.
+        """`count` sequences that begin with what is found of a prompt, which lies on the device (`near_found`), or,
+        where that is nothing, what `otherwise` opens.
 
         Raises RequestError as SnapshotTable.restore does, and what `otherwise` raises; then nothing has changed.
         """
@@ -138,6 +193,16 @@ class States:
     def check_integrity(self) -> None:
         """Raise ValueError unless all that is counted agrees."""
         self.snapshots.check_integrity()
+
+    async def find_stored(self, number_of: Callable[[str], int | None]) -> None:
+        """Find the snapshots that an earlier server left in files, as Moves.find_all does."""
+        if self._moves is not None:
+            await self._moves.find_all(number_of)
+
+    async def close(self) -> None:
+        """Finish what is copied between the tiers. Idempotent."""
+        if self._moves is not None:
+            await self._moves.close()
 
     async def _in_order(
         self,

@@ -19,7 +19,7 @@ class LinePool:
 
     A line is written by the one who got it, until it is frozen: from then on nobody writes it, any number may hold it,
     and it is free when the last of them lets go. At most snapshot_lines are frozen at a time, so that as many as there
-    are sequences are left for these.
+    are sequences are left for these, and num_lent more: lines that are frozen for as long as they are copied.
 
     `zero` is called with every line that is handed out to be read before it is written, before `allocate` returns; it
     may zero them later, as long as it does so before the next batch runs. There is no other way to get a line. pages:
@@ -32,9 +32,12 @@ class LinePool:
         zero: Callable[[NDArray[np.int64]], None],
         pages: PagePool | None = None,
         snapshot_lines: int = 0,
+        spare_lines: int = 0,
     ) -> None:
+        """spare_lines: of num_lines, those that are for neither sequences nor snapshots, and may be lent."""
         self.num_lines, self.snapshot_lines, self.pages = num_lines, snapshot_lines, pages
-        self.num_frozen = 0
+        self.spare_lines = spare_lines
+        self.num_frozen = self.num_lent = 0
         self._zero = zero
         self._free = list(range(1, num_lines + 1))
         self._references = np.zeros(num_lines + 1, dtype=np.int64)
@@ -47,7 +50,7 @@ class LinePool:
     @property
     def num_freezable(self) -> int:
         """Lines that may be frozen beside those that are."""
-        return self.snapshot_lines - self.num_frozen
+        return self.snapshot_lines + min(self.num_lent, self.spare_lines) - self.num_frozen
 
     def allocate(self, count: int, *, zeroes: bool = True) -> NDArray[np.int64]:
         """Take `count` lines with one reference each, int64 [count], zeroed unless each is written before it is read.
@@ -134,7 +137,7 @@ class LinePool:
             raise ValueError("line pool: a line is both free and in use, or neither")
         if (self._is_frozen & free).any() or int(self._is_frozen.sum()) != self.num_frozen:
             raise ValueError("line pool: the count of frozen lines is wrong, or one is free")
-        if self.num_frozen > self.snapshot_lines:
+        if self.num_frozen > self.snapshot_lines + self.spare_lines:
             raise ValueError("line pool: more lines are frozen than may be")
         if (self._references[~self._is_frozen] > 1).any():
             raise ValueError("line pool: a line that is written has several holders")

@@ -155,6 +155,15 @@ class PagePool:
             source, pages[-1] = int(pages[-1]), copies[0]
         return pages, source
 
+    def take(self, num_tokens: int) -> Pages:
+        """Pages for so many tokens, int32, as held by a captured state. Raises ValueError when too few are free."""
+        count = -(-num_tokens // self.page_size)
+        if count > len(self._free):
+            raise ValueError(f"num_tokens: expected tokens on {len(self._free)} pages at most, got {num_tokens}")
+        pages = np.array([self._free.pop() for _ in range(count)], dtype=np.int32)
+        self._references[pages] = 1
+        return pages
+
     def restore(self, pages: Pages, num_tokens: int, lines: Lines) -> None:
         """Let lines without pages go on behind a captured state's tokens, as `capture` leaves its own.
 

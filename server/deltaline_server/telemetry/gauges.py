@@ -13,6 +13,7 @@ from deltaline_server.tables.sequences import SequenceTable
 from deltaline_server.telemetry.metrics import Metrics
 from deltaline_server.telemetry.prefix_metrics import PrefixMetrics
 from deltaline_server.telemetry.principal_metrics import PrincipalMetrics
+from deltaline_server.telemetry.tier_metrics import TierCounts, TierMetrics
 
 
 class DeviceCounts(Protocol):
@@ -77,8 +78,10 @@ def add_gauges(
     tls: Tls | None,
     principals: Principals,
     unknown_handles: Callable[[], int],
+    tiers: Mapping[str, TierCounts],
 ) -> None:
-    """Let the metrics read these numbers. adapters, tls: None where the server has none."""
+    """Let the metrics read these numbers. adapters, tls: None where the server has none. tiers: by name."""
+    metrics.registry.register(TierMetrics(tiers))
     metrics.registry.register(PrincipalMetrics(lambda: principals.names, table, scheduler))
     metrics.registry.register(PrefixMetrics(snapshots))
     pages, lines = table.pages, table.lines

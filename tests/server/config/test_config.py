@@ -34,7 +34,7 @@ def test_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
 
 PATH_FLAGS = ("--model", "--random-init", "--config")
 URI = [("--uds", character) for character in "%?#"]
-FREE_TEXT = {"model", "random_init", "adapter_root", "host", "uds", "audit_log"}
+FREE_TEXT = {"model", "random_init", "adapter_root", "state_dir", "host", "uds", "audit_log"}
 OPTIONS = [field.name for field in fields(Config)]
 
 
@@ -132,6 +132,12 @@ def test_a_file_that_is_a_pipe_is_read_once() -> None:
         (["--config", "/nowhere/x.toml"], "^--config: /nowhere/x.toml can't be read: No such file or directory$"),
         (["--adapter-root", "."], "--adapter-root: expected --adapter-bytes"),
         (["--adapter-bytes", "1GiB", "--adapter-root", "/nowhere"], "--adapter-root: expected a folder"),
+        (["--state-dir", "."], "^--state-dir: expected --state-dir-bytes above 0 beside it, got 0$"),
+        (
+            ["--state-dir", ".", "--state-dir-bytes", "5"],
+            "^--state-dir: expected --host-state-bytes above 0 beside it, by which files go, got 0$",
+        ),
+        (["--state-dir-bytes", "5"], "^--state-dir-bytes: expected --state-dir beside it, got 5 alone$"),
         (["--adapter-slots", "0"], "--adapter-slots"),
         (["--max-adapter-rank", "257"], "--max-adapter-rank"),
         (["--uds", "/nowhere/deltaline.sock"], "--uds: expected a socket in a folder"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.util
 import json
@@ -31,6 +32,8 @@ from deltaline_server.runtime import Runtime, model_options
 from deltaline_server.sizing import __main__ as sizing
 from deltaline_server.sizing import host
 from deltaline_server.sizing.sizes import size
+from deltaline_server.snapshots.tiers import layer_numbers, make_layout
+from deltaline_server.snapshots.transfer import StateTransfer
 from deltaline_server.telemetry.metrics import Metrics
 
 GATED_DELTA_NET = small_models.GATED_DELTA_NET | {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
@@ -63,6 +66,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "state_dtype": "bfloat16", "max_sequences": 5, "max_draft_tokens": 3},
     {"scope": "mixer", "page_size": 16, "max_context": 100, "adapter_bytes": 1 << 20, "adapter_slots": 3},
     {"layers": "1:2", "state_bytes": 3 << 20},
+    {"host_state_bytes": 1 << 20, "max_context": 100, "page_size": 16},
 ]
 
 
@@ -99,6 +103,7 @@ def test_calculated_is_what_the_server_allocates(name: str, options: dict[str, A
     runtime = Runtime.build(config, Metrics([]), lambda: 0.0, lambda *_: None)
     info, pool, model = runtime.info(), runtime.pool, runtime.model
     Engine.close(runtime.engine)
+    asyncio.run(runtime.tiers.close())
 
     assert sizes.fits and sizes.state.line_bytes == info.sequence_state_bytes == pool.bytes_per_sequence
     assert sizes.state.total_bytes == pool.total_bytes
@@ -110,6 +115,7 @@ def test_calculated_is_what_the_server_allocates(name: str, options: dict[str, A
         if isinstance(state, LayerState):
             [layer] = [layer for layer in sizes.layers if layer.line]
             rows = config.max_sequences + config.snapshot_lines_beside(config.max_sequences) + 1
+            rows += bool(config.host_state_bytes)
             assert layer.line == {part: tensor.nbytes // rows for part, tensor in vars(state).items()}
         else:
             page_bytes = (state.k_pages.nbytes + state.v_pages.nbytes) // len(state.k_pages)
@@ -118,7 +124,13 @@ def test_calculated_is_what_the_server_allocates(name: str, options: dict[str, A
     pages = (0, 0, 0, 0) if kv is None else (kv.num_pages, kv.page_size, kv.page_bytes, kv.max_context)
     assert pages == (info.kv_pages, info.kv_page_tokens, info.kv_page_bytes, info.max_context)
     copy_bytes = sum(COPIES * block[:, 0].nbytes for block in pool.page_blocks)
-    assert sizes.total_bytes == sizes.weight_bytes + pool.total_bytes + copy_bytes + sizes.adapter_bytes
+    transfer = 0
+    if config.host_state_bytes:
+        layout = make_layout(model, pool)
+        mover = StateTransfer(layout, layer_numbers(model), pool)
+        transfer = sum(value.nbytes for value in vars(mover).values() if isinstance(value, torch.Tensor))
+    assert sizes.transfer_bytes == transfer
+    assert sizes.total_bytes == sizes.weight_bytes + pool.total_bytes + copy_bytes + transfer + sizes.adapter_bytes
     assert sizes.adapter_bytes == (0 if model.adapters is None else model.adapters.total_bytes)
     assert sizes.weight_bytes == sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors_of(model))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rigs.packed_states import LayerArrays, LineArrays, TokenArrays, pack, unpack
 from rigs.small_models import GATED_DELTA_NET, HIDDEN, HYBRID, MAMBA2
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
 from deltaline_server.models.model import Model, ModelOptions, load_model
 from deltaline_server.snapshots.layout import SpanProgress, StateLayer, StateLayout, state_bytes
-from deltaline_server.snapshots.packing import LayerArrays, LineArrays, TokenArrays, pack, unpack
 
 CPU = torch.device("cpu")
 MAX_DRAFT, PAGE, NUM_PAGES = 4, 16, 4

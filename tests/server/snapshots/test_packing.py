@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rigs.packed_states import LayerArrays, LineArrays, SpanArrays, TokenArrays, pack, unpack
 from rigs.states import ATTENTION, GATED_DELTA, LAYOUT, MAMBA, MAX_DRAFT, MOVED, SNAPSHOT, random_words
 
 from deltaline_server.layers.shapes import MixerShape, RecurrentShape
@@ -21,7 +22,6 @@ from deltaline_server.snapshots.layout import (
     conv_parts,
     state_bytes,
 )
-from deltaline_server.snapshots.packing import LayerArrays, LineArrays, SpanArrays, TokenArrays, pack, unpack
 
 SPANS = {
     0: SpanArrays(np.array([[60, 0, 3], [64, 1, 0]]), bytes(range(77))),

@@ -19,6 +19,7 @@ import torch
 from rigs.scheduler_rig import turns
 from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
 from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, StateRig
+from rigs.until import until
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import ANONYMOUS, Principal
@@ -46,6 +47,8 @@ from deltaline_server.tables.sequences import SequenceTable
 
 SLOTS, SNAPSHOT_LINES, PAGES = 9, 4, 48
 PRINCIPALS = ANONYMOUS, Principal(1, "one"), Principal(2, "other")
+# For some states of a small model.
+HOST_BYTES = 400_000
 PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
 MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
     "gated_delta_net": (GATED_DELTA_NET, None),
@@ -113,8 +116,8 @@ class Known:
 class World:
     """The rig, and what the model knows of it. done: operations by their name."""
 
-    def __init__(self, name: str, folder: Path, seed: int, **place: Any) -> None:
-        """place: the device and the dtype of StateRig."""
+    def __init__(self, name: str, folder: Path, seed: int, tiers: str = "", **place: Any) -> None:
+        """tiers: "host", or "files" for both, beside the device. place: the device and the dtype of StateRig."""
         config, spans = MODELS[name]
         self.rng = np.random.default_rng(seed)
         self.rig = StateRig(
@@ -122,11 +125,13 @@ class World:
             folder,
             self.on_rows,
             slots=SLOTS,
-            snapshot_lines=SNAPSHOT_LINES,
+            snapshot_lines=2 if tiers else SNAPSHOT_LINES,
             pages=PAGES,
             spans=spans,
             references=3 * SLOTS,
             chunk_tokens=1024,
+            host_bytes=HOST_BYTES if tiers else 0,
+            state_dir=folder / "states" if tiers == "files" else None,
             **place,
         )
         self.num_spans = len(self.rig.model.spans)
@@ -208,7 +213,13 @@ class World:
         (handle,) = self.some(1)
         known, length = self.known[handle], int(self.rng.integers(WAYPOINT_TOKENS, 2 * WAYPOINT_TOKENS + 9))
         places = tuple(at for at in range(WAYPOINT_TOKENS, length + 1, WAYPOINT_TOKENS) if self.rng.random() < 0.7)
-        asked = RowWaypoints(places, at_end=bool(self.rng.random() < 0.5), is_pinned=bool(self.rng.random() < 0.2))
+        asked = RowWaypoints(
+            places,
+            at_end=bool(self.rng.random() < 0.5),
+            is_pinned=bool(self.rng.random() < 0.2),
+            # Wherever the step begins.
+            keys={position: self.rng.bytes(16) for position in range(1, 2 * MAX_CONTEXT)},
+        )
         row, spans = (handle, PREFILL, length, int(self.rng.integers(0, 5))), range(self.num_spans)
         futures = [self.submit(span, [row], {0: asked} if self.rng.random() < 0.9 else {}) for span in spans]
 
@@ -219,7 +230,8 @@ class World:
                     self.done[f"waypoints: {place.skipped}"] += 1
                     continue
                 spans = [Span(position=place.position) for _ in range(self.num_spans)]
-                self.snapshots[place.snapshot] = known.child(known.upto(place.position), spans), asked.is_pinned
+                child = known.child(known.upto(place.position), spans, asked.keys[place.position])
+                self.snapshots[place.snapshot] = child, asked.is_pinned
                 self.done["waypoints"] += 1
 
         self.waiting.append(asyncio.ensure_future(told()))
@@ -370,15 +382,25 @@ class World:
         owner = self.snapshots[id][0].owner
         own = [one for one, (known, _) in self.snapshots.items() if known.owner is owner]
         ids = [id, *own[: int(self.rng.integers(0, 2))]]
-        try:
-            opened = self.rig.states.restore(ids, owner, lease_s=1e3)
-        except RequestError as error:
-            assert error.refusal.reason in (Reason.PAGES_EXHAUSTED, Reason.NO_FREE_LINES, Reason.SNAPSHOT_UNKNOWN)
-            self.done[f"restore: {error.refusal.reason.name}"] += 1
-            return
         stored = [self.snapshots[id][0] for id in ids]
-        self.begin(opened.handles, [known.child(known.history, known.spans) for known in stored])
-        self.done["restore"] += 1
+
+        async def told() -> None:
+            try:
+                async with self.rig.states.near(ids, owner):
+                    opened = self.rig.states.restore(ids, owner, lease_s=1e3)
+            except RequestError as error:
+                assert error.refusal.reason in (
+                    Reason.PAGES_EXHAUSTED,
+                    Reason.NO_FREE_LINES,
+                    Reason.SNAPSHOT_UNKNOWN,
+                    Reason.NO_SNAPSHOT_LINES,
+                )
+                self.done[f"restore: {error.refusal.reason.name}"] += 1
+                return
+            self.begin(opened.handles, [known.child(known.history, known.spans) for known in stored])
+            self.done["restore"] += 1
+
+        await self.ordered(told())
 
     async def find(self) -> None:
         """A prompt that goes on from a snapshot is found by its owner alone, and begins with it, or with nothing."""
@@ -403,22 +425,35 @@ class World:
                 assert (found.prefix, found.miss) == (None, Miss.EVICTED)
         self.done["found" if is_held else "not found"] += 1
         table = self.rig.table
-        try:
-            found, opened = states.open(
-                keys,
-                b"",
-                known.owner,
-                ReusePolicy.ALWAYS,
-                count=1,
-                lease_s=1e3,
-                otherwise=lambda: table.open(1, lease_s=1e3, principal=known.owner),
-            )
-        except RequestError as error:
-            assert error.refusal.reason in (Reason.PAGES_EXHAUSTED, Reason.NO_FREE_LINES)
-            return
-        fresh = Known([Span() for _ in range(self.num_spans)], owner=known.owner)
-        self.begin(opened.handles, [known.child(known.history, known.spans) if is_held else fresh])
-        assert (found.prefix is not None) == is_held
+
+        async def told() -> None:
+            try:
+                async with states.near_found(keys, b"", known.owner, ReusePolicy.ALWAYS):
+                    found, opened = states.open(
+                        keys,
+                        b"",
+                        known.owner,
+                        ReusePolicy.ALWAYS,
+                        count=1,
+                        lease_s=1e3,
+                        otherwise=lambda: table.open(1, lease_s=1e3, principal=known.owner),
+                    )
+            except RequestError as error:
+                assert error.refusal.reason in (
+                    Reason.PAGES_EXHAUSTED,
+                    Reason.NO_FREE_LINES,
+                    Reason.NO_SNAPSHOT_LINES,
+                )
+                self.done[f"open: {error.refusal.reason.name}"] += 1
+                return
+            begins = known.child(known.history, known.spans)
+            if found.prefix is None:
+                begins = Known([Span() for _ in range(self.num_spans)], owner=known.owner)
+            self.begin(opened.handles, [begins])
+            assert is_held or found.prefix is None
+            self.done["opened where it was found" if found.prefix else "opened beside"] += 1
+
+        await self.ordered(told())
 
     def one_snapshot(self) -> bytes:
         return list(self.snapshots)[int(self.rng.integers(0, len(self.snapshots)))]
@@ -429,6 +464,14 @@ class World:
             (state,) = self.rig.states.release([id], self.snapshots[id][0].owner)
             assert state in (SnapshotState.RELEASED, SnapshotState.EVICTED, SnapshotState.EXPIRED)
             del self.snapshots[id]
+
+    async def leave(self) -> None:
+        """Host memory lets go of some snapshots, as when others need their places."""
+        host = self.rig.tiers.host
+        for id in list(self.snapshots):
+            if host is not None and host.find(id) is not None:
+                host.release(id)
+                host.on_evicted(id)
 
     async def close(self) -> None:
         await self.finish()
@@ -480,6 +523,8 @@ class World:
                 reasons = {refusal.reason for refusal in result.refusals.values()}
                 assert reasons <= {Reason.PAGES_EXHAUSTED, Reason.CONTEXT_EXCEEDED}
         self.waiting = []
+        if self.rig.moves is not None and self.rng.random() < 0.5:
+            await until(lambda: self.rig.moves is None or not self.rig.moves.is_busy)
         self.rig.scheduler.settle()
         assert not self.rig.scheduler.has_failed
         assert not any(issued for known in self.known.values() for issued in known.issued)
@@ -507,6 +552,8 @@ class World:
             self.close: 5,
             self.expire: 1,
         }
+        if self.rig.moves is not None:
+            operations |= {self.leave: 0 if self.rig.tiers.files is None else 4, self.restore: 8, self.close: 12}
         weights = np.array(list(operations.values())) / sum(operations.values())
         for _ in range(count):
             name = list(operations)[int(self.rng.choice(len(weights), p=weights))]
@@ -530,13 +577,21 @@ def too_long(known: Known) -> bool:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tiers", ["", "host", "files"], ids=["device", "host", "files"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.sweep)])
-async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, count: int, tmp_path: Path) -> None:
-    world = World(name, tmp_path, seed=7)
-    await world.run(count)
+async def test_all_goes_on_bitwise_as_what_shares_nothing(name: str, tiers: str, count: int, tmp_path: Path) -> None:
+    world = World(name, tmp_path, seed=7, tiers=tiers)
+    await world.run(3 * count if tiers else count)
+    await world.rig.states.close()
+    await world.rig.tiers.close()
     assert world.num_compared > count / 3, world.done
-    kinds = ("snapshot", "fork", "restore", "found", "not found", "waypoints", "EVICTED", "HELD")
+    kinds = ["snapshot", "fork", "restore", "found", "opened where it was found", "waypoints", "HELD"]
+    if world.rig.moves is None:
+        kinds += ["not found", "EVICTED"]
+    else:
+        brought = world.rig.moves.num_brought
+        assert sum(brought.values()) > 0 and world.rig.moves.num_lost == 0, brought
     assert min(world.done[one] for one in kinds) > 0, world.done
 
 
@@ -596,7 +651,7 @@ async def test_planted_bugs_are_found(
     if not checks:
         monkeypatch.setattr(world.rig.states, "check_integrity", lambda: None)
         monkeypatch.setattr(world.rig.lines, "check_batch", lambda *_: None)
-        with pytest.raises((AssertionError, ValueError)):
+        with pytest.raises((AssertionError, ValueError, RequestError)):
             await world.run(300)
     else:
         with pytest.raises(ValueError, match=r"pool|table|batch"):

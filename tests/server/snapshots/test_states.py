@@ -340,7 +340,7 @@ async def test_wrong_counts_are_noticed(field: str) -> None:
     if field == "line":
         rig.captured(parent)  # held by no snapshot
     else:
-        rig.snapshots.room.remove(made.id)
+        rig.snapshots.device.room.remove(made.id)
     with pytest.raises(ValueError, match=r"snapshot table|room"):
         rig.states.check_integrity()
 

@@ -145,6 +145,7 @@ def test_every_gauge_and_total_reads_its_own_number() -> None:
         tls=SimpleNamespace(expires_s=32, num_taken=33, num_refused=34),
         principals=SimpleNamespace(names=dict.fromkeys(range(35), "a"), num_refused=36),
         unknown_handles=lambda: 37,
+        tiers={},
     )
     names = re.findall(r"\w+", NUMBERED)
     read = {name: sample(metrics, f"deltaline_{name}") for name in names}

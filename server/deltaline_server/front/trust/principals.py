@@ -49,6 +49,12 @@ class Principals:
         known = [ANONYMOUS] if self.file is None else self.file.known.principals
         return {principal.number: principal.name for principal in known}
 
+    def number_of(self, name: str) -> int | None:
+        """The number of a principal that there is or may come to be; None where there can be none of this name."""
+        if self.file is None:
+            return ANONYMOUS.number if name == ANONYMOUS.name else None
+        return self.file.number_of(name)
+
     @property
     def num_refused(self) -> int:
         """How often a changed file was wrong."""

@@ -81,6 +81,10 @@ class PrincipalsFile:
         except (OSError, ValueError) as error:
             raise ConfigError(f"--principals: {path}: {_why(error)}") from error
 
+    def number_of(self, name: str) -> int:
+        """A name's number, which the file need not have yet: the same for as long as the process lives."""
+        return self._numbers.setdefault(name, len(self._numbers) + 1)
+
     def reload(self) -> None:
         """Read it again; what is wrong with it is logged, once."""
         content: bytes | None = None
@@ -117,7 +121,7 @@ class PrincipalsFile:
                 principal = _principal(entry)
                 if principal.name in principals:
                     raise ValueError("name: expected one that no other has")
-                number = self._numbers.setdefault(principal.name, len(self._numbers) + 1)
+                number = self.number_of(principal.name)
                 principals[principal.name] = principal = Principal(
                     number, principal.name, principal.roles, principal.quotas, is_alone=len(entries) == 1
                 )

@@ -6,7 +6,9 @@ read is frozen and becomes the captured state's, and the sequence writes another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +21,7 @@ from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.lines import NULL_LINE
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.pages import Pages, PagesPlaced
-from deltaline_server.tables.sequence_adapters import BASE
+from deltaline_server.tables.sequence_adapters import BASE, BoundAdapter
 from deltaline_server.tables.sequences import SequenceTable
 
 NO_SLOTS: Slots = np.zeros(0, dtype=np.int64)
@@ -40,6 +42,9 @@ class Capture:
     def __init__(self, table: SequenceTable, place: Callable[[PagesPlaced], None]) -> None:
         """place: lets the device write rows of its table of pages and copy pages, before the next batch runs."""
         self._table, self._place = table, place
+        # How many read or write a state's lines and pages; those of them that nobody else holds any more.
+        self._uses = Counter[CapturedState]()
+        self.leaving = set[CapturedState]()
 
     def line_holders(self, busy: Slots) -> NDArray[np.int64]:
         """How many hold each line, int64 [lines]. Who has one to itself, and can be given it back by `thaw`, is not
@@ -169,13 +174,62 @@ class Capture:
         return Opened(table.handles(slots), lease_s, adapters.pop() if len(adapters) == 1 else BASE)
 
     def release(self, state: CapturedState) -> None:
-        """Let go of a state. To be called once."""
+        """Let go of a state: at once, or when nobody uses it any more. To be called once."""
+        if state in self._uses:
+            self.leaving.add(state)
+            return
         table = self._table
         table.captured.remove(state)
         table.lines.release(state.read_line.tolist())
         if table.pages is not None:
             table.pages.drop(state.pages)
         table.adapters.give_back(state.adapter, 1)
+
+    # -- states that come and go by other ways ---------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, state: CapturedState) -> Iterator[None]:
+        """Inside the context a state's lines and pages stay its own, whoever lets go of it."""
+        self._uses[state] += 1
+        try:
+            yield
+        finally:
+            self._uses[state] -= 1
+            if not self._uses[state]:
+                del self._uses[state]
+                if state in self.leaving:
+                    self.leaving.remove(state)
+                    self.release(state)
+
+    def needs_of_stored(self, num_tokens: int) -> Needs:
+        """What it takes to bring a state of so many tokens back."""
+        pages = self._table.pages
+        return Needs(1, 0 if pages is None else -(-num_tokens // pages.page_size))
+
+    def bring(
+        self,
+        progress: CommittedProgress,
+        has_begun: NDArray[np.bool_],
+        draft_half: NDArray[np.int64],
+        adapter: BoundAdapter,
+    ) -> CapturedState:
+        """A state whose line and pages are yet to be written. It is let go of when nobody uses it any more, unless it
+        is taken out of `leaving` before. What it `needs_of_stored` must be there.
+
+        has_begun bool [spans], draft_half int64 [spans], of each span. adapter: reserved for the state.
+        """
+        table = self._table
+        read_line = np.full(len(has_begun), NULL_LINE, dtype=np.int64)
+        if has_begun.any():
+            (line,) = table.lines.allocate(1, zeroes=False).tolist()
+            table.lines.freeze(line)
+            read_line[has_begun] = line
+            table.lines.hold(read_line[has_begun][1:])  # one reference is that of who wrote it
+        pages = NO_PAGES if table.pages is None else table.pages.take(progress.position)
+        state = CapturedState(read_line, draft_half, pages, progress, adapter)
+        table.captured.add(state)
+        self.leaving.add(state)
+        return state
 
     def _capture(self, slot: int, progress: CommittedProgress) -> CapturedState:
         table = self._table

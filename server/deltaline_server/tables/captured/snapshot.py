@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from deltaline_server.principal import Principal
-from deltaline_server.tables.captured.state import CapturedState
+from deltaline_server.tables.captured.state import CapturedState, StoredState
 from deltaline_server.tables.prefixes.cost import Tier
 
 
@@ -19,6 +20,14 @@ class SnapshotState(IntEnum):
     RELEASED = 4
     EVICTED = 5
     LOST = 6
+
+
+WHY_GONE = {
+    SnapshotState.EXPIRED: "the snapshot's lease ran out",
+    SnapshotState.RELEASED: "the snapshot was released",
+    SnapshotState.EVICTED: "the snapshot gave way to others",
+    SnapshotState.LOST: "what was stored of the snapshot can't be read",
+}
 
 
 @dataclass(frozen=True)
@@ -39,11 +48,37 @@ class SnapshotDescription:
 
 @dataclass
 class Snapshot:
-    """One that is held. deadline_s: when its lease is over, on the table's clock. created: seconds since 1970."""
+    """One that is held. deadline_s: when its lease is over, on the table's clock. created: seconds since 1970. key: by
+    which it is found, empty for none."""
 
-    state: CapturedState
+    state: CapturedState | StoredState
     owner: Principal
     is_pinned: bool
     lease_s: float
     deadline_s: float
     created: float
+    key: bytes = b""
+
+
+def describe(id: bytes, one: Snapshot, lease_s: float, num_bytes: int) -> SnapshotDescription:
+    """A snapshot as its owner sees it."""
+    state, adapter = one.state, one.state.adapter
+    return SnapshotDescription(
+        id,
+        state.position,
+        adapter.name,
+        adapter.content_hash,
+        one.is_pinned,
+        lease_s,
+        num_bytes,
+        state.tier,
+        one.created,
+    )
+
+
+def ids_by_owner(held: Mapping[bytes, Snapshot]) -> dict[int, list[bytes]]:
+    """The ids of each owner in order."""
+    ids: dict[int, list[bytes]] = {}
+    for id in sorted(held):
+        ids.setdefault(held[id].owner.number, []).append(id)
+    return ids

@@ -8,22 +8,30 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal, check_share
-from deltaline_server.tables.captured.capture import NO_SLOTS, Capture, Needs
+from deltaline_server.tables.captured.capture import Capture, Needs
+from deltaline_server.tables.captured.device import DeviceTier
 from deltaline_server.tables.captured.ended import Ended
 from deltaline_server.tables.captured.lineage import Lineage
-from deltaline_server.tables.captured.room import Room
-from deltaline_server.tables.captured.snapshot import Snapshot, SnapshotDescription, SnapshotState
-from deltaline_server.tables.captured.state import CapturedState
+from deltaline_server.tables.captured.lower import LowerTiers, NoTiers
+from deltaline_server.tables.captured.snapshot import (
+    WHY_GONE,
+    Snapshot,
+    SnapshotDescription,
+    SnapshotState,
+    describe,
+    ids_by_owner,
+)
+from deltaline_server.tables.captured.state import CapturedState, StoredState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.prefixes.cost import ReusePolicy, StoredPrefix, Tier
-from deltaline_server.tables.prefixes.eviction import Eviction
 from deltaline_server.tables.prefixes.index import Miss, Origin, PrefixIndex
 from deltaline_server.tables.prefixes.keys import PrefixKeys
 from deltaline_server.tables.prefixes.match import Match, match
@@ -32,8 +40,6 @@ from deltaline_server.tables.sequences import SequenceTable
 ID_BYTES = 16
 # Of snapshots that ended so many are remembered, so that their owner is told how.
 ENDED = 4096
-# Snapshots for each line there is: those of a state that is captured again and again share its line.
-PER_LINE = 4
 
 
 class SnapshotTable:
@@ -50,30 +56,29 @@ class SnapshotTable:
         lease_tick_s: float,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        stored_limit: int = 0,
     ) -> None:
-        """fingerprint: of what this server's states mean. clock: monotonic seconds. wall_clock: seconds since 1970."""
+        """fingerprint: of what this server's states mean. clock: monotonic seconds. wall_clock: seconds since 1970.
+        stored_limit: snapshots that lie in lower tiers alone, at most."""
         self._table, self._capture, self._fingerprint = table, capture, fingerprint
         self._line_bytes, self._page_bytes = line_bytes, page_bytes
         self._clock, self._wall_clock, self._lease_tick_s = clock, wall_clock, lease_tick_s
         self._last_reap_s = clock()
-        self._limit = PER_LINE * (table.lines.num_lines + 1)
+        self._stored_limit = stored_limit
+        self.lower: LowerTiers = NoTiers()
+        """Where those may lie that give way on the device."""
         self._held: dict[bytes, Snapshot] = {}
         # Of each owner, in order.
         self._ids: defaultdict[int, list[bytes]] = defaultdict(list)
-        self._num_pinned: defaultdict[int, int] = defaultdict(int)
         self._ended = Ended(ENDED)
-        self._index = PrefixIndex(self._limit, secrets.token_bytes(32))
-        self._eviction = Eviction(self._limit)
-        self.room = Room(self._eviction, table.lines, capture, table.ledger.num_spans)
-        """What may give way."""
+        self.device = DeviceTier(table, capture, self._give_way)
+        self._index = PrefixIndex(self.device.limit + stored_limit, secrets.token_bytes(32))
         self._lineage = Lineage(table)
         self.under_way: set[CapturedState] = set()
         """States that are no snapshots yet (waypoints.py)."""
         self.num_captured = self.num_restored = self.num_evicted = self.num_expired = 0
         self.hits, self.misses = Counter[Tier](), Counter[Miss | None]()
-        """Finds by the tier of what was found; and by why nothing was, None where to compute is cheaper."""
-        if table.pages is not None:
-            table.pages.num_givable, table.pages.make_room = self.room.num_pages, self._make_room_for_pages
+        """Finds by the tier of what was found; by why nothing was, None where to compute is cheaper. States counts."""
 
     @property
     def num_held(self) -> int:
@@ -81,7 +86,7 @@ class SnapshotTable:
 
     @property
     def num_pinned(self) -> int:
-        return sum(self._num_pinned.values())
+        return sum(self.device.num_pinned.values())
 
     def num_of(self, principal: Principal) -> int:
         """Snapshots that a principal has."""
@@ -107,7 +112,7 @@ class SnapshotTable:
         lease_s = self._table.checked_lease(lease_s)
         named = [PrefixKeys.one(key, at.position) for key, at in zip(keys or [b""] * len(slots), progress, strict=True)]
         self._check_share(len(slots), principal, is_pinned)
-        self._make_room(self._capture.needs(slots, progress), slots, len(slots))
+        self.device.make_room(self._capture.needs(slots, progress), slots, len(slots))
         ids = []
         for slot, state, its in zip(slots.tolist(), self._capture.capture(slots, progress), named, strict=True):
             ids.append(self._add(state, its, self._lineage.of(slot), principal, lease_s, is_pinned))
@@ -115,22 +120,12 @@ class SnapshotTable:
         return [self._description(id, self._held[id], self._clock()) for id in ids]
 
     def find(
-        self,
-        keys: PrefixKeys,
-        adapter_hash: bytes,
-        principal: Principal,
-        policy: ReusePolicy,
-        prefill_tokens_per_s: float | None,
+        self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy, rate: float | None
     ) -> Match:
-        """What a prompt of a principal may go on from under an adapter, empty for none. Changes nothing but counts."""
+        """What a prompt of a principal may go on from under an adapter, empty for none. rate: prefill_tokens_per_s.
+        Changes nothing."""
         found = self._index.find(keys, principal.number, self._origin(adapter_hash))
-        rate = prefill_tokens_per_s
-        taken = match(found, policy, prompt_tokens=keys.prompt_tokens, prefill_tokens_per_s=rate, ways={})
-        if taken.prefix is None:
-            self.misses[taken.miss] += 1
-        else:
-            self.hits[taken.prefix.tier] += 1
-        return taken
+        return match(found, policy, prompt_tokens=keys.prompt_tokens, prefill_tokens_per_s=rate, ways=self.lower.ways)
 
     def notice(self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal) -> None:
         """A prompt is prefilled: others that begin alike are told how far they do (Match.shared_position)."""
@@ -141,15 +136,15 @@ class SnapshotTable:
 
         Raises RequestError SNAPSHOT_UNKNOWN, PAGES_EXHAUSTED and as Capture.restore does.
         """
-        states = [self._find(id, principal).state for id in ids]
+        states = [self._on_device(id, principal) for id in ids]
         self._table.checked_lease(lease_s)
         self._table.check_room(len(ids), principal)
-        self._make_room(self._capture.needs_of(states), kept=frozenset(ids))
+        self.device.make_room(self._capture.needs_of(states), kept=frozenset(ids))
         opened = self._capture.restore(states, 1, principal, lease_s)
         for i, id in enumerate(ids):
             self._lineage.go_on(opened.handles[i : i + 1], id)
         for id in dict.fromkeys(ids):
-            self._eviction.consumed(id)
+            self.device.eviction.consumed(id)
         self.num_restored += len(ids)
         return opened
 
@@ -167,7 +162,7 @@ class SnapshotTable:
         """
         self._table.checked_lease(lease_s)
         self._table.check_room(count * len(slots), principal)
-        self._make_room(self._capture.needs(slots, progress, count), slots)
+        self.device.make_room(self._capture.needs(slots, progress, count), slots)
         states = self._capture.capture(slots, progress)
         try:
             opened = self._capture.restore(states, count, principal, lease_s)
@@ -186,7 +181,7 @@ class SnapshotTable:
         """Let unpinned snapshots give way until what a state of a slot needs is there, which is to be a principal's
         snapshot; num_under_way: of those that it has already. Raises RequestError as `create` does; then none has."""
         self._check_share(needs.lines, principal, is_pinned, num_under_way)
-        self._make_room(needs, np.array([slot]), len(self.under_way) + needs.lines)
+        self.device.make_room(needs, np.array([slot]), len(self.under_way) + needs.lines)
 
     def adopt(
         self,
@@ -200,7 +195,7 @@ class SnapshotTable:
         """Let a captured state of a slot be a snapshot from now on; returns its id. Raises RequestError as `create`
         does; then the state is the caller's still."""
         self._check_share(1, principal, is_pinned)
-        self._make_room(Needs(), num_snapshots=1)
+        self.device.make_room(Needs(), num_snapshots=1)
         lease_s, continues = self._table.checked_lease(lease_s), self._lineage.of(slot)
         id = self._add(state, key, continues, principal, lease_s, is_pinned)
         self._lineage.go_on(self._table.handles(np.array([slot])), id)
@@ -233,7 +228,7 @@ class SnapshotTable:
         """End snapshots; sequences that began from them go on. Idempotent."""
         for id in ids:
             if self._state(id, principal) is SnapshotState.HELD:
-                self._end(id, SnapshotState.RELEASED)
+                self.end(id, SnapshotState.RELEASED)
         return [self._state(id, principal) for id in ids]
 
     def reap(self) -> int:
@@ -247,44 +242,83 @@ class SnapshotTable:
             return 0
         over = [id for id, one in self._held.items() if one.deadline_s <= now_s]
         for id in over:
-            self._end(id, SnapshotState.EXPIRED)
+            self.end(id, SnapshotState.EXPIRED)
         return len(over)
 
     def check_integrity(self) -> None:
         """Raise ValueError unless snapshots, captured states and counts agree."""
         self._table.check_integrity()
-        if {one.state for one in self._held.values()} | self.under_way != self._table.captured:
-            raise ValueError("snapshot table: snapshots and captured states disagree")
-        ids = {number: own for number, own in self._ids.items() if own}
-        pinned = Counter(one.owner.number for one in self._held.values() if one.is_pinned)
-        if ids != _by_owner(self._held) or pinned != +Counter(self._num_pinned) or len(self._held) > self._limit:
-            raise ValueError("snapshot table: principals and their counts disagree")
+        near = {
+            id: (one.state, one.owner.number, one.is_pinned)
+            for id, one in self._held.items()
+            if isinstance(one.state, CapturedState)
+        }
+        self.device.check_integrity(near, self.under_way)
+        far = {id: one.state for id, one in self._held.items() if isinstance(one.state, StoredState)}
+        if len(far) > self._stored_limit or any(self.lower.find(id) != state for id, state in far.items()):
+            raise ValueError("snapshot table: snapshots lie elsewhere than is told, or there are too many")
+        if {number: own for number, own in self._ids.items() if own} != ids_by_owner(self._held):
+            raise ValueError("snapshot table: principals and their snapshots disagree")
         self._index.check_integrity(self._held)
-        self.room.check_integrity({id: one.state for id, one in self._held.items() if not one.is_pinned})
+
+    # -- what lower tiers do ---------------------------------------------------------------------------------------
+
+    def get(self, id: bytes) -> Snapshot | None:
+        """A snapshot that is held."""
+        return self._held.get(id)
+
+    def is_stored(self, id: bytes, principal: Principal) -> bool:
+        """Whether a principal has such a snapshot, which lies in a lower tier alone."""
+        one = self._held.get(id)
+        return one is not None and one.owner.number == principal.number and isinstance(one.state, StoredState)
+
+    @contextmanager
+    def using(self, id: bytes, copies: bool = False) -> Iterator[CapturedState | None]:
+        """The state of a snapshot on the device, None for none, as DeviceTier.using and, for who copies it, `copying`
+        keep it inside the context."""
+        one = self._held.get(id)
+        if one is None or not isinstance(one.state, CapturedState):
+            yield None
+            return
+        state, keep = one.state, self.device.copying if copies else self.device.using
+        with keep(id, state, one.is_pinned):
+            yield state
+
+    def arrived(self, id: bytes, state: CapturedState) -> None:
+        """The state of a stored snapshot lies on the device now, as one that is used (Capture.bring). It is let go of
+        if the snapshot is over, or others were faster."""
+        one = self._held.get(id)
+        if one is not None and isinstance(one.state, StoredState) and len(self.device) < self.device.limit:
+            self._capture.leaving.remove(state)
+            self._put(id, one, state, None)
+            self._move(id, one, state)
+
+    def relocated(self, id: bytes) -> None:
+        """A lower tier has a state, or has it no more: a snapshot that does not lie on the device lies there, or in
+        another, or has given way."""
+        one = self._held.get(id)
+        if one is not None and isinstance(one.state, StoredState):
+            stored = self.lower.find(id)
+            if stored is None:
+                self.end(id, SnapshotState.EVICTED)
+            else:
+                self._move(id, one, stored)
+
+    def add_stored(
+        self, id: bytes, state: StoredState, owner: Principal, is_pinned: bool, created: float, key: bytes
+    ) -> None:
+        """A state that an earlier server stored is a snapshot, with the lease of one that asks for none. Passed over
+        where there are too many."""
+        if self._num_stored < self._stored_limit:
+            lease_s = self._table.checked_lease(None)
+            one = Snapshot(state, owner, is_pinned, lease_s, self._clock() + lease_s, created, key)
+            self._hold(id, one, PrefixKeys.one(key, state.position))
+
+    @property
+    def _num_stored(self) -> int:
+        return len(self._held) - len(self.device)
 
     # -- room ------------------------------------------------------------------------------------------------------
-
-    def _make_room(
-        self, needs: Needs, slots: Slots = NO_SLOTS, num_snapshots: int = 0, kept: Collection[bytes] = ()
-    ) -> None:
-        """Let unpinned snapshots, but those to be kept, give way until what is needed is there; slots: that need it.
-
-        Raises RequestError NO_SNAPSHOT_LINES or PAGES_EXHAUSTED; then none has.
-        """
-        lines, pages = self._table.lines, self._table.pages
-        if needs.lines > lines.num_freezable:
-            self._capture.thaw(slots)
-        num_over = len(self._held) + num_snapshots - self._limit
-        lacking = Needs(needs.lines - lines.num_freezable, 0 if pages is None else needs.pages - pages.num_free)
-        for id in self.room.victims(lacking, num_over, slots, kept):
-            self._end(id, SnapshotState.EVICTED)
-        if needs.lines > lines.num_freezable:
-            self._capture.thaw(slots)
-
-    def _make_room_for_pages(self, num_pages: int) -> None:
-        """Let unpinned snapshots give way until so many more pages are free. Raises RequestError PAGES_EXHAUSTED."""
-        for id in self.room.victims(Needs(pages=num_pages), 0, NO_SLOTS):
-            self._end(id, SnapshotState.EVICTED)
 
     def _check_share(self, count: int, principal: Principal, is_pinned: bool, num_under_way: int = 0) -> None:
         """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where pinned ones would be more than are left to
@@ -292,7 +326,7 @@ class SnapshotTable:
         if principal.quotas is not None:
             principal.quotas.check("snapshots", self.num_of(principal) + num_under_way, count)
         if is_pinned and principal.number and not principal.is_alone:
-            held, free = self._num_pinned[principal.number], self._table.lines.snapshot_lines - self.num_pinned
+            held, free = self.device.num_pinned[principal.number], self._table.lines.snapshot_lines - self.num_pinned
             check_share(held, count, free, "pinned snapshots", Reason.NO_SNAPSHOT_LINES)
 
     # -- one snapshot ----------------------------------------------------------------------------------------------
@@ -307,33 +341,56 @@ class SnapshotTable:
         is_pinned: bool,
     ) -> bytes:
         """Let a state be a snapshot, which is found by the one of `keys` that has its position. Returns its id."""
-        id, number = secrets.token_bytes(ID_BYTES), owner.number
-        deadline_s = self._clock() + lease_s
-        before = self._held.get(continues) if continues is not None else None
-        num_own_pages = len(state.pages) - (0 if before is None else len(before.state.pages))
+        id, deadline_s = secrets.token_bytes(ID_BYTES), self._clock() + lease_s
+        key = b"" if keys is None else keys.key_at(state.position)
+        one = Snapshot(state, owner, is_pinned, lease_s, deadline_s, self._wall_clock(), key)
+        self._hold(id, one, keys)
+        self._put(id, one, state, continues)
         self.num_captured += 1
-        self._held[id] = Snapshot(state, owner, is_pinned, lease_s, deadline_s, self._wall_clock())
-        insort(self._ids[number], id)
-        self._eviction.stored(id, state.position, continues, owner=number, size=max(1, num_own_pages))
-        if is_pinned:
-            self._num_pinned[number] += 1
-            self._eviction.pin(id, True)
-        else:
-            self.room.add(id, state)
-        if keys is not None:
-            stored = StoredPrefix(state.position, id, Tier.DEVICE, self._num_bytes(state))
-            self._index.register(keys, number, self._origin(state.adapter.content_hash), stored)
+        self.lower.added(id)
         return id
 
-    def _end(self, id: bytes, how: SnapshotState) -> None:
-        ended = self._held.pop(id)
+    def _hold(self, id: bytes, one: Snapshot, keys: PrefixKeys | None) -> None:
+        self._held[id] = one
+        number, state = one.owner.number, one.state
+        insort(self._ids[number], id)
+        if keys is not None:
+            stored = StoredPrefix(state.position, id, state.tier, self._num_bytes(state))
+            self._index.register(keys, number, self._origin(state.adapter.content_hash), stored)
+
+    def _put(self, id: bytes, one: Snapshot, state: CapturedState, continues: bytes | None) -> None:
+        """A snapshot takes room on the device from now on."""
+        before = self._held.get(continues) if continues is not None else None
+        num_own_pages = len(state.pages)
+        if before is not None and isinstance(before.state, CapturedState):
+            num_own_pages -= len(before.state.pages)
+        self.device.put(id, state, one.owner.number, one.is_pinned, continues, max(1, num_own_pages))
+
+    def _give_way(self, id: bytes) -> None:
+        """A snapshot has to leave the device: it is over where it does not lie elsewhere."""
+        one, stored = self._held[id], self.lower.find(id)
+        if stored is None or self._num_stored >= self._stored_limit:
+            self.end(id, SnapshotState.EVICTED)
+        else:
+            assert isinstance(one.state, CapturedState)
+            self.device.take_off(id, one.state, one.owner.number, one.is_pinned)
+            self._move(id, one, stored)
+
+    def _move(self, id: bytes, one: Snapshot, state: CapturedState | StoredState) -> None:
+        one.state = state
+        self._index.moved(id, state.tier, self._num_bytes(state))
+
+    def end(self, id: bytes, how: SnapshotState) -> None:
+        """A snapshot is over. Idempotent."""
+        ended = self._held.pop(id, None)
+        if ended is None:
+            return
         number = ended.owner.number
         own = self._ids[number]
         del own[bisect_left(own, id)]
-        self._num_pinned[number] -= ended.is_pinned
-        self.room.remove(id)
-        self._eviction.gone(id)
-        self._capture.release(ended.state)
+        if isinstance(ended.state, CapturedState):
+            self.device.take_off(id, ended.state, number, ended.is_pinned)
+        self.lower.forget(id)
         self._index.forget(id, is_evicted=how in (SnapshotState.EVICTED, SnapshotState.EXPIRED))
         self._ended.add(id, number, how)
         self.num_evicted += how is SnapshotState.EVICTED
@@ -350,37 +407,23 @@ class SnapshotTable:
         state = self._state(id, principal)
         if state is SnapshotState.HELD:
             return self._held[id]
-        message = {
-            SnapshotState.EXPIRED: "the snapshot's lease ran out",
-            SnapshotState.RELEASED: "the snapshot was released",
-            SnapshotState.EVICTED: "the snapshot gave way to others",
-        }.get(state, "no snapshot has this id")
+        message = WHY_GONE.get(state, "no snapshot has this id")
         raise RequestError(Reason.SNAPSHOT_UNKNOWN, message, metadata={"state": state.name})
 
-    def _description(self, id: bytes, one: Snapshot, now_s: float) -> SnapshotDescription:
-        state = one.state
-        return SnapshotDescription(
-            id,
-            state.position,
-            state.adapter.name,
-            state.adapter.content_hash,
-            one.is_pinned,
-            max(0.0, one.deadline_s - now_s),
-            self._num_bytes(state),
-            Tier.DEVICE,
-            one.created,
-        )
+    def _on_device(self, id: bytes, principal: Principal) -> CapturedState:
+        state = self._find(id, principal).state
+        if isinstance(state, StoredState):
+            message = "the snapshot gave way on the device before it could be used"
+            raise RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=0.05)
+        return state
 
-    def _num_bytes(self, state: CapturedState) -> int:
+    def _description(self, id: bytes, one: Snapshot, now_s: float) -> SnapshotDescription:
+        return describe(id, one, max(0.0, one.deadline_s - now_s), self._num_bytes(one.state))
+
+    def _num_bytes(self, state: CapturedState | StoredState) -> int:
+        if isinstance(state, StoredState):
+            return state.num_bytes
         return state.num_lines * self._line_bytes + len(state.pages) * self._page_bytes
 
     def _origin(self, adapter_hash: bytes) -> Origin:
         return Origin(self._fingerprint, adapter_hash)
-
-
-def _by_owner(held: Mapping[bytes, Snapshot]) -> dict[int, list[bytes]]:
-    """The ids of each owner in order."""
-    ids: dict[int, list[bytes]] = {}
-    for id in sorted(held):
-        ids.setdefault(held[id].owner.number, []).append(id)
-    return ids

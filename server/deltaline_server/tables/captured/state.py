@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltaline_server.tables.ledger import CommittedProgress
 from deltaline_server.tables.lines import NULL_LINE
+from deltaline_server.tables.prefixes.cost import Tier
 from deltaline_server.tables.sequence_adapters import BoundAdapter
 
 
@@ -22,6 +24,7 @@ class CapturedState:
     no layer keeps keys.
     """
 
+    tier: ClassVar[Tier] = Tier.DEVICE
     read_line: NDArray[np.int64]
     draft_half: NDArray[np.int64]
     pages: NDArray[np.int32]
@@ -37,6 +40,16 @@ class CapturedState:
     def num_lines(self) -> int:
         """Lines that it holds, each counted once."""
         return len(np.unique(self.read_line[self.read_line != NULL_LINE]))
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A state that lies in a tier beside the device, and takes so many bytes there. adapter: of number NO_ADAPTER."""
+
+    tier: Tier
+    position: int
+    adapter: BoundAdapter
+    num_bytes: int
 
 
 def count_references(

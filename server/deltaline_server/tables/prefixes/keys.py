@@ -67,6 +67,11 @@ class PrefixKeys:
         """Keys strictly before the prompt's end: a state at the end would leave no token to compute an output from."""
         return int(np.searchsorted(self.positions, self.prompt_tokens))
 
+    def key_at(self, position: int) -> bytes:
+        """The key of a position, empty where none has it."""
+        i = self.index_of(position)
+        return b"" if i is None else self.words[i, 3:].tobytes()[: int(self.words[i, 0])]
+
     def index_of(self, position: int) -> int | None:
         """Which key has a position; None where none has."""
         i = int(np.searchsorted(self.positions, position))

@@ -87,7 +87,7 @@ async def test_what_is_asked_for_is_freed_by_none_in_vain_or_nobody_goes(seed: i
         num_pages = draw.choice([0, 1, 10, 40, most.pages, most.pages + 1, draw.randint(0, most.pages)])
         needs, count = Needs(draw.choice([0, 0, 0, 1, 3]), num_pages), draw.choice([0, 0, 0, 2])
         try:
-            victims = rig.snapshots.room.victims(needs, count, NO_SLOTS, kept)
+            victims = rig.snapshots.device.room.victims(needs, count, NO_SLOTS, kept)
         except RequestError as error:
             lacks_lines = most.lines < needs.lines or len(free) < count
             expected = Reason.NO_SNAPSHOT_LINES if lacks_lines else Reason.PAGES_EXHAUSTED

@@ -1,4 +1,4 @@
-"""States in host memory: lines and tokens put into the canonical layout, and taken out of it.
+"""The canonical layout written plainly, for comparison: lines and tokens put into it, and taken out of it.
 
 Works on arrays of unsigned integers, whatever floats they mean: bits are moved, never values.
 """

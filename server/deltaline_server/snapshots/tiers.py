@@ -1,0 +1,113 @@
+"""The tiers of one server beside its device: host memory and files, as its configuration asks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltaline_server.checkpoints.config_reader import ModelError
+from deltaline_server.config import Config
+from deltaline_server.layers.state_pool import StatePool
+from deltaline_server.memory.mappings import Pinning
+from deltaline_server.models.model import Model
+from deltaline_server.snapshots.directory import StateDirectory, StateDirectoryError
+from deltaline_server.snapshots.files import FileTier
+from deltaline_server.snapshots.host import HostTier
+from deltaline_server.snapshots.layout import VERSION, StateLayer, StateLayout
+from deltaline_server.snapshots.moves import Begin, Moves
+from deltaline_server.snapshots.transfer import StateTransfer
+from deltaline_server.tables.captured.capture import Capture
+from deltaline_server.tables.captured.snapshots import SnapshotTable
+from deltaline_server.tables.sequence_adapters import SequenceAdapters
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """What every state of this server looks like, and where it may lie. host, files: None where they are off."""
+
+    layout: StateLayout
+    fingerprint: bytes
+    host: HostTier | None
+    files: FileTier | None
+
+    @classmethod
+    def open(cls, config: Config, model: Model, pool: StatePool, pinning: Pinning | None) -> Tiers:
+        """Take host memory, and the folder of files: milliseconds per 100 MB. Nothing is looked for yet.
+
+        Raises ModelError: the folder can't be used, or there is not so much memory.
+        """
+        layout, fingerprint = make_layout(model, pool), model.fingerprint(pool.state_dtype, VERSION)
+        host = files = None
+        try:
+            if config.host_state_bytes:
+                host = HostTier(layout, config.host_state_bytes, pinning)
+            if config.state_dir is not None:
+                directory = StateDirectory(Path(config.state_dir))
+                files = FileTier(directory, layout, fingerprint, config.state_dir_bytes)
+        except (StateDirectoryError, MemoryError) as error:
+            if host is not None:
+                host.close()
+            raise ModelError(str(error)) from error
+        return cls(layout, fingerprint, host, files)
+
+    @property
+    def by_name(self) -> dict[str, HostTier | FileTier]:
+        """Those that there are."""
+        named = {"host": self.host, "file": self.files}
+        return {name: tier for name, tier in named.items() if tier is not None}
+
+    def moves(
+        self,
+        model: Model,
+        pool: StatePool,
+        begin: Begin,
+        snapshots: SnapshotTable,
+        capture: Capture,
+        adapters: SequenceAdapters,
+    ) -> Moves | None:
+        """What moves the snapshots of a table between the tiers from now on, None where there are none; allocates its
+        memory on the device. begin: as Engine.transfer."""
+        if self.host is None:
+            return None
+        snapshots.lower = moves = Moves(
+            host=self.host,
+            files=self.files,
+            fingerprint=self.fingerprint,
+            transfer=StateTransfer(self.layout, layer_numbers(model), pool),
+            begin=begin,
+            snapshots=snapshots,
+            capture=capture,
+            adapters=adapters,
+        )
+        return moves
+
+    async def close(self) -> None:
+        """Finish writes and reads, and give back folder and memory. Idempotent."""
+        if self.files is not None:
+            await self.files.close()
+        if self.host is not None:
+            self.host.close()
+
+
+def make_layout(model: Model, pool: StatePool) -> StateLayout:
+    """The layout of the states of a model, over all ranks, in a server with such a pool."""
+    shapes = model.config.shapes
+    layers = []
+    for span, numbers in enumerate(model.spans):
+        for number in numbers:
+            kind = model.config.layers[number].mixer
+            assert kind is not None
+            layers.append(StateLayer(number, span, shapes[kind]))
+    return StateLayout(
+        tuple(sorted(layers, key=lambda layer: layer.number)),
+        num_spans=len(model.spans),
+        itemsize=model.dtype.itemsize,
+        state_itemsize=pool.state_dtype.itemsize,
+        max_draft=pool.max_draft,
+        max_tokens=0 if pool.kv is None else pool.kv.max_context,
+    )
+
+
+def layer_numbers(model: Model) -> list[int]:
+    """The numbers of the layers of a model, in the order in which its pool has them."""
+    return [number for numbers in model.spans for number in numbers]

@@ -1,0 +1,354 @@
+"""Snapshots that lay in host memory or in files, also of a server that is gone, go on bitwise; what is lost is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rigs.scheduler_rig import refuses, turns
+from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
+from rigs.state_rig import MAX_DRAFT, PAGE_SIZE, Array, StateRig
+
+from deltaline_server.errors import Reason
+from deltaline_server.principal import ANONYMOUS
+from deltaline_server.snapshots.directory import StateDirectory
+from deltaline_server.snapshots.files import Miss
+from deltaline_server.step import OutputRows, RowKind, StepBatch, StepForm, StepRequest, StepResult
+from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
+from deltaline_server.tables.prefixes.cost import ReusePolicy, Tier
+from deltaline_server.tables.prefixes.keys import PrefixKeys
+
+MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
+    "gated_delta_net": (GATED_DELTA_NET, None),
+    "mamba2": (MAMBA2, None),
+    "hybrid": (HYBRID, None),
+    "hybrid, two spans": (HYBRID, [range(0, 1), range(1, 2)]),
+    "streams": (HYBRID | {"hc_mult": 2}, None),
+}
+PREFILL, DECODE, VERIFY = RowKind.PREFILL, RowKind.DECODE, RowKind.VERIFY
+HOST_BYTES = 4 << 20
+KEY = b"k" * 16
+
+
+def ignored(batch: StepBatch, handles: dict[int, int]) -> Callable[[Array], None]:
+    return lambda hidden: None
+
+
+def make_rig(folder: Path, name: str = "hybrid", files: bool = False, **changes: Any) -> StateRig:
+    config, spans = MODELS[name]
+    sizes: dict[str, Any] = {"slots": 6, "snapshot_lines": 2, "pages": 60, "references": 1, "host_bytes": HOST_BYTES}
+    state_dir = folder / "states" if files else None
+    return StateRig(config, folder, ignored, spans=spans, state_dir=state_dir, **(sizes | changes))
+
+
+class Sequence:
+    """A sequence with its step numbers, whose inputs follow from its position alone."""
+
+    def __init__(self, rig: StateRig, handle: int, position: int = 0) -> None:
+        self.rig, self.handle, self.position, self.num_steps = rig, handle, position, 0
+
+    async def step(self, kind: RowKind, count: int, accepted: int = -1) -> list[Array]:
+        """The outputs of a step on every span, each with inputs of its own."""
+        self.num_steps += 1
+        self.position += max(accepted, 0)
+        outputs = []
+        for span, ends in enumerate(self.rig.model.ends):
+            draw = np.random.default_rng([self.position, span])
+            hidden = draw.standard_normal((count, ends.input_width)).astype(np.float32)
+            form = StepForm(
+                self.rig.table.server_epoch,
+                span,
+                np.array([self.handle], dtype=np.uint64),
+                np.array([kind], dtype=np.uint8),
+                np.array([accepted], dtype=np.int32),
+                np.array([0, count], dtype=np.int64),
+                OutputRows.ALL,
+                0,
+                ends,
+            )
+            request = StepRequest(form, np.array([self.num_steps]), np.array([self.position]), hidden)
+            done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+            self.rig.scheduler.submit(request, done.set_result)
+            result = await done
+            assert not result.refusals, result.refusals
+            outputs.append(np.array(result.hidden, copy=True))
+        self.position += 0 if kind is VERIFY else count
+        return outputs
+
+    async def goes_on(self) -> list[Array]:
+        """Outputs of steps of every kind."""
+        outputs = await self.step(DECODE, 1)
+        outputs += await self.step(PREFILL, PAGE_SIZE + 3)
+        outputs += await self.step(VERIFY, 3)
+        return outputs + await self.step(DECODE, 1, accepted=2)
+
+
+def opened(rig: StateRig) -> Sequence:
+    return Sequence(rig, int(rig.table.open(1, lease_s=1e3).handles[0]))
+
+
+async def prefilled(rig: StateRig, count: int = 37) -> Sequence:
+    sequence = opened(rig)
+    await sequence.step(PREFILL, count)
+    return sequence
+
+
+async def captured(sequence: Sequence, **changes: Any) -> SnapshotDescription:
+    options: dict[str, Any] = {"lease_s": 1e3, "is_pinned": False} | changes
+    handles = np.array([sequence.handle], dtype=np.uint64)
+    [made] = await sequence.rig.states.create(sequence.rig.table.server_epoch, handles, ANONYMOUS, **options)
+    sequence.rig.states.check_integrity()
+    return made
+
+
+async def restored(rig: StateRig, one: SnapshotDescription, count: int = 1) -> list[Sequence]:
+    async with rig.states.near([one.id] * count, ANONYMOUS):
+        handles = rig.states.restore([one.id] * count, ANONYMOUS, lease_s=1e3).handles
+    rig.states.check_integrity()
+    return [Sequence(rig, handle, one.position) for handle in handles.tolist()]
+
+
+async def settled(rig: StateRig) -> None:
+    """All that waits was stored."""
+    assert rig.moves is not None
+    while rig.moves.is_busy:  # noqa: ASYNC110 - it tells nobody, as nobody but tests waits for it
+        await asyncio.sleep(0.001)
+
+
+async def pushed_out(rig: StateRig) -> None:
+    """Pinned snapshots take all lines, so that what was there gives way, and end."""
+    others = [await prefilled(rig, 3) for _ in range(rig.lines.snapshot_lines)]
+    made = [await captured(other, is_pinned=True) for other in others]
+    rig.table.close(rig.table.server_epoch, np.array([other.handle for other in others], dtype=np.uint64))
+    await settled(rig)
+    rig.states.release([one.id for one in made], ANONYMOUS)
+
+
+def described(rig: StateRig, one: SnapshotDescription) -> SnapshotDescription:
+    [found] = [each for each in rig.states.describe(ANONYMOUS)[0] if each.id == one.id]
+    return found
+
+
+async def leave_host(rig: StateRig, id: bytes) -> None:
+    """Host memory evicts a snapshot."""
+    assert rig.tiers.host is not None
+    rig.tiers.host.release(id)
+    rig.tiers.host.on_evicted(id)
+
+
+@pytest.mark.parametrize("accepted", [None, 2], ids=["plain", "after a verify"])
+@pytest.mark.parametrize("tier", ["host", "file", "restart"])
+@pytest.mark.parametrize("name", MODELS)
+async def test_a_snapshot_goes_on_bitwise_from_every_tier(
+    name: str, tier: str, accepted: int | None, tmp_path: Path
+) -> None:
+    rig = make_rig(tmp_path, name, files=tier != "host")
+    parent = await prefilled(rig)
+    if accepted is not None:
+        await parent.step(VERIFY, MAX_DRAFT)
+        for span in range(len(rig.model.spans)):
+            table = rig.table
+            handles, counts = np.array([parent.handle], dtype=np.uint64), np.array([accepted], dtype=np.int32)
+            assert not table.commit(table.server_epoch, span, handles, np.array([2]), counts)[1]
+        parent.position += accepted
+    made = await captured(parent, keys=[KEY])
+    expected = await parent.goes_on()
+    rig.table.close(rig.table.server_epoch, np.array([parent.handle], dtype=np.uint64))
+    await settled(rig)
+    await pushed_out(rig)
+    assert described(rig, made).tier is Tier.HOST
+    if tier != "host":
+        await leave_host(rig, made.id)
+        assert described(rig, made).tier is Tier.FILE
+    if tier == "restart":
+        await rig.states.close()
+        await rig.tiers.close()
+        rig = make_rig(tmp_path, name, files=True)
+        await rig.states.find_stored(lambda name: 0 if name == "anonymous" else None)
+        again = described(rig, made)
+        assert (again.position, again.tier, again.created) == (made.position, Tier.FILE, made.created)
+    rig.states.check_integrity()
+    keys = PrefixKeys.of([KEY], [made.position], made.position + 1)
+    match = rig.states.find(keys, b"", ANONYMOUS, ReusePolicy.ALWAYS)
+    assert match.prefix is not None and match.prefix.snapshot == made.id and match.restore_s > 0
+    for child in await restored(rig, made, 2):
+        for one, other in zip(await child.goes_on(), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert described(rig, made).tier is Tier.DEVICE
+    rig.states.check_integrity()
+    await rig.states.close()
+    await rig.tiers.close()
+
+
+async def test_what_is_released_while_it_is_copied_keeps_its_line_until_then(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path)
+    first = await prefilled(rig)
+    made = await captured(first)
+    rig.engine.eager = False  # no copy ends
+    await turns(3)
+    rig.table.close(rig.table.server_epoch, np.array([first.handle], dtype=np.uint64))
+    # Its line stays when it is released while it is copied.
+    num_used = rig.lines.num_used
+    assert rig.states.release([made.id], ANONYMOUS) == [SnapshotState.RELEASED]
+    rig.states.check_integrity()
+    assert rig.lines.num_used == num_used
+    rig.engine.run()
+    rig.engine.eager = True
+    await settled(rig)
+    rig.states.check_integrity()
+    assert rig.lines.num_used == num_used - 1
+    assert rig.tiers.host is not None and rig.tiers.host.used_bytes == 0
+
+
+async def test_what_is_not_stored_yet_is_over_when_it_gives_way(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path)
+    parents = [await prefilled(rig) for _ in range(5)]
+    rig.engine.eager = False  # no copy ends
+    made = []
+    for parent in parents:
+        making = asyncio.ensure_future(captured(parent))
+        await turns(3)
+        made.append(await making)
+    # Of one that is being copied the line is not counted, and both lines of snapshots may be had.
+    states = rig.states.renew([one.id for one in made], ANONYMOUS, lease_s=None)
+    assert states[0] is SnapshotState.HELD and sorted(states)[:3] == [SnapshotState.HELD] * 3
+    assert states.count(SnapshotState.EVICTED) == 2
+    rig.engine.run()
+    rig.engine.eager = True
+    await settled(rig)
+    rig.states.check_integrity()
+    assert rig.lines.num_freezable == 0
+    tiers = Counter(described(rig, one).tier for one, state in zip(made, states, strict=True) if state == 1)
+    assert tiers == {Tier.HOST: 1, Tier.DEVICE: 2}
+    await rig.states.close()
+
+
+async def test_pinned_ones_are_stored_and_stay_on_the_device(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, files=True)
+    made = await captured(await prefilled(rig), is_pinned=True)
+    await settled(rig)
+    await captured(await prefilled(rig))
+    await captured(await prefilled(rig))
+    assert described(rig, made).tier is Tier.DEVICE
+    assert rig.tiers.files is not None and rig.tiers.files.has(made.id)
+    await rig.states.close()
+    await rig.tiers.close()
+
+
+async def test_a_damaged_file_is_lost_and_told(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, files=True)
+    made = await captured(await prefilled(rig))
+    await settled(rig)
+    await pushed_out(rig)
+    await leave_host(rig, made.id)
+    path = tmp_path / "states" / f"{made.id.hex()}.state"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    with refuses(Reason.SNAPSHOT_UNKNOWN) as caught:
+        await restored(rig, made)
+    assert caught.value.refusal.metadata == {"state": "LOST"}
+    assert rig.moves is not None and rig.moves.num_lost == 1
+    assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.LOST]
+    rig.states.check_integrity()
+    await rig.states.close()
+    await rig.tiers.close()
+    assert not path.exists()
+
+
+async def test_a_full_disk_is_a_miss_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(tmp_path, files=True)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(StateDirectory, "write", full)
+    made = await captured(await prefilled(rig))
+    await settled(rig)
+    await pushed_out(rig)
+    assert rig.tiers.files is not None and rig.tiers.files.misses[Miss.NO_SPACE] == 3
+    assert described(rig, made).tier is Tier.HOST
+    await leave_host(rig, made.id)
+    assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.EVICTED]
+    rig.states.check_integrity()
+    await rig.states.close()
+    await rig.tiers.close()
+
+
+async def test_host_memory_that_is_full_lets_the_oldest_go(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, host_bytes=100_000)
+    assert rig.tiers.host is not None
+    made = [await captured(await prefilled(rig)) for _ in range(1)]
+    while not rig.tiers.host.num_evicted:
+        other = await prefilled(rig)
+        made.append(await captured(other))
+        rig.table.close(rig.table.server_epoch, np.array([other.handle], dtype=np.uint64))
+        await settled(rig)
+        rig.states.check_integrity()
+    states = rig.states.renew([one.id for one in made], ANONYMOUS, lease_s=None)
+    assert states == [SnapshotState.EVICTED, *[SnapshotState.HELD] * (len(made) - 1)] and len(made) > 3
+    await rig.states.close()
+
+
+async def test_those_who_want_the_same_wait_for_one_copy(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path)
+    made = await captured(await prefilled(rig))
+    await settled(rig)
+    await pushed_out(rig)
+    rig.engine.eager = False
+    waiting = [asyncio.ensure_future(restored(rig, made)) for _ in range(3)]
+    await turns(5)
+    waiting[0].cancel()
+    assert rig.moves is not None and not any(one.done() for one in waiting[1:])
+    rig.states.check_integrity()
+    rig.engine.run()
+    rig.engine.eager = True
+    assert len(await waiting[1]) == len(await waiting[2]) == 1
+    assert rig.moves.num_brought == {Tier.HOST: 1, Tier.FILE: 0}
+    await rig.states.close()
+
+
+async def test_what_is_released_while_it_comes_back_is_over(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path)
+    made = await captured(await prefilled(rig))
+    await settled(rig)
+    await pushed_out(rig)
+    used = rig.lines.num_used
+    rig.engine.eager = False
+    waiting = asyncio.ensure_future(restored(rig, made))
+    await turns(5)
+    rig.states.release([made.id], ANONYMOUS)
+    rig.states.check_integrity()
+    rig.engine.run()
+    rig.engine.eager = True
+    with refuses(Reason.SNAPSHOT_UNKNOWN):
+        await waiting
+    rig.states.check_integrity()
+    assert rig.lines.num_used == used
+    await rig.states.close()
+
+
+async def test_close_finishes_what_is_copied(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, files=True)
+    rig.engine.eager = False
+    parent = opened(rig)
+    stepping = asyncio.ensure_future(parent.step(PREFILL, 5))
+    await turns(3)
+    rig.engine.run()
+    await stepping
+    made = await captured(parent)
+    await turns(3)
+    closing = asyncio.ensure_future(rig.states.close())
+    await turns(3)
+    assert not closing.done()
+    rig.engine.run()
+    await closing
+    rig.states.check_integrity()
+    assert rig.tiers.host is not None and rig.tiers.host.find(made.id) is not None
+    await rig.tiers.close()
