@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +60,11 @@ class Pretender:
 
     def place_pages(self, placed: PagesPlaced) -> None:
         pass
+
+    def transfer(self, work: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def is_lost(self) -> bool:
         return False

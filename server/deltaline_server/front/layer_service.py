@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -98,17 +97,14 @@ class LayerService:
         count, principal = requests.read_count(message, self._served), current_principal()
         lease_s, policy = requests.read_lease_s(message.lease_ms, self._served), requests.read_reuse(message.reuse)
         if message.HasField("prefix"):
-            origin, near, make = self._from_prompt(message, policy, count, lease_s, principal)
+            origin, inside = self._from_prompt(message, policy, count, lease_s, principal)
         elif message.snapshot_id:
-            origin, ids = Origin(snapshot=message.snapshot_id), [message.snapshot_id] * count
-            near = partial(self._states.near, ids, principal)
-            make = partial(self._states.restore, ids, principal, lease_s=lease_s)
+            origin = Origin(snapshot=message.snapshot_id)
+            inside = partial(self._from_snapshot, [message.snapshot_id] * count, principal, lease_s)
         else:
             opened = self._table.open(count, lease_s, message.open_token, message.adapter, principal)
             return replies.open_response(self._table.server_epoch, opened)
-        again = self._table.tokens.find(principal, message.open_token, count, origin)
-        async with near() if again is None else nullcontext():
-            opened = self._table.tokens.once(principal, message.open_token, count, origin, make)
+        opened = await self._table.tokens.once_inside(principal, message.open_token, count, origin, inside)
         if opened.match is not None and opened.match.prefix is None:
             return replies.open_response(self._table.server_epoch, opened)
         [first] = self._table.describe(self._table.server_epoch, opened.handles[:1], principal)
@@ -121,29 +117,38 @@ class LayerService:
         count: int,
         lease_s: float | None,
         principal: Principal,
-    ) -> tuple[Origin, Callable[[], AbstractAsyncContextManager[None]], Callable[[], Opened]]:
-        """What tells an open with a prompt's keys from others; what keeps near what is found of it; and, inside that,
-        what opens its sequences."""
+    ) -> tuple[Origin, Callable[[], AbstractAsyncContextManager[Callable[[], Opened]]]]:
+        """What tells an open with a prompt's keys from others, and what keeps near what is found of it and gives what
+        opens its sequences."""
         keys, table, adapter = requests.read_prefix(message.prefix), self._table, message.adapter
 
-        def near() -> AbstractAsyncContextManager[None]:
-            return self._states.near_found(keys, table.adapters.content_hash(adapter, principal), principal, policy)
-
-        def make() -> Opened:
-            found, opened = self._states.open(
-                keys,
-                table.adapters.content_hash(adapter, principal),
-                principal,
-                policy,
-                count=count,
-                lease_s=lease_s,
-                otherwise=partial(table.open, count, lease_s, adapter=adapter, principal=principal),
-            )
-            return replace(opened, match=found)
+        @asynccontextmanager
+        async def inside() -> AsyncIterator[Callable[[], Opened]]:
+            adapter_hash = table.adapters.content_hash(adapter, principal)
+            otherwise = partial(table.open, count, lease_s, adapter=adapter, principal=principal)
+            async with self._states.near_found(keys, adapter_hash, principal, policy) as found:
+                yield partial(
+                    self._states.open,
+                    found,
+                    keys,
+                    adapter_hash,
+                    principal,
+                    count=count,
+                    lease_s=lease_s,
+                    otherwise=otherwise,
+                )
 
         prompt = hashlib.blake2b(keys.words.tobytes(), digest_size=16)
         prompt.update(b"%d %d" % (keys.prompt_tokens, policy))
-        return Origin(adapter, prompt=prompt.digest()), near, make
+        return Origin(adapter, prompt=prompt.digest()), inside
+
+    @asynccontextmanager
+    async def _from_snapshot(
+        self, ids: Sequence[bytes], principal: Principal, lease_s: float | None
+    ) -> AsyncIterator[Callable[[], Opened]]:
+        """Keep snapshots near, and give what opens a sequence of each."""
+        async with self._states.near(ids, principal):
+            yield partial(self._states.restore, ids, principal, lease_s=lease_s)
 
     async def close_sequences(self, message: pb.CloseSequencesRequest, context: Context) -> bytes:
         """End sequences."""

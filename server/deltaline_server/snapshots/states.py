@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -120,13 +121,18 @@ class States:
                         await self._moves.bring_back(id)
             yield
 
-    def near_found(
+    @asynccontextmanager
+    async def near_found(
         self, keys: PrefixKeys, adapter_hash: bytes, principal: Principal, policy: ReusePolicy
-    ) -> AbstractAsyncContextManager[None]:
-        """The same for what `find` finds."""
-        rate = self._scheduler.prefill_tokens_per_s
-        found = self.snapshots.find(keys, adapter_hash, principal, policy, rate).prefix
-        return self.near([] if found is None else [found.snapshot], principal)
+    ) -> AsyncIterator[Match]:
+        """The same for what `find` finds, which is told as it was before."""
+        while (found := self.find(keys, adapter_hash, principal, policy)).prefix is not None:
+            id = found.prefix.snapshot
+            async with self.near([id], principal):
+                if self.snapshots.get(id) is not None:  # it was not lost, nor released, on its way
+                    yield found
+                    return
+        yield found
 
     def restore(self, ids: Sequence[bytes], principal: Principal, *, lease_s: float | None) -> Opened:
         """One sequence of each snapshot, which lies on the device (`near`); ids may repeat.
@@ -149,27 +155,26 @@ class States:
 
     def open(
         self,
+        found: Match,
         keys: PrefixKeys,
         adapter_hash: bytes,
         principal: Principal,
-        policy: ReusePolicy,
         *,
         count: int,
         lease_s: float | None,
         otherwise: Callable[[], Opened],
-    ) -> tuple[Match, Opened]:
-        """`count` sequences that begin with what is found of a prompt, which lies on the device (`near_found`), or,
-        where that is nothing, what `otherwise` opens.
+    ) -> Opened:
+        """`count` sequences that begin with what was found of a prompt and lies on the device (`near_found`), or, where
+        that is nothing, what `otherwise` opens.
 
         Raises RequestError as SnapshotTable.restore does, and what `otherwise` raises; then nothing has changed.
         """
-        found = self.find(keys, adapter_hash, principal, policy)
         if found.prefix is None:
             opened = otherwise()
         else:
             opened = self.restore([found.prefix.snapshot] * count, principal, lease_s=lease_s)
         self.snapshots.notice(keys, adapter_hash, principal)
-        return found, opened
+        return replace(opened, match=found)
 
     def describe(
         self, principal: Principal, after: bytes = b"", limit: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,6 +72,23 @@ class OpenTokens:
         else:
             self._check_held(opened, principal)
         return opened
+
+    async def once_inside(
+        self,
+        principal: Principal,
+        token: bytes,
+        count: int,
+        origin: Origin,
+        inside: Callable[[], AbstractAsyncContextManager[Callable[[], Opened]]],
+    ) -> Opened:
+        """As `once`, for what can only be opened inside a context, which gives what opens it and is not entered where
+        the token has opened them before. Raises what the context raises as well."""
+        opened = self.find(principal, token, count, origin)
+        if opened is not None:
+            self._check_held(opened, principal)
+            return opened
+        async with inside() as make:  # another call with the token may have been faster
+            return self.once(principal, token, count, origin, make)
 
     def find(self, principal: Principal, token: bytes, count: int, origin: Origin) -> Opened | None:
         """What the principal's token has opened, which may be over. Raises RequestError INVALID_REQUEST when that was

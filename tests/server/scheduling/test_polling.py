@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,9 @@ class HeldDevice:
     def zero(self, lines: NDArray[np.int64]) -> None:
         self.events.append("zero")
         self.zeroed_by.append(threading.get_ident())
+
+    def transfer(self, work: Callable[[], None]) -> Future[None]:
+        raise AssertionError("nothing is copied between tiers")
 
     def is_lost(self) -> bool:
         return self.cannot_tell

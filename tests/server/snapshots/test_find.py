@@ -97,24 +97,22 @@ async def test_another_snapshot_under_a_key_leaves_the_first_one_there() -> None
     rig.states.check_integrity()
 
 
-def open_found(rig: Rig, prompt: list[float], count: int = 1) -> tuple[Match, Opened]:
-    return rig.states.open(
-        keys(prompt),
-        b"",
-        ANONYMOUS,
-        ReusePolicy.ALWAYS,
-        count=count,
-        lease_s=None,
-        otherwise=lambda: rig.table.open(count),
-    )
+async def open_found(rig: Rig, prompt: list[float], count: int = 1) -> tuple[Match, Opened]:
+    named = keys(prompt)
+    async with rig.states.near_found(named, b"", ANONYMOUS, ReusePolicy.ALWAYS) as found:
+        opened = rig.states.open(
+            found, named, b"", ANONYMOUS, count=count, lease_s=None, otherwise=lambda: rig.table.open(count)
+        )
+    assert opened.match is found
+    return found, opened
 
 
 async def test_an_open_begins_with_what_is_found_or_otherwise() -> None:
     rig = make_rig()
-    found, opened = open_found(rig, PROMPT)
+    found, opened = await open_found(rig, PROMPT)
     assert (found.prefix, found.miss, found.shared_position) == (None, Miss.NEVER_STORED, 0)
     await stored(rig, 5)
-    found, opened = open_found(rig, [*PROMPT[:8], 0.0], count=2)
+    found, opened = await open_found(rig, [*PROMPT[:8], 0.0], count=2)
     assert found.prefix is not None and (found.prefix.position, found.shared_position) == (5, 8)
     for handle in opened.handles.tolist():
         assert outputs(await rig.step((handle, DECODE, 1, 5, -1, [6.0]))) == [checksum(PROMPT[:6])]
@@ -125,7 +123,7 @@ async def test_an_open_that_is_refused_changes_nothing() -> None:
     await stored(rig, 5)
     for prompt in (PROMPT, [0.0, *PROMPT]):
         with refuses(Reason.NO_FREE_LINES):
-            open_found(rig, prompt, count=9)
+            await open_found(rig, prompt, count=9)
         assert (find(rig, prompt).shared_position, rig.table.num_open) == (0, 0)
 
 

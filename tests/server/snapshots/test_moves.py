@@ -19,7 +19,7 @@ from deltaline_server.errors import Reason
 from deltaline_server.principal import ANONYMOUS
 from deltaline_server.snapshots.directory import StateDirectory
 from deltaline_server.snapshots.files import Miss
-from deltaline_server.step import OutputRows, RowKind, StepBatch, StepForm, StepRequest, StepResult
+from deltaline_server.step import OutputRows, RowKind, RowWaypoints, StepBatch, StepForm, StepRequest, StepResult
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.prefixes.cost import ReusePolicy, Tier
 from deltaline_server.tables.prefixes.keys import PrefixKeys
@@ -53,7 +53,9 @@ class Sequence:
     def __init__(self, rig: StateRig, handle: int, position: int = 0) -> None:
         self.rig, self.handle, self.position, self.num_steps = rig, handle, position, 0
 
-    async def step(self, kind: RowKind, count: int, accepted: int = -1) -> list[Array]:
+    async def step(
+        self, kind: RowKind, count: int, accepted: int = -1, waypoints: RowWaypoints | None = None
+    ) -> list[Array]:
         """The outputs of a step on every span, each with inputs of its own."""
         self.num_steps += 1
         self.position += max(accepted, 0)
@@ -71,6 +73,7 @@ class Sequence:
                 OutputRows.ALL,
                 0,
                 ends,
+                {} if waypoints is None else {0: waypoints},
             )
             request = StepRequest(form, np.array([self.num_steps]), np.array([self.position]), hidden)
             done: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
@@ -186,6 +189,33 @@ async def test_a_snapshot_goes_on_bitwise_from_every_tier(
     await rig.tiers.close()
 
 
+@pytest.mark.parametrize("name", MODELS)
+async def test_a_waypoint_goes_on_bitwise_from_host_memory(name: str, tmp_path: Path) -> None:
+    """Of two, one within a page; an open with its key is told where it lay."""
+    rig = make_rig(tmp_path, name)
+    parent = await prefilled(rig, 7)
+    await parent.step(PREFILL, 80, waypoints=RowWaypoints((64,), at_end=True, keys={71: KEY, 87: b"e" * 16}))
+    made = {one.position: one for one in rig.states.describe(ANONYMOUS)[0]}
+    assert sorted(made) == [71, 87]
+    [here] = await restored(rig, made[71])
+    expected = await here.goes_on()
+    gone = np.array([parent.handle, here.handle], dtype=np.uint64)
+    rig.table.close(rig.table.server_epoch, gone)
+    await settled(rig)
+    await pushed_out(rig)
+    assert {described(rig, one).tier for one in made.values()} == {Tier.HOST}
+    keys, opens = PrefixKeys.of([KEY], [71], 72), rig.table.open
+    async with rig.states.near_found(keys, b"", ANONYMOUS, ReusePolicy.ALWAYS) as found:
+        again = rig.states.open(found, keys, b"", ANONYMOUS, count=1, lease_s=1e3, otherwise=lambda: opens(1))
+    assert again.match is found and found.prefix is not None
+    assert (found.prefix.snapshot, found.prefix.tier, rig.snapshots.hits) == (made[71].id, Tier.HOST, {Tier.HOST: 1})
+    assert described(rig, made[71]).tier is Tier.DEVICE
+    for one, other in zip(await Sequence(rig, int(again.handles[0]), 71).goes_on(), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    rig.states.check_integrity()
+    await rig.states.close()
+
+
 async def test_what_is_released_while_it_is_copied_keeps_its_line_until_then(tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
     first = await prefilled(rig)
@@ -260,6 +290,22 @@ async def test_a_damaged_file_is_lost_and_told(tmp_path: Path) -> None:
     await rig.states.close()
     await rig.tiers.close()
     assert not path.exists()
+
+
+async def test_a_prompt_whose_file_is_damaged_begins_with_nothing(tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, files=True)
+    made = await captured(await prefilled(rig), keys=[KEY])
+    await settled(rig)
+    await pushed_out(rig)
+    await leave_host(rig, made.id)
+    (tmp_path / "states" / f"{made.id.hex()}.state").write_bytes(b"")
+    async with rig.states.near_found(
+        PrefixKeys.of([KEY], [made.position], made.position + 1), b"", ANONYMOUS, ReusePolicy.ALWAYS
+    ) as found:
+        assert found.prefix is None
+    assert rig.states.renew([made.id], ANONYMOUS, lease_s=None) == [SnapshotState.LOST]
+    await rig.states.close()
+    await rig.tiers.close()
 
 
 async def test_a_full_disk_is_a_miss_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,12 +428,12 @@ class World:
 
         async def told() -> None:
             try:
-                async with states.near_found(keys, b"", known.owner, ReusePolicy.ALWAYS):
-                    found, opened = states.open(
+                async with states.near_found(keys, b"", known.owner, ReusePolicy.ALWAYS) as found:
+                    opened = states.open(
+                        found,
                         keys,
                         b"",
                         known.owner,
-                        ReusePolicy.ALWAYS,
                         count=1,
                         lease_s=1e3,
                         otherwise=lambda: table.open(1, lease_s=1e3, principal=known.owner),

@@ -206,7 +206,7 @@ def give_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shared(self: WaypointTable) -> None:
         share_pages(self)
-        for state in self._snapshots.under_way:
+        for state in self._device.under_way:
             self._table.lines.release(state.read_line.tolist())
 
     monkeypatch.setattr(WaypointTable, "share_pages", shared)

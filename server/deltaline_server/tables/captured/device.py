@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from deltaline_server.errors import RequestError
@@ -29,6 +29,8 @@ class DeviceTier:
         self.room = Room(self.eviction, table.lines, capture, table.ledger.num_spans)
         self.num_pinned: defaultdict[int, int] = defaultdict(int)
         """Pinned ones, by their owner's number."""
+        self.under_way: set[CapturedState] = set()
+        """States that are no snapshots yet (waypoints.py)."""
         # Those that must stay while they are used, and by how many.
         self._uses = Counter[bytes]()
         if table.pages is not None:
@@ -110,12 +112,10 @@ class DeviceTier:
         for id in self.room.victims(Needs(pages=num_pages), 0, NO_SLOTS):
             self._give_way(id)
 
-    def check_integrity(
-        self, states: Mapping[bytes, tuple[CapturedState, int, bool]], under_way: Set[CapturedState]
-    ) -> None:
-        """Raise ValueError unless it is these that lie here; of each its state, its owner, and whether it is pinned.
-        under_way: states that are no snapshots yet."""
-        if {state for state, _, _ in states.values()} | under_way | self._capture.leaving != self._table.captured:
+    def check_integrity(self, states: Mapping[bytes, tuple[CapturedState, int, bool]]) -> None:
+        """Raise ValueError unless it is these that lie here; of each its state, its owner, and whether it is pinned."""
+        others = self.under_way | self._capture.leaving
+        if {state for state, _, _ in states.values()} | others != self._table.captured:
             raise ValueError("snapshot table: snapshots and captured states disagree")
         if any(id not in self.eviction for id in states) or not len(states) == len(self.eviction) <= self.limit:
             raise ValueError("snapshot table: other snapshots lie on the device than are told to, or too many")

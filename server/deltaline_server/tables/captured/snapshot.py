@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -74,11 +73,3 @@ def describe(id: bytes, one: Snapshot, lease_s: float, num_bytes: int) -> Snapsh
         state.tier,
         one.created,
     )
-
-
-def ids_by_owner(held: Mapping[bytes, Snapshot]) -> dict[int, list[bytes]]:
-    """The ids of each owner in order."""
-    ids: dict[int, list[bytes]] = {}
-    for id in sorted(held):
-        ids.setdefault(held[id].owner.number, []).append(id)
-    return ids

@@ -6,28 +6,18 @@ An unpinned snapshot gives way to whatever needs its lines or pages, those first
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-import numpy as np
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal, check_share
 from deltaline_server.tables.captured.capture import Capture, Needs
 from deltaline_server.tables.captured.device import DeviceTier
-from deltaline_server.tables.captured.ended import Ended
+from deltaline_server.tables.captured.held import Held
 from deltaline_server.tables.captured.lineage import Lineage
 from deltaline_server.tables.captured.lower import LowerTiers, NoTiers
-from deltaline_server.tables.captured.snapshot import (
-    WHY_GONE,
-    Snapshot,
-    SnapshotDescription,
-    SnapshotState,
-    describe,
-    ids_by_owner,
-)
+from deltaline_server.tables.captured.snapshot import Snapshot, SnapshotDescription, SnapshotState, describe
 from deltaline_server.tables.captured.state import CapturedState, StoredState
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
@@ -67,15 +57,10 @@ class SnapshotTable:
         self._stored_limit = stored_limit
         self.lower: LowerTiers = NoTiers()
         """Where those may lie that give way on the device."""
-        self._held: dict[bytes, Snapshot] = {}
-        # Of each owner, in order.
-        self._ids: defaultdict[int, list[bytes]] = defaultdict(list)
-        self._ended = Ended(ENDED)
+        self._held = Held(ENDED)
         self.device = DeviceTier(table, capture, self._give_way)
         self._index = PrefixIndex(self.device.limit + stored_limit, secrets.token_bytes(32))
         self._lineage = Lineage(table)
-        self.under_way: set[CapturedState] = set()
-        """States that are no snapshots yet (waypoints.py)."""
         self.num_captured = self.num_restored = self.num_evicted = self.num_expired = 0
         self.hits, self.misses = Counter[Tier](), Counter[Miss | None]()
         """Finds by the tier of what was found; by why nothing was, None where to compute is cheaper. States counts."""
@@ -87,10 +72,6 @@ class SnapshotTable:
     @property
     def num_pinned(self) -> int:
         return sum(self.device.num_pinned.values())
-
-    def num_of(self, principal: Principal) -> int:
-        """Snapshots that a principal has."""
-        return len(self._ids.get(principal.number, ()))
 
     # -- what sequences do -----------------------------------------------------------------------------------------
 
@@ -111,7 +92,7 @@ class SnapshotTable:
         """
         lease_s = self._table.checked_lease(lease_s)
         named = [PrefixKeys.one(key, at.position) for key, at in zip(keys or [b""] * len(slots), progress, strict=True)]
-        self._check_share(len(slots), principal, is_pinned)
+        self.check_share(len(slots), principal, is_pinned)
         self.device.make_room(self._capture.needs(slots, progress), slots, len(slots))
         ids = []
         for slot, state, its in zip(slots.tolist(), self._capture.capture(slots, progress), named, strict=True):
@@ -175,14 +156,6 @@ class SnapshotTable:
 
     # -- waypoints -------------------------------------------------------------------------------------------------
 
-    def make_room_under_way(
-        self, needs: Needs, slot: int, principal: Principal, is_pinned: bool, num_under_way: int
-    ) -> None:
-        """Let unpinned snapshots give way until what a state of a slot needs is there, which is to be a principal's
-        snapshot; num_under_way: of those that it has already. Raises RequestError as `create` does; then none has."""
-        self._check_share(needs.lines, principal, is_pinned, num_under_way)
-        self.device.make_room(needs, np.array([slot]), len(self.under_way) + needs.lines)
-
     def adopt(
         self,
         slot: int,
@@ -194,7 +167,7 @@ class SnapshotTable:
     ) -> bytes:
         """Let a captured state of a slot be a snapshot from now on; returns its id. Raises RequestError as `create`
         does; then the state is the caller's still."""
-        self._check_share(1, principal, is_pinned)
+        self.check_share(1, principal, is_pinned)
         self.device.make_room(Needs(), num_snapshots=1)
         lease_s, continues = self._table.checked_lease(lease_s), self._lineage.of(slot)
         id = self._add(state, key, continues, principal, lease_s, is_pinned)
@@ -208,16 +181,14 @@ class SnapshotTable:
     ) -> tuple[list[SnapshotDescription], bool]:
         """The snapshots of a principal behind an id, which need not be held, in the order of ids, at most `limit`; and
         whether there are more."""
-        now_s, own = self._clock(), self._ids.get(principal.number, [])
-        first = bisect_right(own, after)
-        page = own[first:] if limit is None else own[first : first + limit]
-        return [self._description(id, self._held[id], now_s) for id in page], first + len(page) < len(own)
+        now_s, (page, is_more) = self._clock(), self._held.page(principal, after, limit)
+        return [self._description(id, self._held[id], now_s) for id in page], is_more
 
     def renew(self, ids: Sequence[bytes], principal: Principal, lease_s: float | None) -> list[SnapshotState]:
         """Move deadlines to `lease_s` from now, or to the lease that each was created with."""
         if lease_s is not None:
             self._table.checked_lease(lease_s)
-        states, now_s = [self._state(id, principal) for id in ids], self._clock()
+        states, now_s = [self._held.state(id, principal) for id in ids], self._clock()
         for id, state in zip(ids, states, strict=True):
             if state is SnapshotState.HELD:
                 held = self._held[id]
@@ -227,9 +198,9 @@ class SnapshotTable:
     def release(self, ids: Sequence[bytes], principal: Principal) -> list[SnapshotState]:
         """End snapshots; sequences that began from them go on. Idempotent."""
         for id in ids:
-            if self._state(id, principal) is SnapshotState.HELD:
+            if self._held.state(id, principal) is SnapshotState.HELD:
                 self.end(id, SnapshotState.RELEASED)
-        return [self._state(id, principal) for id in ids]
+        return [self._held.state(id, principal) for id in ids]
 
     def reap(self) -> int:
         """End snapshots whose lease is over; returns how many.
@@ -253,12 +224,11 @@ class SnapshotTable:
             for id, one in self._held.items()
             if isinstance(one.state, CapturedState)
         }
-        self.device.check_integrity(near, self.under_way)
+        self.device.check_integrity(near)
         far = {id: one.state for id, one in self._held.items() if isinstance(one.state, StoredState)}
         if len(far) > self._stored_limit or any(self.lower.find(id) != state for id, state in far.items()):
             raise ValueError("snapshot table: snapshots lie elsewhere than is told, or there are too many")
-        if {number: own for number, own in self._ids.items() if own} != ids_by_owner(self._held):
-            raise ValueError("snapshot table: principals and their snapshots disagree")
+        self._held.check_integrity()
         self._index.check_integrity(self._held)
 
     # -- what lower tiers do ---------------------------------------------------------------------------------------
@@ -320,11 +290,11 @@ class SnapshotTable:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def _check_share(self, count: int, principal: Principal, is_pinned: bool, num_under_way: int = 0) -> None:
+    def check_share(self, count: int, principal: Principal, is_pinned: bool, num_under_way: int = 0) -> None:
         """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where pinned ones would be more than are left to
-        others."""
+        others; num_under_way: states that are to be its snapshots as well."""
         if principal.quotas is not None:
-            principal.quotas.check("snapshots", self.num_of(principal) + num_under_way, count)
+            principal.quotas.check("snapshots", self._held.num_of(principal) + num_under_way, count)
         if is_pinned and principal.number and not principal.is_alone:
             held, free = self.device.num_pinned[principal.number], self._table.lines.snapshot_lines - self.num_pinned
             check_share(held, count, free, "pinned snapshots", Reason.NO_SNAPSHOT_LINES)
@@ -351,9 +321,8 @@ class SnapshotTable:
         return id
 
     def _hold(self, id: bytes, one: Snapshot, keys: PrefixKeys | None) -> None:
-        self._held[id] = one
+        self._held.add(id, one)
         number, state = one.owner.number, one.state
-        insort(self._ids[number], id)
         if keys is not None:
             stored = StoredPrefix(state.position, id, state.tier, self._num_bytes(state))
             self._index.register(keys, number, self._origin(state.adapter.content_hash), stored)
@@ -382,36 +351,18 @@ class SnapshotTable:
 
     def end(self, id: bytes, how: SnapshotState) -> None:
         """A snapshot is over. Idempotent."""
-        ended = self._held.pop(id, None)
-        if ended is None:
+        if id not in self._held:
             return
-        number = ended.owner.number
-        own = self._ids[number]
-        del own[bisect_left(own, id)]
+        ended = self._held.end(id, how)
         if isinstance(ended.state, CapturedState):
-            self.device.take_off(id, ended.state, number, ended.is_pinned)
+            self.device.take_off(id, ended.state, ended.owner.number, ended.is_pinned)
         self.lower.forget(id)
         self._index.forget(id, is_evicted=how in (SnapshotState.EVICTED, SnapshotState.EXPIRED))
-        self._ended.add(id, number, how)
         self.num_evicted += how is SnapshotState.EVICTED
         self.num_expired += how is SnapshotState.EXPIRED
 
-    def _state(self, id: bytes, principal: Principal) -> SnapshotState:
-        """What became of an id; another principal's snapshot is UNKNOWN."""
-        held = self._held.get(id)
-        if held is not None:
-            return SnapshotState.HELD if held.owner.number == principal.number else SnapshotState.UNKNOWN
-        return self._ended.get(id, principal.number) or SnapshotState.UNKNOWN
-
-    def _find(self, id: bytes, principal: Principal) -> Snapshot:
-        state = self._state(id, principal)
-        if state is SnapshotState.HELD:
-            return self._held[id]
-        message = WHY_GONE.get(state, "no snapshot has this id")
-        raise RequestError(Reason.SNAPSHOT_UNKNOWN, message, metadata={"state": state.name})
-
     def _on_device(self, id: bytes, principal: Principal) -> CapturedState:
-        state = self._find(id, principal).state
+        state = self._held.find(id, principal).state
         if isinstance(state, StoredState):
             message = "the snapshot gave way on the device before it could be used"
             raise RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=0.05)

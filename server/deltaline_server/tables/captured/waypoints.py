@@ -40,7 +40,7 @@ class WaypointTable:
     """States under way, by slot and position. All methods belong to the table's thread."""
 
     def __init__(self, table: SequenceTable, capture: Capture, snapshots: SnapshotTable) -> None:
-        self._table, self._capture, self._snapshots = table, capture, snapshots
+        self._table, self._capture, self._snapshots, self._device = table, capture, snapshots, snapshots.device
         self.of_slot: dict[int, dict[int, _Way]] = {}
         """What is under way, by slot and position; changed here alone."""
         self._num_of: defaultdict[int, int] = defaultdict(int)
@@ -63,7 +63,8 @@ class WaypointTable:
         try:
             needs = Needs(way is None, self._num_copies + is_cut)
             num_under_way = self._num_of[principal.number]
-            self._snapshots.make_room_under_way(needs, slot, principal, is_pinned, num_under_way)
+            self._snapshots.check_share(needs.lines, principal, is_pinned, num_under_way)
+            self._device.make_room(needs, np.array([slot]), len(self._device.under_way) + needs.lines)
         except RequestError:
             if way is not None:
                 self._drop(way)
@@ -72,7 +73,7 @@ class WaypointTable:
             way = _Way(slot, self._capture.leave(slot, position), principal)
             self.of_slot.setdefault(slot, {})[position] = way
             self._num_of[principal.number] += 1
-            self._snapshots.under_way.add(way.state)
+            self._device.under_way.add(way.state)
         way.taken.add(span)
         if is_last:
             self._whole.append(way)
@@ -83,8 +84,8 @@ class WaypointTable:
         """The batch for which lines were taken was submitted: share the pages of the states that it makes whole."""
         whole, self._whole, self._num_copies = self._whole, [], 0
         for way, state in zip(whole, self._capture.share_pages([(way.slot, way.state) for way in whole]), strict=True):
-            self._snapshots.under_way.remove(way.state)
-            self._snapshots.under_way.add(state)
+            self._device.under_way.remove(way.state)
+            self._device.under_way.add(state)
             way.state = state
 
     def done(self, span: int, slot: int, position: int, asked: RowWaypoints) -> LeftWaypoint | None:
@@ -148,7 +149,7 @@ class WaypointTable:
         ways = [(slot, position, way) for slot, by in self.of_slot.items() for position, way in by.items()]
         if any((way.slot, way.state.position) != (slot, position) for slot, position, way in ways):
             raise ValueError("waypoint table: a state is under way elsewhere")
-        if {way.state for _, _, way in ways} != self._snapshots.under_way or self._whole:
+        if {way.state for _, _, way in ways} != self._device.under_way or self._whole:
             raise ValueError("waypoint table: what is under way and what is counted disagree")
         if sum(self._num_of.values()) != len(ways) or not all(self.of_slot.values()):
             raise ValueError("waypoint table: principals and their counts disagree")
@@ -163,4 +164,4 @@ class WaypointTable:
         if not of_slot:
             del self.of_slot[way.slot]
         self._num_of[way.owner.number] -= 1
-        self._snapshots.under_way.remove(way.state)
+        self._device.under_way.remove(way.state)
