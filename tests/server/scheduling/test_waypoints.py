@@ -139,6 +139,27 @@ async def test_a_repeat_that_comes_before_the_end_is_reached_waits_for_it() -> N
     assert told[0].waypoints == told[1].waypoints and len(ids(told[0])) == 1
 
 
+async def test_a_repeat_is_never_told_of_a_later_step_that_has_its_entry() -> None:
+    rig = make_rig(spans=2, eager=False, pages=0, chunk_tokens=64, snapshot_lines=9)
+    (parent,) = rig.open()
+    other = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(1000)), span=1))
+    steps = [rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(50)), **named(at_end=True)))]
+    await turns()
+    while not rig.table.ledger.done.step[0].any():  # the other span is still at work
+        rig.engine.run()
+        await turns(3)
+        rig.scheduler.settle()
+    for i in range(1, 9):
+        steps.append(rig.submit(rig.request((parent, PREFILL, 1 + i, 50 * i, -1, tokens(50)), **named(at_end=True))))
+    again = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(50)), **named(at_end=True)))
+    rig.engine.release()
+    await other
+    first, second = await steps[0], await again
+    assert [reason(await step) for step in steps] == [None] * 9
+    assert second.position.tolist() == first.position.tolist() == [50] and outputs(second) == outputs(first)
+    assert left(second) == left(first) == [(50, "SPANS_UNEVEN")]
+
+
 async def test_steps_behind_an_end_wait_for_it() -> None:
     rig = make_rig(eager=False)
     (parent,) = rig.open()
