@@ -234,6 +234,24 @@ async def test_quotas_hold() -> None:
     assert rig.states.describe(ANONYMOUS)[0] == [] and len(rig.states.describe(principal)[0]) == 2
 
 
+@pytest.mark.parametrize("spans", [1, 2])
+async def test_states_under_way_leave_as_many_lines_to_other_principals(spans: int) -> None:
+    """Nothing makes them give way, however long their prefill takes or their other spans don't come."""
+    rig = make_rig(snapshot_lines=8, spans=spans, pages=0)
+    first, other = Principal(1, "a"), Principal(2, "b")
+    made: dict[int, int] = {}
+    for principal, given in ((first, spans), (other, spans), (first, 1)):
+        (handle,) = [int(one) for one in rig.table.open(1, principal=principal).handles]
+        for span in range(given):
+            step = (handle, PREFILL, 1, 0, -1, tokens(512))
+            result = await rig.step(step, principal=principal, span=span, **named(*range(64, 513, 64)))
+        made[principal.number] = len(rig.states.describe(principal)[0])
+        rig.states.check_integrity()
+        rig.waypoints.check_integrity()
+    assert made[2] == 4 and len(rig.states.describe(other)[0]) >= 2
+    assert {place.skipped for _, place in result.waypoints} <= {"", NO_LINES}
+
+
 @pytest.mark.parametrize("failure", ["fails", "not finite", "later chunk"])
 async def test_a_step_that_fails_leaves_nothing(failure: str) -> None:
     rig = make_rig(chunk_tokens=64)

@@ -289,13 +289,14 @@ class SnapshotTable:
             self._end(id, SnapshotState.EVICTED)
 
     def _check_share(self, count: int, principal: Principal, is_pinned: bool, num_under_way: int = 0) -> None:
-        """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where pinned ones would be more than are left to
-        others."""
+        """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where what does not give way, pinned ones and states
+        under way, would be more than is left to others."""
         if principal.quotas is not None:
             principal.quotas.check("snapshots", self.num_of(principal) + num_under_way, count)
-        if is_pinned and principal.number and not principal.is_alone:
-            held, free = self._num_pinned[principal.number], self._table.lines.snapshot_lines - self.num_pinned
-            check_share(held, count, free, "pinned snapshots", Reason.NO_SNAPSHOT_LINES)
+        if count and (is_pinned or num_under_way) and principal.number and not principal.is_alone:
+            held = self._num_pinned[principal.number] + num_under_way
+            free = self._table.lines.snapshot_lines - self.num_pinned - len(self.under_way)
+            check_share(held, count, free, "pinned snapshots and states under way", Reason.NO_SNAPSHOT_LINES)
 
     # -- one snapshot ----------------------------------------------------------------------------------------------
 
