@@ -19,6 +19,8 @@ from deltaline_server.tables.ledger import Slots
 from deltaline_server.tables.sequences import SequenceTable
 
 _INDEX_BITS = 20
+# Places that are told of in one turn of the event loop: what is done there may take half a millisecond.
+_AT_ONCE = 16
 # Where a slot has no place that its steps wait behind.
 _NO_PLACE = np.iinfo(np.int64).max
 
@@ -171,14 +173,18 @@ class Places:
                 self._reach_on_one(place)
         self._last_free[:, slot], self._is_awaited[slot] = _NO_PLACE, False
 
-    def run(self) -> None:
-        """Tell of the places that are reached, and let what waits behind them run."""
+    def run(self) -> bool:
+        """Tell of the places that are reached, and let what waits behind them run; whether to call again, in another
+        turn of the event loop, for there are many."""
         self._find_reached(np.flatnonzero(self._is_awaited))
-        while self._reached:
+        for _ in range(_AT_ONCE):
+            if not self._reached:
+                return False
             _, place = heapq.heappop(self._reached)
             place.on_reached(place.dropped)
             self._pass(place)
             self._find_reached(place.slots[self._is_awaited[place.slots]])
+        return bool(self._reached)
 
     def _pass(self, place: Place) -> None:
         """What has a place is done with it: let the steps behind it run, up to the next one."""
