@@ -392,9 +392,8 @@ class Server:
 
 def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
     """The library's reflection, as the link takes it too."""
-    servicer = reflection.aio.ReflectionServicer(names)
     handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )

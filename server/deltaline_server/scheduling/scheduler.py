@@ -93,7 +93,7 @@ class Scheduler:
         """Refuse what waits and what comes, UNAVAILABLE STOPPING; what has begun is finished. Idempotent."""
         self._is_stopped = True
         self._queue.refuse_all(Reason.STOPPING)
-        self._queue.places.run()
+        self._run_places()
         self._queue.finish()
 
     def halt(self) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
         if self._is_stopped or self.has_failed:
             raise RequestError(Reason.STOPPING, "the server is stopping")
         self._queue.places.take(slots, on_reached)
-        self._guarded(self._queue.places.run)
+        self._guarded(self._run_places)
 
     def settle(self) -> None:
         """Bring ledger, kept replies and leases up to the batch that is done: before anything reads them."""
@@ -184,7 +184,7 @@ class Scheduler:
         if queue.deadlines and queue.deadlines[0][0] <= now_s:
             queue.drop_overdue(now_s)
         if queue.places.has_any:
-            queue.places.run()
+            self._run_places()
         while len(batches) < MAX_BATCHES_IN_FLIGHT and queue.ready_spans:
             if batches and not has_waited and self._must_wait(now_s):
                 break
@@ -192,11 +192,16 @@ class Scheduler:
                 if self._start(span, now_s):
                     break
         if queue.places.has_any and not batches:  # what was refused meanwhile may have been all that they waited for
-            queue.places.run()
+            self._run_places()
             if queue.ready_spans:
                 self._pump_soon()
         if queue.ended:
             queue.finish()
+
+    def _run_places(self) -> None:
+        """Do what has a place among the steps and is reached; what is left of it soon."""
+        if self._queue.places.run():
+            self._pump_soon()
 
     def _must_wait(self, now_s: float) -> bool:
         """Whether the batch behind the running one should wait for rows that may come, and see to it that it ends.

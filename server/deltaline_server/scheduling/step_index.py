@@ -19,6 +19,8 @@ from deltaline_server.tables.ledger import Slots
 from deltaline_server.tables.sequences import SequenceTable
 
 _INDEX_BITS = 20
+# Places that are told of in one turn of the event loop: what is done there may take half a millisecond.
+_AT_ONCE = 16
 # Where a slot has no place that its steps wait behind.
 _NO_PLACE = np.iinfo(np.int64).max
 
@@ -32,11 +34,12 @@ class StepIndex:
     """
 
     def __init__(self, num_slots: int, max_in_flight: int) -> None:
-        self._max_in_flight = max_in_flight
+        # One more for the last step that is done: it is asked for while a place behind it is not reached.
+        self._num_entries = max_in_flight + 1
         # What every answer of `add` is cut from: no request has more rows than there are slots.
         self._every = np.arange(num_slots)
         self._every.flags.writeable = False
-        self._entries = np.zeros((num_slots, max_in_flight), dtype=np.int64)
+        self._entries = np.zeros((num_slots, self._num_entries), dtype=np.int64)
         self.in_flight = np.zeros(num_slots, dtype=np.int64)
         self.not_given = np.zeros(num_slots, dtype=np.int64)
         self.last_free = np.full(num_slots, _NO_PLACE, dtype=np.int64)
@@ -46,7 +49,7 @@ class StepIndex:
         """Each slot's next step is a row of request `number`. Returns the rows with nothing before them that is to be
         given, or reached."""
         index = self._every[: len(slots)]
-        self._entries[slots, steps % self._max_in_flight] = index + (number << _INDEX_BITS)
+        self._entries[slots, steps % self._num_entries] = index + (number << _INDEX_BITS)
         before = self.not_given.take(slots)
         self.not_given[slots] = before + 1
         if self.has_places:
@@ -78,13 +81,14 @@ class StepIndex:
 
     def _rows(self, slots: Slots, steps: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
         """The rows that steps are, by request: its number, and positions in its admission in ascending order."""
-        entries = np.sort(self._entries[slots, steps % self._max_in_flight])
+        entries = np.sort(self._entries[slots, steps % self._num_entries])
         numbers, index = entries >> _INDEX_BITS, entries & ((1 << _INDEX_BITS) - 1)
         return [(int(number), index[numbers == number]) for number in np.unique(numbers)]
 
     def entry(self, slot: int, step: int) -> tuple[int, int]:
-        """The number of the request that has a step in flight, and the row's position in its admission."""
-        return divmod(int(self._entries[slot, step % self._max_in_flight]), 1 << _INDEX_BITS)
+        """The number of the request that has a step in flight, or the last one that is done, and the row's position in
+        its admission. The request of one that is done may have left."""
+        return divmod(int(self._entries[slot, step % self._num_entries]), 1 << _INDEX_BITS)
 
 
 @dataclass(eq=False)
@@ -169,14 +173,18 @@ class Places:
                 self._reach_on_one(place)
         self._last_free[:, slot], self._is_awaited[slot] = _NO_PLACE, False
 
-    def run(self) -> None:
-        """Tell of the places that are reached, and let what waits behind them run."""
+    def run(self) -> bool:
+        """Tell of the places that are reached, and let what waits behind them run; whether to call again, in another
+        turn of the event loop, for there are many."""
         self._find_reached(np.flatnonzero(self._is_awaited))
-        while self._reached:
+        for _ in range(_AT_ONCE):
+            if not self._reached:
+                return False
             _, place = heapq.heappop(self._reached)
             place.on_reached(place.dropped)
             self._pass(place)
             self._find_reached(place.slots[self._is_awaited[place.slots]])
+        return bool(self._reached)
 
     def _pass(self, place: Place) -> None:
         """What has a place is done with it: let the steps behind it run, up to the next one."""

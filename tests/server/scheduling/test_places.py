@@ -365,3 +365,20 @@ async def test_places_among_refused_steps_and_sequences_that_come_and_go(seed: i
     await finished(rig, *everything)
     for place in places:
         place.check()
+
+
+async def test_of_many_places_few_are_told_of_in_a_turn() -> None:
+    """Each may do half a millisecond of work: the event loop must not stall for all of them."""
+    rig = Rig(eager=False)
+    (handle,) = rig.open()
+    reached, step = Reached(rig), decode(rig, handle, 1)
+    for i in range(100):
+        reached.take(str(i), handle)
+    rig.engine.release()
+    seen = [0]
+    while len(reached.told) < 100:
+        await asyncio.sleep(0)
+        seen.append(len(reached.told))
+        assert len(seen) < 1000, "places were forgotten"
+    assert max(np.diff(seen)) <= 32 and [name for name, _, _ in reached.told] == [str(i) for i in range(100)]
+    await finished(rig, step, decode(rig, handle, 2))

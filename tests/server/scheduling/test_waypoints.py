@@ -144,6 +144,27 @@ async def test_a_repeat_that_comes_before_the_end_is_reached_waits_for_it() -> N
     assert told == [[(20, "SPANS_UNEVEN")]] * 2 and (await other).waypoints == ()
 
 
+async def test_a_repeat_is_never_told_of_a_later_step_that_has_its_entry() -> None:
+    rig = make_rig(spans=2, eager=False, pages=0, chunk_tokens=64, snapshot_lines=9)
+    (parent,) = rig.open()
+    other = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(1000)), span=1))
+    steps = [rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(50)), **named(at_end=True)))]
+    await turns()
+    while not rig.table.ledger.done.step[0].any():  # the other span is still at work
+        rig.engine.run()
+        await turns(3)
+        rig.scheduler.settle()
+    for i in range(1, 9):
+        steps.append(rig.submit(rig.request((parent, PREFILL, 1 + i, 50 * i, -1, tokens(50)), **named(at_end=True))))
+    again = rig.submit(rig.request((parent, PREFILL, 1, 0, -1, tokens(50)), **named(at_end=True)))
+    rig.engine.release()
+    await other
+    first, second = await steps[0], await again
+    assert [reason(await step) for step in steps] == [None] * 9
+    assert second.position.tolist() == first.position.tolist() == [50] and outputs(second) == outputs(first)
+    assert left(second) == left(first) == [(50, "SPANS_UNEVEN")]
+
+
 async def test_steps_behind_an_end_wait_for_it() -> None:
     rig = make_rig(eager=False)
     (parent,) = rig.open()
@@ -224,6 +245,24 @@ async def test_quotas_hold() -> None:
     result = await rig.step(step, principal=principal, **named(64, 128, 192, at_end=True))
     assert left(result) == [(64, ""), (128, ""), (192, "QUOTA_EXCEEDED"), (250, "QUOTA_EXCEEDED")]
     assert rig.states.describe(ANONYMOUS)[0] == [] and len(rig.states.describe(principal)[0]) == 2
+
+
+@pytest.mark.parametrize("spans", [1, 2])
+async def test_states_under_way_leave_as_many_lines_to_other_principals(spans: int) -> None:
+    """Nothing makes them give way, however long their prefill takes or their other spans don't come."""
+    rig = make_rig(snapshot_lines=8, spans=spans, pages=0)
+    first, other = Principal(1, "a"), Principal(2, "b")
+    made: dict[int, int] = {}
+    for principal, given in ((first, spans), (other, spans), (first, 1)):
+        (handle,) = [int(one) for one in rig.table.open(1, principal=principal).handles]
+        for span in range(given):
+            step = (handle, PREFILL, 1, 0, -1, tokens(512))
+            result = await rig.step(step, principal=principal, span=span, **named(*range(64, 513, 64)))
+        made[principal.number] = len(rig.states.describe(principal)[0])
+        rig.states.check_integrity()
+        rig.waypoints.check_integrity()
+    assert made[2] == 4 and len(rig.states.describe(other)[0]) >= 2
+    assert {place.skipped for _, place in result.waypoints} <= {"", NO_LINES}
 
 
 @pytest.mark.parametrize("failure", ["fails", "not finite", "later chunk"])

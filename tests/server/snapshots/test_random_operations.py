@@ -602,7 +602,7 @@ async def test_a_gpu_goes_on_bitwise_as_what_shares_nothing(name: str, tmp_path:
     """Replayed from graphs, pages placed in the order of a stream."""
     world = World(name, tmp_path, seed=4, device=torch.device("cuda"), dtype=torch.bfloat16)
     await world.run(400)
-    assert world.num_compared > 200, world.done
+    assert world.num_compared > 130, world.done
     assert min(world.done[one] for one in ("snapshot", "fork", "restore", "EVICTED", "HELD")) > 0, world.done
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from deltaline.v1 import prefix_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.step import WAYPOINT_TOKENS, RowKind, RowWaypoints, StepForm
-from deltaline_server.tables.prefixes.keys import PrefixKeys
+from deltaline_server.tables.prefixes.keys import MAX_KEYS, PrefixKeys
 
 # Of all rows of a step together.
 MAX_PLACES = 4096
@@ -25,7 +25,7 @@ def read_waypoints(
     INVALID_REQUEST for the keys.
     """
     read: dict[int, RowWaypoints] = {}
-    num_places = 0
+    num_places = num_keys = 0
     for i, message in enumerate(messages):
         field, row = f"waypoints[{i}]", message.row
         if row >= form.num_rows:
@@ -43,6 +43,9 @@ def read_waypoints(
         num_places += len(tokens) + at_end
         if num_places > MAX_PLACES:
             raise _invalid(field, f"must name at most {MAX_PLACES} places in all")
+        num_keys += len(message.prefix.key)
+        if num_keys > MAX_KEYS:
+            raise _invalid(f"{field}.prefix", f"must bring the keys of all rows to at most {MAX_KEYS}, got {num_keys}")
         lease_s = message.lease_ms / 1000 if message.lease_ms else None
         keys = _keys(message.prefix) if message.HasField("prefix") else {}
         named = {int(position[row]) + place for place in (*tokens, *[length] * at_end)}

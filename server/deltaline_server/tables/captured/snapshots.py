@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal, check_share
 from deltaline_server.tables.captured.capture import Capture, Needs
@@ -291,13 +293,14 @@ class SnapshotTable:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def check_share(self, count: int, principal: Principal, is_pinned: bool, num_under_way: int = 0) -> None:
-        """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where pinned ones would be more than are left to
-        others; num_under_way: states that are to be its snapshots as well."""
+        """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where what does not give way, pinned ones and states
+        under way, would be more than is left to others; num_under_way: of those that the principal has."""
         if principal.quotas is not None:
             principal.quotas.check("snapshots", self._held.num_of(principal) + num_under_way, count)
-        if is_pinned and principal.number and not principal.is_alone:
-            held, free = self.device.num_pinned[principal.number], self._table.lines.snapshot_lines - self.num_pinned
-            check_share(held, count, free, "pinned snapshots", Reason.NO_SNAPSHOT_LINES)
+        if count and (is_pinned or num_under_way) and principal.number and not principal.is_alone:
+            held = self.device.num_pinned[principal.number] + num_under_way
+            free = self._table.lines.snapshot_lines - self.num_pinned - len(self.device.under_way)
+            check_share(held, count, free, "pinned snapshots and states under way", Reason.NO_SNAPSHOT_LINES)
 
     # -- one snapshot ----------------------------------------------------------------------------------------------
 

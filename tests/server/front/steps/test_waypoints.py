@@ -139,6 +139,13 @@ def test_places_are_bounded_in_all(num_rows: int) -> None:
         read(made)
 
 
+def test_keys_of_all_rows_are_bounded() -> None:
+    one = prefix_pb2.PrefixKeys(key=[KEY], position=[1], prompt_tokens=1)
+    many = prefix_pb2.PrefixKeys(key=[KEY] * 4096, position=range(1, 4097), prompt_tokens=4096)
+    with pytest.raises(RequestError, match=r"^waypoints\[1\]\.prefix: .* at most 4096, got 4097"):
+        read(message({"row": 0, "prefix": one}, {"row": 2, "prefix": many}))
+
+
 def test_replies_tell_them_in_order() -> None:
     none = np.zeros(0, dtype=np.int64)
     result = StepResult(none.astype(np.uint8), none, np.zeros(1, np.int64), np.zeros((0, 2), np.float32))
