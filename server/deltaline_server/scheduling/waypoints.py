@@ -46,6 +46,7 @@ class Waypoints:
             asked = pending.form.waypoints.get(row, NOWHERE)
             first, principal = int(pending.request.position[row]), pending.request.principal
             places = asked.within(begin, begin + rows.num_tokens)
+            self.table.make_room(slot, [first + tokens for tokens in places], principal, asked.is_pinned)
             for i, tokens in enumerate(places):
                 try:
                     line = self.table.take(pending.span, slot, first + tokens, principal, asked.is_pinned)

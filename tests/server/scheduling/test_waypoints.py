@@ -217,6 +217,25 @@ async def test_unpinned_snapshots_give_way() -> None:
     assert states == [SnapshotState.EVICTED, SnapshotState.HELD]
 
 
+async def test_for_all_places_of_a_chunk_snapshots_give_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(snapshot_lines=4, chunk_tokens=512)
+    first, second = rig.open(2)
+    places = named(64, 128, 192, 256)
+    await rig.step((first, PREFILL, 1, 0, -1, tokens(300)), **places)
+    room, gave_way = rig.snapshots.device.room, list[int]()
+    victims = room.victims
+
+    def counted(*arguments: Any) -> list[bytes]:
+        found = victims(*arguments)
+        gave_way.append(len(found))
+        return found
+
+    monkeypatch.setattr(room, "victims", counted)
+    new = await rig.step((second, PREFILL, 1, 0, -1, tokens(300)), **places)
+    assert left(new) == [(64, ""), (128, ""), (192, ""), (256, "")]
+    assert [count for count in gave_way if count] == [4]
+
+
 async def test_where_there_is_no_page_for_a_cut_one() -> None:
     rig = make_rig(pages=3, page_size=64, max_context=192)
     (parent,) = rig.open()

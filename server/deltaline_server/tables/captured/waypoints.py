@@ -9,6 +9,8 @@ ends, its state can't be trusted, or a span goes by without naming the place.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,6 +51,15 @@ class WaypointTable:
         self._num_copies = 0
 
     # -- places within chunks --------------------------------------------------------------------------------------
+
+    def make_room(self, slot: int, positions: Sequence[int], principal: Principal, is_pinned: bool) -> None:
+        """Let snapshots give way at once for the lines of all places of a slot that have none yet; if not all can have
+        one, none gives way, and `take` sees for each by itself."""
+        ways = self.of_slot.get(slot, {})
+        count, num_under_way = sum(one not in ways for one in positions), self._num_of[principal.number]
+        with suppress(RequestError):
+            self._snapshots.check_share(count, principal, is_pinned, num_under_way)
+            self._device.make_room(Needs(count), np.array([slot]), len(self._device.under_way) + count)
 
     def take(self, span: int, slot: int, position: int, principal: Principal, is_pinned: bool) -> int:
         """The line for what a slot's layers of a span are at a position, within a chunk of the batch that is formed.
