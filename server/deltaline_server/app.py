@@ -291,6 +291,7 @@ class Server:
             observer=self.metrics,
             principals=self.principals,
             refusals=self._refusals,
+            fair_calls=interceptor.fair_calls,
             clock=self._clock,
             tracing=self._tracing,
             states=runtime.states,

@@ -24,6 +24,7 @@ from deltaline_server.front import replies
 from deltaline_server.front.audited import AUDITED
 from deltaline_server.front.port.gate import Entered, Gate
 from deltaline_server.front.requests import parse
+from deltaline_server.front.trust.fair_calls import FairCalls
 from deltaline_server.front.trust.principals import Principals, current_principal
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.telemetry.audit import Audit
@@ -85,6 +86,10 @@ class Interceptor(grpc.aio.ServerInterceptor):
         None where nobody reads it."""
         self._metrics, self._principals, self._tracing = metrics, principals, tracing
         self._gate, self._audit, self._refusals = gate, audit, refusals
+        self.fair_calls = fair_calls = FairCalls(time.monotonic)
+        metrics.total("deltaline_calls_put_off", "Calls and steps that began at a pace.", lambda: fair_calls.num_held)
+        text = "Time that these waited."
+        metrics.total("deltaline_calls_put_off_seconds", text, lambda: fair_calls.held_s)
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -125,7 +130,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         audited = AUDITED.get(method) if self._audit is not None else None
 
         async def unary(body: Any, context: Context) -> bytes:
-            async with self._call(method, rpc, enter, context, traced) as entered:
+            async with self._call(method, rpc, enter, context, traced, self.fair_calls) as entered:
                 if entered is not None:
                     body = await entered.request(context)
                 rpc.received.inc()
@@ -202,10 +207,16 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _call(
-        self, method: str, rpc: RpcMetrics, enter: Enter | None, context: Context, traced: str | None = None
+        self,
+        method: str,
+        rpc: RpcMetrics,
+        enter: Enter | None,
+        context: Context,
+        traced: str | None = None,
+        fair_calls: FairCalls | None = None,
     ) -> AsyncIterator[Entered | None]:
-        """Count a call, judge who it is from, and trace it if its path is given; turn what it raises into its
-        status."""
+        """Count a call, judge who it is from, let it wait for its turn, and trace it if its path is given; turn what it
+        raises into its status."""
         begin_s, end_s, span, principal = time.perf_counter(), 0.0, None, None
         entered: Entered | None = None
         if self._tracing is not None and traced is not None:
@@ -215,7 +226,14 @@ class Interceptor(grpc.aio.ServerInterceptor):
         try:
             entered = None if enter is None else enter(context)
             principal = self._principals.admit(method, context)
-            yield entered
+            if fair_calls is None:
+                yield entered
+            else:
+                await fair_calls.enter(principal)
+                try:
+                    yield entered
+                finally:
+                    fair_calls.leave(principal)
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)
             # Who was not let in may be known all the same: ROLE_MISSING says it.

@@ -18,6 +18,7 @@ from deltaline_server.front.interceptor import Context, bug, empty_frames
 from deltaline_server.front.requests import Served
 from deltaline_server.front.step_message import StepMessage, StreamStep
 from deltaline_server.front.step_parser import StepParser
+from deltaline_server.front.trust.fair_calls import FairCalls
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import Principals, current_principal
 from deltaline_server.front.trust.refusals import Refusals
@@ -55,16 +56,17 @@ class LayerService:
         observer: Observer,
         principals: Principals,
         refusals: Refusals,
+        fair_calls: FairCalls,
         clock: Callable[[], float],
         tracing: Tracing | None = None,
         states: States,
     ) -> None:
-        """`observer` counts what streams refuse, and `refusals` says when that may be answered; `principals` judges
-        those that live on; `states` are what sequences may begin with; `clock` is the scheduler's: monotonic
-        seconds."""
+        """`observer` counts what streams refuse, `refusals` says when that may be answered, and `fair_calls` when a
+        step may begin; `principals` judges those that live on; `states` are what sequences may begin with; `clock` is
+        the scheduler's: monotonic seconds."""
         self._tracing, self._principals, self._refusals, self._states = tracing, principals, refusals, states
         self._table, self._scheduler, self._served = table, scheduler, served
-        self._observer, self._clock = observer, clock
+        self._observer, self._clock, self._fair_calls = observer, clock, fair_calls
         self._stream_readers: set[asyncio.Task[None]] = set()
         self._budget = SharedBudget(ALL_STREAMS_BYTES)
         self.guesses = Guesses(table.num_slots, clock)
@@ -188,7 +190,8 @@ class LayerService:
         if self._tracing is not None:
             begin_span = self._tracing.begin_stream(STEP_STREAM, context.invocation_metadata())
 
-        def answer(correlation_id: int, num_bytes: int, result: StepResult | Refusal) -> None:
+        def answer(caller: Principal, correlation_id: int, num_bytes: int, result: StepResult | Refusal) -> None:
+            self._fair_calls.leave(caller)
             hold_s = self._refusals.hold_s(principal.name) if isinstance(result, Refusal) else 0.0
             if hold_s:
                 loop.call_later(hold_s, answers.put_nowait, (correlation_id, num_bytes, result))
@@ -209,8 +212,11 @@ class LayerService:
                     await window.acquire(num_bytes)
                     if isinstance(step, StepRequest) and step.hidden.nbytes >= LARGE_BYTES:
                         await self._examine(step)
+                    await self._fair_calls.enter(principal)
                     num_taken += 1
-                    on_done: Callable[[StepResult | Refusal], None] = partial(answer, message.correlation_id, num_bytes)
+                    on_done: Callable[[StepResult | Refusal], None] = partial(
+                        answer, principal, message.correlation_id, num_bytes
+                    )
                     if span is None:
                         self._submit_safely(step, on_done, reply_turns)
                     else:

@@ -23,6 +23,7 @@ from deltaline_server.finite import checksum, finite_rows
 from deltaline_server.front import layer_service
 from deltaline_server.front.layer_service import LayerService
 from deltaline_server.front.requests import Served
+from deltaline_server.front.trust.fair_calls import FairCalls
 from deltaline_server.front.trust.principals import Principals
 from deltaline_server.front.trust.refusals import Refusals
 from deltaline_server.memory.regions import Regions
@@ -36,6 +37,7 @@ async def test_a_line_is_free_once_the_last_step_of_its_closed_sequence_is_answe
     served = Served(make_limits(), shapes, np.dtype(np.float32), regions)
     parts: dict[str, Any] = {"table": rig.table, "scheduler": rig.scheduler, "observer": rig.counts}
     parts |= {"principals": Principals(), "refusals": Refusals(lambda: rig.now), "states": None}
+    parts["fair_calls"] = FairCalls(lambda: rig.now)
     service = LayerService(**parts, served=served, clock=lambda: rig.now)
     (handle,) = rig.open()
     step = rig.submit(rig.request((handle, RowKind.DECODE, 1, 0, -1, [1.0])))
