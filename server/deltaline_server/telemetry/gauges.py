@@ -81,10 +81,9 @@ def add_gauges(
     tiers: Mapping[str, TierCounts],
 ) -> None:
     """Let the metrics read these numbers. adapters, tls: None where the server has none. tiers: by name."""
-    metrics.registry.register(TierMetrics(tiers))
+    _add_snapshots(metrics, table, snapshots, tiers)
     metrics.registry.register(PrincipalMetrics(lambda: principals.names, table, scheduler))
-    metrics.registry.register(PrefixMetrics(snapshots))
-    pages, lines = table.pages, table.lines
+    pages = table.pages
 
     def of_adapters(read: Callable[[AdapterRegistry], float]) -> Callable[[], float]:
         """0 where the server keeps no adapters."""
@@ -101,10 +100,6 @@ def add_gauges(
         ("kv_pages_used", "Pages of keys and values in use.", lambda: 0 if pages is None else pages.num_used),
         ("kv_pages_capacity", "Pages of keys and values in all.", lambda: 0 if pages is None else pages.num_pages),
         ("sequences_open", "Sequences open.", lambda: table.num_open),
-        ("snapshots", "Snapshots that are held.", lambda: snapshots.num_held),
-        ("snapshots_pinned", "Pinned ones of them.", lambda: snapshots.num_pinned),
-        ("snapshot_lines_used", "Lines that nobody writes, in use.", lambda: lines.num_frozen),
-        ("snapshot_lines_capacity", "Lines beside those of sequences.", lambda: lines.snapshot_lines),
         ("queue_rows", "Rows that wait or run.", lambda: scheduler.load().queued_rows),
         ("queue_bytes", "Bytes that wait or run.", lambda: scheduler.load().queued_bytes),
         ("reply_bytes", "Bytes of kept replies.", lambda: scheduler.load().reply_bytes),
@@ -139,6 +134,24 @@ def add_gauges(
         ("tls_reloads", "Certificates that changed and were taken.", of_tls(lambda t: t.num_taken)),
         ("tls_refusals", "Certificates that changed and can't be used.", of_tls(lambda t: t.num_refused)),
         ("sequences_expired", "Leases that ran out.", lambda: table.num_expired),
+    ):
+        metrics.total(f"deltaline_{name}", text, read)
+
+
+def _add_snapshots(
+    metrics: Metrics, table: SequenceTable, snapshots: SnapshotTable, tiers: Mapping[str, TierCounts]
+) -> None:
+    metrics.registry.register(TierMetrics(tiers))
+    metrics.registry.register(PrefixMetrics(snapshots))
+    lines = table.lines
+    for name, text, read in (
+        ("snapshots", "Snapshots that are held.", lambda: snapshots.num_held),
+        ("snapshots_pinned", "Pinned ones of them.", lambda: snapshots.num_pinned),
+        ("snapshot_lines_used", "Lines that nobody writes, in use.", lambda: lines.num_frozen),
+        ("snapshot_lines_capacity", "Lines beside those of sequences.", lambda: lines.snapshot_lines),
+    ):
+        metrics.gauge(f"deltaline_{name}", text, read)
+    for name, text, read in (
         ("snapshots_captured", "Snapshots made.", lambda: snapshots.num_captured),
         ("snapshots_restored", "Sequences that began with one.", lambda: snapshots.num_restored),
         ("snapshots_evicted", "Snapshots that gave way to others.", lambda: snapshots.num_evicted),
