@@ -21,8 +21,7 @@ def read_waypoints(
 ) -> dict[int, RowWaypoints]:
     """Where rows of a step leave states, by row; form: the step without them, position int64 [N].
 
-    An end that is a multiple of WAYPOINT_TOKENS is a place like others. Raises RequestError INVALID_WAYPOINT, and
-    INVALID_REQUEST for the keys.
+    An end that is a multiple of WAYPOINT_TOKENS is a place like others. Raises RequestError INVALID_WAYPOINT.
     """
     read: dict[int, RowWaypoints] = {}
     num_places = num_keys = 0
@@ -47,7 +46,7 @@ def read_waypoints(
         if num_keys > MAX_KEYS:
             raise _invalid(f"{field}.prefix", f"must bring the keys of all rows to at most {MAX_KEYS}, got {num_keys}")
         lease_s = message.lease_ms / 1000 if message.lease_ms else None
-        keys = _keys(message.prefix) if message.HasField("prefix") else {}
+        keys = _keys(message.prefix, field) if message.HasField("prefix") else {}
         named = {int(position[row]) + place for place in (*tokens, *[length] * at_end)}
         keys = {at: key for at, key in keys.items() if at in named}
         read[row] = RowWaypoints(tokens, at_end, lease_s, message.pinned, keys)
@@ -71,9 +70,14 @@ def _places(message: pb.Waypoints, field: str, length: int, most: int) -> tuple[
     return tuple(message.tokens)
 
 
-def _keys(prefix: pb.PrefixKeys) -> dict[int, bytes]:
-    """Keys by position. Raises RequestError INVALID_REQUEST."""
-    PrefixKeys.of(prefix.key, prefix.position, prefix.prompt_tokens)
+def _keys(prefix: pb.PrefixKeys, field: str) -> dict[int, bytes]:
+    """Keys by position."""
+    try:
+        PrefixKeys.of(prefix.key, prefix.position, prefix.prompt_tokens)
+    except RequestError as error:
+        wrong = error.refusal
+        message = f"{field}.{wrong.message}"
+        raise RequestError(Reason.INVALID_WAYPOINT, message, field=f"{field}.{wrong.field}") from error
     return dict(zip(prefix.position, prefix.key, strict=True))
 
 

@@ -109,11 +109,12 @@ def test_a_row_is_named_once() -> None:
         read(message({"row": 0, "tokens": [64]}, {"row": 0}))
 
 
-def test_keys_that_are_wrong_are_a_wrong_request() -> None:
+def test_keys_that_are_wrong_are_named_with_their_row_s_waypoints() -> None:
     prefix = prefix_pb2.PrefixKeys(key=[b"short"], position=[1], prompt_tokens=1)
-    with pytest.raises(RequestError) as caught:
-        read(message({"row": 0, "prefix": prefix}))
-    assert caught.value.refusal.reason is Reason.INVALID_REQUEST
+    with pytest.raises(RequestError, match=r"^waypoints\[1\]\.prefix\.key: .*got 5 in key 0") as caught:
+        read(message({"row": 0, "tokens": [64]}, {"row": 2, "prefix": prefix}))
+    refusal = caught.value.refusal
+    assert (refusal.reason, refusal.field) == (Reason.INVALID_WAYPOINT, "waypoints[1].prefix.key")
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
