@@ -22,7 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out sweeps unless asked for, and the tests marked `gpu` on a machine without a CUDA device."""
+    """Leave out sweeps unless asked for, tests marked `gpu` on a machine without a CUDA device, and among parallel
+    workers those marked `alone`."""
     reasons = {item: reason for item in items if (reason := _why_left_out(item))}
     if reasons:
         config.hook.pytest_deselected(items=list(reasons))
@@ -37,6 +38,8 @@ def _why_left_out(item: pytest.Item) -> str:
         return "are exhaustive sweeps: --all runs them"
     if item.get_closest_marker("gpu") and not _has_cuda():
         return "need a CUDA device; torch finds none"
+    if item.get_closest_marker("alone") and hasattr(item.config, "workerinput"):
+        return "measure time, which other workers take: -m alone runs them by themselves"
     return ""
 
 

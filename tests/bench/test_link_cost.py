@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
+
+import pytest
 
 from deltaline_bench.service.decode import MAX_LINK_ECHOES
 from deltaline_bench.service.host import running
@@ -15,6 +16,7 @@ from deltaline_bench.service.size import CPU
 ROUNDS, STEPS, WARM_UP = 9, 50, 50
 
 
+@pytest.mark.alone
 async def test_a_step_of_64_rows_costs_about_an_echo_by_grpc(tmp_path: Path) -> None:
     async with running(CPU, tmp_path, "deltaline_bench.service.copying", has_link=True) as host:
         assert host.link_address is not None
@@ -29,5 +31,6 @@ async def test_a_step_of_64_rows_costs_about_an_echo_by_grpc(tmp_path: Path) -> 
             for pid, step in ways.items():
                 await cost_ns(pid, step, WARM_UP)
             turns = [[await cost_ns(pid, step, STEPS) for pid, step in ways.items()] for _ in range(ROUNDS)]
-    by_link, by_echo = (statistics.median(column) for column in zip(*turns, strict=True))
+    # The least of each: whatever else runs on the processors only adds, by what caches lose.
+    by_link, by_echo = (min(column) for column in zip(*turns, strict=True))
     assert by_link <= MAX_LINK_ECHOES * by_echo, f"{by_link / 1000:.0f} us for {by_echo / 1000:.0f}"

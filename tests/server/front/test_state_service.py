@@ -101,7 +101,8 @@ async def test_life_of_a_snapshot(stub: Any, state: Any) -> None:
     made = (await state.CreateSnapshots(create(opened, lease_ms=30_000, pinned=True))).snapshots
     assert len({one.snapshot_id for one in made}) == 2 and all(len(one.snapshot_id) == 16 for one in made)
     for one in made:
-        assert (one.position, one.pinned, one.lease_remaining_ms, one.tier) == (3, True, 30_000, prefix.TIER_DEVICE)
+        assert (one.position, one.pinned, one.tier) == (3, True, prefix.TIER_DEVICE)
+        assert 0 < one.lease_remaining_ms <= 30_000
         assert one.size_bytes > 0 and (one.adapter, one.adapter_hash) == ("", b"") and one.created_ms > 1.7e12
     listed = await state.ListSnapshots(pb.ListSnapshotsRequest())
     ids = sorted(one.snapshot_id for one in made)
