@@ -28,13 +28,13 @@ test test-all mutants: export OMP_NUM_THREADS = 1
 test: $(INSTALLED)  ## all tests that need no GPU; the Triton kernels run in Triton's interpreter
 	$(BIN)/pytest -n auto --dist worksteal
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal tests/kernels/interpreted
-	$(BIN)/pytest -m alone tests/bench
+	$(BIN)/pytest -m alone tests/bench tests/e2e
 
 # For the many cores of a GPU host, and before a release.
 test-all: $(INSTALLED)  ## test, and the exhaustive sweeps
 	$(BIN)/pytest -n auto --dist worksteal --all
 	TRITON_INTERPRET=1 $(BIN)/pytest -n auto --dist worksteal --all tests/kernels/interpreted
-	$(BIN)/pytest -m alone tests/bench
+	$(BIN)/pytest -m alone --all tests/bench tests/e2e
 
 test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -95,6 +95,7 @@ async def living(address: str, programs: list[Program], expected: list[list[Any]
             life.is_over = True
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_kills", [6, pytest.param(200, marks=pytest.mark.sweep)])
 async def test_a_front_end_that_is_killed_costs_no_step_and_no_sequence(tmp_path: Path, num_kills: int) -> None:
@@ -118,6 +119,7 @@ async def test_a_front_end_that_is_killed_costs_no_step_and_no_sequence(tmp_path
         assert nearly_all_s < BACK_S  # of all only where nothing else runs on the host
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.sweep)])
 async def test_the_end_of_the_core_is_state_lost_and_leaves_no_process(tmp_path: Path, num_kills: int) -> None:
