@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import kernels.moe.test_experts as checks
+import numpy as np
 import pytest
 from kernels.moe.test_experts import (
     kernels,
@@ -35,7 +36,9 @@ def test_experts_match_the_reference(path: InterpretedPath, case: str, choose: C
 
 
 @pytest.mark.usefixtures("kernels")
-def test_row_does_not_depend_on_its_neighbours(path: InterpretedPath) -> None:
+def test_row_does_not_depend_on_its_neighbours(path: InterpretedPath, monkeypatch: pytest.MonkeyPatch) -> None:
     if plan.GROUPED_CHOICES == 0:
         pytest.skip("torch's grouped products are others on the CPU, of which this does not hold")
+    # The interpreter's dots are BLAS's, whose sums depend on a row's place in the matrix on some processors.
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ik,kj->ij", a, b, dtype=dtype))
     checks.test_row_does_not_depend_on_its_neighbours(path)
