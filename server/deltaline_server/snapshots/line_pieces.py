@@ -185,13 +185,17 @@ def _cut(sections: Sequence[Section], limit_bytes: int) -> Iterator[list[Section
 
 def _first_channel(part: Part, shape: RecurrentShape) -> int:
     """The first channel of a part in a row of its line, or in a record."""
-    if part in _DRAFTS:
-        return {Part.DRAFT_KEYS: 0, Part.DRAFT_UPDATES: shape.key_channels}.get(
-            part, shape.key_channels + shape.value_channels
-        )
-    parts = conv_parts(shape)
-    before = [each for each, _, _ in parts].index(part)
-    return sum(heads * size for _, heads, size in parts[:before])
+    of_record = (
+        (Part.DRAFT_KEYS, shape.num_key_heads, shape.key_dim),
+        (Part.DRAFT_UPDATES, shape.num_value_heads, shape.value_dim),
+        (Part.DRAFT_GATES, shape.num_value_heads, 1),
+    )
+    first = 0
+    for each, heads, size in of_record if part in _DRAFTS else conv_parts(shape):
+        if each is part:
+            break
+        first += heads * size
+    return first
 
 
 def _words(tensor: Tensor) -> Tensor:
