@@ -40,6 +40,18 @@ class LayerState:
 
 
 @dataclass(frozen=True)
+class LineBlock:
+    """The lines of layers that are alike, which lie together, so that a line of all of them is one operation's.
+
+    layers: the layers' places in the pool, in the block's order. tensors: in the order of LayerState's fields, each
+    `[layers, L, ...]`; the layers' states are views of them.
+    """
+
+    layers: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
 class StateOptions:
     """How much state to hold: lines of sequences, most tokens of a VERIFY row, the recurrent state's dtype.
 
@@ -79,9 +91,9 @@ class StatePool:
     """The state of every layer. Line 0 is the null line: zero from the start, never written.
 
     layers: one state per layer, in the order of `shapes`: a LayerState or, of attention, a KvState. bytes_per_sequence:
-    of one line of every layer. total_bytes: of all lines, the null line included, and all pages. kv: sizes of the
-    pages, None where no layer has any; page_table: the table that these layers share; page_blocks: where their pages
-    lie together (allocate_cache).
+    of one line of every layer. total_bytes: of all lines, the null line included, and all pages. line_blocks: where
+    the lines lie. kv: sizes of the pages, None where no layer has any; page_table: the table that these layers share;
+    page_blocks: where their pages lie together (allocate_cache).
     """
 
     def __init__(
@@ -108,17 +120,20 @@ class StatePool:
             caches, self.page_blocks = (
                 allocate_cache(paged, plan.kv, self.num_lines, dtype, device) if plan.kv else ([], [])
             )
-            rest = iter(caches)
-            self.layers: tuple[Any, ...] = tuple(
-                next(rest) if isinstance(shape, AttentionShape) else _allocate_lines(shape, options, dtype, device)
-                for shape in shapes
-            )
+            self.line_blocks = _allocate_lines(shapes, options, dtype, device)
         except RuntimeError as error:  # that is how torch says that there is no room
             raise ModelError(
                 f"--max-sequences: expected {device} to have room for {self.total_bytes} bytes of state, "
                 f"{self.bytes_per_sequence} of lines for each of {options.counted_lines}, and pages; it has not"
             ) from error
         self.page_table = caches[0].page_table if caches else None
+        states = {
+            place: LayerState(*tensors)
+            for block in self.line_blocks
+            for place, *tensors in zip(block.layers, *block.tensors, strict=True)
+        }
+        rest = iter(caches)
+        self.layers: tuple[Any, ...] = tuple(states[i] if i in states else next(rest) for i in range(len(shapes)))
 
     def zero(self, lines: NDArray[np.int64]) -> None:
         """Zero these lines in every tensor of lines of every layer and in the table of pages, in place.
@@ -135,9 +150,9 @@ class StatePool:
 
     def zero_at(self, index: Tensor) -> None:
         """As `zero`, for lines int64 `[n]` on the device, unchecked."""
-        for state in self.layers:
-            for tensor in state.tensors if isinstance(state, LayerState) else ():
-                tensor.index_fill_(0, index, 0)
+        for block in self.line_blocks:
+            for tensor in block.tensors:
+                tensor.index_fill_(1, index, 0)
         if self.page_table is not None:
             self.page_table.index_fill_(0, index, 0)
 
@@ -215,11 +230,23 @@ def line_parts(shape: RecurrentShape, options: StateOptions, dtype: torch.dtype)
 
 
 def _allocate_lines(
-    shape: RecurrentShape, options: StateOptions, dtype: torch.dtype, device: torch.device
-) -> LayerState:
-    """Allocate the lines of a recurrent layer."""
-    sizes = _line_shapes(shape, options, dtype)
-    return LayerState(*(torch.zeros(options.total_lines + 1, *size, dtype=kind, device=device) for size, kind in sizes))
+    shapes: Sequence[MixerShape], options: StateOptions, dtype: torch.dtype, device: torch.device
+) -> tuple[LineBlock, ...]:
+    """Allocate the lines of the recurrent layers among these."""
+    alike: dict[RecurrentShape, list[int]] = {}
+    for place, shape in enumerate(shapes):
+        if not isinstance(shape, AttentionShape):
+            alike.setdefault(shape, []).append(place)
+    return tuple(
+        LineBlock(
+            tuple(places),
+            tuple(
+                torch.zeros(len(places), options.total_lines + 1, *size, dtype=kind, device=device)
+                for size, kind in _line_shapes(shape, options, dtype)
+            ),
+        )
+        for shape, places in alike.items()
+    )
 
 
 def _line_shapes(

@@ -8,9 +8,10 @@ written has no place in it. Knows sizes, not memory of a device; VERSION changes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,14 @@ class StateLayout:
 
         Raises LayoutError, before anything is allocated: a number of spans, a field or a size is out of range.
         """
+        return self._known_sections(tuple(spans))
+
+    @cached_property
+    def _known_sections(self) -> Callable[[tuple[SpanProgress, ...]], tuple[Section, ...]]:
+        # Of one state they are asked for several times on its way, at last by the thread that copies it.
+        return lru_cache(maxsize=16)(self._make_sections)
+
+    def _make_sections(self, spans: tuple[SpanProgress, ...]) -> tuple[Section, ...]:
         if len(spans) != self.num_spans:
             raise LayoutError(f"spans: expected {self.num_spans}, got {len(spans)}")
         for index, progress in enumerate(spans):

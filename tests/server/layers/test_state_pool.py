@@ -41,6 +41,12 @@ def tensors_in(thing: object) -> Iterator[Tensor]:
         yield from tensors_in(vars(thing))
 
 
+def memory_bytes(pool: StatePool) -> int:
+    """Bytes of all memory that is behind a pool's tensors."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors_in(pool)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
 def test_shapes_and_dtypes() -> None:
     pool = make_pool()
     assert len(pool.layers) == 2
@@ -57,13 +63,13 @@ def test_shapes_of_mamba2() -> None:
     assert (layer.conv.shape, layer.conv.dtype) == ((6, 6, 96), torch.bfloat16)
     assert (layer.recurrent.shape, layer.recurrent.dtype) == ((6, 4, 8, 16), torch.float32)
     assert (layer.drafts.shape, layer.drafts.dtype) == ((6, 2, 3, 32 + 32 + 4), torch.float32)
-    assert pool.total_bytes == sum(tensor.nbytes for tensor in tensors_in(pool))
+    assert pool.total_bytes == memory_bytes(pool)
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
     pool = make_pool()
     assert pool.bytes_per_sequence == 2 * LINE_BYTES
-    assert pool.total_bytes == sum(tensor.nbytes for tensor in tensors_in(pool))
+    assert pool.total_bytes == memory_bytes(pool)
     assert plan_state([SHAPE, SHAPE], OPTIONS, torch.bfloat16).line_bytes == pool.bytes_per_sequence
     half = make_pool(options=replace(OPTIONS, state_dtype=torch.bfloat16))
     assert pool.bytes_per_sequence - half.bytes_per_sequence == 2 * 2 * 4 * 4 * 8
@@ -99,15 +105,29 @@ def test_options_that_cannot_be_are_refused(options: StateOptions, message: str)
 
 @pytest.mark.parametrize("lines", [[3], [5, 1], [1, 2, 3, 4, 5], [0, 2], []], ids=str)
 def test_zero_reaches_every_tensor_of_the_lines_and_no_other_line(device: str, lines: list[int]) -> None:
-    pool = make_pool(device)
-    found = list(tensors_in(pool))
-    assert len(found) == 6
+    shapes: list[MixerShape] = [SHAPE, replace(SHAPE, num_value_heads=6), SHAPE]
+    pool = StatePool(shapes, OPTIONS, dtype=torch.bfloat16, device=torch.device(device))
+    found = [tensor for layer in pool.layers for tensor in layer.tensors]
+    assert len(found) == 9 and sum(tensor.nbytes for tensor in found) == memory_bytes(pool)
     for tensor in found:
         tensor.fill_(torch.nan)
     pool.zero(np.array(lines, dtype=np.int64))
     for tensor in found:
         for line in range(6):
             assert (tensor[line] == 0).all() if line in lines else tensor[line].isnan().all()
+
+
+def test_lines_of_layers_that_are_alike_lie_together() -> None:
+    other = replace(SHAPE, num_value_heads=6)
+    shapes: list[MixerShape] = [SHAPE, ATTENTION, other, SHAPE]
+    pool = StatePool(shapes, replace(OPTIONS, page_size=16), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert [block.layers for block in pool.line_blocks] == [(0, 3), (2,)]
+    for block in pool.line_blocks:
+        for i, place in enumerate(block.layers):
+            for whole, tensor in zip(block.tensors, pool.layers[place].tensors, strict=True):
+                whole[i].fill_(place + 1)
+                assert tensor.is_contiguous() and (tensor == place + 1).all()
+                assert tensor.data_ptr() == whole[i].data_ptr()
 
 
 @pytest.mark.parametrize("lines", [[1, 6], [-1, 1]], ids=str)
@@ -166,8 +186,7 @@ def test_what_lines_leave_of_the_limit_is_for_pages() -> None:
         for spare in (0, PAGE_BYTES - 1):
             pool = make_hybrid(limit_bytes=whole + (num_pages + 1) * PAGE_BYTES + spare)
             assert pool.kv is not None and (pool.kv.num_pages, pool.kv.max_context) == (num_pages, 100)
-            found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors_in(pool)}
-            assert pool.total_bytes == sum(storage.nbytes() for storage in found.values())
+            assert pool.total_bytes == memory_bytes(pool)
 
 
 def test_the_longest_context_is_what_all_pages_hold() -> None:

@@ -82,12 +82,12 @@ def gathered(model: Model, pool: StatePool, layout: StateLayout, spans: Any, pla
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("token_bytes", [32 << 20, 5000], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("piece_bytes", [32 << 20, 5000], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("position", [37, 32], ids=["a page that is not full", "full pages"])
 def test_what_is_gathered_is_packed_and_comes_back(
-    model: Model, position: int, token_bytes: int, monkeypatch: pytest.MonkeyPatch
+    model: Model, position: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "TOKEN_BYTES", token_bytes)
+    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
     pool = filled_pool(model)
     layout, numbers = make_layout(model, pool), layer_numbers(model)
     spans = progress_of(position, len(model.spans))
