@@ -19,6 +19,7 @@ from deltaline_client._steps.hold import Hold
 from deltaline_client._steps.rows import RowResult, StepResult
 from deltaline_client._steps.sequence import NO_COMMIT, RowProgress, RowStep
 from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, PENDING, POSITION, STEP, Numbers
+from deltaline_client._transport.channel import MAX_MESSAGE_BYTES
 from deltaline_client._transport.messages import StepAnswer, StepColumns, step_request
 from deltaline_client._types import RowOutcome, StepOptions, StepTiming
 
@@ -109,6 +110,7 @@ class Request:
             0 if queue_timeout_s is None else max(1, round(queue_timeout_s * 1e6)),
             wire.tensor_pieces(batch.packed()) if place is None else [place.tensor],
             (b"" if place is None else place.output_slice) + (self._waypoints() if self._rows else b""),
+            MAX_MESSAGE_BYTES,
         )
 
     def _waypoints(self) -> bytes:
