@@ -13,7 +13,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from rigs.layer_calls import detail, reason_of
-from rigs.linked import HIDDEN
+from rigs.linked import HIDDEN, hidden_link
 from rigs.prefill_step import prefill_step
 from rigs.ways import Said, grpc_way, link_way
 
@@ -21,7 +21,8 @@ from deltaline import wire
 from deltaline.v1 import admin_service_pb2 as admin_pb
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import state_service_pb2 as state_pb
-from deltaline_client import AsyncClient
+from deltaline_client import AsyncClient, ReplyTooLarge, SequenceState
+from deltaline_client._steps import exchange
 from deltaline_server.app import Server
 from deltaline_server.front import reply_bytes
 
@@ -131,6 +132,31 @@ async def test_our_client_says_by_itself_what_it_takes(make_server: Callable[...
         assert (await sequence.prefill(hidden)).shape == hidden.shape
         [held] = await client.describe([sequence])
         assert held.spans[0].step == 1, "it was cut"
+
+
+async def test_by_the_link_our_client_takes_what_no_channel_would(
+    make_server: Callable[..., Server], link_option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "MAX_MESSAGE_BYTES", 1 << 16)
+    hidden = np.ones((2 * (1 << 16) // ROW_BYTES, HIDDEN), np.float32)
+    async with make_server(max_sequences=4, link=link_option) as server:
+        async with AsyncClient(server.address) as client, await client.open() as sequence:
+            assert (await client.info()).is_linked
+            assert (await sequence.prefill(hidden)).shape == hidden.shape
+        hidden_link(server)
+        async with AsyncClient(server.address) as client, await client.open() as sequence:
+            with pytest.raises(ReplyTooLarge):
+                await sequence.prefill(hidden)
+
+
+async def test_our_client_asks_about_many_in_several_calls(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_server(max_sequences=600) as server, AsyncClient(server.address) as client:
+        sequences = await client.open_many(600)
+        monkeypatch.setattr(reply_bytes, "DEFAULT_BYTES", 50_000)  # room for some 300
+        assert {one.state for one in await client.describe(sequences)} == {SequenceState.OPEN}
+        assert await client.close(sequences) == [SequenceState.CLOSED] * 600
 
 
 async def test_calls_whose_reply_might_not_fit_do_nothing(

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from rigs.layer_calls import detail, reason_of
 from rigs.limits import make_limits
+from rigs.states import make_header
 
 from deltaline import wire
 from deltaline.v1 import adapter_service_pb2 as adapter_pb
@@ -296,6 +297,12 @@ LARGEST: list[Message] = [
 @pytest.mark.parametrize("message", LARGEST, ids=lambda message: type(message).__name__)
 def test_the_largest_reply_of_other_calls_fits(message: Message) -> None:
     assert message.ByteSize() <= MOST
+
+
+def test_a_stored_state_has_no_longer_name_of_an_adapter_than_is_counted() -> None:
+    assert make_header(adapter=SNAPSHOT.adapter).adapter == SNAPSHOT.adapter
+    with pytest.raises(ValueError, match=r"adapter: expected 0 \.\. 64 bytes, got 65"):
+        make_header(adapter=SNAPSHOT.adapter + "n")
 
 
 def test_the_places_of_a_step_fit_beside_its_row() -> None:
