@@ -94,7 +94,7 @@ generate = $(protoc) --python_out=$(1) --mypy_out=quiet:$(1) proto/deltaline/v1/
 	$(protoc) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) proto/deltaline/v1/*_service.proto
 # Compares the contract with the last release before HEAD, without one with the commit before; a first commit and a shallow
 # clone have neither. How proto/ is laid out is taken from now: an older one lacked third_party.
-has_grown = base=$$(git describe --tags --abbrev=0 --match 'v[0-9]*' HEAD~ 2>/dev/null || git rev-parse -q --verify HEAD~); \
+has_grown = base=$$(git describe --tags --abbrev=0 --match 'v[0-9]*' HEAD~ 2>/dev/null || git rev-parse -q --verify HEAD~ 2>/dev/null); \
 	if [ -z "$$base" ]; then echo "there is no commit before this one: the contract is compared with none"; else \
 	    mkdir $(1)/before && git archive $$base proto | tar -x -C $(1)/before && cp -R proto/buf.yaml proto/third_party $(1)/before/proto && \
 	    $(BIN)/buf breaking proto --against $(1)/before/proto && echo "the contract has only grown since $$base"; fi
