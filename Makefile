@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export PYTHONSAFEPATH = 1
 
-.PHONY: help install demo test test-all test-gpu mutants check check-deploy proto fmt bench-cpu bench-gpu wheel clean
+.PHONY: help install node demo test test-all test-gpu mutants check check-contract check-deploy proto fmt bench-cpu bench-gpu wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -19,6 +19,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 install: $(INSTALLED)  ## make .venv with everything in it
+
+node: $(INSTALLED)  ## install what examples/node needs, for its test
+	cd examples/node && PATH="$(abspath $(BIN)):$$PATH" npm ci --no-audit --no-fund
 
 demo: $(INSTALLED)  ## write a small checkpoint, serve it to a few clients, generate, compare with transformers
 	$(BIN)/deltaline demo
@@ -42,11 +45,14 @@ test-gpu: $(INSTALLED)  ## the tests that need a CUDA device
 mutants: $(INSTALLED)  ## plant 300 small changes in the server, one at a time, and print those that no test sees; hours on few cores
 	$(BIN)/python bench/mutants.py
 
-check: $(INSTALLED) check-deploy  ## format, lint, types, imports, contract, deployment; changes nothing
+check: $(INSTALLED) check-contract check-deploy  ## format, lint, types, imports, contract, deployment; changes nothing
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(call generate,$$out) && $(call lint_proto,$$out) && \
+
+check-contract: $(INSTALLED)  ## the contract alone: lint, generated code, only grown since the last release or commit; part of check
+	@$(BIN)/buf lint proto
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(call has_grown,$$out) && $(call generate,$$out) && \
 	diff -rq -x '*.proto' -x '__init__.py' -x __pycache__ "$$out/deltaline/v1" proto/deltaline/v1 && \
 	echo "generated code is current"
 
@@ -85,11 +91,12 @@ clean:  ## remove what these targets made
 
 # Succeeds, and says what is left out, where a program is not installed.
 present = { ! command -v $(1) >/dev/null && echo "$(1) is not installed: $(2)"; }
-protoc = PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --fatal_warnings -I proto \
-	-I "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+protoc = PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc --fatal_warnings -I proto -I proto/third_party
 generate = $(protoc) --python_out=$(1) --mypy_out=quiet:$(1) proto/deltaline/v1/*.proto && \
 	$(protoc) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) proto/deltaline/v1/*_service.proto
-# buf, where it is installed, holds the contract to its STANDARD rules; protoc alone has already refused every warning.
-lint_proto = if command -v buf >/dev/null; then \
-	$(protoc) --include_imports --include_source_info -o $(1)/image.binpb proto/deltaline/v1/*.proto && \
-	buf lint $(1)/image.binpb --config proto/buf.yaml; fi
+# Compares the contract with the last release before HEAD, without one with the commit before; a first commit and a shallow
+# clone have neither. How proto/ is laid out is taken from now: an older one lacked third_party.
+has_grown = base=$$(git describe --tags --abbrev=0 --match 'v[0-9]*' HEAD~ 2>/dev/null || git rev-parse -q --verify HEAD~ 2>/dev/null); \
+	if [ -z "$$base" ]; then echo "there is no commit before this one: the contract is compared with none"; else \
+	    mkdir $(1)/before && git archive $$base proto | tar -x -C $(1)/before && cp -R proto/buf.yaml proto/third_party $(1)/before/proto && \
+	    $(BIN)/buf breaking proto --against $(1)/before/proto && echo "the contract has only grown since $$base"; fi

@@ -18,6 +18,7 @@ DeltalineError
 │   ├── NonFiniteInput
 │   ├── ContextExceeded
 │   ├── MessageTooLarge
+│   ├── ReplyTooLarge
 │   ├── InvalidAdapter
 │   ├── AdapterUnknown
 │   ├── InvalidWaypoint
@@ -161,6 +162,10 @@ class ContextExceeded(RequestError, reason="CONTEXT_EXCEEDED"):
 
 class MessageTooLarge(RequestError, reason="MESSAGE_TOO_LARGE"):
     """The message or its tensor is larger than the server takes inline, or the tensor than all that may wait there."""
+
+
+class ReplyTooLarge(RequestError, reason="REPLY_TOO_LARGE"):
+    """The reply might have more bytes than are taken; `metadata` tells reply_bytes and max_reply_bytes."""
 
 
 class InvalidAdapter(RequestError, reason="INVALID_ADAPTER"):

@@ -108,6 +108,7 @@ class ServerInfo:
     serves_state: bool
     snapshot_lines: int
     waypoint_tokens: int
+    max_reply_bytes: int
     is_linked: bool = False
 
     def input_shape(self, span: int = 0) -> tuple[int, ...]:

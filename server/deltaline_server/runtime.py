@@ -25,6 +25,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.engine.engine import Engine
 from deltaline_server.engine.executor import CpuExecutor, Executor, Report
+from deltaline_server.front.reply_bytes import most_step_bytes
 from deltaline_server.front.requests import Served
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.layers.streams import StreamEnds
@@ -231,6 +232,7 @@ class Runtime:
             serves_state=True,
             snapshot_lines=config.snapshot_lines_beside(config.max_sequences),
             waypoint_tokens=WAYPOINT_TOKENS,
+            max_reply_bytes=most_step_bytes(config.inline_limit_bytes),
         )
 
 

@@ -211,6 +211,7 @@ class Tally:
     def _reply(self, call: MutatedCall, reply: bytes) -> None:
         match call.path.removeprefix(LAYER):
             case "Step":
+                assert len(reply) <= (pb.StepRequest.FromString(call.bodies[0]).max_reply_bytes or 4 << 20), call
                 self._step(call, pb.StepResponse.FromString(reply))
             case "CommitSequences":
                 for row in pb.CommitSequencesResponse.FromString(reply).row_status:

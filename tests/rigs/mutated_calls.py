@@ -230,6 +230,7 @@ def _step(held: Held, handles: Sequence[int], rng: Random) -> Any:
         output=rng.choice((pb.OUTPUT_ROWS_ALL, pb.OUTPUT_ROWS_LAST, pb.OUTPUT_ROWS_NONE)),
         priority=rng.choice((0, 7)),
         queue_timeout_us=rng.choice((0, 0, 1, 10**6)),
+        max_reply_bytes=rng.choice((0, 0, 1 << 16, 2**64 - 1)),
     )
     shape = (int(offsets[-1]), HIDDEN)
     if rng.random() < 0.75:

@@ -104,6 +104,7 @@ class DecodeSteps(RawCalls):
             position=[self._step - 1] * rows,
             accepted=[-1] * rows,
             query_start_loc=range(rows + 1),
+            max_reply_bytes=MAX_MESSAGE_BYTES,
         ).SerializeToString()
         if self._way == "unary":
             return arrays + self._tensor

@@ -18,6 +18,9 @@ from deltaline_client._transport.methods import COMMIT as COMMIT_METHOD
 from deltaline_client._transport.retry import is_retryable
 from deltaline_client._transport.statuses import from_status
 
+# Rows of a request: of so many a reply fits 4 MiB, whatever becomes of each.
+_MAX_ROWS = 8192
+
 
 def commit(
     client: ClientState,
@@ -62,7 +65,8 @@ def _send_all(client: ClientState, sequences: Sequence[SequenceRecord], span: in
     errors: list[DeltalineError] = []
     for server_epoch in sorted({sequence.server_epoch for sequence in sequences}):
         waiting = [sequence for sequence in sequences if sequence.server_epoch == server_epoch]
-        errors += yield from _send(client, server_epoch, waiting, span)
+        for first in range(0, len(waiting), _MAX_ROWS):
+            errors += yield from _send(client, server_epoch, waiting[first : first + _MAX_ROWS], span)
     if errors:
         raise errors[0]
 

@@ -41,6 +41,7 @@ from deltaline_client._steps.request import Applied, Request
 from deltaline_client._steps.rows import RowResult, StepError, StepResult
 from deltaline_client._steps.sequence import RowProgress
 from deltaline_client._table import UNFINISHED
+from deltaline_client._transport.channel import MAX_MESSAGE_BYTES
 from deltaline_client._transport.flow import Flow, Receive, Send, Sleep
 from deltaline_client._transport.messages import StepAnswer
 from deltaline_client._transport.retry import is_retryable
@@ -60,6 +61,8 @@ class Exchange:
         if options.get("queue_timeout_s") is not None:
             check_seconds("queue_timeout_s", options["queue_timeout_s"])
         self._shared = client._shared
+        # By the link a reply is as large as the server makes it, by a channel as that takes.
+        self._most_reply_bytes = limits.max_reply_bytes if limits.is_linked else MAX_MESSAGE_BYTES
         self._last_number = 0
         self._timings: list[layers.StepTiming] = []
         # What ended the last request as a whole, if it was not answered per row.
@@ -86,7 +89,7 @@ class Exchange:
                 return (yield from self.run_rows(_with_unfinished(rows)))
             request = Request.of_batch(batch, hold)
             request.place(self._shared)
-            message = request.message(self._options)
+            message = request.message(self._options, self._most_reply_bytes)
             try:
                 yield from self._first_round(request, message)
                 if request.applied is not None:
@@ -195,7 +198,7 @@ class Exchange:
                     self._last_number += 1
                     request.begin()
                     in_flight[self._last_number] = request
-                    yield Send(self._last_number, request.message(self._options))
+                    yield Send(self._last_number, request.message(self._options, self._most_reply_bytes))
                 if not in_flight:
                     return
                 answer = yield Receive(max(0.0, self._attempts.timeout_s()))

@@ -87,8 +87,8 @@ class Request:
             step.was_in_doubt, step.in_doubt = step.in_doubt, True
             step.error = step.reply = None
 
-    def message(self, options: StepOptions) -> list[wire.Buffer]:
-        """The serialised StepRequest in pieces."""
+    def message(self, options: StepOptions, most_reply_bytes: int) -> list[wire.Buffer]:
+        """The serialised StepRequest in pieces. most_reply_bytes: what may come back in a message."""
         batch, place = self.batch, self.placement
         hold = self._hold
         columns = StepColumns(
@@ -109,6 +109,7 @@ class Request:
             0 if queue_timeout_s is None else max(1, round(queue_timeout_s * 1e6)),
             wire.tensor_pieces(batch.packed()) if place is None else [place.tensor],
             (b"" if place is None else place.output_slice) + (self._waypoints() if self._rows else b""),
+            most_reply_bytes,
         )
 
     def _waypoints(self) -> bytes:

@@ -21,6 +21,8 @@ S = TypeVar("S", bound=SequenceRecord)
 T = TypeVar("T")
 
 _TOKEN_BYTES = 16
+# Sequences that one request asks about: of so many a reply fits 4 MiB, if they have no more than 400 spans.
+_MAX_ASKED = 256
 
 Make: TypeAlias = Callable[[ClientState, int, int, int, str | None, bytes], S]
 """Makes a sequence of a client, slot, handle, server_epoch, adapter and adapter_hash."""
@@ -146,10 +148,12 @@ def _asked(
     answers: Callable[[Response], Sequence[T]],
     **fields: int,
 ) -> Flow[list[T]]:
-    """Ask about sequences, once for each server process that they belong to. Returns the answers in their order."""
+    """Ask about sequences: of each server process that they belong to, _MAX_ASKED at a time. Returns the answers in
+    their order."""
     found: dict[SequenceRecord, T] = {}
-    for server_epoch in dict.fromkeys(sequence.server_epoch for sequence in sequences):
-        group = [sequence for sequence in sequences if sequence.server_epoch == server_epoch]
+    while asked := [sequence for sequence in sequences if sequence not in found]:
+        server_epoch = asked[0].server_epoch
+        group = [sequence for sequence in asked if sequence.server_epoch == server_epoch][:_MAX_ASKED]
         handles = [sequence.handle for sequence in group]
         request = method.request_type(server_epoch=server_epoch, sequence=handles, **fields)
         got = answers((yield from retried(client, method, request)))

@@ -76,6 +76,7 @@ def step_request(
     queue_timeout_us: int,
     tensor: Sequence[wire.Buffer],
     output_slice: bytes = b"",
+    max_reply_bytes: int = 0,
 ) -> list[wire.Buffer]:
     """Return a serialised StepRequest as pieces. tensor: the hidden states, a serialised Tensor in pieces.
     output_slice: the serialised field, where there is one.
@@ -90,7 +91,7 @@ def step_request(
             _whose(server_epoch, span),
             *(heads[0], sequence, heads[1], kind, heads[2], step),
             *(heads[3], position, heads[4], accepted, heads[5], query_start_loc),
-            _asked(output, priority, queue_timeout_us),
+            _asked(output, priority, queue_timeout_us, max_reply_bytes),
             output_slice,
         )
     )
@@ -109,9 +110,10 @@ def _whose(server_epoch: int, span: int) -> bytes:
 
 
 @lru_cache(256)
-def _asked(output: layers.OutputRows.ValueType, priority: int, queue_timeout_us: int) -> bytes:
-    asked = layers.StepRequest(output=output, priority=priority, queue_timeout_us=queue_timeout_us)
-    return asked.SerializeToString()
+def _asked(output: layers.OutputRows.ValueType, priority: int, queue_timeout_us: int, max_reply_bytes: int) -> bytes:
+    return layers.StepRequest(
+        output=output, priority=priority, queue_timeout_us=queue_timeout_us, max_reply_bytes=max_reply_bytes
+    ).SerializeToString()
 
 
 def stream_request(correlation_id: int, step: Sequence[wire.Buffer], traceparent: bytes = b"") -> bytes:

@@ -6,6 +6,10 @@ Sequences and their steps: the contract between an orchestrator and the server t
 Errors are google.rpc.Status with an ErrorInfo (domain "deltaline") whose reason is stable; docs/protocol.md lists them.
 An RPC that is not OK ran no row. Faults of one row (its handle, step, position, accepted count, poison, queue
 deadline) are row statuses under an OK RPC, also when the request has a single row.
+
+No reply of any service is larger than what a gRPC client takes by default, 4 MiB, unless StepRequest.max_reply_bytes
+says that more is taken. A request whose reply might be is refused before anything is done: INVALID_ARGUMENT, reason
+REPLY_TOO_LARGE, with "reply_bytes" and "max_reply_bytes" in the ErrorInfo's metadata.
 """
 
 from collections import abc as _abc
@@ -608,6 +612,7 @@ class StepRequest(_message.Message):
     QUEUE_TIMEOUT_US_FIELD_NUMBER: _builtins.int
     OUTPUT_SLICE_FIELD_NUMBER: _builtins.int
     WAYPOINTS_FIELD_NUMBER: _builtins.int
+    MAX_REPLY_BYTES_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """From OpenSequencesResponse. 0: INVALID_ARGUMENT, reason INVALID_REQUEST. Another process's: every row is refused,
     NOT_FOUND, reason STATE_LOST.
@@ -621,6 +626,11 @@ class StepRequest(_message.Message):
     queue_timeout_us: _builtins.int
     """How long the rows may wait for the device, microseconds, 0 for no limit. A row whose first chunk has not begun by
     then: row status DEADLINE_EXCEEDED, reason QUEUE_DEADLINE. The RPC's own deadline counts as well.
+    """
+    max_reply_bytes: _builtins.int
+    """Most bytes of a reply's message that the caller takes, a StepStreamResponse included; 0 for 4 MiB, as gRPC's clients
+    take by default. A step whose reply might have more, or more than GetServerInfoResponse.max_reply_bytes:
+    INVALID_ARGUMENT, reason REPLY_TOO_LARGE. No part of what a step is: a retry may say another.
     """
     @_builtins.property
     def sequence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -700,10 +710,11 @@ class StepRequest(_message.Message):
         queue_timeout_us: _builtins.int = ...,
         output_slice: Global___OutputSlice | None = ...,
         waypoints: _abc.Iterable[_prefix_pb2.Waypoints] | None = ...,
+        max_reply_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hidden", b"hidden", "output_slice", b"output_slice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "hidden", b"hidden", "kind", b"kind", "output", b"output", "output_slice", b"output_slice", "position", b"position", "priority", b"priority", "query_start_loc", b"query_start_loc", "queue_timeout_us", b"queue_timeout_us", "sequence", b"sequence", "server_epoch", b"server_epoch", "span", b"span", "step", b"step", "waypoints", b"waypoints"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "hidden", b"hidden", "kind", b"kind", "max_reply_bytes", b"max_reply_bytes", "output", b"output", "output_slice", b"output_slice", "position", b"position", "priority", b"priority", "query_start_loc", b"query_start_loc", "queue_timeout_us", b"queue_timeout_us", "sequence", b"sequence", "server_epoch", b"server_epoch", "span", b"span", "step", b"step", "waypoints", b"waypoints"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,10 @@ Sequences and their steps: the contract between an orchestrator and the server t
 Errors are google.rpc.Status with an ErrorInfo (domain "deltaline") whose reason is stable; docs/protocol.md lists them.
 An RPC that is not OK ran no row. Faults of one row (its handle, step, position, accepted count, poison, queue
 deadline) are row statuses under an OK RPC, also when the request has a single row.
+
+No reply of any service is larger than what a gRPC client takes by default, 4 MiB, unless StepRequest.max_reply_bytes
+says that more is taken. A request whose reply might be is refused before anything is done: INVALID_ARGUMENT, reason
+REPLY_TOO_LARGE, with "reply_bytes" and "max_reply_bytes" in the ErrorInfo's metadata.
 """
 
 from collections import abc as _abc

@@ -14,7 +14,7 @@ import grpc
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.finite import LARGE_BYTES, FiniteCheck
-from deltaline_server.front import replies, requests
+from deltaline_server.front import replies, reply_bytes, requests
 from deltaline_server.front.flow_control import SharedBudget, StreamWindow
 from deltaline_server.front.interceptor import Context, bug, empty_frames
 from deltaline_server.front.requests import Served
@@ -72,6 +72,7 @@ class LayerService:
         self._budget = SharedBudget(ALL_STREAMS_BYTES)
         self.guesses = Guesses(table.num_slots, clock)
         self._finite_check = FiniteCheck()
+        self._describe_bytes = reply_bytes.describe_bytes(len(served.shapes))
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a grpc.aio server registers."""
@@ -164,7 +165,7 @@ class LayerService:
         """Tell what is held."""
         self._scheduler.settle()
         epoch = requests.read_epoch(message.server_epoch)
-        handles = requests.read_handles(message.sequence, self._served)
+        handles = requests.read_handles(message.sequence, self._served, self._describe_bytes)
         self.guesses.check(context.peer(), current_principal())
         told = self._table.describe(epoch, handles, current_principal())
         self.guesses.add(context.peer(), current_principal(), sum(one.state is SequenceState.UNKNOWN for one in told))

@@ -30,24 +30,34 @@ Reply: TypeAlias = bytes | Pieces
 JOIN = b"".join
 """What makes bytes of pieces: the serialiser of the methods whose replies are such."""
 
+TEXT_BYTES, ROW_TEXT_BYTES = 1024, 192
+"""Most bytes of a status's text in UTF-8, of an RPC and of a row. An RPC's goes in trailers, of which gRPC's clients
+take 8 KiB by default: twice there, escaped and in base64."""
+
 _CORRELATION_ID = wire.varint(pb.StepStreamResponse.CORRELATION_ID_FIELD_NUMBER << 3)
 _OUTCOME, _POSITION = pb.StepResponse.OUTCOME_FIELD_NUMBER, pb.StepResponse.POSITION_FIELD_NUMBER
 _OUTPUT_START_LOC, _HIDDEN = pb.StepResponse.OUTPUT_START_LOC_FIELD_NUMBER, pb.StepResponse.HIDDEN_FIELD_NUMBER
 
 
-def status(refusal: Refusal) -> status_pb2.Status:
-    """Make the google.rpc.Status of a refusal: ErrorInfo always; BadRequest and RetryInfo where they apply."""
+def status(refusal: Refusal, text_bytes: int = TEXT_BYTES) -> status_pb2.Status:
+    """Make the google.rpc.Status of a refusal: ErrorInfo always; BadRequest and RetryInfo where they apply.
+
+    text_bytes: most bytes of its text, which is cut behind them.
+    """
+    text = refusal.message
+    if len(text) > text_bytes // 4:  # bytes of a character
+        text = text.encode()[:text_bytes].decode(errors="ignore")
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=refusal.reason.name, domain=DOMAIN, metadata=refusal.metadata)
     ]
     if refusal.field and refusal.reason.code == code_pb2.INVALID_ARGUMENT:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=refusal.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=refusal.field, description=text)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if refusal.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(refusal.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    made = status_pb2.Status(code=refusal.reason.code, message=refusal.message)
+    made = status_pb2.Status(code=refusal.reason.code, message=text)
     for detail in details:
         made.details.add().Pack(detail)
     return made
@@ -55,7 +65,7 @@ def status(refusal: Refusal) -> status_pb2.Status:
 
 def row_statuses(refusals: Mapping[int, Refusal]) -> list[pb.RowStatus]:
     """Make the statuses of refused rows, in row order."""
-    return [pb.RowStatus(row=row, status=status(refusals[row])) for row in sorted(refusals)]
+    return [pb.RowStatus(row=row, status=status(refusals[row], ROW_TEXT_BYTES)) for row in sorted(refusals)]
 
 
 def _shared_tensor(hidden: NDArray[Any], memory: OutputMemory) -> bytes:

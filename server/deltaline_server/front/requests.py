@@ -19,6 +19,7 @@ from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import prefix_pb2 as prefix_pb
 from deltaline.v1 import state_service_pb2 as state_pb
 from deltaline_server.errors import Reason, RequestError
+from deltaline_server.front import reply_bytes
 from deltaline_server.front.steps.step_message import Column, Slice, StepMessage
 from deltaline_server.front.steps.waypoints import read_waypoints
 from deltaline_server.memory.regions import Owner, Regions
@@ -87,6 +88,7 @@ def read_count(message: pb.OpenSequencesRequest, served: Served) -> int:
     """Return how many sequences are asked for, 1 .. max_sequences, after checking what else the message has."""
     if not 1 <= message.count <= served.limits.max_sequences:
         raise _invalid("count", f"must be in 1 .. {served.limits.max_sequences}, got {message.count}")
+    reply_bytes.check("count", message.count, reply_bytes.HANDLE_BYTES)
     if len(message.open_token) not in (0, OPEN_TOKEN_BYTES):
         raise _invalid("open_token", f"must have {OPEN_TOKEN_BYTES} bytes or none, got {len(message.open_token)}")
     if message.snapshot_id:
@@ -135,10 +137,11 @@ def read_epoch(server_epoch: int) -> int:
     return server_epoch
 
 
-def read_handles(sequence: Column, served: Served) -> NDArray[np.uint64]:
-    """Return 1 .. max_sequences handles, uint64 [N], without repeats."""
+def read_handles(sequence: Column, served: Served, each_bytes: int = 0) -> NDArray[np.uint64]:
+    """Return 1 .. max_sequences handles, uint64 [N], without repeats. each_bytes: what the reply tells of each."""
     if not 1 <= len(sequence) <= served.limits.max_sequences:
         raise _batch("sequence", f"must have 1 .. {served.limits.max_sequences} entries, got {len(sequence)}")
+    reply_bytes.check("sequence", len(sequence), each_bytes)
     handle = _array(sequence, np.uint64)
     ordered = handle.copy()
     ordered.sort()
@@ -158,6 +161,7 @@ def read_children(count: int, num_parents: int, served: Served) -> int:
     most = served.limits.max_sequences // num_parents
     if not 1 <= count <= most:
         raise _invalid("count", f"must be in 1 .. {most} for each of {num_parents} sequences, got {count}")
+    reply_bytes.check("count", count * num_parents, reply_bytes.CHILD_BYTES)
     return count
 
 
@@ -183,7 +187,7 @@ def read_commit(message: pb.CommitSequencesRequest, served: Served) -> CommitReq
     """Return the arrays of a CommitSequencesRequest. Raises: RequestError."""
     epoch = read_epoch(message.server_epoch)
     span = _read_span(message.span, served)
-    handle = read_handles(message.sequence, served)
+    handle = read_handles(message.sequence, served, reply_bytes.COMMIT_BYTES)
     step = _read_counters("step", message.step, len(handle))
     accepted = _read_column("accepted", message.accepted, len(handle), np.int32)
     return CommitRequest(epoch, span, handle, step, accepted)
@@ -254,10 +258,12 @@ def _read_form(message: StepMessage, served: Served, owners: Container[Owner]) -
         raise _invalid("priority", f"must be in {MIN_PRIORITY} .. {MAX_PRIORITY}, got {message.priority}")
     output = _read_output(message.output)
     form = StepForm(epoch, span, handle, kind, accepted, query_start_loc, output, message.priority, shapes)
-    if not message.waypoints:
-        return form
-    positions = _read_counters("position", message.position, len(handle))
-    return replace(form, waypoints=read_waypoints(message.waypoints, form, positions, served.limits.max_lease_ms))
+    if message.waypoints:
+        positions = _read_counters("position", message.position, len(handle))
+        form = replace(form, waypoints=read_waypoints(message.waypoints, form, positions, served.limits.max_lease_ms))
+    most_bytes, is_inline = reply_bytes.most_step_bytes(served.limits.inline_limit_bytes), message.output_slice is None
+    reply_bytes.check_step(form, message.max_reply_bytes, most_bytes, is_inline=is_inline)
+    return form
 
 
 def _check_id(field: str, value: bytes) -> None:

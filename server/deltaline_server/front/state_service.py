@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
-from deltaline_server.front import replies, requests
+from deltaline_server.front import replies, reply_bytes, requests
 from deltaline_server.front.interceptor import Context
 from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
@@ -84,7 +84,7 @@ class StateService:
     async def create_snapshots(self, message: pb.CreateSnapshotsRequest, context: Context) -> bytes:
         """Capture states."""
         epoch = requests.read_epoch(message.server_epoch)
-        handles = requests.read_handles(message.sequence, self._served)
+        handles = requests.read_handles(message.sequence, self._served, reply_bytes.SNAPSHOT_BYTES)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
         keys = requests.read_prefix_keys(message.prefix_key, len(handles))
         principal = current_principal()
@@ -101,6 +101,7 @@ class StateService:
     async def restore_sequences(self, message: pb.RestoreSequencesRequest, context: Context) -> bytes:
         """Go on from snapshots."""
         ids = requests.read_snapshot_ids(message.snapshot_id, self._served.limits.max_sequences)
+        reply_bytes.check("snapshot_id", len(ids), reply_bytes.RESTORED_BYTES)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
         principal = current_principal()
 

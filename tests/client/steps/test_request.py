@@ -44,9 +44,10 @@ def answer(outcome: list[Any], start: list[int], refused: tuple[int, ...] = (), 
 
 
 def test_the_message_holds_the_next_steps() -> None:
-    body = b"".join(made()[0].message({"span": 1, "priority": 3, "queue_timeout_s": 0.5}))
+    body = b"".join(made()[0].message({"span": 1, "priority": 3, "queue_timeout_s": 0.5}, 1 << 20))
     message = layers.StepRequest.FromString(body)
     assert (message.server_epoch, message.span, message.priority, message.queue_timeout_us) == (7, 1, 3, 500_000)
+    assert message.max_reply_bytes == 1 << 20
     assert list(message.sequence) == [1, 2, 3] and list(message.query_start_loc) == [0, 2, 4, 6]
     assert list(message.step) == [1, 5, 2]
     assert list(message.position) == [0, 11, 5]

@@ -108,6 +108,18 @@ def test_batches_of_each_kind(driven: Any, server: Any) -> None:
     assert len(server.requests["Step"]) == 3
 
 
+def test_commits_of_more_rows_than_a_reply_could_refuse_are_two_calls(driven: Any, server: Any) -> None:
+    """With a status each, those of 9,197 rows fit the 4 MiB that any client takes."""
+    client, do = driven.client, driven.do
+    server.info.max_sequences, server.info.inline_limit_bytes = 10_000, 1 << 30
+    sequences = do(client.open_many(9198))
+    do(client.verify(sequences, np.ones((9198, 1, HIDDEN), np.float32)))
+    do(client.commit(sequences, [1] * 9198, now=True))
+    assert sum(len(request.sequence) for request in server.requests["CommitSequences"]) == 9198
+    assert max(len(request.sequence) for request in server.requests["CommitSequences"]) < 9198
+    assert {sequence.position for sequence in sequences} == {1}
+
+
 def test_a_mixed_step_is_one_request(driven: Any, server: Any) -> None:
     client, do = driven.client, driven.do
     a, b, c = do(client.open_many(3))

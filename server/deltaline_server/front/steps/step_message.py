@@ -60,6 +60,7 @@ class StepMessage(NamedTuple):
     priority: int
     queue_timeout_us: int
     output_slice: Slice | None
+    max_reply_bytes: int = 0
     pattern: Pattern | None = None
     waypoints: Sequence[prefix_pb2.Waypoints] = ()
 
@@ -104,6 +105,7 @@ def from_protobuf(message: pb.StepRequest) -> StepMessage:
         output_slice=(
             Slice(place.region, place.offset, place.size_bytes) if message.HasField("output_slice") else None
         ),
+        max_reply_bytes=message.max_reply_bytes,
         waypoints=message.waypoints,
     )
 
@@ -199,6 +201,7 @@ def scan_step(body: bytes, begin: int, end: int) -> tuple[StepMessage, Extents] 
         priority=zigzag >> 1 ^ -(zigzag & 1),
         queue_timeout_us=get("queue_timeout_us", 0),
         output_slice=output_slice,
+        max_reply_bytes=get("max_reply_bytes", 0),
     )
     return message, Extents(get("step"), get("position"), inline, shared, place)
 

@@ -294,6 +294,7 @@ def test_the_usual_form_is_scanned() -> None:
     message.accepted.extend([-1, 0, 2])
     message.output = pb.OUTPUT_ROWS_LAST
     message.output_slice.CopyFrom(pb.OutputSlice(region=REGION, offset=2048, size_bytes=1024))
+    message.max_reply_bytes = 64 << 20
     fields = {descriptor.name for descriptor, _ in message.ListFields()}
     assert fields == set(pb.StepRequest.DESCRIPTOR.fields_by_name) - {"waypoints"}
     assert check(message.SerializeToString())
