@@ -552,6 +552,15 @@ class World:
             self.close: 5,
             self.expire: 1,
         }
+        try:
+            await self.run_some(operations, count)
+        finally:  # nobody else would hear of what is left where one fails
+            for waiting in self.waiting:
+                waiting.cancel()
+            await asyncio.gather(*self.waiting, return_exceptions=True)
+
+    async def run_some(self, operations: dict[Callable[[], Any], int], count: int) -> None:
+        """So many operations, as often as their weights say."""
         if self.rig.moves is not None:
             operations |= {self.leave: 0 if self.rig.tiers.files is None else 4, self.restore: 8, self.close: 12}
         weights = np.array(list(operations.values())) / sum(operations.values())
