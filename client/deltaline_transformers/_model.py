@@ -100,8 +100,6 @@ class DeltalineForCausalLM(PreTrainedModel, GenerationMixin):
             cache.end_rows(input_ids[:, -1])
         # Each token by itself: the ends know no positions.
         logits = self.ends(inputs_embeds=made.flatten(0, 1).unsqueeze(1), use_cache=False).logits
-        if use_cache is False:
-            cache.close()
         output = CausalLMOutputWithPast(
             logits=logits.view(*made.shape[:2], -1), past_key_values=None if use_cache is False else cache
         )

@@ -172,6 +172,9 @@ def test_rows_end_one_by_one_and_go_on_without_padding(
     rows = [sum(count >= n for count in counts) for n in range(1, max(counts))]
     assert client.steps == [[9] * 3, *([1] * count for count in rows)]
 
+    asked = {"eos_token_id": int(tokens[0, -1])}  # an end in a prompt ends nothing
+    assert torch.equal(greedy(model, tokens, 6, **asked), greedy(checkpoint.model, tokens, 6, **asked))
+
     said, more = made.sequences, prompts(3, columns=4)
     mask = torch.cat([said != PAD, torch.ones_like(more)], dim=1).long()
     going_on = torch.cat([said, more], dim=1)
@@ -313,26 +316,30 @@ def test_a_checkpoint_without_its_ends_and_an_absent_server_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("cache", "arguments", "message"),
     [
-        ({}, "input_ids: expected either these or inputs_embeds"),
-        ({"input_ids": prompts(3), "past_key_values": "own"}, "input_ids: expected 2 rows, as the cache has, got 3"),
+        ("own", {}, "input_ids: expected either these or inputs_embeds"),
+        ("own", {"input_ids": prompts(3)}, "input_ids: expected 2 rows, as the cache has, got 3"),
         (
-            {"input_ids": prompts(2), "past_key_values": "theirs"},
-            "expected a cache that this model made, got a DynamicC",
-        ),
-        (
+            "own",
             {"input_ids": prompts(2), "attention_mask": torch.ones(2, 8)},
-            r"attention_mask: expected shape \(2, 9\), got",
+            r"expected shape \(2, 18\), got \(2, 8\)",
         ),
+        ("other", {"input_ids": prompts(2)}, "expected a cache that this model made, got a DeltalineCache"),
+        ("dynamic", {"input_ids": prompts(2)}, "expected a cache that this model made, got a DynamicCache"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(model: Any, arguments: dict[str, Any], message: str) -> None:
-    caches = {"own": model(prompts(2)).past_key_values, "theirs": transformers.DynamicCache()}
-    if "past_key_values" in arguments:
-        arguments |= {"past_key_values": caches[arguments["past_key_values"]]}
+def test_arguments_that_do_not_fit_are_refused(
+    model: Any, client: CountingClient, checkpoint: Checkpoint, cache: str, arguments: dict[str, Any], message: str
+) -> None:
+    other = DeltalineForCausalLM.from_pretrained(checkpoint.directory, servers=[client])
+    caches = {
+        "own": model(prompts(2)).past_key_values,
+        "other": other(prompts(2)).past_key_values,
+        "dynamic": transformers.DynamicCache(),
+    }
     with pytest.raises((TypeError, ValueError), match=message):
-        model(**arguments)
+        model(past_key_values=caches[cache], **arguments)
 
 
 def test_what_a_generation_can_not_do_is_refused(model: Any, client: CountingClient) -> None:
