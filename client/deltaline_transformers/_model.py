@@ -52,6 +52,7 @@ class DeltalineForCausalLM(PreTrainedModel, GenerationMixin):
         text = config.get_text_config(decoder=True)
         without_layers = copy.deepcopy(text)
         without_layers.num_hidden_layers = 0
+        without_layers.tie_word_embeddings |= config.tie_word_embeddings  # which may stand beside text_config alone
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # its report would have a line for every tensor of the layers
         try:

@@ -135,6 +135,22 @@ def test_logits_are_those_of_the_whole_model(
         assert model.config.num_hidden_layers == 2
 
 
+def test_a_head_that_is_tied_beside_the_text_config_is_the_embedding(
+    make_server: MakeServer, tmp_path: Path, write_checkpoint: Callable[..., Any]
+) -> None:
+    directory = tmp_path / "model"
+    whole = write_checkpoint(directory, "qwen3_5", **TINY)
+    whole.config.tie_word_embeddings = True
+    whole.tie_weights()
+    whole.save_pretrained(directory)
+    with (
+        addresses(make_server, directory, {}) as servers,
+        DeltalineForCausalLM.from_pretrained(directory, servers=servers) as model,
+    ):
+        logits = whole(prompts(2), use_cache=False).logits
+        assert (model(prompts(2)).logits - logits).abs().max() < 1e-4
+
+
 def test_samples_are_those_of_the_same_seed(model: Any, checkpoint: Checkpoint) -> None:
     made = []
     for one in (model, checkpoint.model):
