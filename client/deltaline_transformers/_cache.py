@@ -19,7 +19,7 @@ class DeltalineCache(Cache):
     """One sequence on each server for every row of a batch, opened by the first step.
 
     It is what `generate` returns as `past_key_values`, and takes to go on. The sequences are closed when it goes: by
-    `close`, at the end of `with`, or once nobody has it any more; those of a process that ended first live until their
+    `close`, at the end of `with`, or once nobody has it any more; those of a process that was killed live until their
     lease ends. A deep copy forks them. Columns are those of `input_ids`, padding included; of a row only real tokens
     are sent. A step that failed closes it, since what became of its rows is not known here.
     """

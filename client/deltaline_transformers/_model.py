@@ -115,7 +115,7 @@ class DeltalineForCausalLM(PreTrainedModel, GenerationMixin):
         return self.ends.get_output_embeddings()
 
     def close(self) -> None:
-        """Disconnect from the servers, but for clients that were given. Sequences of caches that are left live on until
+        """Disconnect from the servers, but for clients that were given. Sequences of caches that are left live until
         their lease ends."""
         self._servers.close()
 

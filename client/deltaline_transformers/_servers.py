@@ -67,9 +67,9 @@ class Servers:
         # thread of their own; this kind of queue is made to be filled from there.
         self._dropped: Dropped = SimpleQueue()
         closing = (self._clients, self._dropped)
-        self._closer = threading.Thread(target=_close_dropped, args=closing, name="deltaline-closer", daemon=True)
-        self._closer.start()
-        weakref.finalize(self, self._dropped.put, None)
+        closer = threading.Thread(target=_close_dropped, args=closing, name="deltaline-closer", daemon=True)
+        closer.start()
+        self._end = weakref.finalize(self, _end, self._dropped, closer)  # also at the process's end
 
     def open(self, num_rows: int) -> Sequences:
         """Open a sequence for each row on each server, all or none."""
@@ -140,8 +140,7 @@ class Servers:
 
     def close(self) -> None:
         """Close what was dropped, and the connections that were made here."""
-        self._dropped.put(None)
-        self._closer.join(ANSWER_TIMEOUT_S)
+        self._end()
         for client in self._own:
             client.disconnect()
 
@@ -151,6 +150,12 @@ def _close_dropped(clients: list[Client], dropped: Dropped) -> None:
         for client, own in zip(clients, sequences, strict=False):
             with suppress(DeltalineError):  # their lease ends them
                 client.close(own)
+
+
+def _end(dropped: Dropped, closer: threading.Thread) -> None:
+    dropped.put(None)
+    if closer is not threading.current_thread():
+        closer.join(ANSWER_TIMEOUT_S)
 
 
 def _connect(address: str) -> Client:

@@ -10,6 +10,7 @@ import copy
 import gc
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -261,6 +262,23 @@ def test_a_cache_closes_its_sequences_when_it_goes(model: Any, client: CountingC
     assert torch.allclose(again[0], again[1][[0, 2]], atol=1e-5)
     cache.close()
     wait_until_none_is_open(client)
+
+
+def test_a_model_that_goes_waits_until_its_sequences_are_closed(
+    client: CountingClient, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = client.close
+
+    def close_late(sequences: list[Sequence]) -> None:
+        time.sleep(0.3)
+        close(sequences)
+
+    monkeypatch.setattr(client, "close", close_late)
+    model = DeltalineForCausalLM.from_pretrained(checkpoint.directory, servers=[client])
+    model(prompts(4))
+    del model
+    gc.collect()
+    assert client.load().sequences_open == 0
 
 
 def test_a_failed_step_is_the_client_s_error_and_closes_the_cache(model: Any, client: CountingClient) -> None:
