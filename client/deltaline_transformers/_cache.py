@@ -50,6 +50,8 @@ class DeltalineCache(Cache):
         if self._is_closed:
             raise ValueError("past_key_values: this cache is closed, its sequences are gone: begin with another one")
         num_rows, num_columns, width = hidden.shape
+        if num_columns == 0:
+            raise ValueError(f"input_ids: expected a token behind the {self._num_columns} of the cache, got none")
         if self._sequences and len(self._sequences[0]) != num_rows:
             raise ValueError(f"input_ids: expected {len(self._sequences[0])} rows, as the cache has, got {num_rows}")
         self.crop(0)
@@ -110,7 +112,7 @@ class DeltalineCache(Cache):
                 f"tokens_to_remove: expected {-self._num_drafts} .. 0, as there are drafts, got {tokens_to_remove};"
                 " what has joined a sequence can't be taken back, so that the model can't assist another one"
             )
-        if self._num_drafts:
+        if self._num_drafts and not self._is_closed:
             self.servers.commit(self._sequences, self._num_drafts + tokens_to_remove)
             self._num_columns += tokens_to_remove
             self._num_drafts = 0

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Several
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -85,8 +84,8 @@ class Servers:
     def step(
         self,
         sequences: Sequences,
-        rows: Several[int],
-        hidden: Several[Any],
+        rows: list[int],
+        hidden: list[Any],
         make: Callable[[Sequence, Any], Row],
         output: Output,
     ) -> list[Any]:
@@ -102,7 +101,7 @@ class Servers:
                 hidden = self._clients[stage.server].step(batch, output=wanted, span=stage.span).outputs
             except StepError as error:
                 raise next(iter(error.errors.values())) from error
-        return list(hidden)
+        return hidden
 
     def commit(self, sequences: Sequences, accepted: int) -> None:
         """Fix how many tokens of the pending verify join each sequence; it rides on the next step."""
@@ -110,7 +109,7 @@ class Servers:
             own = sequences[stage.server]
             self._clients[stage.server].commit(own, [accepted] * len(own), span=stage.span)
 
-    def select(self, sequences: Sequences, rows: Several[int]) -> None:
+    def select(self, sequences: Sequences, rows: list[int]) -> None:
         """Let row i go on from the state of rows[i]. Mutates `sequences`.
 
         Those of rows that are not named are closed; those of one that is named several times are forked.

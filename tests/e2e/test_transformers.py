@@ -260,7 +260,10 @@ def test_a_cache_closes_its_sequences_when_it_goes(model: Any, client: CountingC
         for rows, one in (([0, 2], cache), ([0, 1, 2], model(tokens).past_key_values))
     ]
     assert torch.allclose(again[0], again[1][[0, 2]], atol=1e-5)
+    cache.activate_past_recording()
+    model(tokens[[0, 2]], past_key_values=cache, logits_to_keep=3)
     cache.close()
+    cache.crop(-2)  # of drafts that are gone too
     wait_until_none_is_open(client)
 
 
@@ -377,6 +380,8 @@ def test_arguments_that_do_not_fit_are_refused(
 
 
 def test_what_a_generation_can_not_do_is_refused(model: Any, client: CountingClient) -> None:
+    with pytest.raises(ValueError, match="input_ids: expected a token behind the 9 of the cache, got none"):
+        greedy(model, prompts(1), 2, past_key_values=model(prompts(1)).past_key_values)
     with pytest.raises(ValueError, match="attention_mask: expected padding on the left"):
         greedy(model, prompts(2), 2, attention_mask=torch.tensor([[1] * 9, [1] * 8 + [0]]))
     with pytest.raises(ValueError, match=r"tokens_to_remove: expected 0 \.\. 0, .* can't assist another one"):
