@@ -15,6 +15,7 @@ CASES = {
         ["torch", "triton", "transformers", "prometheus_client", "deltaline_kernels", "deltaline_server"],
     ),
     "command": (["deltaline_cli.__main__"], ["torch", "triton", "deltaline_kernels", "deltaline_server"]),
+    "model for transformers": (["deltaline_transformers"], ["triton", "deltaline_kernels", "deltaline_server"]),
     "contract": (
         ["deltaline.wire", "deltaline.v1.layer_service_pb2_grpc"],
         ["torch", "deltaline_client", "deltaline_kernels", "deltaline_server"],

@@ -1,4 +1,5 @@
-"""The example orchestrator, over a server of a checkpoint that transformers wrote, gives transformers' own tokens."""
+"""The example orchestrator and transformers' own generate, over servers of a checkpoint that transformers wrote, give
+transformers' own tokens."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.timeout(600)
 
 NUM_PROMPTS, MAX_NEW_TOKENS, NUM_DRAFTS = 8, 64, 4
+# Checkpoints with one residual, which transformers has too.
+PLAIN = ("hybrid", "mamba2", "experts", "next_experts")
 
 
 def load_example(name: str) -> ModuleType:
@@ -40,11 +43,8 @@ def example() -> Iterator[Any]:
 @pytest.fixture(
     scope="module",
     params=[
-        "hybrid",
-        "mamba2",
+        *PLAIN,
         "hybrid-4",
-        "experts",
-        "next_experts",
         *(pytest.param(one, marks=pytest.mark.sweep) for one in ("gated_delta_net", "mamba2-2")),
     ],
 )
@@ -113,6 +113,31 @@ async def test_two_servers_with_half_of_the_layers_each_generate_the_same(
 ) -> None:
     ends = ["expand", "head"] if example.Ends(checkpoint).streams else ["none", "none"]
     await check(make_server, example, checkpoint, prompts, expected, ["0:2", "2:4"], ends)
+
+
+@pytest.mark.parametrize("checkpoint", PLAIN, indirect=True)
+@pytest.mark.parametrize("layers", [["0:4"], ["0:2", "2:4"]], ids=["one", "two"])
+async def test_transformers_own_generate_does_the_same_over_servers(
+    make_server: Callable[..., Server], checkpoint: Path, prompts: Any, expected: Any, layers: list[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    tokens = torch.tensor([prompt.tokens for prompt in prompts])
+
+    def generate(clients: list[Client]) -> Any:
+        from deltaline_transformers import DeltalineForCausalLM  # only where transformers is installed
+
+        with DeltalineForCausalLM.from_pretrained(checkpoint, servers=clients) as model:
+            plain = model.generate(tokens, max_new_tokens=MAX_NEW_TOKENS)
+            drafts: Any = {"max_new_tokens": MAX_NEW_TOKENS, "prompt_lookup_num_tokens": NUM_DRAFTS}
+            return plain, torch.cat([model.generate(row[None], **drafts) for row in tokens])
+
+    made, loads = await run(make_server, checkpoint, generate, layers, ["none"] * len(layers))
+    for answer in made:
+        new = answer[:, tokens.shape[1] :].tolist()
+        assert [len(row) for row in new] == [MAX_NEW_TOKENS] * NUM_PROMPTS
+        assert [row[: len(ours)] for row, ours in zip(new, expected, strict=True)] == expected
+    assert sum(map(len, expected)) >= 0.9 * NUM_PROMPTS * MAX_NEW_TOKENS
+    assert [(load.sequences_open, load.kv_pages_used) for load in loads] == [(0, 0)] * len(layers)
 
 
 async def check(
