@@ -75,15 +75,14 @@ def test_integers_give_exact_products(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_row_does_not_depend_on_its_neighbours(path: Path) -> None:
+@pytest.mark.parametrize("num_tokens", [24, 2])
+@pytest.mark.parametrize("sizes", [(48, 40), (31, 13)], ids=str)
+def test_row_does_not_depend_on_its_neighbours(path: Path, sizes: tuple[int, int], num_tokens: int) -> None:
     """Its bits are those it has beside other tokens, of other experts, in another place."""
-    batch = make_batch(path, 24, 3, 5)
-    alone = replace(batch, experts=batch.experts.clone())
-    alone.experts[:11], alone.experts[12:] = -1, -1
-    moved = replace(batch, x=batch.x.roll(7, 0), weights=batch.weights.roll(7, 0), experts=batch.experts.roll(7, 0))
+    batch, row = make_batch(path, num_tokens, 3, 5, *sizes), num_tokens // 2
     got = batch.run(path)
-    assert same_bits(alone.run(path)[11], got[11])
-    assert same_bits(moved.run(path).roll(-7, 0), got)
+    assert same_bits(batch.alone(row).run(path)[row], got[row])
+    assert same_bits(batch.rolled(7).run(path).roll(-7, 0), got)
     assert same_bits(batch.run(path), got)
 
 
