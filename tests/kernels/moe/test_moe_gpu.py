@@ -78,6 +78,15 @@ def test_nothing_waits_and_a_graph_follows_the_routes(num_tokens: int) -> None:
     check_replay(run, (), change)
 
 
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_padding_alone_is_computed(num_tokens: int) -> None:
+    """As while graphs are captured: nobody has an expert, and nothing is read."""
+    batch = make_batch(GPU, num_tokens, 4, 16, 512, 256)
+    none = replace(batch, experts=torch.full_like(batch.experts, -1))
+    assert not none.run(GPU).any()
+    torch.cuda.synchronize()
+
+
 def test_products_are_right_beyond_128_tokens() -> None:
     """Of small integers, all ones among them: what an assembler gets wrong shows here."""
     for rows in (16, 32, 64, 128):
