@@ -100,6 +100,15 @@ def test_a_token_that_is_not_finite_spoils_no_other(path: Path, wrong: float) ->
 
 
 @pytest.mark.usefixtures("kernels")
+def test_a_token_without_experts_gets_zeros(path: Path) -> None:
+    """Whatever it holds: padding may hold anything."""
+    batch = make_batch(path, 12, 2, 3)
+    batch.experts[5], batch.x[5] = -1, torch.nan
+    got = batch.run(path)
+    assert got.isfinite().all() and not got[5].any()
+
+
+@pytest.mark.usefixtures("kernels")
 def test_the_same_expert_twice_counts_twice(path: Path) -> None:
     batch = make_batch(path, 6, 2, 3)
     batch.experts[:, 1] = batch.experts[:, 0]
