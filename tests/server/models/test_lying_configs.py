@@ -64,6 +64,7 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (NEXT, "moe_intermediate_size", 1 << 40, "expected an integer in 1..1048576"),
     (NEXT, "shared_expert_intermediate_size", 0, "expected an integer in 1..1048576, got 0"),
     (NEXT, "shared_expert_intermediate_size", "32", "expected an integer in 1..1048576"),
+    (NEXT, "shared_expert_intermediate_size", 2049, "expected at most 64 times moe_intermediate_size (32), got 2049"),
     (NEXT, "norm_topk_prob", 1, "expected true or false, got 1"),
     (NEXT, "norm_topk_prob", "yes", "expected true or false"),
     (NEXT, "decoder_sparse_step", 0, "expected an integer in 1..1048576, got 0"),
