@@ -216,6 +216,11 @@ def test_tokens_behind_the_rows_have_no_experts(oracle: Oracle, device: str) -> 
 
 
 @ONE_KIND
+def test_an_empty_batch(oracle: Oracle, device: str) -> None:
+    assert serve(oracle.options(device)).step(torch.zeros(0, HIDDEN), [1], [0]).shape == (0, HIDDEN)
+
+
+@ONE_KIND
 def test_the_self_test_is_told_of_experts_where_they_are_served(oracle: Oracle) -> None:
     experts = {"router": Router(2, num_shared=2, shared_gate=True), "num_experts": 6, "expert_dim": 32}
     assert load_model(oracle.options()).block_sizes == {"streams": 0, "hidden": HIDDEN} | experts
