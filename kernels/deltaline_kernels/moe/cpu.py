@@ -38,14 +38,15 @@ def route_cpu(
     if router.normalize:
         own = own / (own.sum(1, keepdim=True) + 1e-20)
     weights[:, : router.top_k] = own * router.scale
-    experts[:, : router.top_k] = chosen.to(torch.int32)
+    experts[:, : router.top_k] = chosen
     if router.num_shared > 0:
         weights[:, router.top_k :] = logits[:, num_experts:].float().sigmoid() if router.shared_gate else 1.0
         experts[:, router.top_k :] = torch.arange(num_experts, num_experts + router.num_shared, dtype=torch.int32)
     if query_start_loc is not None:
         num_live = int(query_start_loc[-1])
-        weights[num_live:] = 0.0
-        experts[num_live:] = -1
+        if num_live < len(weights):
+            weights[num_live:] = 0.0
+            experts[num_live:] = -1
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
@@ -67,7 +68,7 @@ def run_experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, e
     num_pairs, width = len(order), x.shape[1]
     tokens, parts = _aligned(num_pairs + rows, width), _aligned(num_pairs + rows, width)
     hidden = _aligned(rows, down.shape[2])
-    tokens[:num_pairs] = x[order // choices]
+    tokens[:num_pairs] = x.index_select(0, order // choices)
     end = 0
     for expert, count in enumerate(keys.bincount(minlength=num_experts)[:num_experts].tolist()):
         if count == 0:
@@ -75,22 +76,21 @@ def run_experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, e
         first, second = gate_up[expert].float().t(), down[expert].float().t()
         begin, end = end, end + count
         for place in range(begin, end, rows):
-            gate, up = (tokens[place : place + rows] @ first).chunk(2, dim=1)
+            gate, up = torch.mm(tokens[place : place + rows], first).chunk(2, dim=1)
             torch.mm(torch.mul(silu(gate), up, out=hidden), second, out=parts[place : place + rows])
     parts[end:] = 0.0
-    own = torch.empty(num_pairs, width, dtype=torch.float32).index_copy_(0, order, parts[:num_pairs])
-    own = own.view(*experts.shape, -1)
+    places = order.argsort().view(experts.shape)
     # Weights of choices without an expert may be anything.
     used_weights = torch.where(is_used, weights, 0.0)[:, :, None]
-    total = used_weights[:, 0] * own[:, 0]
+    total = used_weights[:, 0] * parts.index_select(0, places[:, 0])
     for i in range(1, choices):
-        total += used_weights[:, i] * own[:, i]
+        total += used_weights[:, i] * parts.index_select(0, places[:, i])
     out.copy_(total)
 
 
 def _aligned(rows: int, width: int) -> Tensor:
-    """Make zeros `[rows, width]` fp32 whose rows all begin where a cache line does.
+    """Make room for `[rows, width]` in fp32 whose rows all begin where a cache line does.
 
     Of few rows a product adds up each in an order that its address decides, and which rows they are others decide.
     """
-    return torch.zeros(rows, cdiv(width, LINE_VALUES) * LINE_VALUES, dtype=torch.float32)[:, :width]
+    return torch.empty(rows, cdiv(width, LINE_VALUES) * LINE_VALUES, dtype=torch.float32)[:, :width]
