@@ -255,3 +255,30 @@ def test_a_missing_tensor_is_named(oracle: Oracle, tmp_path: Path, name: str, me
     with pytest.raises(ModelError, match=rf"^model\.layers\.1\.mlp\.{message}$"):
         check_model(replace(oracle.options(), model=tmp_path))
     check_model(replace(oracle.options(scope=Scope.MIXER), model=tmp_path))
+
+
+@ONE_KIND
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("gate.weight", (7, 64), "expected shape [6, 64], got [7, 64]"),
+        ("experts.6.up_proj.weight", (32, 64), "expected no such tensor in a served layer, found one"),
+        ("experts.2.down_proj.weight", (64, 31), "expected shape [64, 32], got [64, 31]"),
+        ("experts.0.gate_proj.weight", (64, 32), "expected shape [32, 64], got [64, 32]"),
+        ("shared_expert.up_proj.weight", (47, 64), "expected shape [48, 64], got [47, 64]"),
+        ("shared_expert_gate.weight", (64,), "expected shape [1, 64], got [64]"),
+        ("experts.gate_up_proj", (6, 64, 64), "experts.down_proj: expected shape [6, 64, 32], found nothing"),
+        ("gate.e_score_correction_bias", (6,), "expected no such tensor in a served layer, found one"),
+    ],
+    ids=str,
+)
+def test_a_tensor_that_lies_is_named(
+    oracle: Oracle, tmp_path: Path, name: str, shape: tuple[int, ...], message: str
+) -> None:
+    tensors = load_file(oracle.directory / "model.safetensors")
+    save_file(tensors | {f"model.layers.1.mlp.{name}": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((oracle.directory / "config.json").read_bytes())
+    with pytest.raises(ModelError) as refused:
+        check_model(replace(oracle.options(), model=tmp_path))
+    told = str(refused.value)
+    assert told.startswith("model.layers.1.mlp.") and told.endswith(message) and "\n" not in told
