@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from deltaline_kernels.device.sizes import cdiv, pow2
+from deltaline_kernels.moe import plan
 from deltaline_kernels.moe.router import Router
 
 # As in the reference.
@@ -55,13 +56,22 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def run_experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> None:
-    """Write out `[T, H]`.
+    """Write out `[T, H]`."""
+    rows = min(MAX_ROWS, pow2(len(x)))
+    for begin in range(0, len(x), plan.MAX_TOKENS):
+        some = slice(begin, begin + plan.MAX_TOKENS)
+        _run_tiles(x[some], gate_up, down, weights[some], experts[some], out[some], rows)
+
+
+def _run_tiles(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, rows: int
+) -> None:
+    """Write out `[T, H]` in tiles of so many rows.
 
     A tile is computed whole even where fewer choices are its expert's: so a row's bits don't depend on the others. What
     it leaves in the rows of the next expert, that one's tiles overwrite.
     """
     num_experts, choices = len(gate_up), experts.shape[1]
-    rows = min(MAX_ROWS, pow2(len(x)))
     is_used = (experts >= 0) & (experts < num_experts)
     keys = torch.where(is_used, experts, num_experts).flatten()
     order = keys.argsort(stable=True)
