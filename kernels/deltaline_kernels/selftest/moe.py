@@ -32,7 +32,8 @@ def compare_moe(
     """
     for kind, fill in fills.items():
         device = fill(1).device
-        bias = fill(num_experts) if router.scoring == "sigmoid" else None
+        # Logits and bias are far apart or equal: of what is nearly equal, rounding of scores would choose.
+        bias = 2.0 * fill(num_experts).round() if router.scoring == "sigmoid" else None
         few = min(num_experts + router.num_shared, router.num_choices + 2)
         # Sums of about 1: those of ones are as large as their number.
         power = -1.0 if kind == "ones" else -0.5
@@ -40,11 +41,12 @@ def compare_moe(
         down = (fill(few, hidden, inner) * inner**power).to(dtype)
         for num_tokens in TOKENS if device.type == "cpu" else tokens_of_every_way(router.num_choices, few):
             label = f"{num_tokens} tokens, {kind}"
-            # Of few bits: what is nearly equal would be chosen by how its score is rounded.
-            logits = fill(num_tokens, num_experts + router.shared_gate).bfloat16().to(dtype)
+            logits = (64.0 * fill(num_tokens, num_experts + router.shared_gate)).round().div(64.0).to(dtype)
             starts = torch.tensor([0, max(1, num_tokens - 2)], dtype=torch.int32, device=device)
             routes = route_tokens(logits, router, bias, starts)
-            yield f"moe, routes, {label}", list(routes), list(route_tokens_reference(logits, router, bias, starts))
+            want = route_tokens_reference(logits, router, bias, starts)
+            others, none = compare_exactly([routes[1]], [want[1]])
+            yield f"moe, routes, {label}", [routes[0], *others], [want[0], *none]
             if device.type != "cpu":
                 total = num_experts + router.num_shared
                 rows = plan_tiles(num_tokens, router.num_choices, total, dtype).rows
@@ -70,4 +72,13 @@ def compare_tiles(keys: Tensor, num_keys: int, rows: int) -> tuple[list[Tensor],
     want = [part.cpu().clone() for part in got]
     group_triton(keys, num_keys, got[0], got[1])
     group_cpu(keys.cpu(), num_keys, want[0], want[1])
-    return got, [part.to(keys.device) for part in want]
+    return compare_exactly(got, [part.to(keys.device) for part in want])
+
+
+def compare_exactly(got: list[Tensor], want: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return where integers are others than the wanted, 1 there and 0 elsewhere, and zeros.
+
+    As they are, one that is near to a large one would pass.
+    """
+    others = [(one != other).float() for one, other in zip(got, want, strict=True)]
+    return others, [torch.zeros_like(other) for other in others]
