@@ -8,8 +8,9 @@ servers may hold a range of the layers each: give --server once for each, in the
 stream needs next becomes a row, all rows go in one step, and a stream that ends makes room for the next prompt. With
 --drafts K a step verifies up to K tokens, looked up in the stream itself: the right ones cost no step of their own.
 
-DIR is a checkpoint as transformers writes it, of a Mamba2 model or a Qwen model without experts (make_checkpoint.py
-writes one of either kind), also with residual streams: then whichever of the ends no server has is computed here.
+DIR is a checkpoint as transformers writes it, of a Mamba2 model or a Qwen model, with experts or without
+(make_checkpoint.py writes one of each kind), also with residual streams: then whichever of the ends no server has is
+computed here.
 """
 
 from __future__ import annotations

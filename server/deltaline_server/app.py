@@ -246,7 +246,7 @@ class Server:
             model_type=model.config.model_type,
             spans=",".join(f"{span.start}:{span.stop}" for span in model.spans),
             left_out=model.left_out or "none",
-            streams=model.stream_sizes.get("streams", 0),
+            streams=model.block_sizes["streams"],
             device=runtime.device_name,
             dtype=model.numpy_dtype.name,
             max_sequences=config.max_sequences,

@@ -101,7 +101,7 @@ class Runtime:
         options = state_options(config)
         if model.device.type != "cpu":  # there it is PyTorch that computes, and the test takes seconds
             for shape in dict.fromkeys(model.shapes):
-                check_kernels(model.device, model.dtype, shape, options, model.stream_sizes)
+                check_kernels(model.device, model.dtype, shape, options, model.block_sizes)
         pool = model.make_pool(options)
         limits = make_limits(config)
         executor = make_executor(model, pool, limits)

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from rigs.linked import Driven
 from rigs.served import served
-from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
+from rigs.small_models import EXPERTS, GATED_DELTA_NET, HYBRID, MAMBA2
 from rigs.target import Target, target_of
 from rigs.watched_states import watched
 
@@ -30,7 +30,9 @@ def small_model() -> dict[str, Any]:
     return GATED_DELTA_NET
 
 
-@pytest.fixture(params=[GATED_DELTA_NET, MAMBA2, HYBRID], ids=["gated_delta_net", "mamba2", "hybrid"])
+@pytest.fixture(
+    params=[GATED_DELTA_NET, MAMBA2, HYBRID, EXPERTS], ids=["gated_delta_net", "mamba2", "hybrid", "experts"]
+)
 def each_small_model(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The config of a small model of every family."""
     model: dict[str, Any] = request.param

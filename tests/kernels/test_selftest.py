@@ -24,6 +24,7 @@ from deltaline_kernels import (
 from deltaline_kernels.gated_delta.inputs import MANY_HEADS as MANY_DELTA_HEADS
 from deltaline_kernels.gated_delta.inputs import DeltaHeads
 from deltaline_kernels.mamba2.plan import MANY_HEADS as MANY_MAMBA_HEADS
+from deltaline_kernels.moe import plan
 from deltaline_kernels.selftest import attention as attention_selftest
 from deltaline_kernels.selftest import mhc as mhc_selftest
 from deltaline_kernels.selftest import moe as moe_selftest
@@ -135,11 +136,20 @@ def test_selftest_names_wrong_experts(monkeypatch: pytest.MonkeyPatch, name: str
 
     def turned(*args: Any) -> Any:
         made = right(*args)
-        return (made[0], made[1] + 1) if isinstance(made, tuple) else made.roll(1, 1)
+        # The neighbour of an expert with a high number.
+        return (made[0], made[1] + (made[1] > 400)) if isinstance(made, tuple) else made.roll(1, 1)
 
     monkeypatch.setattr(moe_selftest, name, turned)
-    checks = run_selftest("cpu", router=Router(2), num_experts=8)
+    checks = run_selftest("cpu", torch.bfloat16, router=Router(2), num_experts=500)
     assert {check.name.rsplit(",", 2)[0] for check in checks if not check.ok} == {f"moe, {part}"}
+
+
+@pytest.mark.parametrize(("choices", "num_experts"), [(1, 3), (2, 2), (3, 5), (9, 11), (11, 13), (128, 130)])
+def test_experts_are_compared_in_every_way(choices: int, num_experts: int) -> None:
+    one, *tiles, many = moe_selftest.tokens_of_every_way(choices, num_experts)
+    rows = [plan.plan_tiles(count, choices, num_experts, torch.bfloat16).rows for count in (*tiles, many)]
+    assert one <= plan.DIRECT_TOKENS < min(tiles) and rows == [bucket.plan.rows for bucket in plan.BUCKETS]
+    assert [plan.is_grouped(count, choices, num_experts) for count in (*tiles, many)] == [False, False, False, True]
 
 
 def test_selftest_of_an_unknown_recurrence_is_a_key_error() -> None:

@@ -36,3 +36,11 @@ HYBRID = GATED_DELTA_NET | {
     "head_dim": 16,
     "max_position_embeddings": 4096,
 }
+# Of 6 experts a token has 2, and the shared one, which is of another size.
+EXPERTS = HYBRID | {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}

@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from deltaline_kernels.cpu.group import group_cpu
-from deltaline_kernels.device.sizes import count_tiles, pow2
+from deltaline_kernels.device.sizes import cdiv, pow2
+from deltaline_kernels.moe import plan
 from deltaline_kernels.moe.router import Router
 
 # As in the reference.
 LEAST_CHOICE = -1e38
 MAX_ROWS = 16
+# Values of fp32 in a cache line.
+LINE_VALUES = 16
 
 
 def route_cpu(
@@ -37,14 +39,15 @@ def route_cpu(
     if router.normalize:
         own = own / (own.sum(1, keepdim=True) + 1e-20)
     weights[:, : router.top_k] = own * router.scale
-    experts[:, : router.top_k] = chosen.to(torch.int32)
+    experts[:, : router.top_k] = chosen
     if router.num_shared > 0:
         weights[:, router.top_k :] = logits[:, num_experts:].float().sigmoid() if router.shared_gate else 1.0
         experts[:, router.top_k :] = torch.arange(num_experts, num_experts + router.num_shared, dtype=torch.int32)
     if query_start_loc is not None:
         num_live = int(query_start_loc[-1])
-        weights[num_live:] = 0.0
-        experts[num_live:] = -1
+        if num_live < len(weights):
+            weights[num_live:] = 0.0
+            experts[num_live:] = -1
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
@@ -53,31 +56,51 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def run_experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor) -> None:
-    """Write out `[T, H]`.
+    """Write out `[T, H]`."""
+    rows = min(MAX_ROWS, pow2(len(x)))
+    for begin in range(0, len(x), plan.MAX_TOKENS):
+        some = slice(begin, begin + plan.MAX_TOKENS)
+        _run_tiles(x[some], gate_up, down, weights[some], experts[some], out[some], rows)
 
-    A tile is computed whole even where it has few tokens: so a row's bits don't depend on which others are in it.
+
+def _run_tiles(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, out: Tensor, rows: int
+) -> None:
+    """Write out `[T, H]` in tiles of so many rows.
+
+    A tile is computed whole even where fewer choices are its expert's: so a row's bits don't depend on the others. What
+    it leaves in the rows of the next expert, that one's tiles overwrite.
     """
-    num_pairs, choices = experts.numel(), experts.shape[1]
-    rows = min(MAX_ROWS, pow2(x.shape[0]))
-    tile_experts = torch.empty(count_tiles(num_pairs, gate_up.shape[0], rows), dtype=torch.int32)
-    tile_pairs = torch.empty(len(tile_experts), rows, dtype=torch.int32)
-    group_cpu(experts.flatten(), gate_up.shape[0], tile_experts, tile_pairs)
-    parts = torch.zeros(num_pairs, x.shape[1], dtype=torch.float32)
-    last = -1
-    for expert, pairs in zip(tile_experts.tolist(), tile_pairs, strict=True):
-        if expert < 0:
-            break
-        if expert != last:
-            first, second, last = gate_up[expert].float().t(), down[expert].float().t(), expert
-        own = pairs[pairs >= 0].long()
-        tile = torch.zeros(rows, x.shape[1], dtype=torch.float32)
-        tile[: len(own)] = x[own // choices].float()
-        gate, up = (tile @ first).chunk(2, dim=1)
-        parts[own] = ((silu(gate) * up) @ second)[: len(own)]
-    parts = parts.view(*experts.shape, -1)
+    num_experts, choices = len(gate_up), experts.shape[1]
+    is_used = (experts >= 0) & (experts < num_experts)
+    keys = torch.where(is_used, experts, num_experts).flatten()
+    order = keys.argsort(stable=True)
+    num_pairs, width = len(order), x.shape[1]
+    tokens, parts = _aligned(num_pairs + rows, width), _aligned(num_pairs + rows, width)
+    hidden = _aligned(rows, down.shape[2])
+    tokens[:num_pairs] = x.index_select(0, order // choices)
+    end = 0
+    for expert, count in enumerate(keys.bincount(minlength=num_experts)[:num_experts].tolist()):
+        if count == 0:
+            continue
+        first, second = gate_up[expert].float().t(), down[expert].float().t()
+        begin, end = end, end + count
+        for place in range(begin, end, rows):
+            gate, up = torch.mm(tokens[place : place + rows], first).chunk(2, dim=1)
+            torch.mm(torch.mul(silu(gate), up, out=hidden), second, out=parts[place : place + rows])
+    parts[end:] = 0.0
+    places = order.argsort().view(experts.shape)
     # Weights of choices without an expert may be anything.
-    is_used = (experts >= 0) & (experts < gate_up.shape[0])
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    for i in range(choices):
-        total += torch.where(is_used[:, i], weights[:, i], 0.0)[:, None] * parts[:, i]
+    used_weights = torch.where(is_used, weights, 0.0)[:, :, None]
+    total = used_weights[:, 0] * parts.index_select(0, places[:, 0])
+    for i in range(1, choices):
+        total += used_weights[:, i] * parts.index_select(0, places[:, i])
     out.copy_(total)
+
+
+def _aligned(rows: int, width: int) -> Tensor:
+    """Make room for `[rows, width]` in fp32 whose rows all begin where a cache line does.
+
+    Of few rows a product adds up each in an order that its address decides, and which rows they are others decide.
+    """
+    return torch.empty(rows, cdiv(width, LINE_VALUES) * LINE_VALUES, dtype=torch.float32)[:, :width]

@@ -12,18 +12,22 @@ from deltaline_kernels.moe.combine import combine_triton
 
 # Pairs that a program looks at at once, channels of a program.
 BLOCK_PAIRS, BLOCK_CHANNELS = 4096, 1024
-# Values of a row of a grouped product are a multiple of these.
-ROW_UNIT = 8
-HOPPER = (9, 0)
+# Values of a row of a grouped product are a multiple of these; so many experts are too many for one.
+ROW_UNIT, TOO_MANY_EXPERTS = 8, 1024
+# Compute capabilities, without the digit behind the point, for which torch has them; on others it asks the device where
+# groups end, and waits.
+ARCHITECTURES = (9, 10)
 
 
-def has_grouped(x: Tensor, width: int, inner: int) -> bool:
-    """Return whether torch has grouped products for these sizes, this dtype and this device."""
+def has_grouped(x: Tensor, down: Tensor) -> bool:
+    """Return whether torch has grouped products of tokens x with experts `[E, H, I]` of this dtype, on this device."""
+    num_experts, width, inner = down.shape
     return (
         hasattr(functional, "grouped_mm")
         and x.dtype == torch.bfloat16
         and x.device.type != "cpu"
-        and torch.cuda.get_device_capability(x.device) >= HOPPER
+        and torch.cuda.get_device_capability(x.device)[0] in ARCHITECTURES
+        and num_experts < TOO_MANY_EXPERTS
         and width % ROW_UNIT == 0
         and inner % ROW_UNIT == 0
     )

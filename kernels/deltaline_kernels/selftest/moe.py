@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
+from deltaline_kernels.cpu.group import group_cpu
+from deltaline_kernels.device.sizes import cdiv, count_tiles
 from deltaline_kernels.moe import (
     Router,
     route_tokens,
@@ -11,10 +14,12 @@ from deltaline_kernels.moe import (
     run_experts,
     run_experts_reference,
 )
+from deltaline_kernels.moe.plan import plan_tiles
 from deltaline_kernels.selftest.shapes import Compared, Fill
 
-# Tokens of batches of every way, as few experts have them: choice by choice, tiles of each size, grouped products.
-TOKENS, TOKENS_GPU = (1, 6, 40), (1, 6, 20, 40, 130)
+TOKENS = (1, 6, 40)
+# Choices per expert on average, in tiles of each size and in grouped products.
+CHOICES_GPU = (6, 20, 36, 100)
 
 
 def compare_moe(
@@ -22,23 +27,58 @@ def compare_moe(
 ) -> Iterator[Compared]:
     """Yield the name of each family, batch and kind of input, what was computed and what its reference computed.
 
-    Of the experts, which are no constant of a kernel, there are only so many that a token's are some of them.
+    Of the experts there are only so many that a token's are some of them. How many a layer has is a constant of one
+    kernel alone, which lists who has which, and is compared by itself.
     """
     for kind, fill in fills.items():
         device = fill(1).device
-        bias = fill(num_experts) if router.scoring == "sigmoid" else None
+        # Logits and bias are far apart or equal: of what is nearly equal, rounding of scores would choose.
+        bias = 2.0 * fill(num_experts).round() if router.scoring == "sigmoid" else None
         few = min(num_experts + router.num_shared, router.num_choices + 2)
         # Sums of about 1: those of ones are as large as their number.
         power = -1.0 if kind == "ones" else -0.5
         gate_up = (fill(few, 2 * inner, hidden) * hidden**power).to(dtype)
         down = (fill(few, hidden, inner) * inner**power).to(dtype)
-        for num_tokens in TOKENS if device.type == "cpu" else TOKENS_GPU:
+        for num_tokens in TOKENS if device.type == "cpu" else tokens_of_every_way(router.num_choices, few):
             label = f"{num_tokens} tokens, {kind}"
-            logits = fill(num_tokens, num_experts + router.shared_gate)
+            logits = (64.0 * fill(num_tokens, num_experts + router.shared_gate)).round().div(64.0).to(dtype)
             starts = torch.tensor([0, max(1, num_tokens - 2)], dtype=torch.int32, device=device)
             routes = route_tokens(logits, router, bias, starts)
-            yield f"moe, routes, {label}", list(routes), list(route_tokens_reference(logits, router, bias, starts))
+            want = route_tokens_reference(logits, router, bias, starts)
+            others, none = compare_exactly([routes[1]], [want[1]])
+            yield f"moe, routes, {label}", [routes[0], *others], [want[0], *none]
+            if device.type != "cpu":
+                total = num_experts + router.num_shared
+                rows = plan_tiles(num_tokens, router.num_choices, total, dtype).rows
+                yield f"moe, tiles, {label}", *compare_tiles(routes[1].flatten(), total, rows)
             weights, experts = routes[0], routes[1] % few
             x = fill(num_tokens, hidden).to(dtype)
             own = x, gate_up, down, weights, experts
             yield f"moe, experts, {label}", [run_experts(*own)], [run_experts_reference(*own)]
+
+
+def tokens_of_every_way(choices: int, num_experts: int) -> list[int]:
+    """Return the sizes of batches that a GPU computes choice by choice, in tiles of each size, by grouped products."""
+    return [1, *(cdiv(mean * num_experts, choices) for mean in CHOICES_GPU)]
+
+
+def compare_tiles(keys: Tensor, num_keys: int, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return tiles of so many rows of tokens that have the same key, and those that the CPU makes."""
+    # Imported here: only this path needs triton, which is installed on Linux alone.
+    from deltaline_kernels.device.group import group_triton
+
+    num_tiles = count_tiles(len(keys), num_keys, rows)
+    got = [keys.new_full((num_tiles,), -1), keys.new_full((num_tiles, rows), -1)]
+    want = [part.cpu().clone() for part in got]
+    group_triton(keys, num_keys, got[0], got[1])
+    group_cpu(keys.cpu(), num_keys, want[0], want[1])
+    return compare_exactly(got, [part.to(keys.device) for part in want])
+
+
+def compare_exactly(got: list[Tensor], want: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return where integers are others than the wanted, 1 there and 0 elsewhere, and zeros.
+
+    As they are, one that is near to a large one would pass.
+    """
+    others = [(one != other).float() for one, other in zip(got, want, strict=True)]
+    return others, [torch.zeros_like(other) for other in others]

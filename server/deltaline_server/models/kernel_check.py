@@ -15,14 +15,14 @@ from deltaline_server.layers.state_pool import StateOptions
 
 
 def check_kernels(
-    device: torch.device, dtype: torch.dtype, shape: MixerShape, options: StateOptions, streams: Mapping[str, int]
+    device: torch.device, dtype: torch.dtype, shape: MixerShape, options: StateOptions, block_sizes: Mapping[str, Any]
 ) -> None:
     """Compare every kernel, as it serves such a model, with its reference on the device.
 
-    streams: the self-test's arguments for residual streams, empty where there are none.
+    block_sizes: the self-test's arguments for what blocks have beside their mixers, as Model has them.
     Raises: ModelError naming those that differ, and on a GPU what compiled them.
     """
-    sizes: dict[str, Any] = shape.test_sizes() | dict(streams)
+    sizes: dict[str, Any] = shape.test_sizes() | dict(block_sizes)
     if isinstance(shape, AttentionShape):
         sizes["page_size"] = options.page_size
     checks = run_selftest(device, dtype, **sizes, max_draft=options.max_draft, state_dtype=options.state_dtype)

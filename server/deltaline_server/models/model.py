@@ -81,9 +81,9 @@ class Model:
 
     Attributes: config; scope; spans (ranges of layer numbers, as in the checkpoint); ends (of each span: what a token
     is); hidden_size; dtype and numpy_dtype of hidden states; device; shapes (of the layers' mixers on this rank);
-    stream_sizes (the self-test's arguments for residual streams); layout (of what adapters may change);
-    adapters (their places, None where there are none); paged_spans (those with attention layers, which keep pages);
-    left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
+    block_sizes (the self-test's arguments for what blocks have beside mixers: residual streams, experts); layout (of
+    what adapters may change); adapters (their places, None where there are none); paged_spans (those with attention
+    layers, which keep pages); left_out (what AUTO left to the orchestrator, and why, in one line; else empty).
     """
 
     def __init__(
@@ -103,7 +103,9 @@ class Model:
         self.numpy_dtype = NUMPY_DTYPES[placement.dtype]
         self.device = placement.device
         self.shapes = tuple(shapes[layer] for layer in plan.layers)
-        self.stream_sizes = {"streams": plan.streams, "hidden": config.hidden_size} if plan.streams else {}
+        self.block_sizes: dict[str, Any] = {"streams": plan.streams, "hidden": config.hidden_size}
+        if plan.loader.experts is not None:
+            self.block_sizes |= plan.loader.experts.test_sizes()
         self.layout = plan.layout
         self.adapters = adapters
         self.left_out = plan.left_out
@@ -308,13 +310,12 @@ def _choose_spans(config: ModelConfig, options: ModelOptions) -> tuple[tuple[ran
     served = every if options.layers is None else options.layers
     if served.step != 1 or not 0 <= served.start < served.stop <= every.stop:
         raise ModelError(f"--layers: expected a range inside {spans_text(every)}, got {spans_text(served)}")
-    on_gpu = options.device.type == "cuda"
     if not isinstance(options.spans, Auto):
         spans = check_spans(options.spans, served, options.scope)
-        layer_kinds(config, itertools.chain(*spans), options.scope, on_gpu=on_gpu)
+        layer_kinds(config, itertools.chain(*spans), options.scope)
         return spans, ""
-    spans = auto_spans(config, served, options.scope, on_gpu=on_gpu)
-    left = left_out(config, served, options.scope, on_gpu=on_gpu)
+    spans = auto_spans(config, served, options.scope)
+    left = left_out(config, served, options.scope)
     if not spans:
         raise ModelError(f"--spans: expected layers that can be served in {options.scope} scope, got none of {left}")
     return spans, left

@@ -20,9 +20,7 @@ class Auto(Enum):
     AUTO = "auto"
 
 
-def layer_kinds(
-    config: ModelConfig, layers: Iterable[int], scope: Scope, *, on_gpu: bool = False
-) -> dict[int, LayerKind]:
+def layer_kinds(config: ModelConfig, layers: Iterable[int], scope: Scope) -> dict[int, LayerKind]:
     """Return the kinds of these layers.
 
     Raises ModelError naming the first that can't be served in this scope, and what would do.
@@ -30,39 +28,37 @@ def layer_kinds(
     kinds = {}
     for i in layers:
         layer = config.layers[i]
-        why = refusal(config, layer, scope, on_gpu=on_gpu)
+        why = refusal(config, layer, scope)
         if why is not None:
-            raise ModelError(f"layer {i}: {why}; {_instead(config, layer, scope, on_gpu=on_gpu)}")
+            raise ModelError(f"layer {i}: {why}; {_instead(config, layer, scope)}")
         assert layer.mixer is not None
         kinds[i] = LayerKind(layer.mixer, layer.mlp if scope is Scope.BLOCK else None)
     return kinds
 
 
-def refusal(config: ModelConfig, layer: LayerConfig, scope: Scope, *, on_gpu: bool) -> str | None:
+def refusal(config: ModelConfig, layer: LayerConfig, scope: Scope) -> str | None:
     """Why a layer can't be served in this scope; None where it can."""
     if layer.mixer is None or layer.mixer not in config.shapes:
         why = "not served yet" if layer.mixer is None else config.unserved.get(layer.mixer, "not served yet")
         expected = " or ".join(config.shapes or config.family.mixers)
         return f"expected {expected}, got {layer.mixer or 'an MLP alone'} ({why})"
-    if scope is Scope.MIXER or layer.mlp is not MlpKind.MIXTURE_OF_EXPERTS:
+    if scope is Scope.MIXER or layer.mlp is not MlpKind.MIXTURE_OF_EXPERTS or config.experts is not None:
         return None
-    if config.experts is None:
-        why = config.unserved.get(MlpKind.MIXTURE_OF_EXPERTS, "not served yet")
-        return f"expected a dense MLP in block scope, got a mixture of experts ({why})"
-    return "expected a dense MLP in block scope on a GPU, got a mixture of experts (--device cpu)" if on_gpu else None
+    why = config.unserved.get(MlpKind.MIXTURE_OF_EXPERTS, "not served yet")
+    return f"expected a dense MLP in block scope, got a mixture of experts ({why})"
 
 
-def auto_spans(config: ModelConfig, layers: range, scope: Scope, *, on_gpu: bool) -> tuple[range, ...]:
+def auto_spans(config: ModelConfig, layers: range, scope: Scope) -> tuple[range, ...]:
     """Return spans of all layers that can be served: each run of them in block scope, each one in mixer scope."""
-    served = [i for i in layers if refusal(config, config.layers[i], scope, on_gpu=on_gpu) is None]
+    served = [i for i in layers if refusal(config, config.layers[i], scope) is None]
     return runs(served) if scope is Scope.BLOCK else tuple(range(i, i + 1) for i in served)
 
 
-def left_out(config: ModelConfig, layers: Iterable[int], scope: Scope, *, on_gpu: bool) -> str:
+def left_out(config: ModelConfig, layers: Iterable[int], scope: Scope) -> str:
     """What is left of these layers to the orchestrator, and why, in one line; empty where they can all be served."""
     reasons: dict[str, list[int]] = {}
     for i in layers:
-        why = refusal(config, config.layers[i], scope, on_gpu=on_gpu)
+        why = refusal(config, config.layers[i], scope)
         if why is not None:
             reasons.setdefault(why, []).append(i)
     return "; ".join(f"{spans_text(*runs(left))}: {why}" for why, left in reasons.items())
@@ -80,12 +76,12 @@ def spans_text(*spans: range) -> str:
     return ",".join(f"{span.start}:{span.stop}" for span in spans)
 
 
-def _instead(config: ModelConfig, layer: LayerConfig, scope: Scope, *, on_gpu: bool) -> str:
+def _instead(config: ModelConfig, layer: LayerConfig, scope: Scope) -> str:
     """What can be served where a layer can't."""
     offers = []
     if scope is Scope.BLOCK and layer.mixer in config.shapes:
         offers.append("its mixer with --scope mixer")
-    spans = auto_spans(config, range(len(config.layers)), scope, on_gpu=on_gpu)
+    spans = auto_spans(config, range(len(config.layers)), scope)
     if spans:
         more = ",..." if len(spans) > SHOWN_SPANS else ""
         offers.append(f"--spans auto, which is {spans_text(*spans[:SHOWN_SPANS])}{more}")

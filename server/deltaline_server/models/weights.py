@@ -20,7 +20,13 @@ from deltaline_server.layers.experts import GATE_UP, one_by_one
 from deltaline_server.layers.gated_delta_net import GatedDeltaNetFamily
 from deltaline_server.layers.hyper_connection import HyperBlock, HyperBlocks, HyperHead, head_tensors
 from deltaline_server.layers.mamba2 import Mamba2Family
-from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape, MixerShape
+from deltaline_server.layers.shapes import (
+    AttentionShape,
+    ExpertsShape,
+    GatedDeltaNetShape,
+    Mamba2Shape,
+    MixerShape,
+)
 from deltaline_server.models.config import ModelConfig, Scope
 from deltaline_server.models.mixer_keys import GatedDeltaNetKeys, Mamba2Keys
 from deltaline_server.models.parts import LayerKind, MixerKind, MlpKind
@@ -89,7 +95,9 @@ def random_init(config: ModelConfig, layers: Sequence[int], scope: Scope, seed: 
 
 
 class LayerLoader:
-    """Loads served layers from a source, one at a time, for one rank. shapes: of each layer's mixer on this rank.
+    """Loads served layers from a source, one at a time, for one rank.
+
+    shapes: of each layer's mixer on this rank. experts: of the layers that are served with them, None where none is.
 
     Raises ModelError at construction: a layer is not servable in this scope; a tensor is missing, extra or misshapen;
     its dtype is not one of checkpoint.DTYPES; the heads can't be dealt out to the ranks.
@@ -107,8 +115,7 @@ class LayerLoader:
         self._blocks = {kind.mlp: block_family(config, kind.mlp) for kind in distinct}
         shares = {kind: config.shapes[kind.mixer].shard(placement.world_size) for kind in distinct}
         self.shapes: dict[int, MixerShape] = {i: shares[kind] for i, kind in kinds.items()}
-        if scope is Scope.BLOCK:
-            _check_shares(config, {kind.mlp for kind in distinct}, placement.world_size)
+        self.experts = _share_mlps(config, {kind.mlp for kind in distinct}, placement.world_size)
         self._prefix = _check_tensors(source, config, kinds, scope)
 
     def mixer(self, layer: int, adapters: Mapping[Packed, LoraWeights]) -> Layer:
@@ -144,13 +151,17 @@ class LayerLoader:
         return self.reader(layer).weight(module)
 
 
-def _check_shares(config: ModelConfig, mlps: Collection[MlpKind | None], world_size: int) -> None:
-    """Raise ModelError unless what the layers have beside their mixers can be dealt out to ranks."""
+def _share_mlps(config: ModelConfig, mlps: Collection[MlpKind | None], world_size: int) -> ExpertsShape | None:
+    """Return one rank's share of the experts, None where no layer has any.
+
+    Raises ModelError unless what the layers have beside their mixers can be dealt out to ranks.
+    """
     inner = config.intermediate_size
     if MlpKind.DENSE in mlps and inner % world_size:
         raise ModelError(f"world_size: expected a divisor of intermediate_size {inner}, got {world_size}")
-    if MlpKind.MIXTURE_OF_EXPERTS in mlps and config.experts is not None:
-        config.experts.shard(world_size)
+    if config.experts is None or MlpKind.MIXTURE_OF_EXPERTS not in mlps:
+        return None
+    return config.experts.shard(world_size)
 
 
 def _check_tensors(source: TensorSource, config: ModelConfig, kinds: Mapping[int, LayerKind], scope: Scope) -> str:

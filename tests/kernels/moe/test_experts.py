@@ -39,7 +39,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pat
         if isinstance(path, InterpretedPath):
             # On the CPU torch has them for these sizes.
             monkeypatch.setattr(
-                "deltaline_kernels.moe.launch.has_grouped", lambda x, *sizes: all(size % 8 == 0 for size in sizes)
+                "deltaline_kernels.moe.launch.has_grouped",
+                lambda _, down: all(size % 8 == 0 for size in down.shape[1:]),
             )
         elif path.dtype != torch.bfloat16:
             pytest.skip("torch has grouped products of bf16 alone")
@@ -77,14 +78,12 @@ def test_integers_give_exact_products(path: Path) -> None:
 @pytest.mark.usefixtures("kernels")
 def test_row_does_not_depend_on_its_neighbours(path: Path) -> None:
     """Its bits are those it has beside other tokens, of other experts, in another place."""
-    batch = make_batch(path, 24, 3, 5)
-    alone = replace(batch, experts=batch.experts.clone())
-    alone.experts[:11], alone.experts[12:] = -1, -1
-    moved = replace(batch, x=batch.x.roll(7, 0), weights=batch.weights.roll(7, 0), experts=batch.experts.roll(7, 0))
-    got = batch.run(path)
-    assert same_bits(alone.run(path)[11], got[11])
-    assert same_bits(moved.run(path).roll(-7, 0), got)
-    assert same_bits(batch.run(path), got)
+    for num_tokens, width, inner in ((24, 48, 40), (2, 48, 40), (2, 31, 13)):
+        batch, row = make_batch(path, num_tokens, 3, 5, width, inner), num_tokens // 2
+        got = batch.run(path)
+        assert same_bits(batch.alone(row).run(path)[row], got[row])
+        assert same_bits(batch.rolled(7).run(path).roll(-7, 0), got)
+        assert same_bits(batch.run(path), got)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -97,6 +96,15 @@ def test_a_token_that_is_not_finite_spoils_no_other(path: Path, wrong: float) ->
     got = batch.run(path)
     assert not got[5].isfinite().all()
     assert same_bits(torch.cat((got[:5], got[6:])), torch.cat((want[:5], want[6:])))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_token_without_experts_gets_zeros(path: Path) -> None:
+    """Whatever it holds: padding may hold anything."""
+    batch = make_batch(path, 12, 2, 3)
+    batch.experts[5], batch.x[5] = -1, torch.nan
+    got = batch.run(path)
+    assert got.isfinite().all() and not got[5].any()
 
 
 @pytest.mark.usefixtures("kernels")

@@ -58,3 +58,30 @@ def test_weights_are_read_16_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, nu
 
 def test_many_tokens_take_torchs_products(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compile_experts(monkeypatch, 4096).keys() == {"_sort", "_spread", "_activate", "_combine"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "dtype", "expected"),
+    [
+        ((9, 0), (256, 2048, 512), torch.bfloat16, True),
+        ((10, 3), (1023, 2048, 512), torch.bfloat16, True),
+        ((9, 0), (1024, 2048, 512), torch.bfloat16, False),
+        ((8, 9), (256, 2048, 512), torch.bfloat16, False),
+        ((12, 0), (256, 2048, 512), torch.bfloat16, False),
+        ((9, 0), (256, 2048, 512), torch.float16, False),
+        ((9, 0), (256, 2048, 500), torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_where_torchs_products_need_no_wait(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    expected: bool,
+) -> None:
+    """Elsewhere it reads on the host where groups end, or refuses so many."""
+    grouped = pytest.importorskip("deltaline_kernels.moe.grouped")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    x = torch.empty(1, size[1], dtype=dtype, device="meta")
+    assert grouped.has_grouped(x, torch.empty(size, dtype=dtype, device="meta")) is expected

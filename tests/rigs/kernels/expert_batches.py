@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rigs.kernels.paths import Path
@@ -27,6 +27,18 @@ class Batch:
         """Return the outputs of the reference, in fp64 of these very inputs."""
         x, gate_up, down, weights = (part.double() for part in (self.x, self.gate_up, self.down, self.weights))
         return run_experts_reference(x, gate_up, down, weights, self.experts)
+
+    def rolled(self, shift: int) -> Batch:
+        """Return the batch with its tokens in other places, at the same strides: a kernel is compiled for these."""
+        x = torch.empty_strided(self.x.shape, self.x.stride(), dtype=self.x.dtype, device=self.x.device)
+        x.copy_(self.x.roll(shift, 0))
+        return replace(self, x=x, weights=self.weights.roll(shift, 0), experts=self.experts.roll(shift, 0))
+
+    def alone(self, row: int) -> Batch:
+        """Return the batch in which no token has experts but one."""
+        experts = torch.full_like(self.experts, -1)
+        experts[row] = self.experts[row]
+        return replace(self, experts=experts)
 
 
 # Makes the experts of tokens `[T, C]` of their numbers and a generator.

@@ -4,73 +4,25 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from rigs.adapter_cases import fill_slots, random_adapter
-from rigs.limits import make_limits
-from rigs.line_batches import CHUNK, CONFIG, MAX_DRAFT, NUM_LINES, WAIT_S, Sequences
+from rigs.adapter_cases import random_adapter
+from rigs.engine_side import MAX_RANK, NUM_SLOTS, Side, bits, values, with_adapters
+from rigs.line_batches import CONFIG, MAX_DRAFT, NUM_LINES, WAIT_S, Sequences
 
 from deltaline_server.adapters.copier import AdapterCopier
-from deltaline_server.engine.engine import Engine
-from deltaline_server.engine.executor import CpuExecutor, Executor
+from deltaline_server.engine.executor import CpuExecutor
 from deltaline_server.layers.state_pool import StateOptions
-from deltaline_server.models.model import AdapterOptions, Model, ModelOptions, load_model
-from deltaline_server.runtime import make_executor
-from deltaline_server.step import BatchResult, StepBatch
+from deltaline_server.models.model import ModelOptions, load_model
+from deltaline_server.step import BatchResult
 
-NUM_SLOTS, MAX_RANK = 7, 16
 # Two roundings to 16 bits per projection, in two orders.
 TOLERANCE = 3e-2
-
-
-class Side:
-    """An engine with its model and state, on a device; with adapter slots 0 .. 4 full, or without slots."""
-
-    def __init__(self, config: Path, device: str, has_adapters: bool = True) -> None:
-        options = ModelOptions(
-            torch.device(device),
-            random_init=config,
-            dtype=torch.bfloat16,
-            spans=(range(2), range(2, 3)),
-            adapters=AdapterOptions(NUM_SLOTS, MAX_RANK) if has_adapters else None,
-        )
-        self.model: Model = load_model(options)
-        pool = self.model.make_pool(StateOptions(NUM_LINES, MAX_DRAFT))
-        self.executor: Executor = make_executor(
-            self.model, pool, make_limits(short_rows=NUM_LINES, long_rows=2, chunk_tokens=CHUNK)
-        )
-        self.engine = Engine(self.executor, self.model.device)
-        self.engine.start()
-        self.engine.prepare(lambda done, total: None).result(WAIT_S)
-        if has_adapters:
-            self.fill({slot: slot for slot in range(5)})
-
-    def fill(self, seeds: dict[int, int]) -> None:
-        """Copy the adapters of some seeds to slots."""
-        assert self.model.adapters is not None
-        made = {
-            slot: random_adapter(self.model.layout, seed, MAX_RANK, dora=seed % 2 > 0) for slot, seed in seeds.items()
-        }
-        fill_slots(self.model.adapters, made)
-
-    def run(self, batches: Sequence[StepBatch]) -> list[BatchResult]:
-        """Submit all batches at once; return the results in their order."""
-        done: queue.SimpleQueue[BatchResult] = queue.SimpleQueue()
-        for batch in batches:
-            self.engine.submit(batch, done.put)
-        results = [done.get(timeout=WAIT_S) for _ in batches]
-        assert not any(result.failed for result in results)
-        return results
-
-    def forget(self) -> None:
-        """Begin with fresh lines."""
-        self.engine.zero_lines(np.arange(1, NUM_LINES + 1))
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +52,6 @@ def gpu(config: Path, plain: Side) -> Iterator[Side]:
     side = Side(config, "cuda")
     yield side
     side.engine.close()
-
-
-def with_adapters(batch: StepBatch, rng: np.random.Generator, slots: Sequence[int]) -> StepBatch:
-    """The batch with adapters of these slots, -1 for none."""
-    num_rows = batch.control.shape[1] - 1
-    return replace(batch, adapter_places=rng.choice(np.array(slots, dtype=np.int32), num_rows))
-
-
-def values(result: BatchResult) -> NDArray[np.float32]:
-    return result.hidden.astype(np.float32)
-
-
-def bits(result: BatchResult) -> NDArray[np.uint16]:
-    return result.hidden.view(np.uint16)
 
 
 def error(result: BatchResult, expected: BatchResult) -> float:

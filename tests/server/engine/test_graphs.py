@@ -54,6 +54,14 @@ HYBRID = CONFIG | {
 }
 # Spans that begin and end with one stream: what goes in is narrower, or wider, than what comes out.
 STREAMS = HYBRID | {"hc_mult": 4}
+# A token has all of them, in an order of its own: of few, rounding would decide who is chosen.
+EXPERTS = HYBRID | {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 8,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
 
 
 class Launches(CpuExecutor):
@@ -128,7 +136,9 @@ class Twins:
 
 
 @pytest.fixture(
-    scope="module", params=[CONFIG, MAMBA2, HYBRID, STREAMS], ids=["gated_delta_net", "mamba2", "hybrid", "streams"]
+    scope="module",
+    params=[CONFIG, MAMBA2, HYBRID, STREAMS, EXPERTS],
+    ids=["gated_delta_net", "mamba2", "hybrid", "streams", "experts"],
 )
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
     config = tmp_path_factory.mktemp("model") / "config.json"

@@ -13,13 +13,13 @@ from rigs.layer_oracle import MAX_DRAFT, Oracle, assert_close, assert_same_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltaline_kernels import Rows
+from deltaline_kernels import Router, Rows
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.block import Block
-from deltaline_server.layers.experts import Experts, route_tokens, run_experts
+from deltaline_server.layers.experts import Experts
 from deltaline_server.layers.shapes import ExpertsShape
 from deltaline_server.models.config import Scope
-from deltaline_server.models.model import check_model, open_weights
+from deltaline_server.models.model import ModelOptions, check_model, load_model, open_plan
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -37,9 +37,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "next-raw": ("qwen3_next", {"num_experts": 5, "norm_topk_prob": False, "shared_expert_intermediate_size": 64}),
     "next-dense-among": ("qwen3_next", {"num_experts": 4, "mlp_only_layers": [2]}),
     "next-every-second": ("qwen3_next", {"num_experts": 4, "decoder_sparse_step": 2}),
+    "next-odd": (
+        "qwen3_next",
+        {"num_experts": 13, "num_experts_per_tok": 5, "norm_topk_prob": False}
+        | {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 46},
+    ),
     "moe-text": ("qwen3_5_moe_text", {}),
     "moe-all": ("qwen3_5_moe_text", {"num_experts_per_tok": 6, "shared_expert_intermediate_size": 16}),
     "moe-one": ("qwen3_5_moe_text", {"num_experts": 1, "num_experts_per_tok": 1}),
+    "moe-many": (
+        "qwen3_5_moe_text",
+        {
+            "num_experts": 40,
+            "num_experts_per_tok": 9,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 33,
+        },
+    ),
     "moe": ("qwen3_5_moe", {}),
 }
 ALL = range(3)
@@ -59,8 +73,8 @@ def oracle(
     return Oracle(model.get_decoder(), directory)
 
 
-def test_prefill_decode_verify_and_commit(oracle: Oracle) -> None:
-    served, cache, hidden = serve(oracle.options()), oracle.cache(), torch.randn(50, HIDDEN)
+def test_prefill_decode_verify_and_commit(oracle: Oracle, device: str) -> None:
+    served, cache, hidden = serve(oracle.options(device)), oracle.cache(), torch.randn(50, HIDDEN)
     prompt, drafts, accepted = 40, MAX_DRAFT, 2
     ours = [served.step(hidden[:prompt], [1], [prompt]), served.step(hidden[prompt : prompt + 1], [1], [1])]
     drafted = torch.cat((hidden[prompt + 1 : prompt + 1 + accepted], torch.randn(drafts - accepted, HIDDEN)))
@@ -70,15 +84,16 @@ def test_prefill_decode_verify_and_commit(oracle: Oracle) -> None:
     assert_same_state(served, 1, cache, ALL)
 
 
-def test_each_layer_by_itself(oracle: Oracle) -> None:
-    served, hidden = serve(oracle.options(spans=[range(i, i + 1) for i in ALL])), torch.randn(23, HIDDEN)
+@pytest.mark.parametrize("length", [1, 4, 23])
+def test_each_layer_by_itself(oracle: Oracle, device: str, length: int) -> None:
+    served, hidden = serve(oracle.options(device, spans=[range(i, i + 1) for i in ALL])), torch.randn(length, HIDDEN)
     for i in ALL:
-        assert_close(served.step(hidden, [1], [23], span=i), oracle.run(range(i, i + 1), hidden))
+        assert_close(served.step(hidden, [1], [length], span=i), oracle.run(range(i, i + 1), hidden))
 
 
 @ONE_KIND
-def test_rows_of_a_batch_are_their_sequences(oracle: Oracle) -> None:
-    served, lengths = serve(oracle.options()), [1, 4, 30]
+def test_rows_of_a_batch_are_their_sequences(oracle: Oracle, device: str) -> None:
+    served, lengths = serve(oracle.options(device)), [1, 4, 30]
     hidden = torch.randn(sum(lengths), HIDDEN)
     made = served.step(hidden, [1, 2, 3], lengths).split(lengths)
     for ours, prompt in zip(made, hidden.split(lengths), strict=True):
@@ -111,64 +126,112 @@ def stack(directory: Path, to: Path) -> None:
 
 @ONE_KIND
 @pytest.mark.parametrize("is_stacked", [False, True])
-def test_the_outputs_of_two_ranks_sum_to_the_whole(oracle: Oracle, tmp_path: Path, is_stacked: bool) -> None:
+def test_the_outputs_of_two_ranks_sum_to_the_whole(
+    oracle: Oracle, device: str, tmp_path: Path, is_stacked: bool
+) -> None:
     directory = oracle.directory
     if is_stacked:
         directory = tmp_path
         stack(oracle.directory, directory)
-    hidden, made = torch.randn(20, HIDDEN), []
-    for rank, world in ((0, 1), (0, 2), (1, 2)):
-        with open_weights(replace(oracle.options(), model=directory, rank=rank, world_size=world)) as loader:
-            block = loader.block(2, {})
-        assert isinstance(block, Block) and isinstance(block.mlp.inner, Experts)
-        made.append(run_layer(block.mlp.inner, hidden))
-    assert_close(made[1] + made[2], made[0])
+    hidden = torch.randn(20, HIDDEN, device=device)
+    options = replace(oracle.options(device), model=directory)
+    whole, *parts = (
+        load_experts(replace(options, rank=rank, world_size=world)).forward(hidden, rows_of(20, device), None)
+        for rank, world in ((0, 1), (0, 2), (1, 2))
+    )
+    assert_close(parts[0] + parts[1], whole)
+
+
+def test_ranks_that_cannot_share_experts_are_refused() -> None:
     expected = "a divisor of moe_intermediate_size 8 and shared_expert_intermediate_size 12, got 8"
     with pytest.raises(ModelError, match=f"world_size: expected {expected}"):
         SHAPE.shard(8)
 
 
-def run_layer(experts: Experts, hidden: Tensor) -> Tensor:
-    rows = Rows.build([len(hidden)], [0], [1], [len(hidden)], [0], [0], max_short=1, device=hidden.device)
-    return experts.forward(hidden, rows, None)
+def load_experts(options: ModelOptions) -> Experts:
+    """Those of layer 2, on their device."""
+    with open_plan(options, options.device) as plan:
+        block = plan.loader.block(2, {})
+    assert isinstance(block, Block) and isinstance(block.mlp.inner, Experts)
+    return block.mlp.inner
+
+
+def rows_of(num_tokens: int, device: str) -> Rows:
+    """One row of so many tokens."""
+    return Rows.build([num_tokens], [0], [1], [num_tokens], [0], [0], max_short=1, device=device)
 
 
 @ONE_KIND
-def test_random_experts(oracle: Oracle) -> None:
-    options = replace(oracle.options(), model=None, random_init=oracle.directory / "config.json")
+def test_random_experts(oracle: Oracle, device: str) -> None:
+    options = replace(oracle.options(device), model=None, random_init=oracle.directory / "config.json")
     hidden = torch.randn(5, HIDDEN)
     first, second = (serve(options).step(hidden, [1], [5]) for _ in range(2))
     assert torch.equal(first, second) and first.isfinite().all() and not torch.equal(first, hidden)
 
 
-def test_bfloat16_follows_the_checkpoint_model(tmp_path: Path, write_checkpoint: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("length", [4, 30, 120])
+def test_bfloat16_follows_the_checkpoint_model(
+    tmp_path: Path, write_checkpoint: Callable[..., Any], device: str, length: int
+) -> None:
+    """Of tokens that have all experts, since rounding decides who has which; many are computed by another way."""
     model = write_checkpoint(tmp_path, "qwen3_5_moe_text", **WRITTEN, **HYBRID, num_experts_per_tok=6, dtype="bfloat16")
-    oracle, hidden = Oracle(model, tmp_path), torch.randn(30, HIDDEN).bfloat16()
-    assert_close(serve(oracle.options()).step(hidden, [1], [30]), oracle.run(ALL, hidden), tolerance=3e-2)
+    oracle, hidden = Oracle(model, tmp_path), torch.randn(length, HIDDEN).bfloat16()
+    ours = serve(oracle.options(device)).step(hidden, [1], [length])
+    assert_close(ours, oracle.run(ALL, hidden), tolerance=3e-2)
 
 
-def test_a_row_depends_on_its_own_input_alone() -> None:
-    """Whoever comes along: others on the same experts, none, or rows that are not finite."""
-    x, logits = torch.randn(60, 16), torch.randn(60, 8)
-    gate_up, down = torch.randn(9, 16, 16), torch.randn(9, 16, 8)
+@ONE_KIND
+@pytest.mark.parametrize("lengths", [[1] * 2, [1] * 12, [1, 4, 30, 1]], ids=["pair", "decode", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_row_does_not_depend_on_its_company(
+    oracle: Oracle, device: str, lengths: list[int], dtype: torch.dtype
+) -> None:
+    """In a batch of the same rows: whatever the others hold, and if it is not finite."""
+    served, lines = serve(oracle.options(device, dtype=dtype), len(lengths)), list(range(1, len(lengths) + 1))
 
-    def run(rows: slice) -> Tensor:
-        return run_experts(x[rows], gate_up, down, *route_tokens(logits[rows], SHAPE))
+    def run(hidden: Tensor) -> Any:
+        made = served.step(hidden, lines, lengths)
+        for line in lines:
+            served.end(line)
+        return made.split(lengths)
 
-    whole = run(slice(None))
-    assert torch.equal(run(slice(5, 6)), whole[5:6]) and torch.equal(run(slice(20, 59)), whole[20:59])
-    x[::2], logits[::4] = torch.nan, torch.nan
-    assert torch.equal(run(slice(None))[1::2], whole[1::2])
+    hidden = torch.randn(sum(lengths), HIDDEN)
+    whole = run(hidden)
+    for row, own in enumerate(hidden.split(lengths)):
+        for others in (torch.randn(hidden.shape), torch.full(hidden.shape, torch.nan)):
+            others.split(lengths)[row][:] = own
+            assert torch.equal(run(others)[row], whole[row])
 
 
-def test_routes() -> None:
-    """The largest first, of equal ones the lowest; then the shared one, in as many parts as it takes."""
-    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0, 3.0, -1.0, 0.0]])
-    weights, experts = route_tokens(logits, SHAPE)
-    assert experts.tolist() == [[1, 2, 4, 7, 8]]
-    assert torch.allclose(weights, torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0.5, 0.5]]))
-    raw, _ = route_tokens(logits, replace(SHAPE, normalises=False))
-    assert torch.allclose(raw[0, :3], logits[:, :-1].softmax(-1)[0, [1, 2, 4]])
+@ONE_KIND
+def test_tokens_behind_the_rows_have_no_experts(oracle: Oracle, device: str) -> None:
+    """As in a bucket of a graph: what they hold reaches nothing, and no weights are read for them."""
+    experts, rows = load_experts(oracle.options(device)), rows_of(21, device)
+    hidden = torch.randn(40, HIDDEN, device=device)
+    made = experts.forward(hidden, rows, None)
+    assert_close(made[:21], experts.forward(hidden[:21].contiguous(), rows, None))
+    assert made[:21].any() and not made[21:].any()
+    hidden[21:] = torch.nan
+    assert torch.equal(experts.forward(hidden, rows, None), made)
+
+
+@ONE_KIND
+def test_an_empty_batch(oracle: Oracle, device: str) -> None:
+    assert serve(oracle.options(device)).step(torch.zeros(0, HIDDEN), [1], [0]).shape == (0, HIDDEN)
+
+
+@ONE_KIND
+def test_the_self_test_is_told_of_experts_where_they_are_served(oracle: Oracle) -> None:
+    experts = {"router": Router(2, num_shared=2, shared_gate=True), "num_experts": 6, "expert_dim": 32}
+    assert load_model(oracle.options()).block_sizes == {"streams": 0, "hidden": HIDDEN} | experts
+    assert "router" not in load_model(oracle.options(scope=Scope.MIXER)).block_sizes
+
+
+def test_a_router_chooses_as_the_config_says() -> None:
+    assert SHAPE.router == Router(3, normalize=True, num_shared=2, shared_gate=True)
+    assert replace(SHAPE, normalises=False, shared_size=8).router == Router(
+        3, normalize=False, num_shared=1, shared_gate=True
+    )
 
 
 @ONE_KIND
@@ -192,3 +255,30 @@ def test_a_missing_tensor_is_named(oracle: Oracle, tmp_path: Path, name: str, me
     with pytest.raises(ModelError, match=rf"^model\.layers\.1\.mlp\.{message}$"):
         check_model(replace(oracle.options(), model=tmp_path))
     check_model(replace(oracle.options(scope=Scope.MIXER), model=tmp_path))
+
+
+@ONE_KIND
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("gate.weight", (7, 64), "expected shape [6, 64], got [7, 64]"),
+        ("experts.6.up_proj.weight", (32, 64), "expected no such tensor in a served layer, found one"),
+        ("experts.2.down_proj.weight", (64, 31), "expected shape [64, 32], got [64, 31]"),
+        ("experts.0.gate_proj.weight", (64, 32), "expected shape [32, 64], got [64, 32]"),
+        ("shared_expert.up_proj.weight", (47, 64), "expected shape [48, 64], got [47, 64]"),
+        ("shared_expert_gate.weight", (64,), "expected shape [1, 64], got [64]"),
+        ("experts.gate_up_proj", (6, 64, 64), "experts.down_proj: expected shape [6, 64, 32], found nothing"),
+        ("gate.e_score_correction_bias", (6,), "expected no such tensor in a served layer, found one"),
+    ],
+    ids=str,
+)
+def test_a_tensor_that_lies_is_named(
+    oracle: Oracle, tmp_path: Path, name: str, shape: tuple[int, ...], message: str
+) -> None:
+    tensors = load_file(oracle.directory / "model.safetensors")
+    save_file(tensors | {f"model.layers.1.mlp.{name}": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((oracle.directory / "config.json").read_bytes())
+    with pytest.raises(ModelError) as refused:
+        check_model(replace(oracle.options(), model=tmp_path))
+    told = str(refused.value)
+    assert told.startswith("model.layers.1.mlp.") and told.endswith(message) and "\n" not in told

@@ -196,3 +196,25 @@ def test_another_adapter_in_a_slot_is_another_model(tuned: Tuned, device: str) -
         fill_slots(served.model.adapters, {SLOTS[before]: adapters[after]})
         [ours] = step(served, [row], [before], [next(lines)])
         assert_close(ours, tuned.run(after, row, tuned.cache()))
+
+
+def test_mixers_beside_experts_have_adapters(tmp_path: Path, write_checkpoint: Callable[..., Any], device: str) -> None:
+    """A row with an adapter and one without, in one batch: prefill, verify, decode."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: it makes, writes and runs the adapter")
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "layers": NUM_LAYERS, "value_heads": 6, "head_dim": 8}
+    base = write_checkpoint(tmp_path / "base", "qwen3_5_moe_text", **sizes)
+    wanted = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=MIXERS)
+    models = {"": base, "plain": copy.deepcopy(base)}
+    peft.get_peft_model(models["plain"], wanted).save_pretrained(tmp_path / "adapters" / "plain")
+    tuned, names = Tuned(models, tmp_path), ["plain", ""]
+    served, _ = serve_all(tuned, device, ["plain"])
+    caches, accepted = [tuned.cache() for _ in names], 2
+    prompts, drafts, tokens = ([torch.randn(length, HIDDEN) for _ in names] for length in (30, 4, 1))
+    ours = [step(served, prompts, names, [1, 2]), step(served, drafts, names, [1, 2], verify=True)]
+    ours.append(step(served, tokens, names, [1, 2], accepted=accepted))
+    for i, name in enumerate(names):
+        rows = prompts[i], *drafts[i][:accepted].split(1), tokens[i]
+        theirs = torch.cat([tuned.run(name, row, caches[i]) for row in rows])
+        assert_close(torch.cat((ours[0][i], ours[1][i][:accepted], ours[2][i])), theirs)
+    plain, bare = (tuned.run(name, prompts[0], tuned.cache()) for name in names)
+    assert float((plain - bare).norm() / bare.norm()) > 0.05

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from deltaline_kernels import Router
 from deltaline_kernels.selftest.run import Check, run_selftest
 from deltaline_server.checkpoints.config_reader import ModelError
-from deltaline_server.layers.shapes import AttentionShape, GatedDeltaNetShape, Mamba2Shape
+from deltaline_server.layers.shapes import AttentionShape, ExpertsShape, GatedDeltaNetShape, Mamba2Shape
 from deltaline_server.layers.state_pool import StateOptions
 from deltaline_server.models import kernel_check
 
 CPU = torch.device("cpu")
+EXPERTS = ExpertsShape(num_experts=12, top_k=3, intermediate_size=32, shared_size=40, normalises=False)
 
 
 def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +27,7 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("shape", "streams", "sizes", "families"),
+    ("shape", "beside", "sizes", "families"),
     [
         (
             GatedDeltaNetShape(2, 6, 16, 8, 3),
@@ -43,16 +45,18 @@ def test_kernels_that_differ_from_their_reference_are_named(monkeypatch: pytest.
         ),
         (
             AttentionShape(6, 2, 32, 8, 1e4, 512),
-            {},
+            {"hidden": 48} | EXPERTS.shard(2).test_sizes(),
             {"num_key_heads": 2, "num_value_heads": 6, "key_dim": 32, "value_dim": 32, "rotary_dim": 8}
-            | {"page_size": 32, "recurrence": "attention"},
-            {"attention", "lora", "rotary"},
+            | {"page_size": 32, "recurrence": "attention"}
+            | {"hidden": 48, "num_experts": 12, "expert_dim": 16}
+            | {"router": Router(3, normalize=False, num_shared=2, shared_gate=True)},
+            {"attention", "lora", "rotary", "moe"},
         ),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_kernels_are_checked_in_the_sizes_that_are_served(
-    monkeypatch: pytest.MonkeyPatch, shape: Any, streams: dict[str, int], sizes: dict[str, Any], families: set[str]
+    monkeypatch: pytest.MonkeyPatch, shape: Any, beside: dict[str, Any], sizes: dict[str, Any], families: set[str]
 ) -> None:
     checked: dict[str, Any] = {}
     names = set[str]()
@@ -65,6 +69,6 @@ def test_kernels_are_checked_in_the_sizes_that_are_served(
 
     monkeypatch.setattr(kernel_check, "run_selftest", run)
     options = StateOptions(1, 5, state_dtype=torch.bfloat16, page_size=32)
-    kernel_check.check_kernels(CPU, torch.float32, shape, options, streams)
+    kernel_check.check_kernels(CPU, torch.float32, shape, options, beside)
     assert checked == sizes | {"inputs": (CPU, torch.float32), "max_draft": 5, "state_dtype": torch.bfloat16}
     assert names == families

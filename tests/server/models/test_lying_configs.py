@@ -22,6 +22,7 @@ NEXT = HYBRID | {
     "shared_expert_intermediate_size": 32,
 }
 MOE = NEXT | {"model_type": "qwen3_5_moe_text"}
+MANY_EXPERTS = MOE | {"num_experts": 4096}
 ONE_EXPERT = NEXT | {"num_experts": 1, "num_experts_per_tok": 1}
 NEMOTRON: dict[str, Any] = {
     "model_type": "nemotron_h",
@@ -64,8 +65,11 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (NEXT, "moe_intermediate_size", 1 << 40, "expected an integer in 1..1048576"),
     (NEXT, "shared_expert_intermediate_size", 0, "expected an integer in 1..1048576, got 0"),
     (NEXT, "shared_expert_intermediate_size", "32", "expected an integer in 1..1048576"),
+    (NEXT, "shared_expert_intermediate_size", 2049, "expected at most 64 times moe_intermediate_size (32), got 2049"),
     (NEXT, "norm_topk_prob", 1, "expected true or false, got 1"),
+    (NEXT, "shared_expert_intermediate_size", None, "expected an integer in 1..1048576, got None"),
     (NEXT, "norm_topk_prob", "yes", "expected true or false"),
+    (NEXT, "norm_topk_prob", None, "expected true or false, got None"),
     (NEXT, "decoder_sparse_step", 0, "expected an integer in 1..1048576, got 0"),
     (NEXT, "decoder_sparse_step", -1, "expected an integer in 1..1048576"),
     (NEXT, "decoder_sparse_step", "2", "expected an integer in 1..1048576"),
@@ -73,11 +77,15 @@ LIES: list[tuple[dict[str, Any], str, Any, str]] = [
     (NEXT, "mlp_only_layers", ["1"], "expected a list of layer numbers"),
     (NEXT, "mlp_only_layers", {"1": 1}, "expected a list of layer numbers"),
     (NEXT, "mlp_only_layers", [True], "expected a list of layer numbers"),
+    (NEXT, "mlp_only_layers", [0.5], "expected a list of layer numbers"),
     (NEXT, "intermediate_size", GONE, "expected an integer in 1..1048576, got nothing"),
     (MOE, "num_experts", 0, "expected an integer in 1..4096, got 0"),
     (MOE, "num_experts", None, "expected an integer in 1..4096, got None"),
     (MOE, "num_experts_per_tok", 100, "expected an integer in 1..8, got 100"),
     (MOE, "num_experts_per_tok", 2.0, "expected an integer in 1..8, got 2.0"),
+    (MOE, "num_experts_per_tok", True, "expected an integer in 1..8, got True"),
+    (MOE, "num_experts_per_tok", 65, "expected an integer in 1..8, got 65"),
+    (MANY_EXPERTS, "num_experts_per_tok", 65, "expected an integer in 1..64, got 65"),
     (MOE, "moe_intermediate_size", 0.5, "expected an integer in 1..1048576"),
     (MOE, "shared_expert_intermediate_size", -1, "expected an integer in 1..1048576"),
     (MOE, "hidden_act", "relu2", "expected 'silu', got 'relu2'"),

@@ -42,23 +42,22 @@ def options(folder: Path, raw: dict[str, Any], **changes: Any) -> ModelOptions:
 
 
 @pytest.mark.parametrize(
-    ("raw", "scope", "on_gpu", "expected"),
+    ("raw", "scope", "expected"),
     [
-        (HYBRID, BLOCK, True, "0:2"),
-        (HYBRID, MIXER, True, "0:1 1:2"),
-        (HYBRID | YARN, BLOCK, False, "0:1"),
-        (NEMOTRON, BLOCK, False, "0:2 4:5"),
-        (NEMOTRON, MIXER, False, "0:1 1:2 4:5"),
-        (MOE, BLOCK, False, "0:2"),
-        (MOE, BLOCK, True, "0:1"),
-        (MOE, MIXER, True, "0:1 1:2"),
-        (MOE | {"num_experts_per_tok": 9}, BLOCK, False, "0:1"),
-        (MOE | {"num_experts_per_tok": 9}, MIXER, False, "0:1 1:2"),
+        (HYBRID, BLOCK, "0:2"),
+        (HYBRID, MIXER, "0:1 1:2"),
+        (HYBRID | YARN, BLOCK, "0:1"),
+        (NEMOTRON, BLOCK, "0:2 4:5"),
+        (NEMOTRON, MIXER, "0:1 1:2 4:5"),
+        (MOE, BLOCK, "0:2"),
+        (MOE, MIXER, "0:1 1:2"),
+        (MOE | {"num_experts_per_tok": 9}, BLOCK, "0:1"),
+        (MOE | {"num_experts_per_tok": 9}, MIXER, "0:1 1:2"),
     ],
 )
-def test_spans_of_what_can_be_served(raw: dict[str, Any], scope: Scope, on_gpu: bool, expected: str) -> None:
+def test_spans_of_what_can_be_served(raw: dict[str, Any], scope: Scope, expected: str) -> None:
     config = ModelConfig.from_mapping(raw)
-    spans = auto_spans(config, range(len(config.layers)), scope, on_gpu=on_gpu)
+    spans = auto_spans(config, range(len(config.layers)), scope)
     assert " ".join(f"{span.start}:{span.stop}" for span in spans) == expected
 
 
@@ -102,17 +101,8 @@ def test_a_refusal_says_what_would_do(tmp_path: Path, raw: dict[str, Any], scope
         check_model(options(tmp_path, raw, scope=scope))
 
 
-def test_experts_are_refused_on_a_gpu(tmp_path: Path) -> None:
-    message = (
-        r"^layer 1: expected a dense MLP in block scope on a GPU, got a mixture of experts \(--device cpu\); "
-        r"what can be served: its mixer with --scope mixer or --spans auto, which is 0:1$"
-    )
-    on_gpu = options(tmp_path, MOE, device=torch.device("cuda"))
-    with pytest.raises(ModelError, match=message):
-        check_model(on_gpu)
-    with pytest.raises(ModelError, match=message):
-        load_model(on_gpu)
-    check_model(options(tmp_path, MOE, device=torch.device("cuda"), scope=MIXER))
+def test_experts_are_served_on_a_gpu(tmp_path: Path) -> None:
+    check_model(options(tmp_path, MOE, device=torch.device("cuda")))
 
 
 def test_what_is_served_and_what_is_left_out(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from rigs.scheduler_rig import turns
-from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
+from rigs.small_models import EXPERTS, GATED_DELTA_NET, HYBRID, MAMBA2
 from rigs.state_rig import MAX_CONTEXT, MAX_DRAFT, Array, Entry, Reference, StateRig
 from rigs.until import until
 
@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[dict[str, Any], list[range] | None]] = {
     "hybrid": (HYBRID, None),
     "hybrid, two spans": (HYBRID, [range(0, 1), range(1, 2)]),
     "streams": (HYBRID | {"hc_mult": 2}, None),
+    "experts": (EXPERTS, None),
 }
 
 
