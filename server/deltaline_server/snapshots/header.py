@@ -155,8 +155,9 @@ def encode(header: StateHeader, sections: Sequence[Section], digests: Sequence[b
     return PREAMBLE.pack(MAGIC, VERSION, length, total, digest) + body
 
 
-def header_length(preamble: bytes, file_bytes: int) -> int:
-    """Return the length of the header that begins with these PREAMBLE.size bytes, in a file of so many.
+def header_length(preamble: bytes, file_bytes: int | None) -> int:
+    """Return the length of the header that begins with these PREAMBLE.size bytes, in a file of so many; None where they
+    are yet to come.
 
     Raises StateFileError: the file is none of ours, of another version, or not as long as it says.
     """
@@ -170,7 +171,7 @@ def header_length(preamble: bytes, file_bytes: int) -> int:
         raise StateFileError(Flaw.VERSION, f"expected version {VERSION}, got {version}")
     if length % PAGE or not PAGE <= length <= min(MAX_HEADER_BYTES, total):
         raise StateFileError(Flaw.LENGTH, f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}")
-    if total != file_bytes:
+    if file_bytes is not None and total != file_bytes:
         flaw = Flaw.TRUNCATED if file_bytes < total else Flaw.LENGTH
         raise StateFileError(flaw, f"expected a file of {total} bytes, got {file_bytes}")
     return int(length)

@@ -85,6 +85,14 @@ class SpanProgress:
     num_commits: int = 0
     reply_bytes: int = 0
 
+    @classmethod
+    def captured(
+        cls, *, step: int, position: int, replay: int, zero_commits: int, draft_half: int, num_commits: int
+    ) -> SpanProgress:
+        """Of a snapshot: nothing is pending, no reply is kept, and no more records than are replayed."""
+        records = {"records_1" if draft_half else "records_0": replay}
+        return cls(step, position, 0, replay, zero_commits, draft_half=draft_half, num_commits=num_commits, **records)
+
     @property
     def records(self) -> tuple[int, int]:
         """Records that are kept of each half."""
