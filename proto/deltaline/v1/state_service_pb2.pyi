@@ -689,10 +689,10 @@ class ImportStateRequest(_message.Message):
     chunk: _builtins.bytes
     """The next bytes of the file, 1 .. GetServerInfoResponse.inline_limit_bytes of them; the first message may have none.
     Of a file that is cut short or whose digests are others: DATA_LOSS, reason STATE_DAMAGED. Of another model, other
-    settings that change what a state means, another version of the format, or an adapter that is not loaded here under
-    its name with the same content: FAILED_PRECONDITION, reason STATE_MISMATCH. Of what no server writes, as lengths that
-    don't fit, sections out of order or a progress that can't be: INVALID_ARGUMENT, reason INVALID_REQUEST; of values that
-    are not finite: reason NON_FINITE_INPUT.
+    settings that change what a state means, another version of the format, more tokens or drafts than sequences may have
+    here, or an adapter that is not loaded here under its name with the same content: FAILED_PRECONDITION, reason
+    STATE_MISMATCH. Of what no server writes, as lengths that don't fit, sections out of order or a progress that can't
+    be: INVALID_ARGUMENT, reason INVALID_REQUEST; of values that are not finite: reason NON_FINITE_INPUT.
     """
     def __init__(
         self,

@@ -25,6 +25,7 @@ from deltaline_server.snapshots.layout import (
     NUM_PROGRESS_FIELDS,
     VERSION,
     LayoutError,
+    NoRoom,
     Section,
     SpanProgress,
     StateLayout,
@@ -76,6 +77,8 @@ class Flaw(StrEnum):
     """Of another model, or of other settings that change what a state means."""
     SECTIONS = "sections"
     """Its sections are not where they have to be."""
+    ROOM = "room"
+    """It has more tokens or drafts than a sequence may have here."""
     DIGEST = "digest"
     """A section's digest is another."""
 
@@ -238,7 +241,7 @@ def _same_sections(layout: StateLayout, spans: Sequence[SpanProgress], entries: 
     try:
         sections = layout.sections(spans)
     except LayoutError as error:
-        raise StateFileError(Flaw.SECTIONS, str(error)) from error
+        raise StateFileError(Flaw.ROOM if isinstance(error, NoRoom) else Flaw.SECTIONS, str(error)) from error
     expected = _entries(sections)
     expected["digest"] = entries["digest"] if len(entries) == len(expected) else b""
     if expected.tobytes() != entries.tobytes():

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +73,7 @@ class Moves:
         self._to_host, self._to_files = Backlog(self._store), Backlog(self._write)
         self._one_gather, self._one_read, self._one_landing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._coming: dict[bytes, asyncio.Future[None]] = {}
+        self._lent: dict[bytes, asyncio.Future[None]] = {}
         self._removals: set[asyncio.Future[bool]] = set()
         self._ways = dict(_ASSUMED)
         self.num_brought, self.num_lost = {Tier.HOST: 0, Tier.FILE: 0}, 0
@@ -128,22 +130,12 @@ class Moves:
 
         Raises RequestError NO_SNAPSHOT_LINES, PAGES_EXHAUSTED, ADAPTERS_OFF or ADAPTER_UNKNOWN.
         """
-        coming = self._coming.get(id)
-        if coming is None:
-            coming = self._coming[id] = asyncio.ensure_future(self._bring_back(id))
-            coming.add_done_callback(partial(self._came, id))
-        await asyncio.shield(coming)
+        await self._joined(self._coming, id, self._bring_back)
 
     async def bring_to_host(self, id: bytes) -> None:
         """Let a snapshot lie in host memory, if it is held and there is room. Raises RequestError NO_SNAPSHOT_LINES
         where there is none for what lies in a file."""
-        one = self._snapshots.get(id)
-        if one is not None and isinstance(one.state, StoredState):
-            async with self._one_read:
-                if self._host.find(id) is None:
-                    await self._read(id)
-        elif one is not None:
-            await self._store(id)
+        await self._joined(self._lent, id, self._bring_to_host)
 
     def write(self, id: bytes) -> None:
         """Let a snapshot that lies in host memory be written to a file soon, where there are files."""
@@ -154,7 +146,7 @@ class Moves:
         """Finish what is under way; what waits to be stored is not. Idempotent."""
         await self._to_host.close()
         await self._to_files.close()
-        await asyncio.gather(*self._coming.values(), *self._removals, return_exceptions=True)
+        await asyncio.gather(*self._coming.values(), *self._lent.values(), *self._removals, return_exceptions=True)
 
     # -- down ------------------------------------------------------------------------------------------------------
 
@@ -177,6 +169,15 @@ class Moves:
         if await self._host.store(header, copy_in):
             self._host.pin(id, False)  # it is the device's copy that must stay, or the file
             self.write(id)
+
+    async def _bring_to_host(self, id: bytes) -> None:
+        one = self._snapshots.get(id)
+        if one is not None and isinstance(one.state, StoredState):
+            async with self._one_read:
+                if self._host.find(id) is None:
+                    await self._read(id)
+        elif one is not None:
+            await self._store(id)
 
     async def _write(self, id: bytes) -> None:
         """Copy a snapshot from host memory to a file."""
@@ -246,6 +247,8 @@ class Moves:
             place = StatePlace(tuple(state.read_line.tolist()), state.pages)
             await self._copy(partial(self._transfer.scatter, header.spans, place, memory))
             self._snapshots.arrived(id, state)
+        if isinstance(one.state, CapturedState):
+            self._host.pin(id, False)  # as in _gather
 
     def _reserve(self, stored: BoundAdapter, owner: Principal) -> BoundAdapter:
         """The adapter of a stored state, as it is kept now. Raises RequestError ADAPTERS_OFF or ADAPTER_UNKNOWN."""
@@ -256,9 +259,21 @@ class Moves:
             raise RequestError(Reason.ADAPTER_UNKNOWN, message)
         return adapter
 
-    def _came(self, id: bytes, coming: asyncio.Future[None]) -> None:
-        del self._coming[id]
-        coming.exception()  # who asked may have gone
+    @staticmethod
+    async def _joined(
+        under_way: dict[bytes, asyncio.Future[None]], id: bytes, work: Callable[[bytes], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Do work for a snapshot, once for all who ask meanwhile, and to its end if they go: memory is written to."""
+        doing = under_way.get(id)
+        if doing is None:
+            doing = under_way[id] = asyncio.ensure_future(work(id))
+
+            def done(doing: asyncio.Future[None]) -> None:
+                del under_way[id]
+                doing.exception()  # who asked may have gone
+
+            doing.add_done_callback(done)
+        await asyncio.shield(doing)
 
     def _measure(self, before: StoredState, seconds: float) -> None:
         """A snapshot was brought back in so many seconds."""

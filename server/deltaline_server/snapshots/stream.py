@@ -38,6 +38,7 @@ _REASONS = {
     Flaw.DIGEST: Reason.STATE_DAMAGED,
     Flaw.VERSION: Reason.STATE_MISMATCH,
     Flaw.FINGERPRINT: Reason.STATE_MISMATCH,
+    Flaw.ROOM: Reason.STATE_MISMATCH,
 }
 
 ValueTypes = Mapping[Part, np.dtype[Any]]

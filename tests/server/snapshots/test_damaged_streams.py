@@ -30,7 +30,7 @@ from deltaline_server.tables.sequence_adapters import BASE
 REASONS = {
     **dict.fromkeys((Flaw.TRUNCATED, Flaw.HEADER, Flaw.DIGEST), Reason.STATE_DAMAGED),
     **dict.fromkeys((Flaw.FOREIGN, Flaw.LENGTH, Flaw.SECTIONS), Reason.INVALID_REQUEST),
-    **dict.fromkeys((Flaw.VERSION, Flaw.FINGERPRINT), Reason.STATE_MISMATCH),
+    **dict.fromkeys((Flaw.VERSION, Flaw.FINGERPRINT, Flaw.ROOM), Reason.STATE_MISMATCH),
 }
 
 
@@ -188,6 +188,21 @@ async def test_a_progress_that_no_snapshot_has_is_refused_by_its_field(place: Pl
     with refuses(Reason.INVALID_REQUEST) as caught:
         await place.take(whole_of(spans))
     assert field in caught.value.refusal.message
+    place.check_empty()
+
+
+@pytest.mark.parametrize("field", ["position", "replay"])
+async def test_a_state_that_is_too_large_for_this_server_is_told_so(place: Place, field: str) -> None:
+    roomy = replace(LAYOUT, max_draft=8, max_tokens=1000)
+    spans = {
+        "position": tuple(replace(one, position=501) for one in SNAPSHOT),
+        "replay": (replace(ONE, replay=5, records_1=5), OTHER),
+    }[field]
+    header = make_header(spans=spans)
+    content = file_of(header, roomy.sections(spans), make_memory(roomy, spans))
+    with refuses(Reason.STATE_MISMATCH) as caught:
+        await place.take(content)
+    assert f"spans[0].{field}: expected 0 .. " in caught.value.refusal.message
     place.check_empty()
 
 

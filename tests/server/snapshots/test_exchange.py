@@ -135,6 +135,26 @@ async def test_an_export_joins_the_copy_under_way_and_goes_ahead_of_those_that_w
     assert order == [0, 3, 1, 2]
 
 
+async def test_the_device_finishes_the_copy_of_an_export_that_is_cancelled(tmp_path: Path) -> None:
+    """Else it would write into the place of another state."""
+    rig = make_rig(tmp_path)
+    made = await captured(await prefilled(rig))
+    await settled(rig)
+    await leave_host(rig, made.id)
+    rig.engine.eager = False
+    export, host = asyncio.ensure_future(exported(rig, made.id)), rig.tiers.host
+    assert host is not None
+    await until(lambda: host.used_bytes)
+    export.cancel()
+    with suppress(asyncio.CancelledError):
+        await export
+    assert host.used_bytes and host.find(made.id) is None, "the device has yet to write"
+    rig.engine.run()
+    await until(lambda: host.find(made.id))
+    rig.engine.eager = True
+    host.check_integrity()
+
+
 async def test_a_snapshot_that_is_released_meanwhile_is_exported_to_its_end(pair: Any) -> None:
     rig, other = pair()
     sequence = await prefilled(rig)
@@ -354,7 +374,8 @@ async def test_pinned_imports_take_no_more_of_the_device_than_pinned_captures(pa
     with refuses(Reason.NO_SNAPSHOT_LINES):
         async with other.states.near([two.id], ALICE):
             pass
-    assert other.snapshots.num_pinned == 1
+    assert other.snapshots.num_pinned == 1 and other.tiers.host is not None
+    assert other.tiers.host.pinned_bytes["alice"] == other.tiers.host.size_of(two.id), "on the device it is the other"
     other.states.check_integrity()
 
 
