@@ -23,7 +23,6 @@ from deltaline_server.snapshots.stream import Arriving, ValueTypes, check_state,
 from deltaline_server.tables.captured.snapshot import SnapshotDescription
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.captured.state import StoredState
-from deltaline_server.tables.prefixes.keys import PrefixKeys
 from deltaline_server.tables.sequence_adapters import SequenceAdapters
 
 # Each holds a piece for a reader that may be slow, and a header.
@@ -110,7 +109,6 @@ class Exchange:
         if content_hash != header.adapter_hash:
             message = "adapter: expected one that is loaded here under its name with the same content"
             raise RequestError(Reason.STATE_MISMATCH, message)
-        PrefixKeys.one(header.key, header.spans[0].position)
         return stored, digest
 
     @asynccontextmanager
@@ -147,8 +145,8 @@ class Exchange:
                     self._host.release(id)
 
     def add(self, header: StateHeader, owner: Principal, lease_s: float | None) -> SnapshotDescription:
-        """Let what was received be a principal's snapshot. Raises RequestError QUOTA_EXCEEDED, NO_SNAPSHOT_LINES or
-        INVALID_REQUEST; then it is none."""
+        """Let what was received be a principal's snapshot. Raises RequestError QUOTA_EXCEEDED, NO_SNAPSHOT_LINES, or
+        INVALID_REQUEST for its lease or key; then it is none."""
         self._snapshots.check_quota(1, owner)
         state, created = self._moves.find(header.id), header.created_ns / 1e9
         assert state is not None

@@ -323,11 +323,13 @@ async def test_an_import_counts_in_its_principal_s_quota(pair: Any) -> None:
         await imported(other, pieces, carol)
         with refuses(Reason.QUOTA_EXCEEDED):
             await imported(other, pieces, carol)
+        handles, epoch = other.table.open(1, 1e3, principal=carol).handles, other.table.server_epoch
+        [made] = await other.states.create(epoch, handles, carol, lease_s=1e3, is_pinned=False)
         goes_on.set()
-        came = await first
-    with refuses(Reason.QUOTA_EXCEEDED):
-        await imported(other, pieces, carol)
-    other.states.release([came.id], carol)
+        with refuses(Reason.QUOTA_EXCEEDED):
+            await first
+    assert len(other.states.describe(carol)[0]) == 2
+    other.states.release([made.id], carol)
     await imported(other, pieces, carol)
     await imported(other, pieces, BOB)
 

@@ -286,7 +286,7 @@ class SnapshotTable:
         lease_s: float | None = None,
     ) -> SnapshotDescription | None:
         """A state that another server made is a snapshot from now on; None, and nothing has changed, where too many lie
-        in lower tiers alone. Raises RequestError INVALID_REQUEST for the lease."""
+        in lower tiers alone. Raises RequestError INVALID_REQUEST for the lease or the key."""
         lease_s = self._table.checked_lease(lease_s)
         if self._num_stored >= self._stored_limit:
             return None
