@@ -1,11 +1,13 @@
-"""`deltaline snapshots`: lists, shows and releases the snapshots of a server."""
+"""`deltaline snapshots`: lists, shows, saves, loads and releases the snapshots of a server."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +23,8 @@ way, and opens that are given a prompt's keys begin with them.
   deltaline snapshots list                 what there is, the oldest first
   deltaline snapshots show 1f3a            one of them, by the beginning of its id
   deltaline snapshots release 1f3a 77c0    end them; sequences that were restored from them go on
+  deltaline snapshots save 1f3a FILE       its state as a file of this machine
+  deltaline snapshots load FILE            a snapshot of such a file, on this or another server of the same model
 """
 _LIST = """\
 Lists the caller's snapshots, the oldest first: the beginning of each one's id; the tokens that its state has seen; the
@@ -34,28 +38,36 @@ _RELEASE = """\
 Ends snapshots and frees what only they hold. Each ID is the beginning of an id as `list` prints it, as much of it as
 no other has; when one of them means none or several, nothing is released. What is over already is no error.
 """
+_SAVE = """\
+Writes a snapshot's state to a file, whole or not at all. ID is the beginning of an id as `list` prints it, as much of
+it as no other has. The snapshot stays. The server has to have host memory for states (--host-state-bytes).
+"""
+_LOAD = """\
+Makes a snapshot of a file that `save` wrote, and prints its id. It is the caller's own. The server has to be of the
+same model and settings as the one that it is from, to have its adapter loaded, and host memory for states.
+"""
 # Hexadecimal digits of an id that `list` shows; more where two begin alike.
 _DIGITS = 12
-_TIMEOUT_S = 5.0
+_TIMEOUT_S, _FILE_TIMEOUT_S = 5.0, 600.0
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 def add_snapshots(commands: Any) -> None:
     """Add `snapshots` and its commands to those of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
-    about = "list, show and release the snapshots of a server"
+    about = "list, show, save, load and release the snapshots of a server"
     parser = commands.add_parser("snapshots", help=about, description=_ABOUT, formatter_class=raw)
     parser.set_defaults(run=run_snapshots)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     served = argparse.ArgumentParser(add_help=False)
     add_server(served, "--server")
 
-    def add(action: str, about: str, description: str) -> argparse.ArgumentParser:
+    def add(action: str, about: str, description: str, timeout_s: float = _TIMEOUT_S) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = actions.add_parser(
             action, parents=[served], help=about, description=description, formatter_class=raw
         )
         text = "seconds until the command gives up, its retries included [%(default)s]"
-        added.add_argument("--timeout", default=_TIMEOUT_S, type=float, metavar="SECONDS", help=text)
+        added.add_argument("--timeout", default=timeout_s, type=float, metavar="SECONDS", help=text)
         return added
 
     listing = add("list", "what snapshots there are", _LIST)
@@ -66,23 +78,49 @@ def add_snapshots(commands: Any) -> None:
     show.add_argument("id", metavar="ID", type=_beginning, help="the beginning of an id, in hexadecimal digits")
     release = add("release", "end snapshots", _RELEASE)
     release.add_argument("ids", nargs="+", metavar="ID", type=_beginning, help="the beginnings of ids")
+    save = add("save", "write one to a file", _SAVE, _FILE_TIMEOUT_S)
+    save.add_argument("id", metavar="ID", type=_beginning, help="the beginning of an id, in hexadecimal digits")
+    save.add_argument("file", metavar="FILE", help="the file to write; one that is there is replaced")
+    load = add("load", "make one of a file", _LOAD, _FILE_TIMEOUT_S)
+    load.add_argument("file", metavar="FILE", help="a file that `save` wrote")
+    load.add_argument("--pin", action="store_true", help="let it stay when memory is short")
+    load.add_argument("--lease", type=float, metavar="SECONDS", help="how long it lives [the server's default]")
 
 
 def run_snapshots(options: argparse.Namespace) -> int:
     """Run one of the commands; 0. Raises DeltalineError, ValueError."""
     with Client(options.server, timeout=options.timeout, tls=tls_of(options), **token_of(options)) as client:
+        if options.action == "load":
+            with _named():
+                came = client.snapshots.load(options.file, pin=options.pin, lease_s=options.lease)
+            print(f"{came.id.hex()} has {came.position} {plural(came.position, 'token')}")
+            return 0
         held = sorted(client.snapshots.list(), key=lambda one: (one.created_s, one.id))
         match options.action:
             case "list":
                 print(_json(held) if options.json else _table(held, time.time()))
             case "show":
                 print(_shown(_meant(held, options.id), time.time()))
+            case "save":
+                one = _meant(held, options.id)
+                with _named():
+                    one.save(options.file)
+                print(f"{one.id.hex()} is saved, {readable_bytes(os.stat(options.file).st_size)}")
             case _:
                 which = list(dict.fromkeys(_meant(held, beginning) for beginning in options.ids))
                 for one, state in zip(which, client.snapshots.release(which), strict=True):
                     was = "is released" if state is SnapshotState.RELEASED else f"was over: {state.name.lower()}"
                     print(f"{one.id.hex()} {was}")
     return 0
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """What fails inside is of the file. Raises ValueError."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"FILE: {error}") from error
 
 
 def _meant(held: Sequence[Snapshot], beginning: str) -> Snapshot:

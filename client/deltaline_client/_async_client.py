@@ -13,6 +13,7 @@ from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._prefixes import Prefix, Reuse
 from deltaline_client._snapshots import calls as snapshot_calls
+from deltaline_client._snapshots import files as snapshot_files
 from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, id_of
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
@@ -132,7 +133,7 @@ class AsyncClient(ClientState):
 
     @property
     def snapshots(self) -> AsyncSnapshots:
-        """The snapshots of this client's principal: create, find, list, renew, release."""
+        """The snapshots of this client's principal: create, find, list, renew, release, load."""
         return AsyncSnapshots(self)
 
     step = awaited(steps.step)
@@ -211,6 +212,8 @@ class AsyncSnapshot(SnapshotRecord[AsyncSequence]):
     restore = awaited(snapshot_calls.restore)
     renew = awaited(snapshot_calls.renew_one)
     release = awaited(snapshot_calls.release_one)
+    export = awaited(snapshot_files.export)
+    save = awaited(snapshot_files.save)
 
     async def __aenter__(self) -> Self:
         return self
@@ -235,3 +238,4 @@ class AsyncSnapshots(SnapshotsRecord[AsyncSnapshot]):
     list = awaited(snapshot_calls.list_snapshots)
     renew = awaited(snapshot_calls.renew)
     release = awaited(snapshot_calls.release)
+    load = awaited(snapshot_files.load)

@@ -13,6 +13,7 @@ from deltaline_client._adapters.calls import AdaptersRecord
 from deltaline_client._exceptions import DeltalineError
 from deltaline_client._prefixes import Prefix, Reuse
 from deltaline_client._snapshots import calls as snapshot_calls
+from deltaline_client._snapshots import files as snapshot_files
 from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, id_of
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
@@ -150,7 +151,7 @@ class Client(ClientState):
 
     @property
     def snapshots(self) -> Snapshots:
-        """The snapshots of this client's principal: create, find, list, renew, release."""
+        """The snapshots of this client's principal: create, find, list, renew, release, load."""
         return Snapshots(self)
 
     step = blocking(steps.step)
@@ -231,6 +232,8 @@ class Snapshot(SnapshotRecord[Sequence]):
     restore = blocking(snapshot_calls.restore)
     renew = blocking(snapshot_calls.renew_one)
     release = blocking(snapshot_calls.release_one)
+    export = blocking(snapshot_files.export)
+    save = blocking(snapshot_files.save)
 
     def __enter__(self) -> Self:
         return self
@@ -256,3 +259,4 @@ class Snapshots(SnapshotsRecord[Snapshot]):
     list = blocking(snapshot_calls.list_snapshots)
     renew = blocking(snapshot_calls.renew)
     release = blocking(snapshot_calls.release)
+    load = blocking(snapshot_files.load)

@@ -45,7 +45,8 @@ DeltalineError
 │   ├── StateLost
 │   ├── SnapshotUnknown
 │   ├── StateNotFinite
-│   └── StatePoisoned
+│   ├── StatePoisoned
+│   └── StateDamaged
 ├── ConflictError            the caller and the server disagree about how far the sequence is
 │   ├── StepStale
 │   ├── StepGap
@@ -60,6 +61,8 @@ DeltalineError
 │   ├── AdapterExists
 │   ├── AdapterInUse
 │   ├── AdaptersOff
+│   ├── StateMismatch
+│   ├── HostTierOff
 │   ├── SharedMemoryOff
 │   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
 │   └── SequenceBusy         raised here: another call is stepping this sequence right now
@@ -197,7 +200,7 @@ class AdapterBytesExhausted(CapacityError, reason="ADAPTER_BYTES_EXHAUSTED"):
 
 
 class UploadTimeout(CapacityError, reason="UPLOAD_TIMEOUT"):
-    """The bytes of an adapter did not reach the server in time."""
+    """The bytes of an adapter or a state did not reach the server in time."""
 
 
 class NoFreeLines(CapacityError, reason="NO_FREE_LINES"):
@@ -276,6 +279,10 @@ class StatePoisoned(StateError, reason="STATE_POISONED"):
     """A computation failed or gave a value that is not finite."""
 
 
+class StateDamaged(StateError, reason="STATE_DAMAGED"):
+    """What was to be imported is cut short, or not what was exported."""
+
+
 class ConflictError(DeltalineError):
     """The caller and the server disagree about how far the sequence is."""
 
@@ -330,6 +337,14 @@ class AdapterInUse(ConflictError, reason="ADAPTER_IN_USE"):
 
 class AdaptersOff(ConflictError, reason="ADAPTERS_OFF"):
     """The server holds no adapters, or has no folder of them."""
+
+
+class StateMismatch(ConflictError, reason="STATE_MISMATCH"):
+    """What was to be imported is of another model or other settings, or of an adapter that is not loaded there."""
+
+
+class HostTierOff(ConflictError, reason="HOST_TIER_OFF"):
+    """The server has no host memory for states, by way of which they are exported and imported."""
 
 
 class SharedMemoryOff(ConflictError, reason="SHARED_MEMORY_OFF"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client._arrays import Array
@@ -16,6 +17,8 @@ from deltaline_client._transport.flow import Flow, Found, Method, Request, Respo
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.retry import Attempts, Retry, is_retryable
 from deltaline_client._types import ServerInfo
+
+T = TypeVar("T")
 
 
 class ClientState:
@@ -48,10 +51,14 @@ class ClientState:
 
 def retried(client: ClientState, method: Method[Request, Response], request: Request) -> Flow[Response]:
     """Call a method whose request is refused or taken as a whole, until it is answered. Raises DeltalineError."""
-    attempts = client._attempts()
+    return (yield from attempted(client._attempts(), partial(call, method, request)))
+
+
+def attempted(attempts: Attempts, attempt: Callable[[float], Flow[T]]) -> Flow[T]:
+    """Make attempts, each with the seconds that it may take, until one gives a result. Raises DeltalineError."""
     while True:
         try:
-            return (yield from call(method, request, attempts.next_timeout_s()))
+            return (yield from attempt(attempts.next_timeout_s()))
         except DeltalineError as error:
             delay_s = attempts.delay_s(error.retry_after_s) if is_retryable(error) else None
             if delay_s is None:

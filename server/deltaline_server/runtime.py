@@ -145,7 +145,10 @@ class Runtime:
         regions, link_regions = make_regions(config, clock, pinning)
         tiers = Tiers.open(config, model, pool, pinning)
         moves = tiers.moves(model, pool, engine.transfer, snapshots, capture, table.adapters)
-        states = States(table=table, capture=capture, snapshots=snapshots, scheduler=scheduler, moves=moves)
+        exchange = tiers.exchange(model, pool, moves, snapshots, table.adapters)
+        states = States(
+            table=table, capture=capture, snapshots=snapshots, scheduler=scheduler, moves=moves, exchange=exchange
+        )
         return cls(
             config, model, pool, executor, engine, table, scheduler, states, regions, link_regions, adapters, tiers
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from rigs.running_sum import tokens
 
 from deltaline_cli import snapshots as command
 from deltaline_cli.main import main
+from deltaline_cli.text import readable_bytes
 from deltaline_client import Client
 
 NOW_S = 1_700_000_000.5 + 3 * 3600 + 60
@@ -159,3 +161,25 @@ def test_info_tells_of_snapshots(server: Any, capsys: pytest.CaptureFixture[str]
         server.info.serves_state = serves
         assert main(["info", server.address]) == 0
         assert f"snapshots       {told}" in capsys.readouterr().out.splitlines()
+
+
+def test_a_state_is_saved_to_a_file_and_loaded_from_it(
+    server: Any, ids: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "state"
+    assert snapshots(server, "save", ids[1][:4], str(path)) == 0
+    size = path.stat().st_size
+    assert capsys.readouterr().out == f"{ids[1]} is saved, {readable_bytes(size)}\n" and size > 0
+    assert snapshots(server, "load", str(path), "--pin", "--lease", "9") == 0
+    id, said = capsys.readouterr().out.split(" ", 1)
+    assert said == "has 12 tokens\n" and id not in ids
+    made = server.states.kept[bytes.fromhex(id)].message
+    assert (made.position, made.pinned, made.lease_remaining_ms, made.adapter) == (12, True, 9000, "french")
+    for arguments, why in (
+        (("save", ids[1], str(tmp_path / "none" / "state")), "FILE: "),
+        (("load", str(tmp_path / "nothing")), "FILE: "),
+        (("save", "77", str(path)), "ID: "),
+    ):
+        assert snapshots(server, *arguments) == 1
+        assert capsys.readouterr().err.startswith(f"deltaline: error: {why}")
+    assert path.stat().st_size == size

@@ -133,6 +133,7 @@ def make_watched(
             "adapter_bytes": 1 << 20,
             "max_adapter_rank": 4,
             "shared_memory_bytes": 1 << 22,
+            "host_state_bytes": 1 << 22,
             "drain_timeout_s": 600,
         }
         return make_server(**(given | options))
@@ -319,7 +320,18 @@ async def one_connection(
         said = await way.call(METHODS[STATE + "CreateSnapshots"], [asked.SerializeToString()], headers("mutator"), 60.0)
         made = state_service_pb2.CreateSnapshotsResponse.FromString(said.replies[0]).snapshots
         ids = [one.snapshot_id for one in made]
-        held = Held(epoch, [one.handle for one in victims], [one.handle for one in level], ids, region, "mutator")
+        export = state_service_pb2.ExportStateRequest(snapshot_id=ids[0]).SerializeToString()
+        said = await way.call(METHODS[STATE + "ExportState"], [export], headers("mutator"), 60.0)
+        chunks = [state_service_pb2.ExportStateResponse.FromString(reply).chunk for reply in said.replies]
+        held = Held(
+            epoch,
+            [one.handle for one in victims],
+            [one.handle for one in level],
+            ids,
+            b"".join(chunks),
+            region,
+            "mutator",
+        )
 
         async def one(number: int) -> None:
             call = draw(seed, number, held)

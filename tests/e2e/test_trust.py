@@ -57,6 +57,8 @@ EXPECTED: dict[str, tuple[set[str] | None, grpc.StatusCode]] = {
     "ListSnapshots": (STEP, OK),
     "RenewSnapshots": (STEP, INVALID),
     "ReleaseSnapshots": (STEP, INVALID),
+    "ExportState": (STEP, grpc.StatusCode.FAILED_PRECONDITION),
+    "ImportState": (STEP, grpc.StatusCode.FAILED_PRECONDITION),
     "LoadAdapter": (ADAPTER, INVALID),
     "UnloadAdapter": (ADAPTER, grpc.StatusCode.NOT_FOUND),
     "ListAdapters": (ANY, OK),

@@ -29,6 +29,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.modules import Placement
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.interceptor import Interceptor
+from deltaline_server.front.pace import Pace
 from deltaline_server.front.trust.principals import Principals
 from deltaline_server.models.config import Scope
 from deltaline_server.models.lora_layout import AdapterLayout
@@ -92,7 +93,7 @@ class Rig(Parts):
     def __init__(self, folder: Path, has_root: bool = True, **times_s: float) -> None:
         """times_s: of AdapterService."""
         super().__init__(folder, has_root)
-        self.service = AdapterService(self.adapters, **times_s)
+        self.service = AdapterService(self.adapters, Pace(**times_s))
 
     async def load(self, name: str, pinned: bool = False) -> pb.LoadAdapterResponse:
         return await self.send([pb.LoadAdapterRequest(name=name, pinned=pinned)])

@@ -139,7 +139,7 @@ SPOILS: tuple[tuple[Spoil, set[Flaw]], ...] = (
     (forged(_change_total), {Flaw.SECTIONS}),
     (forged(_change_entry), {Flaw.SECTIONS}),
     (forged(_swap_entries), {Flaw.SECTIONS}),
-    (forged(_change_progress), {Flaw.SECTIONS}),
+    (forged(_change_progress), {Flaw.SECTIONS, Flaw.ROOM}),
     (forged(_change_counts), {Flaw.HEADER, Flaw.SECTIONS}),
     (forged(_change_spans), {Flaw.SECTIONS}),
     (forged(_change_texts), {Flaw.HEADER}),

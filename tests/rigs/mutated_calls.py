@@ -64,12 +64,13 @@ class MutatedCall(NamedTuple):
 @dataclass(frozen=True)
 class Held:
     """What the valid calls are about. victims, snapshots: handles and ids, with which anything may be done. level:
-    handles of sequences that are not stepped, so that their spans are at one position."""
+    handles of sequences that are not stepped, so that their spans are at one position. state: one of them exported."""
 
     epoch: int
     victims: Sequence[int]
     level: Sequence[int]
     snapshots: Sequence[bytes]
+    state: bytes
     region: int
     name: str
     """Of the principal who calls."""
@@ -176,6 +177,12 @@ def _valid(method: MethodDescriptor, held: Held, rng: Random) -> list[Message]:
         case "ListSnapshots":
             after = rng.choice((b"", bytes(16), rng.choice(held.snapshots)))
             made = state_service_pb2.ListSnapshotsRequest(after=after, limit=rng.choice((0, 1, 4096)))
+        case "ExportState":
+            made = state_service_pb2.ExportStateRequest(snapshot_id=rng.choice(held.snapshots))
+        case "ImportState":
+            first = state_service_pb2.ImportStateRequest(request_id=_request_id(rng), pinned=rng.random() < 0.1)
+            pieces = [held.state[i : i + _PIECE] for i in range(0, len(held.state), _PIECE)]
+            return [first, *(state_service_pb2.ImportStateRequest(chunk=piece) for piece in pieces)]
         case "CreateSharedMemory":
             made = admin_service_pb2.CreateSharedMemoryRequest(size_bytes=100, lease_ms=1000)
         case "ReleaseSharedMemory":

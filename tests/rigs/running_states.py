@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rigs.running_sum import FakeServer, Stream
 
 PAGE = 3
+PIECE_BYTES = 100
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Kept:
 class FakeStates(state_service_pb2_grpc.StateServiceServicer):
     """Its snapshots by id, and what calls did by method and request id. Faults are the server's.
 
-    empty_answers: methods that answer with nothing in it.
+    empty_answers: methods that answer with nothing in it. pieces: of the chunks of each import.
     """
 
     def __init__(self, server: FakeServer) -> None:
@@ -39,6 +41,7 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
         self.kept: dict[bytes, Kept] = {}
         self.done: dict[tuple[str, bytes], Any] = {}
         self.empty_answers: set[str] = set()
+        self.pieces: list[list[bytes]] = []
         # Ids by the key and position that they were stored under.
         self.keyed: dict[tuple[bytes, int], bytes] = {}
 
@@ -70,20 +73,7 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
             made = []
             for handle, key in zip(request.sequence, request.prefix_key or [b""] * len(request.sequence), strict=True):
                 streams = copy.deepcopy(self._capturable(handle, context))
-                adapter = self._server.bound[handle]
-                message = pb.Snapshot(
-                    snapshot_id=self._next.to_bytes(16, "big"),
-                    position=streams[0].position,
-                    adapter=adapter,
-                    adapter_hash=self._server.adapters.get(adapter, b""),
-                    pinned=request.pinned,
-                    lease_remaining_ms=request.lease_ms or 60_000,
-                    size_bytes=3 << 20,
-                    tier=prefix_pb2.TIER_DEVICE,
-                    created_ms=1_700_000_000_500,
-                )
-                self._next += 1
-                self.kept[message.snapshot_id] = Kept(message, streams)
+                message = self._keep(streams, self._server.bound[handle], request)
                 if key:
                     self.keyed[key, message.position] = message.snapshot_id
                 made.append(message)
@@ -168,6 +158,29 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
 
         return self._once("ReleaseSnapshots", request, context, work)
 
+    def ExportState(self, request: Any, context: Any) -> Iterator[pb.ExportStateResponse]:
+        fault = self._server.enter("ExportState", request, context)
+        if request.snapshot_id not in self.kept:
+            self._server.abort(Reason.SNAPSHOT_UNKNOWN, context)
+        kept = self.kept[request.snapshot_id]
+        sums = [(span, one.position, one.total.tolist()) for span, one in kept.streams.items()]
+        content = json.dumps([kept.message.adapter, sums]).encode()
+        for at in range(0, len(content), PIECE_BYTES):
+            yield pb.ExportStateResponse(chunk=content[at : at + PIECE_BYTES])
+        self._server.leave(fault, context)
+
+    def ImportState(self, request_iterator: Any, context: Any) -> Any:
+        first = next(request_iterator)
+        pieces = [first.chunk, *(later.chunk for later in request_iterator)]
+        self.pieces.append(pieces)
+
+        def work() -> pb.ImportStateResponse:
+            adapter, sums = json.loads(b"".join(pieces))
+            streams = {span: self._server.stream(position, np.array(total)) for span, position, total in sums}
+            return pb.ImportStateResponse(snapshot=self._keep(streams, adapter, first))
+
+        return self._once("ImportState", first, context, work)
+
     def _once(self, method: str, request: Any, context: Any, work: Any) -> Any:
         fault = self._server.enter(method, request, context)
         key = method, bytes(request.request_id)
@@ -176,6 +189,23 @@ class FakeStates(state_service_pb2_grpc.StateServiceServicer):
                 self.done[key] = work()
         self._server.leave(fault, context)
         return type(self.done[key])() if method in self.empty_answers else self.done[key]
+
+    def _keep(self, streams: dict[int, Stream], adapter: str, request: Any) -> pb.Snapshot:
+        """Make a snapshot of sums, as a request asks for it."""
+        message = pb.Snapshot(
+            snapshot_id=self._next.to_bytes(16, "big"),
+            position=streams[0].position,
+            adapter=adapter,
+            adapter_hash=self._server.adapters.get(adapter, b""),
+            pinned=request.pinned,
+            lease_remaining_ms=request.lease_ms or 60_000,
+            size_bytes=3 << 20,
+            tier=prefix_pb2.TIER_DEVICE,
+            created_ms=1_700_000_000_500,
+        )
+        self._next += 1
+        self.kept[message.snapshot_id] = Kept(message, streams)
+        return message
 
     def _capturable(self, handle: int, context: Any) -> dict[int, Stream]:
         streams = self._server.streams.get(handle)

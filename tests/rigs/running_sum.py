@@ -244,6 +244,11 @@ class FakeServer(layer_service_pb2_grpc.LayerServiceServicer, admin_service_pb2_
             match=match,
         )
 
+    @staticmethod
+    def stream(position: int, total: NDArray[np.float64]) -> Stream:
+        """One that is so far."""
+        return Stream(position=position, total=total)
+
     def _state(self, handle: int) -> layers.SequenceState.ValueType:
         return layers.SEQUENCE_STATE_OPEN if handle in self.streams else layers.SEQUENCE_STATE_UNKNOWN
 

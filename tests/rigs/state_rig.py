@@ -44,6 +44,7 @@ from deltaline_server.tables.sequences import SequenceTable
 
 MAX_DRAFT, PAGE_SIZE, MAX_CONTEXT = 4, 16, 160
 CPU = torch.device("cpu")
+STORED_LIMIT = 100
 FINGERPRINT, FILE_BYTES = bytes(range(32)), 1 << 22
 Array = NDArray[Any]
 
@@ -291,7 +292,7 @@ class StateRig:
             lease_tick_s=1e9,
             clock=lambda: self.now,
             wall_clock=lambda: self.now,
-            stored_limit=100 if host_bytes else 0,
+            stored_limit=STORED_LIMIT if host_bytes else 0,
         )
         self.waypoints = WaypointTable(self.table, capture, self.snapshots)
         self.scheduler = Scheduler(
@@ -311,8 +312,14 @@ class StateRig:
         self.moves = self.tiers.moves(
             self.model, self.pool, self.engine.transfer, self.snapshots, capture, self.table.adapters
         )
+        self.exchange = self.tiers.exchange(self.model, self.pool, self.moves, self.snapshots, self.table.adapters)
         self.states = States(
-            table=self.table, capture=capture, snapshots=self.snapshots, scheduler=self.scheduler, moves=self.moves
+            table=self.table,
+            capture=capture,
+            snapshots=self.snapshots,
+            scheduler=self.scheduler,
+            moves=self.moves,
+            exchange=self.exchange,
         )
 
     def reference(self, history: Sequence[Entry]) -> tuple[int, Reference]:

@@ -200,6 +200,14 @@ class _GrpcSession:
     async def _answer(self, command: Call) -> Any:
         """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
         method = self._methods[command.method.path]
+        if command.take is not None:
+            responses = method(command.request, timeout=command.timeout_s, metadata=metadata(self._transport.token))
+            try:
+                async for response in responses:
+                    await asyncio.to_thread(command.take, response)  # it may write to a disk
+            finally:
+                responses.cancel()
+            return None
         if isinstance(command.request, Message):
             return await method(command.request, timeout=command.timeout_s, metadata=metadata(self._transport.token))
         call = method(timeout=command.timeout_s, metadata=metadata(self._transport.token))

@@ -17,6 +17,9 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
+# By whether requests and responses are streams.
+_KINDS = {(False, False): "unary_unary", (True, False): "stream_unary", (False, True): "unary_stream"}
+
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -36,7 +39,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 def bind(channel: Any) -> dict[str, Any]:
     """Return a callable per method path on a channel of grpc or grpc.aio."""
     return {
-        method.path: (channel.stream_unary if method.takes_stream else channel.unary_unary)(
+        method.path: getattr(channel, _KINDS[method.takes_stream, method.gives_stream])(
             method.path,
             request_serializer=method.request_type.SerializeToString,
             response_deserializer=method.response_type.FromString,

@@ -27,15 +27,16 @@ Response = TypeVar("Response", bound=Message)
 
 @dataclass(frozen=True)
 class Method(Generic[Request, Response]):
-    """A method of the service with one response: its full name, and the types of its request and response.
+    """A method of the service: its full name, and the types of its request and response.
 
-    takes_stream: whether it takes a stream of requests in place of one.
+    takes_stream: whether it takes a stream of requests in place of one. gives_stream: the same of its responses.
     """
 
     path: str
     request_type: type[Request]
     response_type: type[Response]
     takes_stream: bool = False
+    gives_stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,14 @@ class Call:
     """Make one attempt at a method. Resumed with the response, or thrown a DeltalineError.
 
     request: of a method that takes a stream, an iterator that raises nothing and may take its time, in any thread.
+    take: of a method that gives a stream, called with each response in turn, in any thread; resumed with None then.
+    What it raises ends the flow.
     """
 
     method: Method[Any, Any]
     request: Message | Iterator[Message]
     timeout_s: float
+    take: Callable[[Any], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,14 @@ Flow: TypeAlias = Generator[Call | Sleep | Send | Receive | Found | TakeMemory, 
 def call(method: Method[Request, Response], request: Request | Iterator[Request], timeout_s: float) -> Flow[Response]:
     """Make one attempt at a method and return its response. Raises DeltalineError."""
     return cast(Response, (yield Call(method, request, timeout_s)))
+
+
+def stream(
+    method: Method[Request, Response], request: Request, timeout_s: float, take: Callable[[Response], object]
+) -> Flow[None]:
+    """Make one attempt at a method that gives a stream, and let `take` have each response. Raises DeltalineError, and
+    what `take` raises."""
+    yield Call(method, request, timeout_s, take)
 
 
 def blocking(flow: Callable[Concatenate[H, P], Flow[T]]) -> Callable[Concatenate[H, P], T]:

@@ -42,6 +42,9 @@ RELEASE_SNAPSHOTS = Method(
     _STATES + "ReleaseSnapshots", states.ReleaseSnapshotsRequest, states.ReleaseSnapshotsResponse
 )
 
+EXPORT_STATE = Method(_STATES + "ExportState", states.ExportStateRequest, states.ExportStateResponse, gives_stream=True)
+IMPORT_STATE = Method(_STATES + "ImportState", states.ImportStateRequest, states.ImportStateResponse, takes_stream=True)
+
 STEP_STREAM = _LAYERS + "StepStream"
 
 METHODS = (
@@ -49,5 +52,6 @@ METHODS = (
     *(INFO, LOAD, DRAIN, CREATE_MEMORY, RELEASE_MEMORY),
     *(LOAD_ADAPTER, UNLOAD_ADAPTER, LIST_ADAPTERS),
     *(FORK, CREATE_SNAPSHOTS, RESTORE, FIND_SNAPSHOTS, LIST_SNAPSHOTS, RENEW_SNAPSHOTS, RELEASE_SNAPSHOTS),
+    *(EXPORT_STATE, IMPORT_STATE),
 )
 """All but the stream."""

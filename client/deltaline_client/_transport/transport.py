@@ -197,7 +197,10 @@ class _GrpcSession:
     def call(self, command: Call) -> Any:
         method = self._methods[command.method.path]
         try:
-            return method(command.request, timeout=command.timeout_s, metadata=metadata(self._token))
+            made = method(command.request, timeout=command.timeout_s, metadata=metadata(self._token))
+            if command.take is None:
+                return made
+            return _take_all(made, command.take)
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except ValueError:  # what grpc raises on a channel that is closed
@@ -208,6 +211,15 @@ class _GrpcSession:
 
     def close(self) -> None:
         pass
+
+
+def _take_all(responses: Any, take: Callable[[Any], object]) -> None:
+    """Let all responses of a call be taken. Raises grpc.RpcError, and what `take` raises."""
+    try:
+        for response in responses:
+            take(response)
+    finally:
+        responses.cancel()
 
 
 class _NoSession:

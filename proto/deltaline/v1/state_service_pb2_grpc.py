@@ -75,6 +75,16 @@ class StateServiceStub:
                 request_serializer=deltaline_dot_v1_dot_state__service__pb2.ReleaseSnapshotsRequest.SerializeToString,
                 response_deserializer=deltaline_dot_v1_dot_state__service__pb2.ReleaseSnapshotsResponse.FromString,
                 _registered_method=True)
+        self.ExportState = channel.unary_stream(
+                '/deltaline.v1.StateService/ExportState',
+                request_serializer=deltaline_dot_v1_dot_state__service__pb2.ExportStateRequest.SerializeToString,
+                response_deserializer=deltaline_dot_v1_dot_state__service__pb2.ExportStateResponse.FromString,
+                _registered_method=True)
+        self.ImportState = channel.stream_unary(
+                '/deltaline.v1.StateService/ImportState',
+                request_serializer=deltaline_dot_v1_dot_state__service__pb2.ImportStateRequest.SerializeToString,
+                response_deserializer=deltaline_dot_v1_dot_state__service__pb2.ImportStateResponse.FromString,
+                _registered_method=True)
 
 
 class StateServiceServicer:
@@ -136,6 +146,23 @@ class StateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportState(self, request, context):
+        """Gives a snapshot's state as the bytes of a state's file (docs/protocol.md), to be kept or imported elsewhere. The
+        snapshot stays. A server without host memory for states: FAILED_PRECONDITION, reason HOST_TIER_OFF.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportState(self, request_iterator, context):
+        """Makes a snapshot of a state that was exported by a server of the same model and settings. It is the caller's own, and
+        is there once all of it came and was found whole; else nothing of it is left. Refused as ExportState without host
+        memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -173,6 +200,16 @@ def add_StateServiceServicer_to_server(servicer, server):
                     servicer.ReleaseSnapshots,
                     request_deserializer=deltaline_dot_v1_dot_state__service__pb2.ReleaseSnapshotsRequest.FromString,
                     response_serializer=deltaline_dot_v1_dot_state__service__pb2.ReleaseSnapshotsResponse.SerializeToString,
+            ),
+            'ExportState': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportState,
+                    request_deserializer=deltaline_dot_v1_dot_state__service__pb2.ExportStateRequest.FromString,
+                    response_serializer=deltaline_dot_v1_dot_state__service__pb2.ExportStateResponse.SerializeToString,
+            ),
+            'ImportState': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportState,
+                    request_deserializer=deltaline_dot_v1_dot_state__service__pb2.ImportStateRequest.FromString,
+                    response_serializer=deltaline_dot_v1_dot_state__service__pb2.ImportStateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -370,6 +407,60 @@ class StateService:
             '/deltaline.v1.StateService/ReleaseSnapshots',
             deltaline_dot_v1_dot_state__service__pb2.ReleaseSnapshotsRequest.SerializeToString,
             deltaline_dot_v1_dot_state__service__pb2.ReleaseSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/deltaline.v1.StateService/ExportState',
+            deltaline_dot_v1_dot_state__service__pb2.ExportStateRequest.SerializeToString,
+            deltaline_dot_v1_dot_state__service__pb2.ExportStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportState(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/deltaline.v1.StateService/ImportState',
+            deltaline_dot_v1_dot_state__service__pb2.ImportStateRequest.SerializeToString,
+            deltaline_dot_v1_dot_state__service__pb2.ImportStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

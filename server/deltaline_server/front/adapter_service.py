@@ -6,7 +6,6 @@ the registry's.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -19,16 +18,13 @@ from deltaline_server.adapters.directory import CONFIG_FILE, MAX_CONFIG_BYTES, c
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.errors import Reason, RequestError, spelled_bytes
 from deltaline_server.front.interceptor import Context
+from deltaline_server.front.pace import PACE, Pace
 from deltaline_server.front.trust.principals import check_role, current_principal
 from deltaline_server.front.trust.roles import Role
 from deltaline_server.principal import SHARED, Principal
 from deltaline_server.tables.adapter_registry import AdapterDescription, AdapterRegistry
 
 NAME = pb.DESCRIPTOR.services_by_name["AdapterService"].full_name
-# How long the messages of one call may take, seconds.
-UPLOAD_S = 600.0
-# How long one of them may take: who announces bytes and sends none keeps others from uploading.
-PAUSE_S = 30.0
 
 
 class Loader(Protocol):
@@ -58,9 +54,9 @@ class Adapters(Protocol):
 class AdapterService:
     """The handlers of AdapterService. They take parsed messages and return serialised replies."""
 
-    def __init__(self, adapters: Adapters | None, upload_s: float = UPLOAD_S, pause_s: float = PAUSE_S) -> None:
-        """`adapters` is None where the server keeps none."""
-        self._adapters, self._upload_s, self._pause_s = adapters, upload_s, pause_s
+    def __init__(self, adapters: Adapters | None, pace: Pace = PACE) -> None:
+        """`adapters` is None where the server keeps none. pace: of uploads."""
+        self._adapters, self._pace = adapters, pace
         # Bytes of uploads that are coming in or being read, by their owner's number; together at most as many as the
         # registry may hold, and a config.
         self._uploads = Counter[int]()
@@ -82,20 +78,17 @@ class AdapterService:
     async def load_adapter(self, messages: AsyncIterator[pb.LoadAdapterRequest], context: Context) -> bytes:
         """Load an adapter from the root, or from the chunks that follow."""
         adapters = self._existing()
-        messages, reserved_bytes, owner = _patiently(messages, self._pause_s), 0, current_principal()
+        reserved_bytes, owner = 0, current_principal()
         try:
-            async with asyncio.timeout(self._upload_s):
-                first = await _first(messages)
+            async with self._pace.upload(messages) as coming:
+                first = await _first(coming)
                 owner = _owner(first.is_shared)
                 reserved_bytes = self._reserve(first, owner, adapters.registry)
-                tensors = await _read_chunks(first, messages)
+                tensors = await _read_chunks(first, coming)
             if first.config is not None:
                 loaded = await adapters.loader.load_bytes(first.name, first.is_pinned, owner, first.config, tensors)
             else:
                 loaded = await adapters.loader.load_directory(first.name, first.is_pinned, owner)
-        except TimeoutError as error:
-            message = f"the messages did not come within {self._pause_s:g} seconds each, {self._upload_s:g} in all"
-            raise RequestError(Reason.UPLOAD_TIMEOUT, message) from error
         finally:
             self._uploads[owner.number] -= reserved_bytes
         description, was_there = loaded
@@ -173,19 +166,6 @@ async def _first(messages: AsyncIterator[pb.LoadAdapterRequest]) -> _First:
         raise RequestError(Reason.INVALID_ADAPTER, str(error), field="name") from error
     config = first.upload.config if first.HasField("upload") else None
     return _First(first.name, first.pinned, first.shared, config, first.upload.tensors_bytes, first.chunk)
-
-
-async def _patiently(
-    messages: AsyncIterator[pb.LoadAdapterRequest], pause_s: float
-) -> AsyncIterator[pb.LoadAdapterRequest]:
-    """The messages. Raises TimeoutError when one lets wait for longer."""
-    while True:
-        async with asyncio.timeout(pause_s):
-            message = await anext(messages, None)
-        if message is None:
-            return
-        yield message
-        del message  # or a stream that stalls would hold its last one
 
 
 async def _read_chunks(first: _First, messages: AsyncIterator[pb.LoadAdapterRequest]) -> bytearray:

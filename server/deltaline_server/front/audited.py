@@ -30,6 +30,11 @@ def _loaded(reply: bytes) -> dict[str, object]:
     return {"adapter": adapter.name, "content": adapter.content_hash.hex()[:16]}
 
 
+def _imported(reply: bytes) -> dict[str, object]:
+    snapshot = state_service_pb2.ImportStateResponse.FromString(reply).snapshot
+    return {"position": snapshot.position, "pinned": snapshot.pinned}
+
+
 AUDITED = {
     f"{_LAYER}/OpenSequences": Audited("opened", lambda asked: {"count": asked.count, "adapter": asked.adapter}),
     f"{_STATE}/ForkSequences": Audited(
@@ -40,6 +45,8 @@ AUDITED = {
     ),
     f"{_STATE}/RestoreSequences": Audited("restored", lambda asked: {"snapshots": len(asked.snapshot_id)}),
     f"{_STATE}/ReleaseSnapshots": Audited("snapshots released", lambda asked: {"snapshots": len(asked.snapshot_id)}),
+    f"{_STATE}/ExportState": Audited("exported", lambda asked: {"snapshots": 1}),
+    f"{_STATE}/ImportState": Audited("imported", _imported),
     f"{_ADAPTER}/LoadAdapter": Audited("loaded", _loaded),
     f"{_ADAPTER}/UnloadAdapter": Audited("unloaded", lambda asked: {"adapter": asked.name}),
     f"{_ADMIN}/CreateSharedMemory": Audited("shared memory", lambda asked: {"size_bytes": asked.size_bytes}),

@@ -159,6 +159,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
                         rpc.sent.value += 1
                         yield serialize(response)
                         del response
+                if audited is not None:
+                    self._did(audited.what, context, audited.values(message))
 
         async def requests(context: Context) -> AsyncIterator[Any]:
             # Not gRPC's own iterator: an idle stream would hold its last message there, and here too without `del`.

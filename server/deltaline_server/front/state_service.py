@@ -5,7 +5,8 @@ A handler only waits for work: an RPC that is cancelled cancels nothing, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -15,10 +16,13 @@ from deltaline.v1 import state_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front import replies, reply_bytes, requests
 from deltaline_server.front.interceptor import Context
+from deltaline_server.front.pace import PACE, Pace
 from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
 from deltaline_server.front.trust.principals import current_principal
+from deltaline_server.snapshots.exchange import Exchange
 from deltaline_server.snapshots.states import States
+from deltaline_server.snapshots.stream import Arriving
 from deltaline_server.tables.prefixes.cost import ReusePolicy
 from deltaline_server.tables.request_ids import RequestIds
 from deltaline_server.tables.sequence import GONE
@@ -39,10 +43,11 @@ class StateService:
         guesses: Guesses,
         settle: Callable[[], object],
         clock: Callable[[], float],
+        pace: Pace = PACE,
     ) -> None:
         """`guesses` are those of LayerService; `settle` brings the books of sequences up to date; `clock` counts
-        monotonic seconds."""
-        self._states, self._table, self._served = states, table, served
+        monotonic seconds; `pace` is that of exports and imports."""
+        self._states, self._table, self._served, self._pace = states, table, served, pace
         self._guesses, self._settle = guesses, settle
         self.request_ids = RequestIds(clock)
 
@@ -59,6 +64,12 @@ class StateService:
                 "ListSnapshots": unary(self.list_snapshots, pb.ListSnapshotsRequest.FromString),
                 "RenewSnapshots": unary(self.renew_snapshots, pb.RenewSnapshotsRequest.FromString),
                 "ReleaseSnapshots": unary(self.release_snapshots, pb.ReleaseSnapshotsRequest.FromString),
+                "ExportState": grpc.unary_stream_rpc_method_handler(
+                    self.export_state, pb.ExportStateRequest.FromString
+                ),
+                "ImportState": grpc.stream_unary_rpc_method_handler(
+                    self.import_state, pb.ImportStateRequest.FromString
+                ),
             },
         )
 
@@ -148,6 +159,46 @@ class StateService:
 
         return await self._once("ReleaseSnapshots", message, work)
 
+    async def export_state(self, message: pb.ExportStateRequest, context: Context) -> AsyncIterator[bytes]:
+        """Give a state away."""
+        exchange = self._existing()
+        [id] = requests.read_snapshot_ids([message.snapshot_id], 1)
+        principal, pace = current_principal(), self._pace
+        with exchange.on_its_way(principal):
+            pieces = exchange.export(id, principal, pause_s=pace.pause_s, whole_s=pace.whole_s)
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield pb.ExportStateResponse(chunk=piece).SerializeToString()
+
+    async def import_state(self, messages: AsyncIterator[pb.ImportStateRequest], context: Context) -> bytes:
+        """Take a state in."""
+        exchange, principal = self._existing(), current_principal()
+        with exchange.on_its_way(principal):
+            async with self._pace.upload(messages) as coming:
+                asked, pieces = await _read_import(coming)
+                request_id = requests.read_request_id(asked.request_id)
+                lease_s = requests.read_lease_s(asked.lease_ms, self._served)
+                arriving = Arriving(pieces)
+                stored, asked.chunk = await exchange.read_header(arriving, principal)
+                call = principal, "ImportState", request_id, asked.SerializeToString(deterministic=True)
+                reply = self.request_ids.find(*call)
+                if reply is not None:
+                    return reply
+                async with exchange.received(arriving, stored, principal, is_pinned=asked.pinned) as header:
+                    # The same call may have come again, and been faster.
+                    reply = self.request_ids.find(*call)
+                    if reply is None:
+                        snapshot = replies.snapshot(exchange.add(header, principal, lease_s))
+                        reply = pb.ImportStateResponse(snapshot=snapshot).SerializeToString()
+                        self.request_ids.add(*call, reply)
+                return reply
+
+    def _existing(self) -> Exchange:
+        if self._states.exchange is None:
+            message = "this server keeps no states in host memory, by way of which they go: it needs --host-state-bytes"
+            raise RequestError(Reason.HOST_TIER_OFF, message)
+        return self._states.exchange
+
     async def close(self) -> None:
         """End what is under way; after the last call."""
         await self.request_ids.close()
@@ -169,3 +220,26 @@ class StateService:
             if error.refusal.reason is Reason.SEQUENCE_UNKNOWN:
                 self._guesses.add(context.peer(), current_principal(), 1)
             raise
+
+
+async def _read_import(
+    messages: AsyncIterator[pb.ImportStateRequest],
+) -> tuple[pb.ImportStateRequest, AsyncIterator[bytes]]:
+    """Take the first message of an import; return it, and the chunks of all. Raises RequestError INVALID_REQUEST; so do
+    the chunks."""
+    first = await anext(messages, None)
+    if first is None:
+        message = "request_id: must be set: the stream had no message"
+        raise RequestError(Reason.INVALID_REQUEST, message, field="request_id")
+    return first, _chunks(first.chunk, messages)
+
+
+async def _chunks(chunk: bytes, messages: AsyncIterator[pb.ImportStateRequest]) -> AsyncIterator[bytes]:
+    if chunk:
+        yield chunk
+    async for message in messages:
+        chunk, message.chunk = message.chunk, b""
+        if not chunk or message.ByteSize():
+            text = "chunk: must be all that a later message has"
+            raise RequestError(Reason.INVALID_REQUEST, text, field="chunk")
+        yield chunk

@@ -25,6 +25,7 @@ from deltaline_server.snapshots.layout import (
     NUM_PROGRESS_FIELDS,
     VERSION,
     LayoutError,
+    NoRoom,
     Section,
     SpanProgress,
     StateLayout,
@@ -78,6 +79,8 @@ class Flaw(StrEnum):
     """Of another model, or of other settings that change what a state means."""
     SECTIONS = "sections"
     """Its sections are not where they have to be."""
+    ROOM = "room"
+    """It has more tokens or drafts than a sequence may have here."""
     DIGEST = "digest"
     """A section's digest is another."""
 
@@ -157,8 +160,9 @@ def encode(header: StateHeader, sections: Sequence[Section], digests: Sequence[b
     return PREAMBLE.pack(MAGIC, VERSION, length, total, digest) + body
 
 
-def header_length(preamble: bytes, file_bytes: int) -> int:
-    """Return the length of the header that begins with these PREAMBLE.size bytes, in a file of so many.
+def header_length(preamble: bytes, file_bytes: int | None) -> int:
+    """Return the length of the header that begins with these PREAMBLE.size bytes, in a file of so many; None where they
+    are yet to come.
 
     Raises StateFileError: the file is none of ours, of another version, or not as long as it says.
     """
@@ -172,7 +176,7 @@ def header_length(preamble: bytes, file_bytes: int) -> int:
         raise StateFileError(Flaw.VERSION, f"expected version {VERSION}, got {version}")
     if length % PAGE or not PAGE <= length <= min(MAX_HEADER_BYTES, total):
         raise StateFileError(Flaw.LENGTH, f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {length}")
-    if total != file_bytes:
+    if file_bytes is not None and total != file_bytes:
         flaw = Flaw.TRUNCATED if file_bytes < total else Flaw.LENGTH
         raise StateFileError(flaw, f"expected a file of {total} bytes, got {file_bytes}")
     return int(length)
@@ -239,7 +243,7 @@ def _same_sections(layout: StateLayout, spans: Sequence[SpanProgress], entries: 
     try:
         sections = layout.sections(spans)
     except LayoutError as error:
-        raise StateFileError(Flaw.SECTIONS, str(error)) from error
+        raise StateFileError(Flaw.ROOM if isinstance(error, NoRoom) else Flaw.SECTIONS, str(error)) from error
     expected = _entries(sections)
     expected["digest"] = entries["digest"] if len(entries) == len(expected) else b""
     if expected.tobytes() != entries.tobytes():

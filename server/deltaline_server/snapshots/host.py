@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +76,14 @@ class HostTier:
     def used_bytes(self) -> int:
         """Bytes of the places of states, those under way among them."""
         return self._places.used_bytes
+
+    @property
+    def pinned_bytes(self) -> Counter[str]:
+        """Bytes of the states that are pinned here, by their owner's name."""
+        pinned = Counter[str]()
+        for each in self._states.values():
+            pinned[each.header.owner] += each.is_pinned * len(each.memory)
+        return pinned
 
     @property
     def num_missed(self) -> dict[str, int]:

@@ -29,12 +29,18 @@ MAX_REPLY_BYTES = 1 << 31
 # Of steps, positions and the like: half of what their 64 bits hold, so that sums of two can't wrap.
 MAX_COUNT = (1 << 62) - 1
 COMMIT_FIELDS = 3
+# Fields whose limits are a server's own.
+_LIMITED = frozenset({"position", "pending", "replay", "records_0", "records_1"})
 _FP32 = 4
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
 class LayoutError(ValueError):
     """A state can't have such a progress; the message names the field, what was expected and what came."""
+
+
+class NoRoom(LayoutError):
+    """A state has more tokens or drafts than this server's sequences."""
 
 
 class Part(IntEnum):
@@ -85,6 +91,14 @@ class SpanProgress:
     records_1: int = 0
     num_commits: int = 0
     reply_bytes: int = 0
+
+    @classmethod
+    def captured(
+        cls, *, step: int, position: int, replay: int, zero_commits: int, draft_half: int, num_commits: int
+    ) -> SpanProgress:
+        """Of a snapshot: nothing is pending, no reply is kept, and no more records than are replayed."""
+        records = {"records_1" if draft_half else "records_0": replay}
+        return cls(step, position, 0, replay, zero_commits, draft_half=draft_half, num_commits=num_commits, **records)
 
     @property
     def records(self) -> tuple[int, int]:
@@ -219,7 +233,8 @@ class StateLayout:
         for name, limit in limits.items():
             value = getattr(progress, name)
             if not 0 <= value <= limit:
-                raise LayoutError(f"spans[{index}].{name}: expected 0 .. {limit}, got {value}")
+                kind = NoRoom if name in _LIMITED and value > limit else LayoutError
+                raise kind(f"spans[{index}].{name}: expected 0 .. {limit}, got {value}")
         needed, kept = progress.replay + progress.pending, progress.records[progress.draft_half]
         if kept < needed:
             raise LayoutError(f"spans[{index}].records_{progress.draft_half}: expected at least {needed}, got {kept}")

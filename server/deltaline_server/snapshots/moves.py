@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -70,8 +71,9 @@ class Moves:
         self._transfer, self._begin, self._clock = transfer, begin, clock
         self._snapshots, self._capture, self._adapters = snapshots, capture, adapters
         self._to_host, self._to_files = Backlog(self._store), Backlog(self._write)
-        self._one_read, self._one_landing = asyncio.Lock(), asyncio.Lock()
+        self._one_gather, self._one_read, self._one_landing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._coming: dict[bytes, asyncio.Future[None]] = {}
+        self._lent: dict[bytes, asyncio.Future[None]] = {}
         self._removals: set[asyncio.Future[bool]] = set()
         self._ways = dict(_ASSUMED)
         self.num_brought, self.num_lost = {Tier.HOST: 0, Tier.FILE: 0}, 0
@@ -128,38 +130,54 @@ class Moves:
 
         Raises RequestError NO_SNAPSHOT_LINES, PAGES_EXHAUSTED, ADAPTERS_OFF or ADAPTER_UNKNOWN.
         """
-        coming = self._coming.get(id)
-        if coming is None:
-            coming = self._coming[id] = asyncio.ensure_future(self._bring_back(id))
-            coming.add_done_callback(partial(self._came, id))
-        await asyncio.shield(coming)
+        await self._joined(self._coming, id, self._bring_back)
+
+    async def bring_to_host(self, id: bytes) -> None:
+        """Let a snapshot lie in host memory, if it is held and there is room. Raises RequestError NO_SNAPSHOT_LINES
+        where there is none for what lies in a file."""
+        await self._joined(self._lent, id, self._bring_to_host)
+
+    def write(self, id: bytes) -> None:
+        """Let a snapshot that lies in host memory be written to a file soon, where there are files."""
+        if self._files is not None:
+            self._to_files.add(id)
 
     async def close(self) -> None:
         """Finish what is under way; what waits to be stored is not. Idempotent."""
         await self._to_host.close()
         await self._to_files.close()
-        await asyncio.gather(*self._coming.values(), *self._removals, return_exceptions=True)
+        await asyncio.gather(*self._coming.values(), *self._lent.values(), *self._removals, return_exceptions=True)
 
     # -- down ------------------------------------------------------------------------------------------------------
 
     async def _store(self, id: bytes) -> None:
-        """Copy a snapshot from the device to host memory."""
+        """Copy a snapshot from the device to host memory, unless it lies there."""
         one = self._snapshots.get(id)
-        with self._snapshots.using(id, copies=True) as state:
-            if one is None or state is None or self.find(id) is not None:
-                return
-            header = make_header(id, one, state, self._fingerprint)
-            commits = np.array([(*at, count) for at, count in state.progress.fixed.items()], dtype=np.int64)
-            place = StatePlace(tuple(state.read_line.tolist()), state.pages)
-            copy_in = partial(self._gather, header, place, commits.reshape(-1, 3))
-            if not await self._host.store(header, copy_in):
-                return
-        self._host.pin(id, False)  # it is the device's copy that must stay, or the file
-        if self._files is not None:
-            self._to_files.add(id)
+        async with self._one_gather:
+            with self._snapshots.using(id, copies=True) as state:
+                if one is not None and state is not None and self._host.find(id) is None:
+                    await self._gather(id, one, state)
 
-    async def _gather(self, header: StateHeader, place: StatePlace, commits: Commits, memory: Bytes) -> None:
-        await self._copy(partial(self._transfer.gather, header.spans, place, commits, memory))
+    async def _gather(self, id: bytes, one: Snapshot, state: CapturedState) -> None:
+        header = make_header(id, one, state, self._fingerprint)
+        place = StatePlace(tuple(state.read_line.tolist()), state.pages)
+        commits = np.array([(*at, count) for at, count in state.progress.fixed.items()], dtype=np.int64).reshape(-1, 3)
+
+        async def copy_in(memory: Bytes) -> None:
+            await self._copy(partial(self._transfer.gather, header.spans, place, commits, memory))
+
+        if await self._host.store(header, copy_in):
+            self._host.pin(id, False)  # it is the device's copy that must stay, or the file
+            self.write(id)
+
+    async def _bring_to_host(self, id: bytes) -> None:
+        one = self._snapshots.get(id)
+        if one is not None and isinstance(one.state, StoredState):
+            async with self._one_read:
+                if self._host.find(id) is None:
+                    await self._read(id)
+        elif one is not None:
+            await self._store(id)
 
     async def _write(self, id: bytes) -> None:
         """Copy a snapshot from host memory to a file."""
@@ -167,8 +185,8 @@ class Moves:
         if header is None or self._files is None or self._files.has(id):
             return
         with self._host.use(id) as memory:
-            if memory is not None:
-                await self._files.store(header, memory)
+            if memory is not None and await self._files.store(header, memory) is None:
+                self._host.pin(id, False)
 
     # -- up --------------------------------------------------------------------------------------------------------
 
@@ -229,6 +247,8 @@ class Moves:
             place = StatePlace(tuple(state.read_line.tolist()), state.pages)
             await self._copy(partial(self._transfer.scatter, header.spans, place, memory))
             self._snapshots.arrived(id, state)
+        if isinstance(one.state, CapturedState):
+            self._host.pin(id, False)  # as in _gather
 
     def _reserve(self, stored: BoundAdapter, owner: Principal) -> BoundAdapter:
         """The adapter of a stored state, as it is kept now. Raises RequestError ADAPTERS_OFF or ADAPTER_UNKNOWN."""
@@ -239,9 +259,21 @@ class Moves:
             raise RequestError(Reason.ADAPTER_UNKNOWN, message)
         return adapter
 
-    def _came(self, id: bytes, coming: asyncio.Future[None]) -> None:
-        del self._coming[id]
-        coming.exception()  # who asked may have gone
+    @staticmethod
+    async def _joined(
+        under_way: dict[bytes, asyncio.Future[None]], id: bytes, work: Callable[[bytes], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Do work for a snapshot, once for all who ask meanwhile, and to its end if they go: memory is written to."""
+        doing = under_way.get(id)
+        if doing is None:
+            doing = under_way[id] = asyncio.ensure_future(work(id))
+
+            def done(doing: asyncio.Future[None]) -> None:
+                del under_way[id]
+                doing.exception()  # who asked may have gone
+
+            doing.add_done_callback(done)
+        await asyncio.shield(doing)
 
     def _measure(self, before: StoredState, seconds: float) -> None:
         """A snapshot was brought back in so many seconds."""
@@ -258,16 +290,13 @@ def make_header(id: bytes, one: Snapshot, state: CapturedState, fingerprint: byt
     """What is stored of a snapshot beside its state's bytes. A span of step 0 reads no line yet."""
     progress, spans = state.progress, []
     for span, (line, half) in enumerate(zip(state.read_line.tolist(), state.draft_half.tolist(), strict=True)):
-        replay = int(progress.replay[span])
         spans.append(
-            SpanProgress(
+            SpanProgress.captured(
                 step=int(line != NULL_LINE),
                 position=progress.position,
-                replay=replay,
+                replay=int(progress.replay[span]),
                 zero_commits=int(progress.zero_commits[span]),
                 draft_half=half,
-                records_0=0 if half else replay,
-                records_1=replay if half else 0,
                 num_commits=0 if span else len(progress.fixed),
             )
         )

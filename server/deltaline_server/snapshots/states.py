@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.scheduling.scheduler import Scheduler
+from deltaline_server.snapshots.exchange import Exchange
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import SnapshotDescription, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -54,9 +55,10 @@ class States:
         snapshots: SnapshotTable,
         scheduler: Scheduler,
         moves: Tiering | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        """moves: None where there are no tiers but the device."""
-        self._moves = moves
+        """moves, exchange: None where there are no tiers but the device."""
+        self._moves, self.exchange = moves, exchange
         self._table, self._capture, self.snapshots, self._scheduler = table, capture, snapshots, scheduler
 
     async def create(
@@ -116,8 +118,10 @@ class States:
                 for _ in range(BRINGS):
                     if used.enter_context(self.snapshots.using(id)) is not None:
                         break
-                    if self._moves is not None and self.snapshots.is_stored(id, principal):
+                    one = self.snapshots.get(id)
+                    if self._moves is not None and one is not None and one.is_far(principal):
                         self._table.check_room(len(ids), principal)
+                        self.snapshots.check_pinned_share(1, principal, one.is_pinned)
                         await self._moves.bring_back(id)
             yield
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.config import Config
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.memory.mappings import Pinning
-from deltaline_server.models.model import Model
+from deltaline_server.models.model import NUMPY_DTYPES, Model
 from deltaline_server.snapshots.directory import StateDirectory, StateDirectoryError
+from deltaline_server.snapshots.exchange import Exchange
 from deltaline_server.snapshots.files import FileTier
 from deltaline_server.snapshots.host import HostTier
-from deltaline_server.snapshots.layout import VERSION, StateLayer, StateLayout
+from deltaline_server.snapshots.layout import VERSION, Part, StateLayer, StateLayout
 from deltaline_server.snapshots.moves import Begin, Moves
 from deltaline_server.snapshots.transfer import StateTransfer
 from deltaline_server.tables.captured.capture import Capture
@@ -80,6 +83,34 @@ class Tiers:
             adapters=adapters,
         )
         return moves
+
+    def exchange(
+        self, model: Model, pool: StatePool, moves: Moves | None, snapshots: SnapshotTable, adapters: SequenceAdapters
+    ) -> Exchange | None:
+        """What gives and takes the snapshots of a table as states' files, None where there is no host memory."""
+        if self.host is None or moves is None:
+            return None
+        of_model = (
+            Part.CONV_Q,
+            Part.CONV_K,
+            Part.CONV_V,
+            Part.CONV_X,
+            Part.CONV_B,
+            Part.CONV_C,
+            Part.KEYS,
+            Part.VALUES,
+        )
+        drafts = Part.DRAFT_KEYS, Part.DRAFT_UPDATES, Part.DRAFT_GATES
+        types = dict.fromkeys(of_model, model.numpy_dtype) | dict.fromkeys(drafts, np.dtype(np.float32))
+        return Exchange(
+            layout=self.layout,
+            fingerprint=self.fingerprint,
+            types=types | {Part.RECURRENT: NUMPY_DTYPES[pool.state_dtype]},
+            host=self.host,
+            moves=moves,
+            snapshots=snapshots,
+            adapters=adapters,
+        )
 
     async def close(self) -> None:
         """Finish writes and reads, and give back folder and memory. Idempotent."""

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any
 
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
@@ -67,23 +67,34 @@ class RequestIds:
         content: what the call asks for. A call that is cancelled cancels no work. Raises what the work raises, and
         RequestError INVALID_REQUEST when the id came with other content before; TOO_MANY_CALLS.
         """
-        number, key = principal.number, (method, request_id)
-        digest = blake2b(content, digest_size=16).digest()
-        self._forget_old(number)
+        number, key, digest = principal.number, (method, request_id), _digest(content)
         running = self._running.get((number, key))
-        done = self._done[number].get(key) if number in self._done else None
-        if running is None and done is None:
-            self._check_room(number)
-            task = asyncio.create_task(self._run(number, key, digest, work))
-            self._running[number, key] = digest, task
-            self._running_of[number] += 1
-            return await asyncio.shield(task)
-        before = running[0] if running is not None else cast(_Outcome, done).content
-        if before != digest:
-            message = "request_id: it came with another request before; draw a new one for each call"
-            raise RequestError(Reason.INVALID_REQUEST, message, field="request_id")
-        self.num_repeated += 1
-        return cast(_Outcome, done).reply if running is None else await asyncio.shield(running[1])
+        if running is not None:
+            self._repeated(running[0], digest)
+            return await asyncio.shield(running[1])
+        reply = self.find(principal, method, request_id, content)
+        if reply is not None:
+            return reply
+        self._check_room(number)
+        task = asyncio.create_task(self._run(number, key, digest, work))
+        self._running[number, key] = digest, task
+        self._running_of[number] += 1
+        return await asyncio.shield(task)
+
+    def find(self, principal: Principal, method: str, request_id: bytes, content: bytes) -> bytes | None:
+        """The reply that a call had which is done, None where there was none. Raises as `once` for other content."""
+        self._forget_old(principal.number)
+        kept = self._done.get(principal.number)
+        done = None if kept is None else kept.get((method, request_id))
+        if done is None:
+            return None
+        self._repeated(done.content, _digest(content))
+        return done.reply
+
+    def add(self, principal: Principal, method: str, request_id: bytes, content: bytes, reply: bytes) -> None:
+        """A call that `find` knew nothing of was done without waiting for anything."""
+        outcome = _Outcome(_digest(content), reply, self._clock() + LIFE_S)
+        self._keep(principal.number, (method, request_id), outcome)
 
     async def close(self) -> None:
         """End what runs; after the last call."""
@@ -100,6 +111,13 @@ class RequestIds:
             del self._running[number, key]
             self._running_of[number] -= 1
         return reply
+
+    def _repeated(self, before: bytes, content: bytes) -> None:
+        """A call came again. Raises RequestError INVALID_REQUEST where it asks for something else."""
+        if before != content:
+            message = "request_id: it came with another request before; draw a new one for each call"
+            raise RequestError(Reason.INVALID_REQUEST, message, field="request_id")
+        self.num_repeated += 1
 
     def _check_room(self, number: int) -> None:
         own, free = self._running_of[number], MAX_RUNNING - len(self._running)
@@ -131,3 +149,7 @@ class RequestIds:
         num_bytes = sign * (len(outcome.reply) + ENTRY_BYTES)
         self.used_bytes += num_bytes
         self._bytes_of[number] = self._bytes_of.get(number, 0) + num_bytes
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=16).digest()

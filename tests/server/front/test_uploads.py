@@ -59,9 +59,9 @@ async def test_an_upload_that_the_server_cannot_hold_is_refused_before_it_comes(
     await rig.check_unharmed()
 
 
-@pytest.mark.parametrize("times_s", [{"upload_s": 0.5}, {"pause_s": 0.5}], ids=["all messages", "one message"])
+@pytest.mark.parametrize("times_s", [{"whole_s": 0.5}, {"pause_s": 0.5}], ids=["all messages", "one message"])
 async def test_an_upload_that_stalls_ends_and_holds_up_nobody(tmp_path: Path, times_s: dict[str, Any]) -> None:
-    async with running(tmp_path, **({"upload_s": 600.0, "pause_s": 600.0} | times_s)) as rig:
+    async with running(tmp_path, **({"whole_s": 600.0, "pause_s": 600.0} | times_s)) as rig:
         stalled = rig.stub.LoadAdapter(timeout=60)
         upload = pb.AdapterUpload(config=b"{}", tensors_bytes=100)
         await stalled.write(pb.LoadAdapterRequest(name="a", upload=upload))

@@ -17,7 +17,7 @@ from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError
 from deltaline_client._transport.async_stream import Mailbox
 from deltaline_client._transport.flow import Call
-from deltaline_client._transport.link.answer import answer_of
+from deltaline_client._transport.link.answer import answer_of, read
 from deltaline_client._transport.link.steps import LinkSteps
 from deltaline_client._transport.statuses import from_status
 from deltaline_client._transport.token import Token
@@ -52,15 +52,20 @@ class AsyncLink:
 
     async def call(self, command: Call) -> Any:
         """Make one attempt at a method. Raises DeltalineError."""
-        bodies: list[bytes] = []
+        bodies: asyncio.Queue[bytes | None] = asyncio.Queue()
         ended: asyncio.Future[DeltalineError | None] = asyncio.get_running_loop().create_future()
         conversation, method, request = self._conversation, command.method, command.request
         if conversation.error is not None:
             raise conversation.error
+
+        def end(error: DeltalineError | None) -> None:
+            _settle(ended, error)
+            bodies.put_nowait(None)
+
         call = conversation.begin(
             method.path,
-            bodies.append,
-            partial(_settle, ended),
+            bodies.put_nowait,
+            end,
             timeout_s=command.timeout_s,
             metadata=metadata(self._token),
         )
@@ -77,13 +82,21 @@ class AsyncLink:
                             await self._socket.until_moved()
                     conversation.send(call, None, is_last=True)
                 self._socket.flush()
+                came = []
+                while (body := await bodies.get()) is not None:
+                    if command.take is None:
+                        came.append(body)
+                    else:
+                        await asyncio.to_thread(command.take, read(method, body))  # it may write to a disk
                 error = await ended
         except TimeoutError as late:
             raise DeadlineExceeded("no answer in time") from late
         finally:
             conversation.cancel(call)
             self._socket.flush()
-        return answer_of(method, bodies, error)
+        if command.take is not None and error is None:
+            return None
+        return answer_of(method, came, error)
 
     async def memory(self, size_bytes: int, timeout_s: float) -> Region:
         """Link memory of at least so many bytes, for as long as the connection lives. Raises DeltalineError."""

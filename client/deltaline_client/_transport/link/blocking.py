@@ -20,7 +20,7 @@ from deltaline.link_socket import receive, send
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Unavailable
 from deltaline_client._transport.flow import Answer, Call
-from deltaline_client._transport.link.answer import answer_of
+from deltaline_client._transport.link.answer import answer_of, read
 from deltaline_client._transport.link.steps import LinkSteps
 from deltaline_client._transport.statuses import from_status
 from deltaline_client._transport.token import Token
@@ -66,7 +66,7 @@ class BlockingLink:
 
     def call(self, command: Call) -> Any:
         """Make one attempt at a method. Raises DeltalineError."""
-        bodies: list[bytes] = []
+        bodies: deque[bytes] = deque()
         ends: list[DeltalineError | None] = []
         until_s = time.monotonic() + command.timeout_s
         conversation, method, request = self._conversation, command.method, command.request
@@ -92,11 +92,17 @@ class BlockingLink:
                         break
                 else:
                     conversation.send(call, None, is_last=True)
+            while command.take is not None and (bodies or not ends):
+                wait(lambda: bodies)
+                while bodies:
+                    command.take(read(method, bodies.popleft()))
             wait(lambda: False)
         finally:
             if not call.is_over:
                 conversation.cancel(call)
                 self._flush()
+        if command.take is not None and ends[0] is None:
+            return None
         return answer_of(method, bodies, ends[0])
 
     def memory(self, size_bytes: int, timeout_s: float) -> Region:

@@ -41,6 +41,8 @@ ROLES: Mapping[str, frozenset[Role] | None] = {
     "/deltaline.v1.StateService/ListSnapshots": _STEP,
     "/deltaline.v1.StateService/RenewSnapshots": _STEP,
     "/deltaline.v1.StateService/ReleaseSnapshots": _STEP,
+    "/deltaline.v1.StateService/ExportState": _STEP,
+    "/deltaline.v1.StateService/ImportState": _STEP,
     "/deltaline.v1.AdapterService/LoadAdapter": _ADAPTER,
     "/deltaline.v1.AdapterService/UnloadAdapter": _ADAPTER,
     "/deltaline.v1.AdapterService/ListAdapters": EVERY_ROLE,

@@ -58,6 +58,10 @@ class Snapshot:
     created: float
     key: bytes = b""
 
+    def is_far(self, principal: Principal) -> bool:
+        """Whether it is a principal's own, and lies in a lower tier alone."""
+        return self.owner.number == principal.number and isinstance(self.state, StoredState)
+
 
 def describe(id: bytes, one: Snapshot, lease_s: float, num_bytes: int) -> SnapshotDescription:
     """A snapshot as its owner sees it."""

@@ -239,10 +239,9 @@ class SnapshotTable:
         """A snapshot that is held."""
         return self._held.get(id)
 
-    def is_stored(self, id: bytes, principal: Principal) -> bool:
-        """Whether a principal has such a snapshot, which lies in a lower tier alone."""
-        one = self._held.get(id)
-        return one is not None and one.owner.number == principal.number and isinstance(one.state, StoredState)
+    def check_own(self, id: bytes, principal: Principal) -> None:
+        """Raise RequestError SNAPSHOT_UNKNOWN unless a principal has such a snapshot."""
+        self._held.find(id, principal)
 
     @contextmanager
     def using(self, id: bytes, copies: bool = False) -> Iterator[CapturedState | None]:
@@ -277,14 +276,23 @@ class SnapshotTable:
                 self._move(id, one, stored)
 
     def add_stored(
-        self, id: bytes, state: StoredState, owner: Principal, is_pinned: bool, created: float, key: bytes
-    ) -> None:
-        """A state that an earlier server stored is a snapshot, with the lease of one that asks for none. Passed over
-        where there are too many."""
-        if self._num_stored < self._stored_limit:
-            lease_s = self._table.checked_lease(None)
-            one = Snapshot(state, owner, is_pinned, lease_s, self._clock() + lease_s, created, key)
-            self._hold(id, one, PrefixKeys.one(key, state.position))
+        self,
+        id: bytes,
+        state: StoredState,
+        owner: Principal,
+        is_pinned: bool,
+        created: float,
+        key: bytes,
+        lease_s: float | None = None,
+    ) -> SnapshotDescription | None:
+        """A state that another server made is a snapshot from now on; None, and nothing has changed, where too many lie
+        in lower tiers alone. Raises RequestError INVALID_REQUEST for the lease or the key."""
+        lease_s = self._table.checked_lease(lease_s)
+        if self._num_stored >= self._stored_limit:
+            return None
+        one = Snapshot(state, owner, is_pinned, lease_s, self._clock() + lease_s, created, key)
+        self._hold(id, one, PrefixKeys.one(key, state.position))
+        return self._description(id, one, self._clock())
 
     @property
     def _num_stored(self) -> int:
@@ -295,8 +303,16 @@ class SnapshotTable:
     def check_share(self, count: int, principal: Principal, is_pinned: bool, num_under_way: int = 0) -> None:
         """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where what does not give way, pinned ones and states
         under way, would be more than is left to others; num_under_way: of those that the principal has."""
+        self.check_quota(count, principal, num_under_way)
+        self.check_pinned_share(count, principal, is_pinned, num_under_way)
+
+    def check_quota(self, count: int, principal: Principal, num_under_way: int = 0) -> None:
+        """Raise RequestError QUOTA_EXCEEDED where so many more are too many."""
         if principal.quotas is not None:
             principal.quotas.check("snapshots", self._held.num_of(principal) + num_under_way, count)
+
+    def check_pinned_share(self, count: int, principal: Principal, is_pinned: bool, num_under_way: int = 0) -> None:
+        """The other half of `check_share`."""
         if count and (is_pinned or num_under_way) and principal.number and not principal.is_alone:
             held = self.device.num_pinned[principal.number] + num_under_way
             free = self._table.lines.snapshot_lines - self.num_pinned - len(self.device.under_way)

@@ -1,0 +1,197 @@
+"""Snapshots that leave for elsewhere and come from there, as states' files, by way of host memory.
+
+What comes lies in a place of its own until all of it is there and was found whole; nobody sees it before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from typing import Protocol
+
+from deltaline_server.errors import Reason, RequestError
+from deltaline_server.principal import Principal, check_share
+from deltaline_server.snapshots.header import ID_BYTES, StateFileError, StateHeader, StoredHeader
+from deltaline_server.snapshots.host import HostTier
+from deltaline_server.snapshots.layout import Bytes, StateLayout, state_bytes
+from deltaline_server.snapshots.stream import Arriving, ValueTypes, check_state, pieces_of, refused
+from deltaline_server.tables.captured.snapshot import SnapshotDescription
+from deltaline_server.tables.captured.snapshots import SnapshotTable
+from deltaline_server.tables.captured.state import StoredState
+from deltaline_server.tables.sequence_adapters import SequenceAdapters
+
+# Each holds a piece for a reader that may be slow, and a header.
+MOST_ON_THEIR_WAY = 64
+
+
+class Tiering(Protocol):
+    """What moves snapshots between the tiers: a Moves, of which front ends must not know that it needs torch."""
+
+    def find(self, id: bytes) -> StoredState | None: ...
+    async def bring_to_host(self, id: bytes) -> None: ...
+    def write(self, id: bytes) -> None: ...
+
+
+class Exchange:
+    """Gives snapshots of a table as states' files, and makes some of such. All methods belong to the event loop."""
+
+    def __init__(
+        self,
+        *,
+        layout: StateLayout,
+        fingerprint: bytes,
+        types: ValueTypes,
+        host: HostTier,
+        moves: Tiering,
+        snapshots: SnapshotTable,
+        adapters: SequenceAdapters,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """clock_ns: since the epoch."""
+        self._layout, self._fingerprint, self._types = layout, fingerprint, types
+        self._host, self._moves, self._snapshots, self._adapters = host, moves, snapshots, adapters
+        self._clock_ns = clock_ns
+        # Of states that are on their way, by their principal's number.
+        self._num_states, self._num_coming, self._bytes = Counter[int](), Counter[int](), Counter[int]()
+
+    async def export(
+        self, id: bytes, owner: Principal, *, pause_s: float, whole_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """A principal's snapshot as a state's file, in pieces. It keeps its place in host memory to the last of them,
+        if each is taken within `pause_s` and all are within `whole_s`.
+
+        Raises RequestError SNAPSHOT_UNKNOWN; NO_SNAPSHOT_LINES where host memory has no room; UPLOAD_TIMEOUT.
+        """
+        self._snapshots.check_own(id, owner)
+        await self._moves.bring_to_host(id)
+        header = self._host.find(id)
+        if header is None:
+            self._snapshots.check_own(id, owner)
+            raise self._no_room(0)
+        with ExitStack() as held:
+            held.enter_context(self._place(owner, self._host.size_of(id)))
+            memory = held.enter_context(self._host.use(id))
+            assert memory is not None
+            pieces = pieces_of(header, self._layout.sections(header.spans), memory)
+            # The first one takes time; a thread that outlives this call reads, and nobody asks what.
+            piece = await asyncio.to_thread(next, pieces, None)
+            loop = asyncio.get_running_loop()
+            until_s = loop.time() + whole_s
+            while piece is not None:
+                # gRPC can't be told to give up a reader that stands still: the place goes back while it does.
+                late = loop.call_at(min(until_s, loop.time() + pause_s), held.close)
+                try:
+                    yield piece
+                finally:
+                    late.cancel()
+                if loop.time() >= late.when():
+                    message = f"the pieces were not taken within {pause_s:g} seconds each, {whole_s:g} in all"
+                    raise RequestError(Reason.UPLOAD_TIMEOUT, message)
+                piece = next(pieces, None)
+
+    async def read_header(self, arriving: Arriving, owner: Principal) -> tuple[StoredHeader, bytes]:
+        """Take the header of what arrives; return it with its digest, which tells one state's file from all others.
+
+        Raises RequestError STATE_DAMAGED, STATE_MISMATCH or INVALID_REQUEST.
+        """
+        try:
+            stored, digest = await arriving.read_header(self._layout, self._fingerprint)
+        except StateFileError as error:
+            raise refused(error) from error
+        header, content_hash = stored.header, None
+        with suppress(RequestError):
+            content_hash = self._adapters.content_hash(header.adapter, owner)
+        if content_hash != header.adapter_hash:
+            message = "adapter: expected one that is loaded here under its name with the same content"
+            raise RequestError(Reason.STATE_MISMATCH, message)
+        return stored, digest
+
+    @asynccontextmanager
+    async def received(
+        self, arriving: Arriving, stored: StoredHeader, owner: Principal, *, is_pinned: bool
+    ) -> AsyncIterator[StateHeader]:
+        """Inside the context what arrives behind a header lies in host memory, whole and sound, under an id of its own;
+        behind it only if it was added.
+
+        Raises RequestError as `read_header`, NON_FINITE_INPUT, QUOTA_EXCEEDED or NO_SNAPSHOT_LINES; what the pieces
+        raise.
+        """
+        self._snapshots.check_quota(1, owner, self._num_coming[owner.number])
+        id, now_ns, size = secrets.token_bytes(ID_BYTES), self._clock_ns(), state_bytes(stored.sections)
+        header = replace(stored.header, id=id, owner=owner.name, is_pinned=is_pinned, created_ns=now_ns)
+
+        async def copy_in(memory: Bytes) -> None:
+            await arriving.read_state(memory)
+            # A thread that outlives this call reads, and nobody asks what.
+            await asyncio.to_thread(check_state, stored, memory, self._layout, self._types)
+
+        with _counted(self._num_coming, owner.number, 1), self._place(owner, size):
+            try:
+                has_room = await self._host.store(header, copy_in)
+            except StateFileError as error:
+                raise refused(error) from error
+            if not has_room:
+                raise self._no_room(size)
+        with self._host.use(id):
+            try:
+                yield header
+            finally:
+                if self._snapshots.get(id) is None:
+                    self._host.release(id)
+
+    def add(self, header: StateHeader, owner: Principal, lease_s: float | None) -> SnapshotDescription:
+        """Let what was received be a principal's snapshot. Raises RequestError QUOTA_EXCEEDED, NO_SNAPSHOT_LINES, or
+        INVALID_REQUEST for its lease or key; then it is none."""
+        self._snapshots.check_quota(1, owner)
+        state, created = self._moves.find(header.id), header.created_ns / 1e9
+        assert state is not None
+        made = self._snapshots.add_stored(header.id, state, owner, header.is_pinned, created, header.key, lease_s)
+        if made is None:
+            raise RequestError(Reason.NO_SNAPSHOT_LINES, "as many snapshots are stored as may be", retry_after_s=1.0)
+        self._moves.write(header.id)
+        return made
+
+    @contextmanager
+    def on_its_way(self, owner: Principal) -> Iterator[None]:
+        """Count a state that comes or goes. Raises RequestError TOO_MANY_CALLS."""
+        num_states, number = self._num_states.total(), owner.number
+        if num_states == MOST_ON_THEIR_WAY:
+            message = f"{num_states} states are on their way, which is the most"
+            raise RequestError(Reason.TOO_MANY_CALLS, message, retry_after_s=1.0)
+        if number and not owner.is_alone:
+            left = MOST_ON_THEIR_WAY - num_states
+            check_share(self._num_states[number], 1, left, "states on their way", Reason.TOO_MANY_CALLS)
+        with _counted(self._num_states, number, 1):
+            yield
+
+    def _place(self, owner: Principal, num_bytes: int) -> AbstractContextManager[None]:
+        """Count a place, which gives way to nobody. Raises RequestError NO_SNAPSHOT_LINES where a principal would have
+        more such places than it leaves to others, pinned ones among them."""
+        number = owner.number
+        if number and not owner.is_alone:
+            pinned = self._host.pinned_bytes
+            held = self._bytes[number] + pinned[owner.name]
+            free = self._host.limit_bytes - self._bytes.total() - pinned.total()
+            what = "bytes of host memory for states that are pinned or on their way"
+            check_share(held, num_bytes, free, what, Reason.NO_SNAPSHOT_LINES)
+        return _counted(self._bytes, number, num_bytes)
+
+    def _no_room(self, num_bytes: int) -> RequestError:
+        limit = self._host.limit_bytes
+        retry_after_s = 1.0 if num_bytes <= limit else None
+        message = f"host memory, of {limit} bytes, has no room for the state now: --host-state-bytes is what it has"
+        return RequestError(Reason.NO_SNAPSHOT_LINES, message, retry_after_s=retry_after_s)
+
+
+@contextmanager
+def _counted(counter: Counter[int], number: int, count: int) -> Iterator[None]:
+    counter[number] += count
+    try:
+        yield
+    finally:
+        counter[number] -= count
