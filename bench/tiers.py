@@ -29,11 +29,11 @@ import torch
 from deltaline_server.layers.shapes import GatedDeltaNetShape
 from deltaline_server.layers.state_pool import StateOptions, StatePool
 from deltaline_server.memory.pinning import CudaPinning
+from deltaline_server.snapshots.device.transfer import StatePlace, StateTransfer
 from deltaline_server.snapshots.directory import StateDirectory, name_of
 from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import Bytes, SpanProgress, StateLayer, StateLayout, state_bytes
-from deltaline_server.snapshots.transfer import StatePlace, StateTransfer
 
 PIECE = 1 << 20
 LAYERS = tuple(StateLayer(i, 0, GatedDeltaNetShape(16, 48, 128, 128, 4)) for i in range(48))

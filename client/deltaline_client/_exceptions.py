@@ -4,77 +4,26 @@
 
 DeltalineError
 ├── TransportError           no answer, or none that can be read: the outcome is unknown until the step is resumed
-│   ├── Unavailable
-│   ├── DeadlineExceeded
-│   ├── Cancelled
-│   └── ProtocolError
+│   Unavailable, DeadlineExceeded, Cancelled, ProtocolError
 ├── RequestError             the request or one of its rows is wrong: fix the caller
-│   ├── InvalidRequest
-│   ├── InvalidTensor
-│   ├── InvalidBatch
-│   ├── DuplicateSequence
-│   ├── UnknownSpan
-│   ├── AcceptedOutOfRange
-│   ├── NonFiniteInput
-│   ├── ContextExceeded
-│   ├── MessageTooLarge
-│   ├── ReplyTooLarge
-│   ├── InvalidAdapter
-│   ├── AdapterUnknown
-│   ├── InvalidWaypoint
-│   └── InvalidSharedMemory
+│   InvalidRequest, InvalidTensor, InvalidBatch, DuplicateSequence, UnknownSpan, AcceptedOutOfRange, NonFiniteInput,
+│   ContextExceeded, MessageTooLarge, ReplyTooLarge, InvalidAdapter, AdapterUnknown, InvalidWaypoint,
+│   InvalidSharedMemory
 ├── CapacityError            the server is full: nothing ran, later it may
-│   ├── QueueDeadline
-│   ├── AdapterBytesExhausted
-│   ├── UploadTimeout
-│   ├── NoFreeLines
-│   ├── QueueFull
-│   ├── ReplyBytesExhausted
-│   ├── TooManyInFlight
-│   ├── TooManyCalls
-│   ├── RepliesUnread
-│   ├── PagesExhausted
-│   ├── TooManyUnknown
-│   ├── QuotaExceeded
-│   ├── NoSnapshotLines
-│   └── SharedMemoryExhausted
+│   QueueDeadline, AdapterBytesExhausted, UploadTimeout, NoFreeLines, QueueFull, ReplyBytesExhausted,
+│   TooManyInFlight, TooManyCalls, RepliesUnread, PagesExhausted, TooManyUnknown, QuotaExceeded, NoSnapshotLines,
+│   SharedMemoryExhausted
 ├── StateError               the state of the sequence, or of a snapshot, is gone
-│   ├── SequenceUnknown
-│   ├── SequenceClosed
-│   ├── SequenceExpired
-│   ├── StateLost
-│   ├── SnapshotUnknown
-│   ├── StateNotFinite
-│   ├── StatePoisoned
-│   └── StateDamaged
+│   SequenceUnknown, SequenceClosed, SequenceExpired, StateLost, SnapshotUnknown, StateNotFinite, StatePoisoned,
+│   StateDamaged
 ├── ConflictError            the caller and the server disagree about how far the sequence is
-│   ├── StepStale
-│   ├── StepGap
-│   ├── StepConflict
-│   ├── PositionMismatch
-│   ├── VerifyPending
-│   ├── NothingToCommit
-│   ├── CommitConflict
-│   ├── SpanTooFarAhead
-│   ├── SpansUneven
-│   ├── PredecessorRefused
-│   ├── AdapterExists
-│   ├── AdapterInUse
-│   ├── AdaptersOff
-│   ├── StateMismatch
-│   ├── HostTierOff
-│   ├── SharedMemoryOff
-│   ├── StepUnfinished       raised here: an earlier step has an unknown outcome and must be resumed first
-│   └── SequenceBusy         raised here: another call is stepping this sequence right now
+│   StepStale, StepGap, StepConflict, PositionMismatch, VerifyPending, NothingToCommit, CommitConflict,
+│   SpanTooFarAhead, SpansUneven, PredecessorRefused, AdapterExists, AdapterInUse, AdaptersOff, StateMismatch,
+│   HostTierOff, SharedMemoryOff, StepUnfinished, SequenceBusy
 ├── AccessError              the server does not know who calls, or does not let them: nothing ran
-│   ├── CredentialsMissing
-│   ├── CredentialsUnknown
-│   ├── TokenInPlaintext
-│   └── RoleMissing
+│   CredentialsMissing, CredentialsUnknown, TokenInPlaintext, RoleMissing
 ├── ServerError              the server is going away, or has a bug
-│   ├── Draining
-│   ├── Stopping
-│   └── Bug
+│   Draining, Stopping, Bug
 ├── Disconnected             raised here: the client was disconnected before or during the call
 └── StepError                some rows of a batch failed; carries the results of all of them (defined in `_steps.rows`)
 """
@@ -352,11 +301,11 @@ class SharedMemoryOff(ConflictError, reason="SHARED_MEMORY_OFF"):
 
 
 class StepUnfinished(ConflictError):
-    """An earlier step of the sequence has an unknown outcome: resume it, or make the identical call again."""
+    """Raised here: an earlier step has an unknown outcome; resume it, or make the identical call again."""
 
 
 class SequenceBusy(ConflictError):
-    """Another call is stepping the same span of the sequence right now."""
+    """Raised here: another call is stepping the same span of the sequence right now."""
 
 
 class AccessError(DeltalineError):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaline_kernels import AdapterTiles, Rows, route_tokens, run_experts
+from deltaline_kernels import AdapterTiles, Router, Rows, route_tokens, run_experts
 from deltaline_server.checkpoints.layer_reader import LayerReader
 from deltaline_server.checkpoints.modules import ALL, whole_sections
 from deltaline_server.layers.shapes import ExpertsShape
@@ -29,7 +29,7 @@ class Experts:
         """Load it. name: what stands before the names of its tensors. Raises ModelError if it can't be shared out."""
         place = reader.placement
         self._shape = shape.shard(place.world_size)
-        self._router = self._shape.router
+        self._router = router_of(self._shape)
         count, inner = shape.num_experts + shape.num_shared, self._shape.intermediate_size
         gates = torch.cat([reader.read(f"{name}{gate}.weight") for gate in ("gate", "shared_expert_gate")])
         self._gates = gates.to(place.device, place.dtype)
@@ -74,6 +74,16 @@ class Experts:
             self._gate_up[i, : len(gate)] = gate
             self._gate_up[i, size : size + len(up)] = up
             self._down[i, :, : down.shape[1]] = down
+
+
+def router_of(shape: ExpertsShape) -> Router:
+    """Return how the kernels choose a token's experts; the last logit is of the shared expert's gate."""
+    return Router(shape.top_k, normalize=shape.normalises, num_shared=shape.num_shared, shared_gate=True)
+
+
+def expert_test_sizes(shape: ExpertsShape) -> dict[str, Any]:
+    """Return the arguments of the kernels' self-test for a model with such experts, beside its `hidden`."""
+    return {"router": router_of(shape), "num_experts": shape.num_experts, "expert_dim": shape.intermediate_size}
 
 
 def expert_tensors(name: str, hidden_size: int, shape: ExpertsShape) -> dict[str, tuple[int, ...]]:

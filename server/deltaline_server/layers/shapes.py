@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from deltaline_kernels import Router
 from deltaline_server.checkpoints.config_reader import ModelError
 
 
@@ -166,15 +165,6 @@ class ExpertsShape:
     def num_shared(self) -> int:
         """How many experts of intermediate_size the shared one is: its inner channels are independent of each other."""
         return -(-self.shared_size // self.intermediate_size)
-
-    @property
-    def router(self) -> Router:
-        """How the kernels choose a token's experts; the last logit is of the shared expert's gate."""
-        return Router(self.top_k, normalize=self.normalises, num_shared=self.num_shared, shared_gate=True)
-
-    def test_sizes(self) -> dict[str, Any]:
-        """The arguments of the kernels' self-test for a model with such experts, beside its `hidden`."""
-        return {"router": self.router, "num_experts": self.num_experts, "expert_dim": self.intermediate_size}
 
     def shard(self, world_size: int) -> Self:
         """Return one rank's share of each expert's inner channels. Raises ModelError if that can't be done."""

@@ -20,6 +20,7 @@ from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.checkpoints.fingerprint import HashedTensors, fingerprint
 from deltaline_server.checkpoints.modules import Packed, Placement
 from deltaline_server.layers.block import Layer
+from deltaline_server.layers.experts import expert_test_sizes
 from deltaline_server.layers.hyper_connection import HyperBlock
 from deltaline_server.layers.shapes import AttentionShape
 from deltaline_server.layers.stack import Stack, make_stack
@@ -105,7 +106,7 @@ class Model:
         self.shapes = tuple(shapes[layer] for layer in plan.layers)
         self.block_sizes: dict[str, Any] = {"streams": plan.streams, "hidden": config.hidden_size}
         if plan.loader.experts is not None:
-            self.block_sizes |= plan.loader.experts.test_sizes()
+            self.block_sizes |= expert_test_sizes(plan.loader.experts)
         self.layout = plan.layout
         self.adapters = adapters
         self.left_out = plan.left_out

@@ -23,8 +23,8 @@ from deltaline_server.models.parts import LayerKind, MlpKind
 from deltaline_server.models.servable import layer_kinds
 from deltaline_server.models.weights import expected_tensors
 from deltaline_server.runtime import model_options, spare_lines_of, state_options
+from deltaline_server.snapshots.device.transfer import staging_bytes
 from deltaline_server.snapshots.layout import StateLayer, StateLayout
-from deltaline_server.snapshots.transfer import staging_bytes
 
 
 @dataclass(frozen=True)

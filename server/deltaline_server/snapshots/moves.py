@@ -18,11 +18,11 @@ import numpy as np
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.principal import Principal
 from deltaline_server.snapshots.backlog import Backlog
+from deltaline_server.snapshots.device.transfer import Commits, StatePlace, StateTransfer
 from deltaline_server.snapshots.files import FileTier
 from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import Bytes, SpanProgress
-from deltaline_server.snapshots.transfer import Commits, StatePlace, StateTransfer
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import Snapshot, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable

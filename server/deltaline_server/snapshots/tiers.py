@@ -12,13 +12,13 @@ from deltaline_server.config import Config
 from deltaline_server.layers.state_pool import StatePool
 from deltaline_server.memory.mappings import Pinning
 from deltaline_server.models.model import NUMPY_DTYPES, Model
+from deltaline_server.snapshots.device.transfer import StateTransfer
 from deltaline_server.snapshots.directory import StateDirectory, StateDirectoryError
 from deltaline_server.snapshots.exchange import Exchange
 from deltaline_server.snapshots.files import FileTier
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import VERSION, Part, StateLayer, StateLayout
 from deltaline_server.snapshots.moves import Begin, Moves
-from deltaline_server.snapshots.transfer import StateTransfer
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshots import SnapshotTable
 from deltaline_server.tables.sequence_adapters import SequenceAdapters

@@ -16,7 +16,7 @@ from torch import Tensor
 from deltaline_kernels import Router, Rows
 from deltaline_server.checkpoints.config_reader import ModelError
 from deltaline_server.layers.block import Block
-from deltaline_server.layers.experts import Experts
+from deltaline_server.layers.experts import Experts, router_of
 from deltaline_server.layers.shapes import ExpertsShape
 from deltaline_server.models.config import Scope
 from deltaline_server.models.model import ModelOptions, check_model, load_model, open_plan
@@ -228,8 +228,8 @@ def test_the_self_test_is_told_of_experts_where_they_are_served(oracle: Oracle) 
 
 
 def test_a_router_chooses_as_the_config_says() -> None:
-    assert SHAPE.router == Router(3, normalize=True, num_shared=2, shared_gate=True)
-    assert replace(SHAPE, normalises=False, shared_size=8).router == Router(
+    assert router_of(SHAPE) == Router(3, normalize=True, num_shared=2, shared_gate=True)
+    assert router_of(replace(SHAPE, normalises=False, shared_size=8)) == Router(
         3, normalize=False, num_shared=1, shared_gate=True
     )
 

@@ -32,8 +32,8 @@ from deltaline_server.runtime import Runtime, model_options
 from deltaline_server.sizing import __main__ as sizing
 from deltaline_server.sizing import host
 from deltaline_server.sizing.sizes import size
+from deltaline_server.snapshots.device.transfer import StateTransfer
 from deltaline_server.snapshots.tiers import layer_numbers, make_layout
-from deltaline_server.snapshots.transfer import StateTransfer
 from deltaline_server.telemetry.metrics import Metrics
 
 GATED_DELTA_NET = small_models.GATED_DELTA_NET | {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}

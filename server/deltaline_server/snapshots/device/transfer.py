@@ -18,8 +18,8 @@ from torch import Tensor
 from deltaline_server.layers.kv_cache import KvPlan
 from deltaline_server.layers.shapes import AttentionShape, MixerShape
 from deltaline_server.layers.state_pool import StatePool
+from deltaline_server.snapshots.device.line_pieces import LINE_PARTS, WORDS, LinePlans, line_staging_bytes
 from deltaline_server.snapshots.layout import Bytes, Part, Section, SpanProgress, StateLayout
-from deltaline_server.snapshots.line_pieces import LINE_PARTS, WORDS, LinePlans, line_staging_bytes
 from deltaline_server.tables.lines import NULL_LINE
 
 # Bytes that cross at once: enough for the link's full speed.

@@ -15,10 +15,10 @@ from rigs.small_models import GATED_DELTA_NET, HYBRID, MAMBA2
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
 from deltaline_server.models.model import Model, ModelOptions, load_model
-from deltaline_server.snapshots import transfer as module
+from deltaline_server.snapshots.device import transfer as module
+from deltaline_server.snapshots.device.transfer import StatePlace, StateTransfer, staging_bytes
 from deltaline_server.snapshots.layout import SpanProgress, StateLayout, state_bytes
 from deltaline_server.snapshots.tiers import layer_numbers, make_layout
-from deltaline_server.snapshots.transfer import StatePlace, StateTransfer, staging_bytes
 
 MAX_DRAFT, PAGE = 4, 16
 MODELS: dict[str, tuple[dict[str, Any], tuple[range, ...] | None]] = {

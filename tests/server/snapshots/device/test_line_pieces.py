@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deltaline_server.layers.kv_cache import KvState
 from deltaline_server.layers.shapes import GatedDeltaNetShape, MixerShape
 from deltaline_server.layers.state_pool import LayerState, StateOptions, StatePool
-from deltaline_server.snapshots import transfer as module
+from deltaline_server.snapshots.device import transfer as module
+from deltaline_server.snapshots.device.transfer import StatePlace, StateTransfer
 from deltaline_server.snapshots.layout import SpanProgress, StateLayer, StateLayout, state_bytes
-from deltaline_server.snapshots.transfer import StatePlace, StateTransfer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PAGE, NUM_LINES = 16, 6
