@@ -173,11 +173,15 @@ def test_random_experts(oracle: Oracle, device: str) -> None:
 def test_bfloat16_follows_the_checkpoint_model(
     tmp_path: Path, write_checkpoint: Callable[..., Any], device: str, length: int
 ) -> None:
-    """Of tokens that have all experts, since rounding decides who has which; many are computed by another way."""
+    """As near to what fp32 makes as it is. Of tokens that have all experts, since rounding decides who has which; many
+    at once are computed by another way."""
     model = write_checkpoint(tmp_path, "qwen3_5_moe_text", **WRITTEN, **HYBRID, num_experts_per_tok=6, dtype="bfloat16")
-    oracle, hidden = Oracle(model, tmp_path), torch.randn(length, HIDDEN).bfloat16()
-    ours = serve(oracle.options(device)).step(hidden, [1], [length])
-    assert_close(ours, oracle.run(ALL, hidden), tolerance=3e-2)
+    oracle, hidden = Oracle(model, tmp_path), torch.randn(120, HIDDEN).bfloat16()
+    served, theirs = serve(oracle.options(device)), oracle.run(ALL, hidden)
+    ours = torch.cat([served.step(part, [1], [length]).cpu() for part in hidden.split(length)])
+    exact = Oracle(model.float(), tmp_path).run(ALL, hidden.float())
+    own = float((theirs.float() - exact).norm() / exact.norm())
+    assert_close(ours, exact, tolerance=1.5 * own)
 
 
 @ONE_KIND
