@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front import replies, requests
+from deltaline_server.front.identity import Identity
 from deltaline_server.front.interceptor import Context
 from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
 from deltaline_server.front.trust.guesses import Guesses
@@ -36,13 +37,14 @@ class StateService:
         states: States,
         table: SequenceTable,
         served: Served,
+        identity: Identity,
         guesses: Guesses,
         settle: Callable[[], object],
         clock: Callable[[], float],
     ) -> None:
         """`guesses` are those of LayerService; `settle` brings the books of sequences up to date; `clock` counts
         monotonic seconds."""
-        self._states, self._table, self._served = states, table, served
+        self._states, self._table, self._served, self._identity = states, table, served, identity
         self._guesses, self._settle = guesses, settle
         self.request_ids = RequestIds(clock)
 
@@ -64,7 +66,7 @@ class StateService:
 
     async def fork_sequences(self, message: pb.ForkSequencesRequest, context: Context) -> bytes:
         """Open children."""
-        epoch = requests.read_epoch(message.server_epoch)
+        epoch = self._identity.epoch(message.server_epoch, context)
         handles = requests.read_handles(message.sequence, self._served)
         count = requests.read_children(message.count, len(handles), self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
@@ -77,13 +79,13 @@ class StateService:
             for child in first:
                 if child.state in GONE:  # a lease so short that it was over before the reply
                     raise RequestError(*GONE[child.state])
-            return replies.fork_response(self._table.server_epoch, opened, first)
+            return replies.fork_response(self._table.server_epoch, self._identity.name, opened, first)
 
         return await self._once_by_handles("ForkSequences", message, work, context)
 
     async def create_snapshots(self, message: pb.CreateSnapshotsRequest, context: Context) -> bytes:
         """Capture states."""
-        epoch = requests.read_epoch(message.server_epoch)
+        epoch = self._identity.epoch(message.server_epoch, context)
         handles = requests.read_handles(message.sequence, self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
         keys = requests.read_prefix_keys(message.prefix_key, len(handles))
@@ -109,7 +111,7 @@ class StateService:
                 self._settle()
                 opened = self._states.restore(ids, principal, lease_s=lease_s)
             told = self._table.describe(self._table.server_epoch, opened.handles, principal)
-            return replies.restore_response(self._table.server_epoch, opened, told)
+            return replies.restore_response(self._table.server_epoch, self._identity.name, opened, told)
 
         return await self._once("RestoreSequences", message, work)
 
