@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client._arrays import Array
-from deltaline_client._exceptions import DeltalineError
+from deltaline_client._exceptions import DeltalineError, StateElsewhere, TransportError
 from deltaline_client._seconds import check_seconds
 from deltaline_client._shared_memory.regions import SharedMemory
 from deltaline_client._table import SequenceTable
-from deltaline_client._transport.flow import Flow, Found, Method, Request, Response, Sleep, call
+from deltaline_client._transport.flow import Flow, Found, Method, Request, Reroute, Response, Server, Sleep, call
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.retry import Attempts, Retry, is_retryable
 from deltaline_client._types import ServerInfo
@@ -46,17 +46,39 @@ class ClientState:
         return Attempts(retry or self._retry, self._timeout_s if timeout_s is None else timeout_s)
 
 
-def retried(client: ClientState, method: Method[Request, Response], request: Request) -> Flow[Response]:
-    """Call a method whose request is refused or taken as a whole, until it is answered. Raises DeltalineError."""
+def retried(
+    client: ClientState,
+    method: Method[Request, Response],
+    request: Request,
+    server: Server | None = None,
+    is_elsewhere: Callable[[Response], bool] = lambda response: False,
+) -> Flow[Response]:
+    """Call a method whose request is refused or taken as a whole, until it is answered. Raises DeltalineError.
+
+    server: which it means, None for any. is_elsewhere: whether an answer says that this was another server.
+    """
     attempts = client._attempts()
     while True:
         try:
-            return (yield from call(method, request, attempts.next_timeout_s()))
+            response = yield from call(method, request, attempts.next_timeout_s(), server)
+            if not is_elsewhere(response):
+                return response
+            raise StateElsewhere("the call came to another server than the one that holds the sequence")
         except DeltalineError as error:
-            delay_s = attempts.delay_s(error.retry_after_s) if is_retryable(error) else None
+            may_retry = (yield from rerouted(server, error)) or is_retryable(error)
+            delay_s = attempts.delay_s(error.retry_after_s) if may_retry else None
             if delay_s is None:
                 raise
         yield Sleep(delay_s)
+
+
+def rerouted(server: Server | None, error: DeltalineError) -> Flow[bool]:
+    """A call about a server, None for none, failed: if it did on its way, go another way from now on. Gives whether
+    there is one."""
+    if server is None or not isinstance(error, TransportError | StateElsewhere):
+        return False
+    is_other: bool = yield Reroute(server, isinstance(error, StateElsewhere))
+    return is_other
 
 
 def info(client: ClientState, *, refresh: bool = False) -> Flow[ServerInfo]:
