@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from rigs.authority import Authority, Pair
 from rigs.linked import Driven, tokens
 from rigs.named_servers import Servers
 from rigs.routers import BY_AFFINITY, IN_TURNS, OPTIONS, routed
@@ -17,7 +18,7 @@ from rigs.routers import BY_AFFINITY, IN_TURNS, OPTIONS, routed
 from deltaline import wire
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import layer_service_pb2_grpc
-from deltaline_client import SequenceState
+from deltaline_client import SequenceState, Tls
 
 pytestmark = [
     pytest.mark.parametrize("device", ["cpu"]),
@@ -41,16 +42,33 @@ def drive(driven: Driven, client: Any, seed: int) -> set[str]:
     return {one.server for one in sequences}
 
 
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    """A certificate of the servers' and the router's, where the example looks for it, and that of its authority."""
+    authority = Authority(tmp_path, "ca")
+    return authority.issue("tls", "deltaline", "127.0.0.1")
+
+
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("policy", [BY_AFFINITY, IN_TURNS])
 def test_nothing_is_lost_and_nothing_left_open(
-    driven: Driven, start: Callable[..., Servers], clients: Callable[..., Any], tmp_path: Path, name: str, policy: str
+    driven: Driven,
+    start: Callable[..., Servers],
+    clients: Callable[..., Any],
+    tmp_path: Path,
+    pair: Pair,
+    name: str,
+    policy: str,
+    has_tls: bool,
 ) -> None:
-    servers = start(NUM_SERVERS)
-    with routed(name, tmp_path, servers.addresses, policy) as address:
-        may_follow = servers.names if policy == IN_TURNS else None
+    servers = start(NUM_SERVERS, **({"tls_cert": str(pair.cert), "tls_key": str(pair.key)} if has_tls else {}))
+    options = {"tls": Tls(tmp_path / "ca.crt") if has_tls else None, "servers": servers.names}
+    if policy == BY_AFFINITY:
+        options["servers"] = []  # none has to be followed
+    with routed(name, tmp_path, servers.addresses, policy, has_tls=has_tls) as address:
         seen = []
         for number in range(CLIENTS):
-            client = clients(address, servers=may_follow)
+            client = clients(address, **options)
             seen += [drive(driven, client, ROUNDS * number + turn) for turn in range(ROUNDS)]
             if policy == BY_AFFINITY:
                 assert len(set.union(*seen[-ROUNDS:])) == 1

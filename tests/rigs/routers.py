@@ -27,9 +27,13 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def nginx_options(folder: Path, servers: Sequence[str], port: int, policy: str) -> list[str]:
+def nginx_options(folder: Path, servers: Sequence[str], port: int, policy: str, has_tls: bool) -> list[str]:
     """The options of nginx that run its example before these servers."""
     text = (FOLDER / "nginx.conf").read_text()
+    if has_tls:
+        for plain in ("listen 50051 http2;", "grpc_pass grpc://deltaline;"):
+            text = replaced(text, f" {plain}\n", "\n")
+        text = replaced(text, "# tls: ", "")
     text = replaced(text, "listen 50051", f"listen 127.0.0.1:{port}")
     before, _, behind = text.partition("        server deltaline-0")
     text = (
@@ -48,9 +52,12 @@ def nginx_options(folder: Path, servers: Sequence[str], port: int, policy: str) 
     return ["-c", str(path), "-p", str(folder), "-e", "stderr"]
 
 
-def envoy_options(folder: Path, servers: Sequence[str], port: int, policy: str) -> list[str]:
+def envoy_options(folder: Path, servers: Sequence[str], port: int, policy: str, has_tls: bool) -> list[str]:
     """The options of Envoy that run its example before these servers."""
-    config: Any = yaml.safe_load((FOLDER / "envoy.yaml").read_text())
+    text = (FOLDER / "envoy.yaml").read_text()
+    if has_tls:
+        text = replaced(replaced(text, "        - filters:\n", ""), "# tls: ", "")
+    config: Any = yaml.safe_load(text)
     [listener], [cluster] = (config["static_resources"][key] for key in ("listeners", "clusters"))
     listener["address"]["socket_address"] |= {"address": "127.0.0.1", "port_value": port}
     # Of names each would be looked up and looked at by itself, and the ring grow while clients open.
@@ -66,21 +73,22 @@ def envoy_options(folder: Path, servers: Sequence[str], port: int, policy: str) 
     return ["-c", str(path), "--concurrency", "1", "--disable-hot-restart", "-l", "error"]
 
 
-OPTIONS: dict[str, Callable[[Path, Sequence[str], int, str], list[str]]] = {
+OPTIONS: dict[str, Callable[[Path, Sequence[str], int, str, bool], list[str]]] = {
     "envoy": envoy_options,
     "nginx": nginx_options,
 }
 
 
 @contextmanager
-def routed(name: str, folder: Path, servers: Sequence[str], policy: str) -> Iterator[str]:
-    """Run an example before servers; gives its address. Skips where the program is not installed."""
+def routed(name: str, folder: Path, servers: Sequence[str], policy: str, *, has_tls: bool = False) -> Iterator[str]:
+    """Run an example before servers; gives its address. Skips where the program is not installed. has_tls: with
+    tls.crt, tls.key and ca.crt of the folder."""
     # A package of Python's may have brought it.
     program = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if program is None:
         pytest.skip(f"{name} is not installed: its example is not run")
     port = free_port()
-    with subprocess.Popen([program, *OPTIONS[name](folder, servers, port, policy)]) as process:
+    with subprocess.Popen([program, *OPTIONS[name](folder, servers, port, policy, has_tls)], cwd=folder) as process:
         try:
             yield f"127.0.0.1:{port}"
             assert process.poll() is None, f"{name} ended"
