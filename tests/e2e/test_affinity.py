@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rigs.balancer import balanced, by_affinity, by_name, round_robin
+from rigs.balancer import NONE, balanced, by_affinity, by_name, round_robin
 from rigs.linked import Driven, tokens
 from rigs.named_servers import Servers, run_round
 from rigs.served import served
@@ -113,6 +113,30 @@ def test_two_ways_of_which_none_leads_there_are_tried_in_turn_until_one_does(
         do(sequence.decode(tokens(1)))
         assert len(tries) == 3 and sequence.position == 1
         assert do(client.close([sequence])) == [SequenceState.CLOSED]
+
+
+def test_a_name_that_fails_once_is_tried_once_more_before_the_given_address(
+    driven: Driven, start: Callable[..., Servers], clients: Callable[..., Any]
+) -> None:
+    do, servers, fails = driven.do, start(1), [False]
+
+    def policy(metadata: Any) -> int:
+        return NONE if fails and fails.pop() else 0
+
+    with balanced(servers.addresses, policy) as named, balanced(servers.addresses, round_robin(1)) as balancer:
+        servers.servers[0].identity.name = named.address
+        client = clients(balancer.address, servers=[named.address])
+        sequences = do(client.open_many(2))
+        for fails[:], way in (([True], named), ([True, True], balancer)):
+            named.routed.clear()
+            balancer.routed.clear()
+            do(client.describe(sequences))
+            assert named.servers_of("DescribeSequences") == ({NONE, 0} if way is named else {NONE})
+            assert balancer.servers_of("DescribeSequences") == (set() if way is named else {0})
+            for one in sequences:
+                do(one.decode(tokens(1)))
+            assert way.servers_of("StepStream") == {0}
+        do(client.close(sequences))
 
 
 def test_one_call_steps_sequences_of_several_servers(

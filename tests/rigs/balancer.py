@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import grpc
 
 Policy: TypeAlias = Callable[[Mapping[str, str]], int]
-"""Chooses a server, by its number, for a call with some metadata."""
+"""Chooses a server, by its number, for a call with some metadata; NONE to let the call fail."""
+NONE = -1
 
 
 class Routed(NamedTuple):
@@ -39,6 +40,8 @@ class Balancer(grpc.GenericRpcHandler):
         metadata = {key: value for key, value in context.invocation_metadata() if key != "user-agent"}
         server = self.policy(metadata)
         self.routed.append(Routed(method, metadata, server))
+        if server == NONE:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "no server")
         call: Any = self._channels[server].stream_stream(method)(
             _until_over(requests), metadata=tuple(metadata.items())
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -20,7 +21,7 @@ from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disco
 from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.channels.async_stream import AsyncStepStream, Mailbox
 from deltaline_client._transport.channels.channel import error_of
-from deltaline_client._transport.channels.ways import Way, Ways
+from deltaline_client._transport.channels.ways import Used, Ways
 from deltaline_client._transport.flow import Answer, Call, Found, Reroute, Server, TakeMemory
 from deltaline_client._transport.link.asynchronous import AsyncLink
 from deltaline_client._transport.link.connect import Where, connect
@@ -192,14 +193,15 @@ class _GrpcSession:
     def __init__(self, transport: AsyncTransport, ways: AioWays, mailbox: Mailbox | None = None) -> None:
         self._transport, self._ways = transport, ways
         self._mailbox = mailbox or Mailbox()
-        self._used: dict[str, Way[AsyncStepStream]] = {}
+        self._used: dict[str, Used[AsyncStepStream]] = {}
 
     def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
         try:
-            way = self._used[server.name] = self._ways.current.get(server.name) or self._ways.to(server.name)
+            way = self._ways.current.get(server.name) or self._ways.to(server.name)
         except Disconnected as error:
             self._mailbox.put((number, error))
         else:
+            self._used[server.name] = way, time.monotonic()
             way.stream.send(number, request, self._mailbox)
 
     async def receive(self, timeout_s: float) -> Answer | None:
@@ -207,7 +209,8 @@ class _GrpcSession:
 
     async def call(self, command: Call) -> Any:
         name = "" if command.server is None else command.server.name
-        way = self._used[name] = self._ways.to(name)
+        way = self._ways.to(name)
+        self._used[name] = way, time.monotonic()
         try:
             return await self._answer(command, way.methods[command.method.path])
         except grpc.RpcError as failure:
@@ -221,8 +224,8 @@ class _GrpcSession:
         return None
 
     def turn(self, command: Reroute) -> bool:
-        way = self._used.get(command.server.name)
-        return way is not None and self._ways.turn(way, command.came_elsewhere)
+        used = self._used.get(command.server.name)
+        return used is not None and self._ways.turn(used, command.came_elsewhere)
 
     async def _answer(self, command: Call, method: Any) -> Any:
         """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""

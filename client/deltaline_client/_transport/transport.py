@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from deltaline_client._exceptions import DeltalineError, Disconnected
 from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.channels.channel import error_of
 from deltaline_client._transport.channels.stream import Mailbox, StepStream
-from deltaline_client._transport.channels.ways import Way, Ways
+from deltaline_client._transport.channels.ways import Used, Ways
 from deltaline_client._transport.flow import Answer, Call, Found, Reroute, Server, TakeMemory
 from deltaline_client._transport.link.blocking import BlockingLink
 from deltaline_client._transport.link.connect import Where, connect
@@ -223,14 +224,15 @@ class _GrpcSession:
     def __init__(self, ways: GrpcWays) -> None:
         self._ways = ways
         self._mailbox: Mailbox = queue.SimpleQueue()
-        self._used: dict[str, Way[StepStream]] = {}
+        self._used: dict[str, Used[StepStream]] = {}
 
     def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
         try:
-            way = self._used[server.name] = self._ways.current.get(server.name) or self._ways.to(server.name)
+            way = self._ways.current.get(server.name) or self._ways.to(server.name)
         except Disconnected as error:
             self._mailbox.put((number, error))
         else:
+            self._used[server.name] = way, time.monotonic()
             way.stream.send(number, request, self._mailbox)
 
     def receive(self, timeout_s: float) -> Answer | None:
@@ -240,7 +242,8 @@ class _GrpcSession:
 
     def call(self, command: Call) -> Any:
         name = "" if command.server is None else command.server.name
-        way = self._used[name] = self._ways.to(name)
+        way = self._ways.to(name)
+        self._used[name] = way, time.monotonic()
         method = way.methods[command.method.path]
         try:
             return method(
@@ -255,8 +258,8 @@ class _GrpcSession:
         return None
 
     def turn(self, command: Reroute) -> bool:
-        way = self._used.get(command.server.name)
-        return way is not None and self._ways.turn(way, command.came_elsewhere)
+        used = self._used.get(command.server.name)
+        return used is not None and self._ways.turn(used, command.came_elsewhere)
 
     def close(self) -> None:
         pass

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from math import inf
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from deltaline.address import is_host_and_port, with_port
 from deltaline.tls import Tls, channel_of
@@ -32,16 +34,24 @@ class Stream(Protocol):
 
 S = TypeVar("S", bound=Stream)
 
+# A way that fails twice within this time is left for the other one.
+AGAIN_S = 60.0
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False, slots=True)
 class Way(Generic[S]):
     """How calls about a server go. server: its name, which they carry, "" for any. methods: by path. is_direct: at its
-    own address."""
+    own address. failed_s: when it failed last."""
 
     server: str
     is_direct: bool
     methods: dict[str, Any]
     stream: S
+    failed_s: float = -inf
+
+
+Used: TypeAlias = tuple[Way[S], float]
+"""A way, and when an attempt began to go by it, monotonic seconds."""
 
 
 class Ways(Generic[S]):
@@ -86,17 +96,26 @@ class Ways(Generic[S]):
                 way = self.current[server] = self._way(server, self._may_follow(server))
         return way
 
-    def turn(self, failed: Way[S], came_elsewhere: bool) -> bool:
-        """A way failed: its server's calls go by the other one from now on. Returns whether there is another.
+    def turn(self, used: Used[S], came_elsewhere: bool) -> bool:
+        """An attempt failed on its way: calls about that server go by the other one from now on. Returns whether there
+        is another.
 
-        came_elsewhere: it leads to another server, and a stream does so for as long as it lasts.
+        came_elsewhere: it leads to another server, and a stream does so for as long as it lasts. Else it is tried once
+        more before it is left: a connection that lasted may have come to its age.
         """
+        (failed, begin_s), now_s = used, time.monotonic()
         server = failed.server
         if came_elsewhere:
             failed.stream.leave()
         if not self._may_follow(server):
             return False
         with self._lock:
+            is_known = begin_s < failed.failed_s  # as another call's that failed with it
+            is_new = now_s - failed.failed_s > AGAIN_S
+            if not is_known:
+                failed.failed_s = now_s
+            if not came_elsewhere and (is_known or is_new):
+                return True
             if self.current.get(server) is failed:  # else another call was first
                 self.current[server] = way = self._way(server, not failed.is_direct)
                 if way.is_direct is not failed.is_direct:
