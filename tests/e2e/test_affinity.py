@@ -234,3 +234,31 @@ def test_a_link_to_one_server_carries_nothing_of_another(
             assert [do(one.decode(tokens(1, 9))).shape for one in sequences] == [(1, 64)] * 2
             assert do(client.close(sequences)) == [SequenceState.CLOSED] * 2
             assert [server.runtime.table.num_open for server in servers] == [0, 0]
+
+
+def test_shared_memory_of_one_server_holds_nothing_for_another(
+    driven: Driven, start: Callable[..., Servers], clients: Callable[..., Any]
+) -> None:
+    do, servers = driven.do, start(2, shared_memory_bytes=1 << 22)
+    with balanced(servers.addresses, round_robin(2)) as balancer:
+        client = clients(balancer.address, servers=servers.names, shared_memory_bytes=1 << 20)
+        sequences = [do(client.open()) for _ in range(4)]
+        for seed in range(4):
+            outputs = do(client.decode(sequences, np.repeat(tokens(1, seed), 4, axis=0)))
+            assert all(np.array_equal(row, outputs[0]) for row in outputs)
+            for one in sequences:
+                do(one.decode(tokens(1, seed + 10)))
+        do(client.close(sequences))
+    made = [sample(server, "grpc_server_started", grpc_method="CreateSharedMemory") for server in servers.servers]
+    assert sorted(made) == [0, 1]
+    assert [sample(server, "deltaline_refused", reason="INVALID_SHARED_MEMORY") for server in servers.servers] == [0, 0]
+
+
+def sample(server: Server, name: str, **labels: str) -> float:
+    """The sum of a counter's samples with these labels."""
+    return sum(
+        one.value
+        for metric in server.metrics.registry.collect()
+        for one in metric.samples
+        if one.name == f"{name}_total" and labels.items() <= one.labels.items()
+    )

@@ -75,7 +75,7 @@ class Exchange:
 
         waypoints: where each row, of PREFILL, leaves snapshots.
         """
-        if not (self._shared.is_off or self._shared.has_region):
+        if not self._shared.is_off and self._shared.server.epoch != self._limits.server_epoch:
             yield from self._shared.ready(self._limits, self._attempts)
             self._attempts = self._client._attempts(self._options.get("timeout_s"))  # after a wait, all its time
         with Hold(Group.of(self._client, batch.sequences), self._options.get("span", 0)) as hold:
