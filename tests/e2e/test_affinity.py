@@ -139,6 +139,32 @@ def test_a_name_that_fails_once_is_tried_once_more_before_the_given_address(
         do(client.close(sequences))
 
 
+def test_servers_join_and_leave_while_clients_go_on(
+    driven: Driven, start: Callable[..., Servers], clients: Callable[..., Any]
+) -> None:
+    """What a policy remaps then is followed by name: nothing is lost, and nothing is left open."""
+    do, servers, live = driven.do, start(4), [0, 1, 2]
+    with balanced(servers.addresses, lambda metadata: live[by_affinity(len(live))(metadata)]) as balancer:
+        made = [clients(balancer.address, servers=servers.names) for _ in range(10)]
+        held: list[list[Any]] = [do(client.open_many(2)) for client in made]
+        spread = 0
+        for turn in range(6):
+            if turn == 1:
+                live.append(3)
+            if turn == 3:
+                live.remove(0)
+                do(clients(servers.addresses[0]).drain(600.0))
+            for client, sequences in zip(made, held, strict=True):
+                sequences.append(do(client.open()))
+                do(client.decode(sequences, tokens(len(sequences), turn)))
+                spread += len({one.server for one in sequences}) > 1
+                assert do(client.close([sequences.pop(0)])) == [SequenceState.CLOSED]
+        assert [[one.position for one in sequences] for sequences in held] == [[2, 1]] * len(made)
+        for client, sequences in zip(made, held, strict=True):
+            assert do(client.close(sequences)) == [SequenceState.CLOSED] * 2
+    assert spread > 0 and servers.num_open == [0] * 4
+
+
 def test_one_call_steps_sequences_of_several_servers(
     driven: Driven, start: Callable[..., Servers], clients: Callable[..., Any]
 ) -> None:
