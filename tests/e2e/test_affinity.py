@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from rigs.balancer import NONE, balanced, by_affinity, by_name, round_robin
-from rigs.linked import Driven, tokens
+from rigs.link_proxy import LinkProxy
+from rigs.linked import Driven, hidden_link, tokens
 from rigs.named_servers import Servers, run_round
 from rigs.served import served
 
@@ -260,6 +261,29 @@ def test_a_link_to_one_server_carries_nothing_of_another(
             assert [do(one.decode(tokens(1, 9))).shape for one in sequences] == [(1, 64)] * 2
             assert do(client.close(sequences)) == [SequenceState.CLOSED] * 2
             assert [server.runtime.table.num_open for server in servers] == [0, 0]
+
+
+def test_a_link_that_ends_leaves_grpc_also_in_calls_about_several_servers(
+    driven: Driven, make_server: Callable[..., Server], clients: Callable[..., Any], tmp_path: Path
+) -> None:
+    do, folder = driven.do, tmp_path / "run"
+    servers = [make_server(advertise="127.0.0.1", link=link) for link in (f"{folder}/link.sock", "off")]
+    with served(servers[0]) as first, served(servers[1]) as second:
+        path = hidden_link(servers[0])
+        with LinkProxy(folder, f"{folder}/hidden.sock", [30]) as proxy, balanced([first, second], lambda _: 0) as front:
+            Path(proxy.path).rename(path)
+            client = clients(front.address, servers=[server.identity.name for server in servers], timeout=10.0)
+            front.policy = lambda metadata: 1
+            others = do(client.open_many(2))
+            front.policy = lambda metadata: 0
+            assert do(client.info()).is_linked
+            sequences = [do(client.open()), *others]
+            path.unlink()  # no other connection comes
+            for seed in range(40):
+                outputs = do(client.decode(sequences, np.repeat(tokens(1, seed), 3, axis=0)))
+                assert all(np.array_equal(row, outputs[0]) for row in outputs)
+            assert proxy.kills == 1
+            assert do(client.close(sequences)) == [SequenceState.CLOSED] * 3
 
 
 def test_shared_memory_of_one_server_holds_nothing_for_another(

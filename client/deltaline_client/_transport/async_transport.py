@@ -151,6 +151,7 @@ class _LinkSession:
 
     def __init__(self, connection: AsyncLink, transport: AsyncTransport, ways: AioWays | None) -> None:
         self._connection, self._transport, self._ways = connection, transport, ways
+        self._here = connection.server_epoch
         self._mailbox = Mailbox()
         self._beside: _GrpcSession | None = None
 
@@ -159,7 +160,7 @@ class _LinkSession:
         return self._connection.is_over and self._mailbox.is_empty() and self._beside is None
 
     def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
-        if server.epoch != self._connection.server_epoch and self._ways is not None:
+        if server.epoch != self._here and self._ways is not None:
             self._others(self._ways).send(number, request, server)
         else:
             self._connection.send(number, request, self._mailbox)
@@ -169,7 +170,7 @@ class _LinkSession:
 
     async def call(self, command: Call) -> Any:
         server = command.server
-        if server is not None and server.epoch != self._connection.server_epoch and self._ways is not None:
+        if server is not None and server.epoch != self._here and self._ways is not None:
             return await self._others(self._ways).call(command)
         return await self._connection.call(command)
 
@@ -177,6 +178,9 @@ class _LinkSession:
         return await self._connection.memory(command.size_bytes, command.timeout_s)
 
     def turn(self, command: Reroute) -> bool:
+        if command.server.epoch == self._here and self._connection.is_over and self._ways is not None:
+            self._here = 0  # gRPC beside it goes on with all
+            return True
         return self._beside is not None and self._beside.turn(command)
 
     def _others(self, ways: AioWays) -> _GrpcSession:

@@ -174,7 +174,7 @@ class _LinkSession:
     """A connection that this flow has for itself; beside it gRPC, for what other servers hold."""
 
     def __init__(self, transport: Transport, connection: BlockingLink, ways: GrpcWays | None) -> None:
-        self._connection, self._ways = connection, ways
+        self._connection, self._ways, self._here = connection, ways, connection.server_epoch
         self._answers: deque[Answer] = deque()
         self._num_waiting = 0
         self._beside: _GrpcSession | None = None
@@ -185,7 +185,7 @@ class _LinkSession:
         return self._connection.is_over and not self._answers and self._beside is None
 
     def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
-        if server.epoch != self._connection.server_epoch and self._ways is not None:
+        if server.epoch != self._here and self._ways is not None:
             self._others(self._ways).send(number, request, server)
         else:
             self._num_waiting += 1
@@ -200,7 +200,7 @@ class _LinkSession:
 
     def call(self, command: Call) -> Any:
         server = command.server
-        if server is not None and server.epoch != self._connection.server_epoch and self._ways is not None:
+        if server is not None and server.epoch != self._here and self._ways is not None:
             return self._others(self._ways).call(command)
         return self._connection.call(command)
 
@@ -208,6 +208,9 @@ class _LinkSession:
         return self._connection.memory(command.size_bytes, command.timeout_s)
 
     def turn(self, command: Reroute) -> bool:
+        if command.server.epoch == self._here and self._connection.is_over and self._ways is not None:
+            self._here = 0  # gRPC beside it goes on with all
+            return True
         return self._beside is not None and self._beside.turn(command)
 
     def _others(self, ways: GrpcWays) -> _GrpcSession:
