@@ -79,5 +79,7 @@ def test_nobody_is_shown_it() -> None:
 def test_a_token_is_followed_to_other_hosts_by_tls_alone(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"token: expected tls beside it .*, got '10\.0\.0\.1:1'"):
         kind("localhost", token=SECRET, servers=["localhost:1", "10.0.0.1:1"])
+    with pytest.raises(ValueError, match="servers: expected several addresses, got the text 'localhost:1'"):
+        kind("localhost", servers="localhost:1")
     with pytest.raises(ValueError, match="address: expected HOST"):
         kind("localhost", servers=["no address"])

@@ -78,6 +78,8 @@ class Ways(Generic[S]):
             tls.credentials()  # now, not at the first call, is when files that can't be used are told
         self._api, self._make_stream, self._tls, self.caller = api, make_stream, tls, caller
         self._address = with_port(address)
+        if isinstance(servers, str):
+            raise ValueError(f"servers: expected several addresses, got the text {servers!r}")
         self._servers = None if servers is None else frozenset(map(with_port, servers))
         if caller.token is not None and tls is None:
             for server in self._servers or ():
