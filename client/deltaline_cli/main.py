@@ -132,6 +132,7 @@ def show_info(options: argparse.Namespace) -> int:
         pages = f"{kept}, at most {info.max_context} tokens of a sequence"
     rows = [
         ("server", f"deltaline {info.version} on {info.device}, epoch {info.server_epoch:#x}"),
+        ("name", info.server or "none"),
         ("model", f"{info.model_type}, hidden size {info.hidden_size}, {info.dtype}, state in {info.state_dtype}"),
         ("spans", f"{spans} ({info.scope} scope)"),
         ("sequences", f"at most {info.max_sequences}, {readable_bytes(info.sequence_state_bytes)} of state each"),

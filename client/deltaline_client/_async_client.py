@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 from typing import Any, Self, TypeVar, cast
 
 from deltaline.address import with_port
@@ -14,14 +15,15 @@ from deltaline_client._exceptions import DeltalineError
 from deltaline_client._prefixes import Prefix, Reuse
 from deltaline_client._snapshots import calls as snapshot_calls
 from deltaline_client._snapshots import files as snapshot_files
-from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, id_of
+from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, holder_of, id_of
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._transport.async_transport import AsyncTransport
-from deltaline_client._transport.flow import Call, Flow, Found, Receive, Send, Sleep, TakeMemory, awaited
+from deltaline_client._transport.caller import Caller
+from deltaline_client._transport.flow import Call, Flow, Found, Receive, Reroute, Send, Sleep, TakeMemory, awaited
 from deltaline_client._transport.retry import Retry
 from deltaline_client._transport.token import Token
 
@@ -49,10 +51,11 @@ class AsyncClient(ClientState):
         tls: Tls | None = None,
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
+        servers: Iterable[str] | None = None,
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
         shown = Token.of(token, token_file, with_port(address), tls)
-        self._transport = AsyncTransport(address, tls, shown, on_leave=self._leave_link)
+        self._transport = AsyncTransport(address, tls, Caller(shown), servers, on_leave=self._leave_link)
 
     async def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""
@@ -66,7 +69,7 @@ class AsyncClient(ClientState):
                         session = await self._transport.session()
                     match command:
                         case Send():
-                            session.send(command.number, command.request)
+                            session.send(command.number, command.request, command.server)
                         case Receive():
                             result = await session.receive(command.timeout_s)
                         case Sleep():
@@ -75,6 +78,8 @@ class AsyncClient(ClientState):
                             result = await session.call(command)
                         case Found():
                             result = await self._transport.find(command)
+                        case Reroute():
+                            result = session.turn(command)
                         case TakeMemory():
                             result = await session.memory(command)
                 except DeltalineError as error:
@@ -123,7 +128,8 @@ class AsyncClient(ClientState):
         SnapshotUnknown when the snapshot is not held; ValueError for a snapshot beside an adapter or a prefix.
         """
         snapshot_id = b"" if snapshot is None else id_of(snapshot)
-        opening = sequences.open_sequences(self, AsyncSequence, count, lease_s, adapter, snapshot_id, prefix, reuse)
+        at = holder_of(snapshot)
+        opening = sequences.open_sequences(self, AsyncSequence, count, lease_s, adapter, snapshot_id, prefix, reuse, at)
         return await self._run(opening)
 
     @property

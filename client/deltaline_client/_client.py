@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from typing import Any, Self, TypeVar, cast
 
 from deltaline.address import with_port
@@ -14,13 +15,14 @@ from deltaline_client._exceptions import DeltalineError
 from deltaline_client._prefixes import Prefix, Reuse
 from deltaline_client._snapshots import calls as snapshot_calls
 from deltaline_client._snapshots import files as snapshot_files
-from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, id_of
+from deltaline_client._snapshots.snapshot import SnapshotRecord, SnapshotsRecord, holder_of, id_of
 from deltaline_client._state import ClientState, empty, info
 from deltaline_client._steps import calls, sequences
 from deltaline_client._steps import commit as commits
 from deltaline_client._steps import step as steps
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._transport.flow import Call, Flow, Found, Receive, Send, Sleep, TakeMemory, blocking
+from deltaline_client._transport.caller import Caller
+from deltaline_client._transport.flow import Call, Flow, Found, Receive, Reroute, Send, Sleep, TakeMemory, blocking
 from deltaline_client._transport.retry import Retry
 from deltaline_client._transport.token import Token
 from deltaline_client._transport.transport import Transport
@@ -54,7 +56,9 @@ class Client(ClientState):
     that allows it, for the tensors of steps: room for those of all steps at a time, their outputs too; 0 for none. The
     first call that needs it asks for it, and calls beside that one wait for it, no longer than their own timeout; tls,
     how it and the server know each other, None for plain text (see Tls); token, or token_file, which is read again when
-    it changes: who it is to a server that asks; not in plain text to another host. Raises ValueError.
+    it changes: who it is to a server that asks; not in plain text to another host; servers, addresses at which calls
+    may go on about what a server opened that tells one of them: None for any whose certificate verifies, and without
+    TLS for none. Raises ValueError.
     """
 
     def __init__(
@@ -67,10 +71,11 @@ class Client(ClientState):
         tls: Tls | None = None,
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
+        servers: Iterable[str] | None = None,
     ) -> None:
         super().__init__(timeout, retry or Retry(), shared_memory_bytes)
         shown = Token.of(token, token_file, with_port(address), tls)
-        self._transport = Transport(address, tls, shown, on_leave=self._leave_link)
+        self._transport = Transport(address, tls, Caller(shown), servers, on_leave=self._leave_link)
 
     def _run(self, flow: Flow[T]) -> T:
         """Drive a flow to its end, making its calls and waits."""
@@ -85,7 +90,7 @@ class Client(ClientState):
                         session = self._transport.session()
                     match command:
                         case Send():
-                            session.send(command.number, command.request)
+                            session.send(command.number, command.request, command.server)
                         case Receive():
                             result = session.receive(command.timeout_s)
                         case Sleep():
@@ -94,6 +99,8 @@ class Client(ClientState):
                             result = session.call(command)
                         case Found():
                             result = self._transport.find(command)
+                        case Reroute():
+                            result = session.turn(command)
                         case TakeMemory():
                             result = session.memory(command)
                 except DeltalineError as error:
@@ -141,7 +148,8 @@ class Client(ClientState):
         SnapshotUnknown when the snapshot is not held; ValueError for a snapshot beside an adapter or a prefix.
         """
         snapshot_id = b"" if snapshot is None else id_of(snapshot)
-        opening = sequences.open_sequences(self, Sequence, count, lease_s, adapter, snapshot_id, prefix, reuse)
+        at = holder_of(snapshot)
+        opening = sequences.open_sequences(self, Sequence, count, lease_s, adapter, snapshot_id, prefix, reuse, at)
         return self._run(opening)
 
     @property

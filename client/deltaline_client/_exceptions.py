@@ -13,9 +13,9 @@ DeltalineError
 │   QueueDeadline, AdapterBytesExhausted, UploadTimeout, NoFreeLines, QueueFull, ReplyBytesExhausted,
 │   TooManyInFlight, TooManyCalls, RepliesUnread, PagesExhausted, TooManyUnknown, QuotaExceeded, NoSnapshotLines,
 │   SharedMemoryExhausted
-├── StateError               the state of the sequence, or of a snapshot, is gone
-│   SequenceUnknown, SequenceClosed, SequenceExpired, StateLost, SnapshotUnknown, StateNotFinite, StatePoisoned,
-│   StateDamaged
+├── StateError               the state of the sequence, or of a snapshot, is gone, or not where the call came
+│   SequenceUnknown, SequenceClosed, SequenceExpired, StateLost, StateElsewhere, SnapshotUnknown, StateNotFinite,
+│   StatePoisoned, StateDamaged
 ├── ConflictError            the caller and the server disagree about how far the sequence is
 │   StepStale, StepGap, StepConflict, PositionMismatch, VerifyPending, NothingToCommit, CommitConflict,
 │   SpanTooFarAhead, SpansUneven, PredecessorRefused, AdapterExists, AdapterInUse, AdaptersOff, StateMismatch,
@@ -197,7 +197,7 @@ class SharedMemoryExhausted(CapacityError, reason="SHARED_MEMORY_EXHAUSTED"):
 
 
 class StateError(DeltalineError):
-    """The state of the sequence, or of the snapshot, is gone; open a new one."""
+    """The state of the sequence, or of the snapshot, is gone, or not where the call came."""
 
 
 class SequenceUnknown(StateError, reason="SEQUENCE_UNKNOWN"):
@@ -214,6 +214,10 @@ class SequenceExpired(StateError, reason="SEQUENCE_EXPIRED"):
 
 class StateLost(StateError, reason="STATE_LOST"):
     """The server process that held it is gone."""
+
+
+class StateElsewhere(StateError, reason="STATE_ELSEWHERE"):
+    """The call came to another server than the one that holds it, which may live; nothing was done."""
 
 
 class SnapshotUnknown(StateError, reason="SNAPSHOT_UNKNOWN"):

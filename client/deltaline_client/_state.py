@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline_client._arrays import Array
-from deltaline_client._exceptions import DeltalineError
+from deltaline_client._exceptions import DeltalineError, StateElsewhere, TransportError
 from deltaline_client._seconds import check_seconds
 from deltaline_client._shared_memory.regions import SharedMemory
 from deltaline_client._table import SequenceTable
-from deltaline_client._transport.flow import Flow, Found, Method, Request, Response, Sleep, call
+from deltaline_client._transport.flow import Flow, Found, Method, Request, Reroute, Response, Server, Sleep, call
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.retry import Attempts, Retry, is_retryable
 from deltaline_client._types import ServerInfo
@@ -49,21 +48,50 @@ class ClientState:
         return Attempts(retry or self._retry, self._timeout_s if timeout_s is None else timeout_s)
 
 
-def retried(client: ClientState, method: Method[Request, Response], request: Request) -> Flow[Response]:
-    """Call a method whose request is refused or taken as a whole, until it is answered. Raises DeltalineError."""
-    return (yield from attempted(client._attempts(), partial(call, method, request)))
+def retried(
+    client: ClientState,
+    method: Method[Request, Response],
+    request: Request,
+    server: Server | None = None,
+    is_elsewhere: Callable[[Response], bool] = lambda response: False,
+) -> Flow[Response]:
+    """Call a method whose request is refused or taken as a whole, until it is answered. Raises DeltalineError.
+
+    server: which it means, None for any. is_elsewhere: whether an answer says that this was another server.
+    """
+
+    def attempt(timeout_s: float) -> Flow[Response]:
+        response = yield from call(method, request, timeout_s, server)
+        if is_elsewhere(response):
+            raise StateElsewhere("the call came to another server than the one that holds the sequence")
+        return response
+
+    return (yield from attempted(client._attempts(), attempt, server))
 
 
-def attempted(attempts: Attempts, attempt: Callable[[float], Flow[T]]) -> Flow[T]:
-    """Make attempts, each with the seconds that it may take, until one gives a result. Raises DeltalineError."""
+def attempted(attempts: Attempts, attempt: Callable[[float], Flow[T]], server: Server | None = None) -> Flow[T]:
+    """Make attempts, each with the seconds that it may take, until one gives a result. Raises DeltalineError.
+
+    server: which they mean, None for any.
+    """
     while True:
         try:
             return (yield from attempt(attempts.next_timeout_s()))
         except DeltalineError as error:
-            delay_s = attempts.delay_s(error.retry_after_s) if is_retryable(error) else None
+            may_retry = (yield from rerouted(server, error)) or is_retryable(error)
+            delay_s = attempts.delay_s(error.retry_after_s) if may_retry else None
             if delay_s is None:
                 raise
         yield Sleep(delay_s)
+
+
+def rerouted(server: Server | None, error: DeltalineError) -> Flow[bool]:
+    """A call about a server, None for none, failed: if it did on its way, go another way from now on. Gives whether
+    there is one."""
+    if server is None or not isinstance(error, TransportError | StateElsewhere):
+        return False
+    is_other: bool = yield Reroute(server, isinstance(error, StateElsewhere))
+    return is_other
 
 
 def info(client: ClientState, *, refresh: bool = False) -> Flow[ServerInfo]:

@@ -94,7 +94,10 @@ class Ledger:
 
 
 class SequenceTable:
-    """Slots of sequences, their handles and server epochs, and a Ledger per span. Threads may share it."""
+    """Slots of sequences, their handles and server epochs, and a Ledger per span. Threads may share it.
+
+    epochs: all that it has seen.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,7 +109,7 @@ class SequenceTable:
         self._epochs: NDArray[np.uint64] = np.zeros(0, "<u8")
         # Of the spans that have no ledger yet.
         self._begins: Numbers = np.zeros(0, "<i8")
-        self._all_epochs = set[int]()
+        self.epochs = set[int]()
 
     def take(self, handles: Sequence[int], server_epoch: int, position: int = 0) -> list[int]:
         """A slot for each of some sequences, which have done nothing yet on any span and begin at a position on all."""
@@ -117,7 +120,7 @@ class SequenceTable:
                 self._grow()
             slots = [self._free.pop() for _ in handles]
             self._handles[slots], self._epochs[slots], self._begins[slots] = handles, server_epoch, position
-            self._all_epochs.add(server_epoch)
+            self.epochs.add(server_epoch)
             for ledger in self._ledgers.values():
                 ledger.begin(slots, position)
         return slots
@@ -128,7 +131,7 @@ class SequenceTable:
 
     def have_one_epoch(self, slots: Slots) -> bool:
         """Whether one server process holds the sequences of slots."""
-        return len(self._all_epochs) == 1 or len(set(self._epochs[slots].tolist())) == 1
+        return len(self.epochs) == 1 or len(set(self._epochs[slots].tolist())) == 1
 
     def drop(self, slot: int) -> None:
         """Nobody has the sequence of a slot any more."""

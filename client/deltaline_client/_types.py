@@ -58,6 +58,7 @@ class SequenceState(IntEnum):
     EXPIRED = layer_service_pb2.SEQUENCE_STATE_EXPIRED
     LOST = layer_service_pb2.SEQUENCE_STATE_LOST
     UNKNOWN = layer_service_pb2.SEQUENCE_STATE_UNKNOWN
+    ELSEWHERE = layer_service_pb2.SEQUENCE_STATE_ELSEWHERE
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class ServerInfo:
     snapshot_lines: int
     waypoint_tokens: int
     max_reply_bytes: int
+    server: str
     is_linked: bool = False
 
     def input_shape(self, span: int = 0) -> tuple[int, ...]:

@@ -15,6 +15,12 @@ _URI_CHARACTERS = "%?#"  # %41 is decoded, and the others end a path: the server
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "xds:")  # gRPC's own, which it is left to read
 
 
+def is_host_and_port(text: str) -> bool:
+    """Whether a text is HOST:PORT, and so an address that nobody reads otherwise."""
+    match = _HOST.fullmatch(text)
+    return match is not None and bool(match["port"]) and not text.startswith(_SCHEMES)
+
+
 def link_path(address: str) -> str | None:
     """The path of a local link's socket; None for an address of gRPC. Raises ValueError for none that can be."""
     if not address.startswith(SCHEME):

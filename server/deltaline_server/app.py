@@ -12,14 +12,13 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 import grpc
 from google.protobuf.internal import api_implementation
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from deltaline import link
 from deltaline_server.config import Config
@@ -27,8 +26,9 @@ from deltaline_server.front import adapter_service, layer_service
 from deltaline_server.front.adapter_service import AdapterService
 from deltaline_server.front.admin_service import AdminService
 from deltaline_server.front.ends.processes import FrontEndError, FrontEnds
-from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, SERVICES, grpc_options
+from deltaline_server.front.grpc_port import MESSAGE_SLACK_BYTES, SERVICES, grpc_options, reflection_handler
 from deltaline_server.front.health import Health
+from deltaline_server.front.identity import Identity
 from deltaline_server.front.interceptor import Interceptor
 from deltaline_server.front.layer_service import LayerService
 from deltaline_server.front.link.connection import Served
@@ -69,7 +69,7 @@ class Server:
     """One server: `async with Server(config) as server` starts it, and stops it at the end of the block.
 
     Attributes: has_started, true once clients may come, a moment before it is ready. Once started: port and
-    metrics_port (0 when there is none) as bound, address of gRPC, link, principals, runtime, metrics.
+    metrics_port (0 when there is none) as bound, address of gRPC, identity, link, principals, runtime, metrics.
     """
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,7 +78,7 @@ class Server:
         self.address = ""
         self._clock = clock
         self._message_bytes = config.inline_limit_bytes + MESSAGE_SLACK_BYTES
-        self.metrics = Metrics(SERVICES)
+        self.metrics, self.identity = Metrics(SERVICES), Identity()
         self.gate = Gate()
         self._http: HttpPort | None = None
         self._tls: Tls | None = None
@@ -116,7 +116,9 @@ class Server:
         except (AuditError, DescriptorError) as error:
             raise StartError(str(error)) from error
         self._refusals = Refusals(self._clock)
-        interceptor = Interceptor(self.metrics, self.principals, self._tracing, self.gate, self._audit, self._refusals)
+        interceptor = Interceptor(
+            self.metrics, self.principals, self._tracing, self.gate, self._audit, self._refusals, self.identity
+        )
         options = grpc_options(self._message_bytes, connections=num_connections, max_age_s=config.max_age_s)
         self._server = grpc.aio.server(interceptors=[interceptor], options=options)
         runtime: Runtime | None = None
@@ -149,7 +151,7 @@ class Server:
             await self.stop()
             raise
         self._is_ready = True
-        local = ways_in(self.config, self.link, self.principals)
+        local = {"name": self.identity.name or "none"} | ways_in(self.config, self.link, self.principals)
         event(_log, "ready", address=self.address, metrics_port=self.metrics_port, **local)
 
     async def _start_front_ends(self, served: Served) -> None:
@@ -214,13 +216,14 @@ class Server:
 
     def _listen(self) -> None:
         """Bind everything that calls come by. Raises StartError."""
+        config = self.config
         try:
-            self._tls = open_tls(self.config)
-            host, self.port = bind_grpc(self.config, self._server, self.front_ends, self._tls)
-            self.address = f"{host}:{self.port}"
-            self.link = bind_link(self.config, self.port)
+            self._tls = open_tls(config)
+            host, self.port = bind_grpc(config, self._server, self.front_ends, self._tls)
+            self.address, self.identity.name = f"{host}:{self.port}", config.name(self.port)
+            self.link = bind_link(config, self.port)
             self._http = bind_http(
-                self.config, self.metrics.registry, self._tls, is_live=self._is_live, is_ready=self._takes_work
+                config, self.metrics.registry, self._tls, is_live=self._is_live, is_ready=self._takes_work
             )
         except PortError as error:
             raise StartError(str(error)) from error
@@ -285,10 +288,12 @@ class Server:
         """Hand the services and gauges to gRPC, to the link and to the metrics; return what the link serves."""
         table, scheduler, info = runtime.table, runtime.scheduler, runtime.info()
         info.link_path, info.link_uid = self.link.path, os.geteuid()
+        info.server, self.identity.server_epoch = self.identity.name, table.server_epoch
         self._layer_service = LayerService(
             table=table,
             scheduler=scheduler,
             served=runtime.served(),
+            identity=self.identity,
             observer=self.metrics,
             principals=self.principals,
             refusals=self._refusals,
@@ -306,11 +311,12 @@ class Server:
             states=runtime.states,
             table=table,
             served=runtime.served(),
+            identity=self.identity,
             guesses=self._layer_service.guesses,
             settle=scheduler.settle,
             clock=self._clock,
         )
-        handlers = (*own, self._state_service.handlers(), _reflection([service.full_name for service in SERVICES]))
+        handlers = (*own, self._state_service.handlers(), reflection_handler())
         self._server.add_generic_rpc_handlers(handlers)
         served = Served(
             find=Methods(handlers, interceptor).find,
@@ -388,13 +394,3 @@ class Server:
             _log.exception("a periodic task failed")
             self._has_failed = True
             self._over.set()
-
-
-def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
-    """The library's reflection, as the link takes it too."""
-    handler = grpc.stream_stream_rpc_method_handler(
-        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
-        reflection_pb2.ServerReflectionRequest.FromString,
-        reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": handler})

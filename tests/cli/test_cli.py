@@ -50,7 +50,7 @@ def test_info_tells_what_is_served(server: Any, capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "server          deltaline 0.1.0 on cpu, epoch 0x4d"
     assert "spans           0: layers 0-1, 1: layers 2-3 (block scope)" in lines
-    assert "adapters        none" in lines
+    assert {"name            none", "adapters        none"} <= set(lines)
     assert {line[15] for line in lines} == {" "}
 
 
@@ -59,9 +59,11 @@ def test_info_tells_of_adapters_streams_and_pages(server: Any, capsys: pytest.Ca
     info.adapter_bytes, info.adapter_slots, info.max_adapter_rank = 2 << 30, 1, 64
     info.spans[0].output_streams = info.spans[1].input_streams = 4
     info.kv_pages, info.kv_page_tokens, info.kv_page_bytes, info.max_context = 1000, 64, 2 << 20, 32768
+    info.server = "gpu-3.example:50051"
     assert main(["info", server.address]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "adapters        2.0 GiB of host memory, 1 slot on the device, rank at most 64" in lines
+    assert "name            gpu-3.example:50051" in lines
     spans = "0: layers 0-1 (no streams in, 4 out), 1: layers 2-3 (4 streams in, none out)"
     assert f"spans           {spans} (block scope)" in lines
     assert "pages           1000 of 64 tokens and 2.0 MiB, at most 32768 tokens of a sequence" in lines

@@ -18,7 +18,7 @@ from deltaline_client import (
     Snapshot,
     Snapshots,
 )
-from deltaline_client._transport.channel import OPTIONS
+from deltaline_client._transport.channels.channel import OPTIONS
 
 
 def test_the_export_list_is_what_is_public() -> None:

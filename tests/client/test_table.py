@@ -14,10 +14,11 @@ from deltaline_client import Client, SequenceBusy
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._steps.sequences import begin
 from deltaline_client._table import Column, SequenceTable
+from deltaline_client._transport.flow import Server
 
 
 def record(client: Client, handle: int) -> SequenceRecord:
-    (made,) = begin(client, SequenceRecord, 7, [handle], 0, None, b"")
+    (made,) = begin(client, SequenceRecord, Server(7, ""), [handle], 0, None, b"")
     return made
 
 

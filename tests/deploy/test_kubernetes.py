@@ -6,6 +6,7 @@ Their schema is checked by `make check`; no cluster has run them.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -213,7 +214,9 @@ def test_cert_manager_makes_what_the_pods_mount_for_the_names_that_clients_use(t
     assert {"localhost", "deltaline", "*.deltaline-pods"} <= set(spec["dnsNames"])
     assert services == {"deltaline", "deltaline-pods"}
     assert {"server auth", "client auth"} <= set(spec["usages"]) and "server auth" not in client["usages"]
-    assert environment_of(pod["containers"][0])["DELTALINE_TLS_NAME"] in spec["dnsNames"]
+    environment = environment_of(pod["containers"][0])
+    assert environment["DELTALINE_TLS_NAME"] in spec["dnsNames"]
+    assert environment["DELTALINE_ADVERTISE"].replace("deltaline-0", "*") in spec["dnsNames"]
     ports = [port for name in services for port in made["Service", name]["spec"]["ports"] if port["name"] == "grpc"]
     assert [port["appProtocol"] for port in ports] == ["https"] * 2
 
@@ -225,8 +228,22 @@ def test_the_server_takes_the_environment_with_the_image_s(container: dict[str, 
     assert config.host == "0.0.0.0" and config.insecure != has_tls(container)
 
 
+def test_a_pod_tells_clients_the_name_by_which_it_is_found(rendered: Manifests, container: dict[str, Any]) -> None:
+    config = Config.parse(["--model", "/model"], environment_of(container))
+    stateful = rendered["StatefulSet", "deltaline"]
+    found_by = f"{stateful['metadata']['name']}-0.{stateful['spec']['serviceName']}.default.svc"
+    [port] = [port["containerPort"] for port in container["ports"] if port["name"] == "grpc"]
+    assert config.name(config.port) == f"{found_by}:{port}"
+
+
 def environment_of(container: dict[str, Any]) -> dict[str, str]:
-    return {one["name"]: one["value"] for one in container["env"]}
+    """As the first pod of the namespace `default` has it: Kubernetes puts in what was named before."""
+    told = {"metadata.name": "deltaline-0", "metadata.namespace": "default"}
+    values: dict[str, str] = {}
+    for one in container["env"]:
+        value = one.get("value") or told[one["valueFrom"]["fieldRef"]["fieldPath"]]
+        values[one["name"]] = re.sub(r"\$\((\w+)\)", lambda named: values[named[1]], value)
+    return values
 
 
 def has_tls(container: dict[str, Any]) -> bool:

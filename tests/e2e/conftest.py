@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from rigs.linked import Driven
+from rigs.linked import FAST, Driven
+from rigs.named_servers import Servers
 from rigs.served import served
 from rigs.small_models import EXPERTS, GATED_DELTA_NET, HYBRID, MAMBA2
 from rigs.target import Target, target_of
@@ -96,3 +98,31 @@ def linked(make_server: Callable[..., Server], link_option: str) -> Iterator[Ser
     server = make_server(link=link_option, adapter_bytes=1 << 26)
     with served(server):
         yield server
+
+
+@pytest.fixture
+def start(make_server: Callable[..., Server]) -> Iterator[Callable[..., Servers]]:
+    """A function that starts named servers on threads: `start(3)`; by default each is reached under its name."""
+    with ExitStack() as stack:
+
+        def start(num_servers: int, **options: Any) -> Servers:
+            servers = [make_server(**({"advertise": "127.0.0.1", "link": "off"} | options)) for _ in range(num_servers)]
+            for server in servers:
+                stack.enter_context(served(server))
+            return Servers(servers)
+
+        yield start
+
+
+@pytest.fixture
+def clients(driven: Driven) -> Iterator[Callable[..., Any]]:
+    """A function that makes clients of one kind, which are disconnected at the end."""
+    made: list[Any] = []
+
+    def make(address: str, **options: Any) -> Any:
+        made.append(driven.make(address, **({"retry": FAST, "timeout": 60.0} | options)))
+        return made[-1]
+
+    yield make
+    for client in made:
+        driven.do(client.disconnect())

@@ -32,8 +32,8 @@ from deltaline_client import (
     StateLost,
     Unavailable,
 )
+from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.flow import Call
-from deltaline_client._transport.link import asynchronous, blocking, steps
 from deltaline_client._transport.link.connect import Where, connect
 from deltaline_client._transport.methods import INFO
 from deltaline_client._transport.transport import Transport
@@ -295,8 +295,7 @@ def test_a_call_whose_time_is_over_is_cancelled(driven: Driven, linked: Server) 
 def test_a_trace_goes_with_its_calls(driven: Driven, linked: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    for module in (blocking, asynchronous, steps):
-        monkeypatch.setattr(module, "metadata", lambda token=None: (("traceparent", traceparent),))
+    monkeypatch.setattr(Caller, "metadata", lambda caller, server=None: (("traceparent", traceparent),))
     invocation_metadata = ServerCall.invocation_metadata
 
     def peer(call: ServerCall) -> str:

@@ -19,6 +19,7 @@ from deltaline.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from deltaline.v1.layer_service_pb2_grpc import LayerServiceStub
 from deltaline_client import AsyncClient, AsyncSequence
 from deltaline_client._steps.sequences import begin
+from deltaline_client._transport.flow import Server
 from deltaline_server.adapters.files import AdapterPlan
 from deltaline_server.adapters.peft_config import AdapterConfig
 from deltaline_server.checkpoints.tensor_file import MemoryBytes, TensorFile
@@ -114,5 +115,7 @@ class Tenant:
         """Sequences with an adapter, and its content hash."""
         request = layer_pb.OpenSequencesRequest(count=count, adapter=adapter, **fields)
         response = await self.layers.OpenSequences(request, timeout=60)
-        opened = begin(self.client, AsyncSequence, response.server_epoch, response.sequence, 0, None, b"")
+        opened = begin(
+            self.client, AsyncSequence, Server(response.server_epoch, response.server), response.sequence, 0, None, b""
+        )
         return opened, bytes(response.adapter_hash)

@@ -28,7 +28,7 @@ from deltaline.v1 import layer_service_pb2 as layers
 from deltaline.v1 import tensor_pb2
 from deltaline_client._arrays import Array, Shape
 from deltaline_client._exceptions import DeltalineError, InvalidSharedMemory, ProtocolError
-from deltaline_client._transport.flow import Flow, Sleep, TakeMemory, call
+from deltaline_client._transport.flow import Flow, Server, Sleep, TakeMemory, call
 from deltaline_client._transport.methods import CREATE_MEMORY, RELEASE_MEMORY
 from deltaline_client._transport.retry import Attempts
 from deltaline_client._types import ServerInfo
@@ -41,6 +41,8 @@ _LINK_BYTES = MAX_PACKET_BYTES - (32 << 10)
 # Only such a name is opened, whatever a server says.
 _NAME = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
 _MEMORY_FILE = "/memfd:deltaline"
+
+_NOBODY = Server(0, "")
 
 _log = logging.getLogger(__name__)
 
@@ -95,16 +97,20 @@ def shared_outputs(tensor: tensor_pb2.Tensor, placement: Placement | None) -> Ar
 
 
 class SharedMemory:
-    """What a client knows of its region. Threads may share it."""
+    """What a client knows of its region. Threads may share it.
+
+    is_off: there is none, and none is asked for. server: whose it is; an epoch of 0 while there is none.
+    """
 
     def __init__(self, size_bytes: int) -> None:
-        """size_bytes: how much to ask for; 0 for none, ever. `is_off`: there is none, and none is asked for."""
+        """size_bytes: how much to ask for; 0 for none, ever."""
         if size_bytes < 0:
             raise ValueError(f"shared_memory_bytes: expected 0 or more, got {size_bytes}")
         self._size_bytes = size_bytes
         # On a link, without having been asked for: tensors of so many bytes, which a packet has no room for.
         self._by_default: range | None = None
         self.is_off = size_bytes == 0
+        self.server = _NOBODY
         self._has_logged_full = False
         self._making = threading.Lock()
         self._region: tuple[int, Arena] | None = None
@@ -112,7 +118,7 @@ class SharedMemory:
         self._unsettled: dict[RequestKey, Placement] = {}
         # That of the last request that is over, if any: a decode loop asks for the same room again and again.
         self._spares: deque[Placement] = deque(maxlen=1)
-        self._to_release: list[int] = []
+        self._to_release: list[tuple[int, Server]] = []
 
     def linked(self, inline_limit_bytes: int) -> None:
         """Calls go by the local link: place what is larger than its packets, up to what a message may carry, so that
@@ -121,16 +127,14 @@ class SharedMemory:
             self._by_default = range(_LINK_BYTES, inline_limit_bytes + 1)
             self._size_bytes = 4 * inline_limit_bytes
 
-    @property
-    def has_region(self) -> bool:
-        """Whether there is one now."""
-        return self._region is not None
-
     def ready(self, limits: ServerInfo, attempts: Attempts) -> Flow[None]:
-        """Ask for a region unless there is one or can be none. While another call asks, wait for what it gets.
+        """Ask the server that has told its limits for a region, unless there is one of it or can be none. While another
+        call asks, wait for what it gets.
 
         attempts: they bound how long this waits for another call; when they are over, its steps go inline.
         """
+        if self._region is not None and self.server.epoch != limits.server_epoch:
+            self._forget()
         while not self.is_off and self._region is None:
             if self._making.acquire(blocking=False):
                 yield from self._make(limits)
@@ -141,25 +145,26 @@ class SharedMemory:
 
     def _make(self, limits: ServerInfo) -> Flow[None]:
         """Ask for a region, and release `_making`."""
+        server = Server(limits.server_epoch, limits.server)
         try:
             while self._to_release:
-                yield from self._release(self._to_release.pop())
+                yield from self._release(*self._to_release.pop())
             made = yield TakeMemory(self._size_bytes, CREATE_TIMEOUT_S)
             if made is not None:
-                self._region = made[0], Arena(made[1])
+                self._region, self.server = (made[0], Arena(made[1])), server
                 return
             if self._by_default is not None or not limits.shared_memory_bytes:
                 self._give_up("the server has it off")
                 return
             request = admin.CreateSharedMemoryRequest(size_bytes=self._size_bytes)
-            response = yield from call(CREATE_MEMORY, request, CREATE_TIMEOUT_S)
+            response = yield from call(CREATE_MEMORY, request, CREATE_TIMEOUT_S, server)
             try:
                 arena = Arena(_open(response))
             except (OSError, ValueError) as error:
                 self._give_up(f"the server's memory can't be opened here ({error})")
-                yield from self._release(response.region)
+                yield from self._release(response.region, server)
             else:
-                self._region = response.region, arena
+                self._region, self.server = (response.region, arena), server
         except DeltalineError as error:
             self._give_up(str(error))
         finally:
@@ -260,27 +265,27 @@ class SharedMemory:
         if self._region is None or self._region[0] != number:
             return  # another thread was first
         _log.info("shared memory is full of steps without an answer: another region takes its place")
+        self._to_release.append((number, self.server))
         self._forget()
-        self._to_release.append(number)
 
     def _forget(self) -> None:
         """Hold nothing of the region any more."""
-        self._region = None
+        self._region, self.server = None, _NOBODY
         self._unsettled.clear()
         self._spares.clear()
 
     def end(self) -> Flow[None]:
         """Give the region back, if there is one; there will be no other."""
         if self._region is not None:
-            self._to_release.append(self._region[0])
+            self._to_release.append((self._region[0], self.server))
         self._region, self.is_off = None, True
         self._spares.clear()
         while self._to_release:
-            yield from self._release(self._to_release.pop())
+            yield from self._release(*self._to_release.pop())
 
-    def _release(self, number: int) -> Flow[None]:
+    def _release(self, number: int, server: Server) -> Flow[None]:
         try:
-            yield from call(RELEASE_MEMORY, admin.ReleaseSharedMemoryRequest(region=number), RELEASE_TIMEOUT_S)
+            yield from call(RELEASE_MEMORY, admin.ReleaseSharedMemoryRequest(region=number), RELEASE_TIMEOUT_S, server)
         except DeltalineError as error:  # its lease ends it
             _log.debug("shared memory could not be released: %s", error)
 

@@ -18,6 +18,7 @@ from deltaline_client._snapshots.snapshot import (
     SnapshotRecord,
     SnapshotsRecord,
     SnapshotState,
+    holder_of,
     id_of,
 )
 from deltaline_client._state import ClientState, info, retried
@@ -26,7 +27,7 @@ from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._steps.sequences import begin
 from deltaline_client._table import UNFINISHED
-from deltaline_client._transport.flow import Flow, Method, Request, Response
+from deltaline_client._transport.flow import Flow, Method, Request, Response, Server
 from deltaline_client._transport.methods import (
     CREATE_SNAPSHOTS,
     FIND_SNAPSHOTS,
@@ -63,9 +64,10 @@ def create(
     client = snapshots._client
     if keys is not None and len(keys) != len(sequences):
         raise ValueError(f"keys: expected {len(sequences)}, one per sequence, got {len(keys)}")
+    at = _holder(sequences)
     request = pb.CreateSnapshotsRequest(
         request_id=_new_id(),
-        server_epoch=_epoch(sequences),
+        server_epoch=at.epoch,
         sequence=[one.handle for one in sequences],
         lease_ms=milliseconds("lease_s", lease_s),
         pinned=pin,
@@ -74,7 +76,7 @@ def create(
     response = yield from _captured(client, sequences, CREATE_SNAPSHOTS, request)
     if len(response.snapshots) != len(sequences):
         raise ProtocolError(f"asked for {len(sequences)} snapshots, got {len(response.snapshots)}")
-    return [snapshots._make_snapshot(client, one) for one in response.snapshots]
+    return [snapshots._make_snapshot(client, one, at) for one in response.snapshots]
 
 
 def find(snapshots: SnapshotsRecord[Any], prefix: Prefix, *, adapter: str | None = None) -> Flow[PrefixMatch]:
@@ -143,12 +145,12 @@ def restore(
     client, make = snapshot._client, type(snapshot)._make_sequence
     lease_ms = milliseconds("lease_s", lease_s)
     request = pb.RestoreSequencesRequest(request_id=_new_id(), snapshot_id=[snapshot.id] * count, lease_ms=lease_ms)
-    response = yield from retried(client, RESTORE, request)
+    response = yield from retried(client, RESTORE, request, holder_of(snapshot))
     if len(response.sequences) != count:
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequences)}")
-    epoch = response.server_epoch
+    at = Server(response.server_epoch, response.server)
     handles = [one.sequence for one in response.sequences]
-    return begin(client, make, epoch, handles, snapshot.position, snapshot.adapter, snapshot.adapter_hash)
+    return begin(client, make, at, handles, snapshot.position, snapshot.adapter, snapshot.adapter_hash)
 
 
 def renew_one(snapshot: SnapshotRecord[Any], lease_s: float | None = None) -> Flow[SnapshotState]:
@@ -184,9 +186,9 @@ def fork(sequence: AnySequence, count: int = 1, *, lease_s: float | None = None)
     response = yield from _captured(client, [sequence], FORK, request)
     if len(response.sequence) != count or len(response.position) != 1:
         raise ProtocolError(f"asked for {count} children, got {len(response.sequence)}")
-    epoch, adapter_hash = response.server_epoch, sequence.adapter_hash
+    at, adapter_hash = Server(response.server_epoch, response.server), sequence.adapter_hash
     [position] = response.position
-    return begin(client, make, epoch, response.sequence, position, sequence.adapter, adapter_hash)
+    return begin(client, make, at, response.sequence, position, sequence.adapter, adapter_hash)
 
 
 def _captured(
@@ -204,7 +206,7 @@ def _captured(
             hold = held.enter_context(Hold(Group.of(client, sequences), span))
             if hold.numbers[UNFINISHED].any():
                 raise StepUnfinished("a step of this sequence has an unknown outcome; resume it first")
-        return (yield from retried(client, method, request))
+        return (yield from retried(client, method, request, _holder(sequences)))
 
 
 def _states(
@@ -213,27 +215,31 @@ def _states(
     request: Callable[[list[bytes]], Any],
     which: Sequence[SnapshotRecord[Any] | bytes],
 ) -> Flow[list[SnapshotState]]:
-    """Ask about snapshots, as many at a time as a request may have. Returns their states in order."""
-    ids, states = list(map(id_of, which)), list[SnapshotState]()
-    for first in range(0, len(ids), _MAX_IDS):
-        some = ids[first : first + _MAX_IDS]
-        response = yield from retried(client, method, request(some))
-        if len(response.state) != len(some) or not set(response.state) <= set(map(int, SnapshotState)):
-            raise ProtocolError(f"asked about {len(some)} snapshots, got other answers")
-        states += map(SnapshotState, response.state)
-    return states
+    """Ask about snapshots, each server that holds some, as many at a time as a request may have. Returns their states
+    in order."""
+    holders = list(map(holder_of, which))
+    states: dict[int, SnapshotState] = {}
+    for server in dict.fromkeys(holders):
+        own = [index for index, holder in enumerate(holders) if holder == server]
+        for first in range(0, len(own), _MAX_IDS):
+            some = own[first : first + _MAX_IDS]
+            response = yield from retried(client, method, request([id_of(which[index]) for index in some]), server)
+            if len(response.state) != len(some) or not set(response.state) <= set(map(int, SnapshotState)):
+                raise ProtocolError(f"asked about {len(some)} snapshots, got other answers")
+            states.update(zip(some, map(SnapshotState, response.state), strict=True))
+    return [states[index] for index in range(len(which))]
 
 
 def _new_id() -> bytes:
     return secrets.token_bytes(ID_BYTES)
 
 
-def _epoch(sequences: Sequence[SequenceRecord]) -> int:
-    """The server process that sequences belong to. Raises ValueError."""
-    epochs = {one.server_epoch for one in sequences}
-    if len(epochs) != 1:
-        raise ValueError(f"sequences: expected some of one server process, got {len(sequences)} of {len(epochs)}")
-    return epochs.pop()
+def _holder(sequences: Sequence[SequenceRecord]) -> Server:
+    """The server process that holds sequences. Raises ValueError."""
+    holders = {one._at for one in sequences}
+    if len(holders) != 1:
+        raise ValueError(f"sequences: expected some of one server process, got {len(sequences)} of {len(holders)}")
+    return holders.pop()
 
 
 def _check_count(count: int) -> None:

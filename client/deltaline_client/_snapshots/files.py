@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline_client._seconds import MAX_SECONDS, milliseconds
-from deltaline_client._snapshots.snapshot import ID_BYTES, AnySnapshot, SnapshotRecord, SnapshotsRecord
+from deltaline_client._snapshots.snapshot import ID_BYTES, AnySnapshot, SnapshotRecord, SnapshotsRecord, holder_of
 from deltaline_client._state import ClientState, attempted, info
 from deltaline_client._transport.flow import Flow, call, stream
 from deltaline_client._transport.methods import EXPORT_STATE, IMPORT_STATE
@@ -87,14 +87,14 @@ def load(
 
 def _export(snapshot: SnapshotRecord[Any], file: BinaryIO, timeout_s: float | None) -> Flow[None]:
     """Let a file have what is exported, from its beginning with each attempt."""
-    request = pb.ExportStateRequest(snapshot_id=snapshot.id)
+    request, server = pb.ExportStateRequest(snapshot_id=snapshot.id), holder_of(snapshot)
 
     def attempt(timeout_s: float) -> Flow[None]:
         file.seek(0)
         file.truncate()
-        return stream(EXPORT_STATE, request, timeout_s, lambda response: file.write(response.chunk))
+        return stream(EXPORT_STATE, request, timeout_s, server, lambda response: file.write(response.chunk))
 
-    yield from attempted(_attempts(snapshot._client, timeout_s), attempt)
+    yield from attempted(_attempts(snapshot._client, timeout_s), attempt, server)
 
 
 def _attempts(client: ClientState, timeout_s: float | None) -> Attempts:

@@ -9,7 +9,7 @@ from deltaline.v1 import state_service_pb2 as pb
 from deltaline_client._prefixes import Tier
 from deltaline_client._state import ClientState
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._transport.flow import Flow
+from deltaline_client._transport.flow import Flow, Server
 
 ID_BYTES = 16
 
@@ -38,8 +38,9 @@ class SnapshotRecord(Generic[AnySequence]):
 
     _make_sequence: type[AnySequence]
 
-    def __init__(self, client: ClientState, message: pb.Snapshot) -> None:
-        self._client = client
+    def __init__(self, client: ClientState, message: pb.Snapshot, at: Server | None = None) -> None:
+        """at: who holds it, None where that is not known."""
+        self._client, self._at = client, at
         self.id = message.snapshot_id
         self.position = message.position
         self.adapter, self.adapter_hash = message.adapter or None, message.adapter_hash
@@ -82,3 +83,9 @@ def id_of(snapshot: SnapshotRecord[Any] | bytes) -> bytes:
     if len(snapshot) != ID_BYTES:
         raise ValueError(f"snapshot: expected an id of {ID_BYTES} bytes, got {len(snapshot)}")
     return snapshot
+
+
+def holder_of(snapshot: SnapshotRecord[Any] | bytes | None) -> Server | None:
+    """Who holds a snapshot; None where that is not known, or has no name to be found by."""
+    at = snapshot._at if isinstance(snapshot, SnapshotRecord) else None
+    return None if at is None or not at.name else at

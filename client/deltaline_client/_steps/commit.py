@@ -8,12 +8,12 @@ from operator import index
 import numpy as np
 
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client._exceptions import DeltalineError, ProtocolError, TransportError
-from deltaline_client._state import ClientState
+from deltaline_client._exceptions import DeltalineError, ProtocolError, StateElsewhere, TransportError
+from deltaline_client._state import ClientState, rerouted
 from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.sequence import SequenceRecord
 from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, PENDING, UNFINISHED, Numbers
-from deltaline_client._transport.flow import Flow, Sleep, call
+from deltaline_client._transport.flow import Flow, Server, Sleep, call
 from deltaline_client._transport.methods import COMMIT as COMMIT_METHOD
 from deltaline_client._transport.retry import is_retryable
 from deltaline_client._transport.statuses import from_status
@@ -63,22 +63,20 @@ def _checked(hold: Hold, accepted: Sequence[int]) -> Numbers:
 def _send_all(client: ClientState, sequences: Sequence[SequenceRecord], span: int) -> Flow[None]:
     """Send the remembered commits of one span. Raises the error of the first that failed."""
     errors: list[DeltalineError] = []
-    for server_epoch in sorted({sequence.server_epoch for sequence in sequences}):
-        waiting = [sequence for sequence in sequences if sequence.server_epoch == server_epoch]
+    for server in dict.fromkeys(sequence._at for sequence in sequences):
+        waiting = [sequence for sequence in sequences if sequence._at == server]
         for first in range(0, len(waiting), _MAX_ROWS):
-            errors += yield from _send(client, server_epoch, waiting[first : first + _MAX_ROWS], span)
+            errors += yield from _send(client, server, waiting[first : first + _MAX_ROWS], span)
     if errors:
         raise errors[0]
 
 
-def _send(
-    client: ClientState, server_epoch: int, waiting: list[SequenceRecord], span: int
-) -> Flow[list[DeltalineError]]:
+def _send(client: ClientState, server: Server, waiting: list[SequenceRecord], span: int) -> Flow[list[DeltalineError]]:
     """Commit until each sequence is answered for good; return the errors."""
     attempts, final = client._attempts(), list[DeltalineError]()
     while waiting:
         request = layers.CommitSequencesRequest(
-            server_epoch=server_epoch,
+            server_epoch=server.epoch,
             span=span,
             sequence=[sequence.handle for sequence in waiting],
             step=[sequence.progress(span).step for sequence in waiting],
@@ -87,15 +85,18 @@ def _send(
         for sequence in waiting:
             sequence.progress(span).write({COMMIT_IN_DOUBT: 1})
         try:
-            errors = _apply(waiting, span, (yield from call(COMMIT_METHOD, request, attempts.next_timeout_s())))
+            response = yield from call(COMMIT_METHOD, request, attempts.next_timeout_s(), server)
+            errors = _apply(waiting, span, response)
         except DeltalineError as failure:
             errors = dict.fromkeys(waiting, failure)
         delay_s = attempts.delay_s(*(error.retry_after_s for error in errors.values()))
-        waiting = [sequence for sequence, error in errors.items() if delay_s is not None and is_retryable(error)]
+        waiting = []
         for sequence, error in errors.items():
-            if sequence not in waiting:
+            if ((yield from rerouted(server, error)) or is_retryable(error)) and delay_s is not None:
+                waiting.append(sequence)
+            else:
                 final.append(error)
-                sequence.progress(span).write({COMMIT_IN_DOUBT: isinstance(error, TransportError)})
+                sequence.progress(span).write({COMMIT_IN_DOUBT: isinstance(error, TransportError | StateElsewhere)})
         if waiting and delay_s is not None:
             yield Sleep(delay_s)
     return final

@@ -28,12 +28,13 @@ from deltaline_client._exceptions import (
     MessageTooLarge,
     ProtocolError,
     QueueDeadline,
+    StateElsewhere,
     StepUnfinished,
     TransportError,
 )
 from deltaline_client._prefixes import Waypoint, Waypoints
 from deltaline_client._seconds import check_seconds
-from deltaline_client._state import ClientState
+from deltaline_client._state import ClientState, rerouted
 from deltaline_client._steps.batch import Batch
 from deltaline_client._steps.hold import Group, Hold
 from deltaline_client._steps.packing import Packing, requests_in_flight
@@ -41,7 +42,7 @@ from deltaline_client._steps.request import Applied, Request
 from deltaline_client._steps.rows import RowResult, StepError, StepResult
 from deltaline_client._steps.sequence import RowProgress
 from deltaline_client._table import UNFINISHED
-from deltaline_client._transport.channel import MAX_MESSAGE_BYTES
+from deltaline_client._transport.channels.channel import MAX_MESSAGE_BYTES
 from deltaline_client._transport.flow import Flow, Receive, Send, Sleep
 from deltaline_client._transport.messages import StepAnswer
 from deltaline_client._transport.retry import is_retryable
@@ -77,7 +78,7 @@ class Exchange:
 
         waypoints: where each row, of PREFILL, leaves snapshots.
         """
-        if not (self._shared.is_off or self._shared.has_region):
+        if not self._shared.is_off and self._shared.server.epoch != self._limits.server_epoch:
             yield from self._shared.ready(self._limits, self._attempts)
             self._attempts = self._client._attempts(self._options.get("timeout_s"))  # after a wait, all its time
         with Hold(Group.of(self._client, batch.sequences), self._options.get("span", 0)) as hold:
@@ -95,7 +96,7 @@ class Exchange:
                 if request.applied is not None:
                     return request.applied
                 rows = [row for row, _ in request.rows()]
-                yield from self._rounds(*self._rest(rows))
+                yield from self._rounds(*(yield from self._rest(rows)))
             finally:
                 if request.applied is None:
                     for row, _ in request.rows():
@@ -149,11 +150,11 @@ class Exchange:
             if any(map(self._packing.is_whole, waiting)):  # they can't go inline
                 yield from self._shared.ready(self._limits, self._attempts)
             yield from self._round(self._packing.requests(waiting))
-            waiting, delay_s = self._rest(waiting, done_before)
+            waiting, delay_s = yield from self._rest(waiting, done_before)
 
     def _rest(
         self, rows: Sequence[RowProgress], done_before: Sequence[int] = ()
-    ) -> tuple[list[RowProgress], float | None]:
+    ) -> Flow[tuple[list[RowProgress], float | None]]:
         """What a round left: the rows that are not over, and how long to wait before the next one, None for not at all.
 
         done_before: how many tokens of each row were applied before that round; none, if nothing.
@@ -164,7 +165,8 @@ class Exchange:
         failed = {row: error for row, error in errors.items() if error is not None}
         delay_s = self._attempts.delay_s(*(error.retry_after_s for error in failed.values()))
         for row, error in failed.items():
-            if delay_s is None or not self._may_retry(error):
+            is_rerouted = yield from rerouted(row.sequence._at, error)
+            if delay_s is None or not (is_rerouted or self._may_retry(error)):
                 row.error = error
         if sum(row.tokens_done for row in rows) > sum(done_before):
             self._attempts.progressed()
@@ -175,7 +177,7 @@ class Exchange:
         self._last_number += 1
         timeout_s, answer = self._attempts.next_timeout_s(), None
         try:
-            yield Send(self._last_number, message)
+            yield Send(self._last_number, message, request.batch.sequences[0]._at)
             answer = yield Receive(max(0.0, timeout_s))
         finally:
             if answer is None:
@@ -198,7 +200,8 @@ class Exchange:
                     self._last_number += 1
                     request.begin()
                     in_flight[self._last_number] = request
-                    yield Send(self._last_number, request.message(self._options, self._most_reply_bytes))
+                    message = request.message(self._options, self._most_reply_bytes)
+                    yield Send(self._last_number, message, request.batch.sequences[0]._at)
                 if not in_flight:
                     return
                 answer = yield Receive(max(0.0, self._attempts.timeout_s()))
@@ -264,8 +267,9 @@ class Exchange:
             step.waypoints = [place for place, one in zip(told, fields.waypoints, strict=True) if one.row == index]
             if index in statuses:
                 step.error = error = from_status(statuses[index])
-                # A full server may refuse a resent step before it looks whether the first try was applied.
-                step.in_doubt = step.was_in_doubt and isinstance(error, CapacityError)
+                # A full server may refuse a resent step before it looks whether the first try was applied; another than
+                # the one that holds the sequence can't know.
+                step.in_doubt = step.was_in_doubt and isinstance(error, CapacityError | StateElsewhere)
             else:
                 step.in_doubt = False
                 output = outputs[start[index] : start[index + 1]]

@@ -124,7 +124,7 @@ class Packing:
                 count > budget
                 or len(steps) == self._limits.max_sequences
                 or row.output != steps[0][0].output
-                or row.sequence.server_epoch != steps[0][0].sequence.server_epoch
+                or row.sequence._at != steps[0][0].sequence._at
             ):
                 yield steps
                 steps, budget = [], self._limit

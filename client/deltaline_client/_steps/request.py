@@ -70,7 +70,9 @@ class Request:
         return self._rows
 
     def place(self, shared: SharedMemory) -> None:
-        """Put the tensors into shared memory, if it has room."""
+        """Put the tensors into shared memory, if it is of who holds the sequences and has room."""
+        if shared.server.epoch not in (0, self.batch.sequences[0].server_epoch):
+            return
         batch, key = self.batch, tuple([step for _, step in self._rows]) if self._rows else (self,)
         shape = int(batch.start[-1]), *batch.input_shape
         self.placement = shared.place(key, batch.hidden, shape, (int(batch.output_start[-1]), *batch.output_shape))

@@ -28,7 +28,7 @@ from deltaline_client._prefixes import PrefixMatch, Waypoint, Waypoints
 from deltaline_client._state import ClientState
 from deltaline_client._steps.places import Places
 from deltaline_client._table import COMMIT, COMMIT_IN_DOUBT, HOLDER, PENDING, POSITION, STEP, UNFINISHED
-from deltaline_client._transport.flow import Flow
+from deltaline_client._transport.flow import Flow, Server
 from deltaline_client._types import Output, RowOutcome
 
 NO_COMMIT = -1
@@ -120,6 +120,9 @@ class Progress:
 class SequenceRecord:
     """A sequence that the server holds: its handle, and a view of the client's progress per span.
 
+    server_epoch, server: the process that holds it, and its server's name, the address at which calls about the
+    sequence go on where this client may follow it; "" where it told none.
+
     adapter: the name under which its adapter was opened, None for none. adapter_hash: that adapter's content_hash, b""
     for none; a name may come to mean another adapter, the sequence keeps the one that it was opened with. match: what
     its open found of the prompt whose keys it was given; None without keys, and of a server that knows none. waypoints:
@@ -135,7 +138,7 @@ class SequenceRecord:
         client: ClientState,
         slot: int,
         handle: int,
-        server_epoch: int,
+        at: Server,
         adapter: str | None = None,
         adapter_hash: bytes = b"",
     ) -> None:
@@ -143,7 +146,7 @@ class SequenceRecord:
         self._client, self._table, self._slot = client, client._table, slot
         self._unfinished: dict[int, RowProgress] = {}
         self.handle = handle
-        self.server_epoch = server_epoch
+        self.server_epoch, self.server = self._at = at
         self.adapter, self.adapter_hash = adapter, adapter_hash
 
     def __del__(self) -> None:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 from deltaline.v1 import admin_service_pb2 as admin
 from deltaline.v1 import layer_service_pb2 as layers
-from deltaline_client._exceptions import ProtocolError, SnapshotUnknown
+from deltaline_client._exceptions import DeltalineError, ProtocolError, SnapshotUnknown
 from deltaline_client._prefixes import REUSE, Prefix, PrefixMatch, Reuse
 from deltaline_client._seconds import milliseconds
 from deltaline_client._state import ClientState, info, retried
 from deltaline_client._steps.sequence import SequenceRecord
-from deltaline_client._transport.flow import Flow, Method, Response
+from deltaline_client._transport.flow import Flow, Method, Response, Server
 from deltaline_client._transport.methods import CLOSE, DESCRIBE, DRAIN, LOAD, OPEN, RENEW
 from deltaline_client._types import SequenceDescription, SequenceState, ServerLoad
 
 S = TypeVar("S", bound=SequenceRecord)
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 _TOKEN_BYTES = 16
 # Sequences that one request asks about: of so many a reply fits 4 MiB, if they have no more than 400 spans.
 _MAX_ASKED = 256
+_LOST = layers.SEQUENCE_STATE_LOST
 
-Make: TypeAlias = Callable[[ClientState, int, int, int, str | None, bytes], S]
-"""Makes a sequence of a client, slot, handle, server_epoch, adapter and adapter_hash."""
+Make: TypeAlias = Callable[[ClientState, int, int, Server, str | None, bytes], S]
+"""Makes a sequence of a client, slot, handle, who holds it, adapter and adapter_hash."""
 
 
 def open_sequences(
@@ -37,8 +41,10 @@ def open_sequences(
     snapshot_id: bytes = b"",
     prefix: Prefix | None = None,
     reuse: Reuse = "always",
+    server: Server | None = None,
 ) -> Flow[list[S]]:
-    """Open `count` sequences, all or none; `make` makes the objects.
+    """Open `count` sequences, all or none; `make` makes the objects. server: which holds the snapshot, as far as that
+    is known.
 
     Raises ProtocolError if the server has opened them without the adapter: it is too old to know any. SnapshotUnknown
     if it is too old to know snapshots.
@@ -64,14 +70,14 @@ def open_sequences(
         prefix=None if prefix is None else prefix.message(),
         reuse=REUSE[reuse],
     )
-    response = yield from retried(client, OPEN, request)
+    response = yield from retried(client, OPEN, request, server)
     if len(response.sequence) != count:
         raise ProtocolError(f"asked for {count} sequences, got {len(response.sequence)}")
-    epoch, adapter_hash = response.server_epoch, response.adapter_hash
+    at, adapter_hash = Server(response.server_epoch, response.server), response.adapter_hash
     match = PrefixMatch.from_proto(response.match) if response.HasField("match") else None
     if snapshot_id:
         adapter = response.adapter or None
-    sequences = begin(client, make, epoch, response.sequence, response.position, adapter, adapter_hash)
+    sequences = begin(client, make, at, response.sequence, response.position, adapter, adapter_hash)
     for sequence in sequences:
         sequence.match = match
     if (adapter is not None) != bool(response.adapter_hash):
@@ -83,29 +89,34 @@ def open_sequences(
 def begin(
     client: ClientState,
     make: Make[S],
-    server_epoch: int,
+    at: Server,
     handles: Sequence[int],
     position: int,
     adapter: str | None,
     adapter_hash: bytes,
 ) -> list[S]:
-    """Make the objects of sequences that a server has just opened, at a position on every span.
+    """Make the objects of sequences that a server, `at`, has just opened, at a position on every span.
 
     Asks the server for nothing: a call that failed would lose them.
     """
-    if client._info is not None and client._info.server_epoch != server_epoch:
+    if client._info is not None and client._info.server_epoch != at.epoch and at.epoch not in client._table.epochs:
         client._info = None  # another process answers now; it may serve something else
-    slots = client._table.take(handles, server_epoch, position)
-    return [
-        make(client, slot, handle, server_epoch, adapter, adapter_hash)
-        for slot, handle in zip(slots, handles, strict=True)
-    ]
+    slots = client._table.take(handles, at.epoch, position)
+    return [make(client, slot, handle, at, adapter, adapter_hash) for slot, handle in zip(slots, handles, strict=True)]
 
 
 def close(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceState]]:
-    """End sequences and free their state. Idempotent; returns what each is now."""
+    """End sequences and free their state. Idempotent; returns what each is now.
+
+    Raises StateElsewhere where no call came to the server that holds them, as Unavailable where none was answered; all
+    that can be closed are. One that is LOST of a server without a name may live: the log has a warning.
+    """
     client._groups.clear()  # which would keep them
     states = yield from _asked(client, CLOSE, sequences, lambda response: response.state)
+    unsure = [state for one, state in zip(sequences, states, strict=True) if not one.server and state == _LOST]
+    if unsure:
+        why = "another process answered than the one that opened them; if that lives, they stay until their leases end"
+        _log.warning("%d sequences could not be closed: %s", len(unsure), why)
     return list(map(SequenceState, states))
 
 
@@ -114,7 +125,8 @@ def renew(
 ) -> Flow[list[SequenceState]]:
     """Move lease deadlines to lease_s from now (default: the lease they were opened with); returns what each is now.
 
-    Every step renews the lease as well: this is for sequences that pause for longer than their lease.
+    Every step renews the lease as well: this is for sequences that pause for longer than their lease. Raises
+    StateElsewhere as `close`.
     """
     lease_ms = milliseconds("lease_s", lease_s)
     states = yield from _asked(client, RENEW, sequences, lambda response: response.state, lease_ms=lease_ms)
@@ -122,9 +134,9 @@ def renew(
 
 
 def describe(client: ClientState, sequences: Sequence[SequenceRecord]) -> Flow[list[SequenceDescription]]:
-    """What the server holds of each sequence. Changes nothing."""
-    descriptions = yield from _asked(client, DESCRIBE, sequences, lambda response: response.sequences)
-    return list(map(SequenceDescription.from_proto, descriptions))
+    """What the server holds of each sequence. Changes nothing. Raises StateElsewhere as `close`."""
+    described = yield from _asked(client, DESCRIBE, sequences, lambda response: response.sequences, attrgetter("state"))
+    return list(map(SequenceDescription.from_proto, described))
 
 
 def load(client: ClientState) -> Flow[ServerLoad]:
@@ -146,18 +158,38 @@ def _asked(
     method: Method[Any, Response],
     sequences: Sequence[SequenceRecord],
     answers: Callable[[Response], Sequence[T]],
+    state_of: Callable[[T], Any] = lambda state: state,
     **fields: int,
 ) -> Flow[list[T]]:
-    """Ask about sequences: of each server process that they belong to, _MAX_ASKED at a time. Returns the answers in
-    their order."""
+    """Ask about sequences, _MAX_ASKED at a time of each server that holds some. Returns the answers in their order.
+
+    state_of: an answer's. Raises the error of the first server that could not be asked, once all others were.
+    """
     found: dict[SequenceRecord, T] = {}
-    while asked := [sequence for sequence in sequences if sequence not in found]:
-        server_epoch = asked[0].server_epoch
-        group = [sequence for sequence in asked if sequence.server_epoch == server_epoch][:_MAX_ASKED]
+    failed: DeltalineError | None = None
+
+    def is_elsewhere(response: Response) -> bool:
+        return any(state_of(one) == layers.SEQUENCE_STATE_ELSEWHERE for one in answers(response))
+
+    for server, group in _groups(sequences):
         handles = [sequence.handle for sequence in group]
-        request = method.request_type(server_epoch=server_epoch, sequence=handles, **fields)
-        got = answers((yield from retried(client, method, request)))
+        request = method.request_type(server_epoch=server.epoch, sequence=handles, **fields)
+        try:
+            got = answers((yield from retried(client, method, request, server, is_elsewhere)))
+        except DeltalineError as error:
+            failed = failed or error
+            continue
         if len(got) != len(group):
             raise ProtocolError(f"asked about {len(group)} sequences, got {len(got)} answers")
         found.update(zip(group, got, strict=True))
+    if failed is not None:
+        raise failed
     return [found[sequence] for sequence in sequences]
+
+
+def _groups(sequences: Sequence[SequenceRecord]) -> Iterator[tuple[Server, Sequence[SequenceRecord]]]:
+    """Sequences by the server that holds them, _MAX_ASKED at a time."""
+    for server in dict.fromkeys(sequence._at for sequence in sequences):
+        held = [sequence for sequence in sequences if sequence._at == server]
+        for first in range(0, len(held), _MAX_ASKED):
+            yield server, held[first : first + _MAX_ASKED]

@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from deltaline.address import link_path, with_port
+from deltaline.address import link_path
 from deltaline.conversation import Region
-from deltaline.tls import Tls, channel_of
+from deltaline.tls import Tls
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Disconnected, Unavailable
-from deltaline_client._transport.async_stream import AsyncStepStream, Mailbox
-from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
-from deltaline_client._transport.flow import Answer, Call, Found, TakeMemory
+from deltaline_client._transport.caller import Caller
+from deltaline_client._transport.channels.async_stream import AsyncStepStream, Mailbox
+from deltaline_client._transport.channels.channel import error_of
+from deltaline_client._transport.channels.ways import Used, Ways
+from deltaline_client._transport.flow import Answer, Call, Found, Reroute, Server, TakeMemory
 from deltaline_client._transport.link.asynchronous import AsyncLink
 from deltaline_client._transport.link.connect import Where, connect
-from deltaline_client._transport.process import check_process
-from deltaline_client._transport.token import Token
-from deltaline_client._transport.tracing import metadata
+from deltaline_client._transport.process import forked
 
 _log = logging.getLogger(__name__)
+
+AioWays: TypeAlias = Ways[AsyncStepStream]
 
 
 class AsyncSession(Protocol):
@@ -36,8 +39,8 @@ class AsyncSession(Protocol):
     def is_over(self) -> bool:
         """Whether the flow has to go on with another session."""
 
-    def send(self, number: int, request: Sequence[Buffer]) -> None:
-        """Send a step; its answer comes under `number`."""
+    def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
+        """Send a step to who holds its sequences; its answer comes under `number`."""
 
     async def receive(self, timeout_s: float) -> Answer | None:
         """The next answer to a step, None when the time is over."""
@@ -48,6 +51,9 @@ class AsyncSession(Protocol):
     async def memory(self, command: TakeMemory) -> Region | None:
         """Link memory, None where there is no link. Raises DeltalineError."""
 
+    def turn(self, command: Reroute) -> bool:
+        """Go another way to a server from now on. Returns whether there is one."""
+
 
 class AsyncTransport:
     """Opens sessions. It belongs to the event loop in which it is first used."""
@@ -56,55 +62,47 @@ class AsyncTransport:
         self,
         address: str,
         tls: Tls | None = None,
-        token: Token | None = None,
+        caller: Caller | None = None,
+        servers: Iterable[str] | None = None,
         *,
         on_leave: Callable[[], object] = lambda: None,
     ) -> None:
-        """address: of gRPC or of a link. on_leave: called when calls no longer go by a link that was found. Raises
-        ValueError."""
+        """address: of gRPC or of a link. servers: see Ways. on_leave: called when calls no longer go by a link that was
+        found. Raises ValueError."""
         path, self._on_leave = link_path(address), on_leave
-        self._tls, self.token = tls, token
-        self._may_find = token is None and (tls is None or tls.cert is None)
-        if tls is not None:
-            tls.credentials()  # now, not at the first call, is when files that can't be used are told
+        self._caller = caller = caller or Caller()
+        self._may_find = caller.token is None and (tls is None or tls.cert is None)
         self._pid = os.getpid()
         self._where = None if path is None else Where(path)
-        self._address = None if path is not None else with_port(address)
-        self._channel: grpc.aio.Channel | None = None
-        self._methods: dict[str, Any] = {}
-        self._stream: AsyncStepStream | None = None
+        self._ways = None if path is not None else AioWays(grpc.aio, AsyncStepStream, address, tls, servers, caller)
         self._link: AsyncLink | None = None
         self._connecting = asyncio.Lock()
         self.is_closed = False
 
     async def session(self) -> AsyncSession:
         """What carries a flow from now on. Raises RuntimeError in a forked process."""
-        check_process(self._pid)
+        if os.getpid() != self._pid:
+            raise forked()
         if self.is_closed:
             return _NoSession(Disconnected())
-        if self._link is not None and self._link.lacks_memory and self._address is not None:
+        if self._link is not None and self._link.lacks_memory and self._ways is not None:
             self._link = None
             self._give_up("the server gives it no memory")
         if self._where is not None:
             try:
-                link = self._link
-                return _LinkSession(await self._connected(self._where) if link is None or link.is_over else link)
+                return _LinkSession(await self._connected(self._where), self, self._ways)
             except DeltalineError as error:
-                if self._address is None:
+                if self._ways is None:
                     return _NoSession(error)
                 self._give_up(error)
-        if self._address is None:
+        if self._ways is None:
             return _NoSession(Disconnected())
-        if self._channel is None or self._stream is None:  # a grpc.aio channel must be made inside its event loop
-            self._channel = channel_of(grpc.aio, self._address, self._tls, OPTIONS)
-            self._methods = bind(self._channel)
-            self._stream = AsyncStepStream(bind_stream(self._channel), self.token)
-        return _GrpcSession(self, self._stream, self._methods)
+        return _GrpcSession(self, self._ways)
 
     async def find(self, found: Found) -> bool:
         """Go by a link from now on, if it can be had; return whether."""
         where = Where(found.path, found.uid, found.server_epoch)
-        if self._address is None or where == self._where or not self._may_find:
+        if self._ways is None or where == self._where or not self._may_find:
             return self._where is not None
         try:
             await self._connected(where)
@@ -117,25 +115,28 @@ class AsyncTransport:
 
     async def close(self) -> None:
         """Close everything: calls under way and later ones end with Disconnected."""
-        if self._stream is not None:
-            await self._stream.close()
+        streams, channels = ([], []) if self._ways is None else self._ways.end()
+        for stream in streams:
+            await stream.close()
         self.is_closed = True
         if self._link is not None:
             self._link.close(Disconnected())
-        if self._channel is not None:
-            await self._channel.close()
+        for channel in channels:
+            await channel.close()
 
     async def _connected(self, where: Where) -> AsyncLink:
         """The connection that all flows share. Raises Unavailable, Disconnected."""
-        if self._link is not None and not self._link.is_over:
+        if self._link is not None and self._link.is_to(where):
             return self._link
         async with self._connecting:
-            if self._link is None or self._link.is_over:
+            if self._link is None or not self._link.is_to(where):
                 connected, welcome = await asyncio.to_thread(connect, where)
                 if self.is_closed:
                     connected.close()
                     raise Disconnected
-                self._link = AsyncLink(connected, welcome, self.token)
+                if self._link is not None:
+                    self._link.close(Unavailable("the local link of another server took its place"))
+                self._link = AsyncLink(connected, welcome, self._caller)
             return self._link
 
     def _give_up(self, why: object) -> None:
@@ -146,47 +147,76 @@ class AsyncTransport:
 
 
 class _LinkSession:
-    """The connection that all flows share."""
+    """The connection that all flows share; beside it gRPC, for what other servers hold."""
 
-    def __init__(self, connection: AsyncLink) -> None:
-        self._connection = connection
+    def __init__(self, connection: AsyncLink, transport: AsyncTransport, ways: AioWays | None) -> None:
+        self._connection, self._transport, self._ways = connection, transport, ways
+        self._here = connection.server_epoch
         self._mailbox = Mailbox()
+        self._beside: _GrpcSession | None = None
 
     @property
     def is_over(self) -> bool:
-        return self._connection.is_over and self._mailbox.is_empty()
+        return self._connection.is_over and self._mailbox.is_empty() and self._beside is None
 
-    def send(self, number: int, request: Sequence[Buffer]) -> None:
-        self._connection.send(number, request, self._mailbox)
+    def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
+        if server.epoch != self._here and self._ways is not None:
+            self._others(self._ways).send(number, request, server)
+        else:
+            self._connection.send(number, request, self._mailbox)
 
     async def receive(self, timeout_s: float) -> Answer | None:
         return await self._mailbox.take(timeout_s)
 
     async def call(self, command: Call) -> Any:
+        server = command.server
+        if server is not None and server.epoch != self._here and self._ways is not None:
+            return await self._others(self._ways).call(command)
         return await self._connection.call(command)
 
     async def memory(self, command: TakeMemory) -> Region | None:
         return await self._connection.memory(command.size_bytes, command.timeout_s)
 
+    def turn(self, command: Reroute) -> bool:
+        if command.server.epoch == self._here and self._connection.is_over and self._ways is not None:
+            self._here = 0  # gRPC beside it goes on with all
+            return True
+        return self._beside is not None and self._beside.turn(command)
+
+    def _others(self, ways: AioWays) -> _GrpcSession:
+        if self._beside is None:
+            self._beside = _GrpcSession(self._transport, ways, self._mailbox)
+        return self._beside
+
 
 class _GrpcSession:
-    """The channel and the stream, which all flows share."""
+    """The channels and streams, which all flows share."""
 
     is_over = False
 
-    def __init__(self, transport: AsyncTransport, stream: AsyncStepStream, methods: dict[str, Any]) -> None:
-        self._transport, self._stream, self._methods = transport, stream, methods
-        self._mailbox = Mailbox()
+    def __init__(self, transport: AsyncTransport, ways: AioWays, mailbox: Mailbox | None = None) -> None:
+        self._transport, self._ways = transport, ways
+        self._mailbox = mailbox or Mailbox()
+        self._used: dict[str, Used[AsyncStepStream]] = {}
 
-    def send(self, number: int, request: Sequence[Buffer]) -> None:
-        self._stream.send(number, request, self._mailbox)
+    def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
+        try:
+            way = self._ways.current.get(server.name) or self._ways.to(server.name)
+        except Disconnected as error:
+            self._mailbox.put((number, error))
+        else:
+            self._used[server.name] = way, time.monotonic()
+            way.stream.send(number, request, self._mailbox)
 
     async def receive(self, timeout_s: float) -> Answer | None:
         return await self._mailbox.take(timeout_s)
 
     async def call(self, command: Call) -> Any:
+        name = "" if command.server is None else command.server.name
+        way = self._ways.to(name)
+        self._used[name] = way, time.monotonic()
         try:
-            return await self._answer(command)
+            return await self._answer(command, way.methods[command.method.path])
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except (asyncio.CancelledError, grpc.aio.UsageError):
@@ -197,11 +227,15 @@ class _GrpcSession:
     async def memory(self, command: TakeMemory) -> Region | None:
         return None
 
-    async def _answer(self, command: Call) -> Any:
+    def turn(self, command: Reroute) -> bool:
+        used = self._used.get(command.server.name)
+        return used is not None and self._ways.turn(used, command.came_elsewhere)
+
+    async def _answer(self, command: Call, method: Any) -> Any:
         """Make one attempt at a method. Raises grpc.RpcError; TransportError for a stream of requests that broke."""
-        method = self._methods[command.method.path]
+        metadata = self._ways.caller.metadata(command.server)
         if command.take is not None:
-            responses = method(command.request, timeout=command.timeout_s, metadata=metadata(self._transport.token))
+            responses = method(command.request, timeout=command.timeout_s, metadata=metadata)
             try:
                 async for response in responses:
                     await asyncio.to_thread(command.take, response)  # it may write to a disk
@@ -209,8 +243,8 @@ class _GrpcSession:
                 responses.cancel()
             return None
         if isinstance(command.request, Message):
-            return await method(command.request, timeout=command.timeout_s, metadata=metadata(self._transport.token))
-        call = method(timeout=command.timeout_s, metadata=metadata(self._transport.token))
+            return await method(command.request, timeout=command.timeout_s, metadata=metadata)
+        call = method(timeout=command.timeout_s, metadata=metadata)
         try:
             # In a thread: the next request may have to be read from a disk first.
             while (request := await asyncio.to_thread(next, command.request, None)) is not None:
@@ -243,7 +277,7 @@ class _NoSession:
     def is_over(self) -> bool:
         return self._mailbox.is_empty()
 
-    def send(self, number: int, request: Sequence[Buffer]) -> None:
+    def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
         self._mailbox.put((number, self._error))
 
     async def receive(self, timeout_s: float) -> Answer | None:
@@ -254,6 +288,9 @@ class _NoSession:
 
     async def memory(self, command: TakeMemory) -> Region | None:
         raise self._error
+
+    def turn(self, command: Reroute) -> bool:
+        return False
 
 
 def _is_cancelled() -> bool:

@@ -1,8 +1,8 @@
 """Flows: what the client does, written once as generators that know no I/O.
 
-A flow yields a command (Call, Sleep, Send, Receive, Found, TakeMemory), is sent what that gives (or is thrown an
-exception), and returns its result. Calls have one response; steps go by Send and Receive over a stream of steps, many
-in flight at once. The two drivers are `Client` (threads) and `AsyncClient` (asyncio), over gRPC or the local link;
+A flow yields a command (Call, Sleep, Send, Receive, Found, Reroute, TakeMemory), is sent what that gives (or is thrown
+an exception), and returns its result. Calls have one response; steps go by Send and Receive over a stream of steps,
+many in flight at once. The two drivers are `Client` (threads) and `AsyncClient` (asyncio), over gRPC or the local link;
 `blocking` and `awaited` turn a flow into their methods.
 """
 
@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -39,11 +39,19 @@ class Method(Generic[Request, Response]):
     gives_stream: bool = False
 
 
+class Server(NamedTuple):
+    """A process that holds something of this client: its epoch, and the name of its server, "" for none."""
+
+    epoch: int
+    name: str
+
+
 @dataclass(frozen=True)
 class Call:
     """Make one attempt at a method. Resumed with the response, or thrown a DeltalineError.
 
     request: of a method that takes a stream, an iterator that raises nothing and may take its time, in any thread.
+    server: which it means, None for any.
     take: of a method that gives a stream, called with each response in turn, in any thread; resumed with None then.
     What it raises ends the flow.
     """
@@ -51,6 +59,7 @@ class Call:
     method: Method[Any, Any]
     request: Message | Iterator[Message]
     timeout_s: float
+    server: Server | None = None
     take: Callable[[Any], object] | None = None
 
 
@@ -66,10 +75,12 @@ class Send:
     """Put a step on the stream. Resumed with None at once; the Answer comes by Receive.
 
     number: names the step within the flow. request: a serialised StepRequest as pieces, copied before the flow goes on.
+    server: which holds its sequences.
     """
 
     number: int
     request: Sequence[Buffer]
+    server: Server
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,14 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Reroute:
+    """A call about a server failed, or came to another. Resumed with whether the next will go another way."""
+
+    server: Server
+    came_elsewhere: bool
+
+
+@dataclass(frozen=True)
 class TakeMemory:
     """Ask for link memory. Resumed with a Region, or None where the calls go by gRPC; thrown a DeltalineError."""
 
@@ -99,20 +118,29 @@ class TakeMemory:
 Answer: TypeAlias = tuple[int, Any]
 """The number of a Send, and its StepAnswer or the DeltalineError that took its place."""
 
-Flow: TypeAlias = Generator[Call | Sleep | Send | Receive | Found | TakeMemory, Any, T]
+Flow: TypeAlias = Generator[Call | Sleep | Send | Receive | Found | Reroute | TakeMemory, Any, T]
 
 
-def call(method: Method[Request, Response], request: Request | Iterator[Request], timeout_s: float) -> Flow[Response]:
+def call(
+    method: Method[Request, Response],
+    request: Request | Iterator[Request],
+    timeout_s: float,
+    server: Server | None = None,
+) -> Flow[Response]:
     """Make one attempt at a method and return its response. Raises DeltalineError."""
-    return cast(Response, (yield Call(method, request, timeout_s)))
+    return cast(Response, (yield Call(method, request, timeout_s, server)))
 
 
 def stream(
-    method: Method[Request, Response], request: Request, timeout_s: float, take: Callable[[Response], object]
+    method: Method[Request, Response],
+    request: Request,
+    timeout_s: float,
+    server: Server | None,
+    take: Callable[[Response], object],
 ) -> Flow[None]:
     """Make one attempt at a method that gives a stream, and let `take` have each response. Raises DeltalineError, and
     what `take` raises."""
-    yield Call(method, request, timeout_s, take)
+    yield Call(method, request, timeout_s, server, take)
 
 
 def blocking(flow: Callable[Concatenate[H, P], Flow[T]]) -> Callable[Concatenate[H, P], T]:

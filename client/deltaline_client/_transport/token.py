@@ -37,14 +37,20 @@ class Token:
             return None
         if token is not None and token_file is not None:
             raise ValueError("token, token_file: expected one of them, got both")
-        if tls is None and not _is_on_host(address):
-            raise ValueError(f"token: expected tls beside it for an address that others reach, got {address!r}")
+        if tls is None:
+            cls.check(address)
         try:
             return cls(token, token_file)
         except OSError as error:
             raise ValueError(
                 f"token_file: expected a file with a token, got {token_file!r} ({error.strerror})"
             ) from error
+
+    @staticmethod
+    def check(address: str) -> None:
+        """Raise ValueError for an address to which no token goes without TLS."""
+        if not _is_on_host(address):
+            raise ValueError(f"token: expected tls beside it for an address that others reach, got {address!r}")
 
     def header(self) -> Header:
         """The metadata of a call, as of now; of a file that can't be used any more, what it had before."""

@@ -6,29 +6,32 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
-from deltaline.address import link_path, with_port
+from deltaline.address import link_path
 from deltaline.conversation import Region
-from deltaline.tls import Tls, channel_of
+from deltaline.tls import Tls
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeltalineError, Disconnected
-from deltaline_client._transport.channel import OPTIONS, bind, bind_stream, error_of
-from deltaline_client._transport.flow import Answer, Call, Found, TakeMemory
+from deltaline_client._transport.caller import Caller
+from deltaline_client._transport.channels.channel import error_of
+from deltaline_client._transport.channels.stream import Mailbox, StepStream
+from deltaline_client._transport.channels.ways import Used, Ways
+from deltaline_client._transport.flow import Answer, Call, Found, Reroute, Server, TakeMemory
 from deltaline_client._transport.link.blocking import BlockingLink
 from deltaline_client._transport.link.connect import Where, connect
-from deltaline_client._transport.process import check_process
-from deltaline_client._transport.stream import Mailbox, StepStream
-from deltaline_client._transport.token import Token
-from deltaline_client._transport.tracing import metadata
+from deltaline_client._transport.process import forked
 
 _log = logging.getLogger(__name__)
+
+GrpcWays: TypeAlias = Ways[StepStream]
 
 
 class Session(Protocol):
@@ -38,8 +41,8 @@ class Session(Protocol):
     def is_over(self) -> bool:
         """Whether the flow has to go on with another session: nothing is left to receive, and nothing more will be."""
 
-    def send(self, number: int, request: Sequence[Buffer]) -> None:
-        """Send a step; its answer comes under `number`."""
+    def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
+        """Send a step to who holds its sequences; its answer comes under `number`."""
 
     def receive(self, timeout_s: float) -> Answer | None:
         """The next answer to a step, None when the time is over."""
@@ -49,6 +52,9 @@ class Session(Protocol):
 
     def memory(self, command: TakeMemory) -> Region | None:
         """Link memory, None where there is no link. Raises DeltalineError."""
+
+    def turn(self, command: Reroute) -> bool:
+        """Go another way to a server from now on. Returns whether there is one."""
 
     def close(self) -> None:
         """The flow is over."""
@@ -61,19 +67,19 @@ class Transport:
         self,
         address: str,
         tls: Tls | None = None,
-        token: Token | None = None,
+        caller: Caller | None = None,
+        servers: Iterable[str] | None = None,
         *,
         on_leave: Callable[[], object] = lambda: None,
     ) -> None:
-        """address: of gRPC or of a link. on_leave: called when calls no longer go by a link that was found. Raises
-        ValueError."""
+        """address: of gRPC or of a link. servers: see Ways. on_leave: called when calls no longer go by a link that was
+        found. Raises ValueError."""
         path, self._on_leave = link_path(address), on_leave
-        self._token, self._may_find = token, token is None and (tls is None or tls.cert is None)
+        self._caller = caller = caller or Caller()
+        self._may_find = caller.token is None and (tls is None or tls.cert is None)
         self._pid = os.getpid()
         self._where = None if path is None else Where(path)
-        self._channel = None if path is not None else channel_of(grpc, with_port(address), tls, OPTIONS)
-        self._methods = {} if self._channel is None else bind(self._channel)
-        self._stream = None if self._channel is None else StepStream(bind_stream(self._channel), token)
+        self._ways = None if path is not None else GrpcWays(grpc, StepStream, address, tls, servers, caller)
         self._lock = threading.Lock()
         # Connections that no flow has, and all.
         self._free: list[BlockingLink] = []
@@ -82,23 +88,24 @@ class Transport:
 
     def session(self) -> Session:
         """What carries a flow from now on. Raises RuntimeError in a forked process."""
-        check_process(self._pid)
+        if os.getpid() != self._pid:
+            raise forked()
         where = self._where
         if where is not None and not self._is_closed:
             try:
-                return _LinkSession(self, self._take(where))
+                return _LinkSession(self, self._take(where), self._ways)
             except DeltalineError as error:
-                if self._stream is None:
+                if self._ways is None:
                     return _NoSession(error)
                 self._give_up(error)
-        if self._stream is None:
+        if self._ways is None:
             return _NoSession(Disconnected())
-        return _GrpcSession(self._stream, self._methods, self._token)
+        return _GrpcSession(self._ways)
 
     def find(self, found: Found) -> bool:
         """Go by a link from now on, if it can be had; return whether."""
         where = Where(found.path, found.uid, found.server_epoch)
-        if self._stream is None or where == self._where or not self._may_find:
+        if self._ways is None or where == self._where or not self._may_find:
             return self._where is not None
         try:
             connection = self._take(where)
@@ -120,13 +127,14 @@ class Transport:
             connection.end(Disconnected())
         for connection in free:
             connection.close()
-        if self._stream is not None and self._channel is not None:
-            self._stream.close()
-            self._channel.close()
+        if self._ways is not None:
+            streams, channels = self._ways.end()
+            for one in (*streams, *channels):
+                one.close()
 
     def give_back(self, connection: BlockingLink) -> None:
         """A flow no longer needs a connection."""
-        if connection.lacks_memory and self._stream is not None:
+        if connection.lacks_memory and self._ways is not None:
             self._give_up("the server gives it no memory")
         with self._lock:
             if not connection.is_over and not self._is_closed:
@@ -141,9 +149,13 @@ class Transport:
     def _take(self, where: Where) -> BlockingLink:
         """A connection that no flow has. Raises Unavailable, Disconnected."""
         with self._lock:
-            if self._free:
-                return self._free.pop()
-        connection = BlockingLink(*connect(where), self._token)
+            while self._free:
+                connection = self._free.pop()
+                if where.server_epoch in (None, connection.server_epoch):
+                    return connection
+                self._links.discard(connection)
+                connection.close()
+        connection = BlockingLink(*connect(where), self._caller)
         with self._lock:
             if not self._is_closed:
                 self._links.add(connection)
@@ -159,35 +171,72 @@ class Transport:
 
 
 class _LinkSession:
-    """A connection that this flow has for itself."""
+    """A connection that this flow has for itself; beside it gRPC, for what other servers hold."""
 
-    def __init__(self, transport: Transport, connection: BlockingLink) -> None:
-        self._connection = connection
+    def __init__(self, transport: Transport, connection: BlockingLink, ways: GrpcWays | None) -> None:
+        self._connection, self._ways, self._here = connection, ways, connection.server_epoch
         self._answers: deque[Answer] = deque()
-        self.send = partial(connection.send, answers=self._answers)
-        self.receive = partial(connection.receive, self._answers)
+        self._num_waiting = 0
+        self._beside: _GrpcSession | None = None
         self.close = partial(transport.give_back, connection)
 
     @property
     def is_over(self) -> bool:
-        return self._connection.is_over and not self._answers
+        return self._connection.is_over and not self._answers and self._beside is None
+
+    def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
+        if server.epoch != self._here and self._ways is not None:
+            self._others(self._ways).send(number, request, server)
+        else:
+            self._num_waiting += 1
+            self._connection.send(number, request, self._answers)
+
+    def receive(self, timeout_s: float) -> Answer | None:
+        if self._beside is not None and not self._num_waiting:
+            return self._beside.receive(timeout_s)
+        answer = self._connection.receive(self._answers, timeout_s)
+        self._num_waiting -= answer is not None
+        return answer
 
     def call(self, command: Call) -> Any:
+        server = command.server
+        if server is not None and server.epoch != self._here and self._ways is not None:
+            return self._others(self._ways).call(command)
         return self._connection.call(command)
 
     def memory(self, command: TakeMemory) -> Region | None:
         return self._connection.memory(command.size_bytes, command.timeout_s)
 
+    def turn(self, command: Reroute) -> bool:
+        if command.server.epoch == self._here and self._connection.is_over and self._ways is not None:
+            self._here = 0  # gRPC beside it goes on with all
+            return True
+        return self._beside is not None and self._beside.turn(command)
+
+    def _others(self, ways: GrpcWays) -> _GrpcSession:
+        if self._beside is None:
+            self._beside = _GrpcSession(ways)
+        return self._beside
+
 
 class _GrpcSession:
-    """The channel and the stream, which all flows share."""
+    """The channels and streams, which all flows share."""
 
     is_over = False
 
-    def __init__(self, stream: StepStream, methods: dict[str, Any], token: Token | None) -> None:
-        self._methods, self._token = methods, token
+    def __init__(self, ways: GrpcWays) -> None:
+        self._ways = ways
         self._mailbox: Mailbox = queue.SimpleQueue()
-        self.send = partial(stream.send, mailbox=self._mailbox)
+        self._used: dict[str, Used[StepStream]] = {}
+
+    def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
+        try:
+            way = self._ways.current.get(server.name) or self._ways.to(server.name)
+        except Disconnected as error:
+            self._mailbox.put((number, error))
+        else:
+            self._used[server.name] = way, time.monotonic()
+            way.stream.send(number, request, self._mailbox)
 
     def receive(self, timeout_s: float) -> Answer | None:
         with suppress(queue.Empty):
@@ -195,9 +244,13 @@ class _GrpcSession:
         return None
 
     def call(self, command: Call) -> Any:
-        method = self._methods[command.method.path]
+        name = "" if command.server is None else command.server.name
+        way = self._ways.to(name)
+        self._used[name] = way, time.monotonic()
+        method = way.methods[command.method.path]
         try:
-            made = method(command.request, timeout=command.timeout_s, metadata=metadata(self._token))
+            metadata = self._ways.caller.metadata(command.server)
+            made = method(command.request, timeout=command.timeout_s, metadata=metadata)
             if command.take is None:
                 return made
             return _take_all(made, command.take)
@@ -208,6 +261,10 @@ class _GrpcSession:
 
     def memory(self, command: TakeMemory) -> Region | None:
         return None
+
+    def turn(self, command: Reroute) -> bool:
+        used = self._used.get(command.server.name)
+        return used is not None and self._ways.turn(used, command.came_elsewhere)
 
     def close(self) -> None:
         pass
@@ -233,7 +290,7 @@ class _NoSession:
     def is_over(self) -> bool:
         return not self._answers
 
-    def send(self, number: int, request: Sequence[Buffer]) -> None:
+    def send(self, number: int, request: Sequence[Buffer], server: Server) -> None:
         self._answers.append((number, self._error))
 
     def receive(self, timeout_s: float) -> Answer | None:
@@ -244,6 +301,9 @@ class _NoSession:
 
     def memory(self, command: TakeMemory) -> Region | None:
         raise self._error
+
+    def turn(self, command: Reroute) -> bool:
+        return False
 
     def close(self) -> None:
         pass

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from deltaline.v1 import tensor_pb2 as deltaline_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n deltaline/v1/admin_service.proto\x12\x0c\x64\x65ltaline.v1\x1a\x19\x64\x65ltaline/v1/tensor.proto\"X\n\tLayerSpan\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x15\n\rinput_streams\x18\x03 \x01(\r\x12\x16\n\x0eoutput_streams\x18\x04 \x01(\r\"\x16\n\x14GetServerInfoRequest\"\x85\x07\n\x15GetServerInfoResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12&\n\x05spans\x18\x04 \x03(\x0b\x32\x17.deltaline.v1.LayerSpan\x12\"\n\x05scope\x18\x05 \x01(\x0e\x32\x13.deltaline.v1.Scope\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12%\n\x05\x64type\x18\x07 \x01(\x0e\x32\x16.deltaline.v1.DataType\x12+\n\x0bstate_dtype\x18\x08 \x01(\x0e\x32\x16.deltaline.v1.DataType\x12\x15\n\rmax_sequences\x18\t \x01(\r\x12\x18\n\x10max_draft_tokens\x18\n \x01(\r\x12\x1b\n\x13max_steps_in_flight\x18\x0b \x01(\r\x12\x1a\n\x12inline_limit_bytes\x18\x0c \x01(\x04\x12\x18\n\x10\x64\x65\x66\x61ult_lease_ms\x18\r \x01(\x04\x12\x14\n\x0cmax_lease_ms\x18\x0e \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\x12\x1c\n\x14sequence_state_bytes\x18\x10 \x01(\x04\x12\x43\n\x08versions\x18\x11 \x03(\x0b\x32\x31.deltaline.v1.GetServerInfoResponse.VersionsEntry\x12\x1b\n\x13shared_memory_bytes\x18\x12 \x01(\x04\x12\x15\n\radapter_bytes\x18\x13 \x01(\x04\x12\x15\n\radapter_slots\x18\x14 \x01(\r\x12\x18\n\x10max_adapter_rank\x18\x15 \x01(\r\x12\x10\n\x08kv_pages\x18\x16 \x01(\r\x12\x16\n\x0ekv_page_tokens\x18\x17 \x01(\r\x12\x15\n\rkv_page_bytes\x18\x18 \x01(\x04\x12\x13\n\x0bmax_context\x18\x19 \x01(\r\x12\x11\n\tlink_path\x18\x1a \x01(\t\x12\x10\n\x08link_uid\x18\x1b \x01(\r\x12\x14\n\x0cserves_state\x18\x1c \x01(\x08\x12\x16\n\x0esnapshot_lines\x18\x1d \x01(\r\x12\x17\n\x0fwaypoint_tokens\x18\x1e \x01(\r\x12\x17\n\x0fmax_reply_bytes\x18\x1f \x01(\x04\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x10\n\x0eGetLoadRequest\"\xa5\x02\n\x0fGetLoadResponse\x12\x16\n\x0esequences_open\x18\x01 \x01(\r\x12\x12\n\nlines_used\x18\x02 \x01(\r\x12\x13\n\x0blines_total\x18\x03 \x01(\r\x12\x13\n\x0bqueued_rows\x18\x04 \x01(\r\x12\x19\n\x11queued_rows_limit\x18\x05 \x01(\r\x12\x14\n\x0cqueued_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12queued_bytes_limit\x18\x07 \x01(\x04\x12\x13\n\x0breply_bytes\x18\x08 \x01(\x04\x12\x19\n\x11reply_bytes_limit\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x15\n\rkv_pages_used\x18\x0b \x01(\r\x12\x16\n\x0ekv_pages_total\x18\x0c \x01(\r\"A\n\x19\x43reateSharedMemoryRequest\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\"o\n\x1a\x43reateSharedMemoryResponse\x12\x0e\n\x06region\x18\x01 \x01(\x06\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x10\n\x08lease_ms\x18\x04 \x01(\x04\x12\r\n\x05nonce\x18\x05 \x01(\x0c\",\n\x1aReleaseSharedMemoryRequest\x12\x0e\n\x06region\x18\x01 \x01(\x06\"\x1d\n\x1bReleaseSharedMemoryResponse\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04\"\'\n\rDrainResponse\x12\x16\n\x0esequences_open\x18\x01 \x01(\r*@\n\x05Scope\x12\x15\n\x11SCOPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSCOPE_MIXER\x10\x01\x12\x0f\n\x0bSCOPE_BLOCK\x10\x02\x32\xc7\x03\n\x0c\x41\x64minService\x12X\n\rGetServerInfo\x12\".deltaline.v1.GetServerInfoRequest\x1a#.deltaline.v1.GetServerInfoResponse\x12\x46\n\x07GetLoad\x12\x1c.deltaline.v1.GetLoadRequest\x1a\x1d.deltaline.v1.GetLoadResponse\x12g\n\x12\x43reateSharedMemory\x12\'.deltaline.v1.CreateSharedMemoryRequest\x1a(.deltaline.v1.CreateSharedMemoryResponse\x12j\n\x13ReleaseSharedMemory\x12(.deltaline.v1.ReleaseSharedMemoryRequest\x1a).deltaline.v1.ReleaseSharedMemoryResponse\x12@\n\x05\x44rain\x12\x1a.deltaline.v1.DrainRequest\x1a\x1b.deltaline.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n deltaline/v1/admin_service.proto\x12\x0c\x64\x65ltaline.v1\x1a\x19\x64\x65ltaline/v1/tensor.proto\"X\n\tLayerSpan\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x15\n\rinput_streams\x18\x03 \x01(\r\x12\x16\n\x0eoutput_streams\x18\x04 \x01(\r\"\x16\n\x14GetServerInfoRequest\"\x95\x07\n\x15GetServerInfoResponse\x12\x14\n\x0cserver_epoch\x18\x01 \x01(\x06\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12&\n\x05spans\x18\x04 \x03(\x0b\x32\x17.deltaline.v1.LayerSpan\x12\"\n\x05scope\x18\x05 \x01(\x0e\x32\x13.deltaline.v1.Scope\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12%\n\x05\x64type\x18\x07 \x01(\x0e\x32\x16.deltaline.v1.DataType\x12+\n\x0bstate_dtype\x18\x08 \x01(\x0e\x32\x16.deltaline.v1.DataType\x12\x15\n\rmax_sequences\x18\t \x01(\r\x12\x18\n\x10max_draft_tokens\x18\n \x01(\r\x12\x1b\n\x13max_steps_in_flight\x18\x0b \x01(\r\x12\x1a\n\x12inline_limit_bytes\x18\x0c \x01(\x04\x12\x18\n\x10\x64\x65\x66\x61ult_lease_ms\x18\r \x01(\x04\x12\x14\n\x0cmax_lease_ms\x18\x0e \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\x12\x1c\n\x14sequence_state_bytes\x18\x10 \x01(\x04\x12\x43\n\x08versions\x18\x11 \x03(\x0b\x32\x31.deltaline.v1.GetServerInfoResponse.VersionsEntry\x12\x1b\n\x13shared_memory_bytes\x18\x12 \x01(\x04\x12\x15\n\radapter_bytes\x18\x13 \x01(\x04\x12\x15\n\radapter_slots\x18\x14 \x01(\r\x12\x18\n\x10max_adapter_rank\x18\x15 \x01(\r\x12\x10\n\x08kv_pages\x18\x16 \x01(\r\x12\x16\n\x0ekv_page_tokens\x18\x17 \x01(\r\x12\x15\n\rkv_page_bytes\x18\x18 \x01(\x04\x12\x13\n\x0bmax_context\x18\x19 \x01(\r\x12\x11\n\tlink_path\x18\x1a \x01(\t\x12\x10\n\x08link_uid\x18\x1b \x01(\r\x12\x14\n\x0cserves_state\x18\x1c \x01(\x08\x12\x16\n\x0esnapshot_lines\x18\x1d \x01(\r\x12\x17\n\x0fwaypoint_tokens\x18\x1e \x01(\r\x12\x17\n\x0fmax_reply_bytes\x18\x1f \x01(\x04\x12\x0e\n\x06server\x18  \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x10\n\x0eGetLoadRequest\"\xa5\x02\n\x0fGetLoadResponse\x12\x16\n\x0esequences_open\x18\x01 \x01(\r\x12\x12\n\nlines_used\x18\x02 \x01(\r\x12\x13\n\x0blines_total\x18\x03 \x01(\r\x12\x13\n\x0bqueued_rows\x18\x04 \x01(\r\x12\x19\n\x11queued_rows_limit\x18\x05 \x01(\r\x12\x14\n\x0cqueued_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12queued_bytes_limit\x18\x07 \x01(\x04\x12\x13\n\x0breply_bytes\x18\x08 \x01(\x04\x12\x19\n\x11reply_bytes_limit\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x15\n\rkv_pages_used\x18\x0b \x01(\r\x12\x16\n\x0ekv_pages_total\x18\x0c \x01(\r\"A\n\x19\x43reateSharedMemoryRequest\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\"o\n\x1a\x43reateSharedMemoryResponse\x12\x0e\n\x06region\x18\x01 \x01(\x06\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x10\n\x08lease_ms\x18\x04 \x01(\x04\x12\r\n\x05nonce\x18\x05 \x01(\x0c\",\n\x1aReleaseSharedMemoryRequest\x12\x0e\n\x06region\x18\x01 \x01(\x06\"\x1d\n\x1bReleaseSharedMemoryResponse\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04\"\'\n\rDrainResponse\x12\x16\n\x0esequences_open\x18\x01 \x01(\r*@\n\x05Scope\x12\x15\n\x11SCOPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSCOPE_MIXER\x10\x01\x12\x0f\n\x0bSCOPE_BLOCK\x10\x02\x32\xc7\x03\n\x0c\x41\x64minService\x12X\n\rGetServerInfo\x12\".deltaline.v1.GetServerInfoRequest\x1a#.deltaline.v1.GetServerInfoResponse\x12\x46\n\x07GetLoad\x12\x1c.deltaline.v1.GetLoadRequest\x1a\x1d.deltaline.v1.GetLoadResponse\x12g\n\x12\x43reateSharedMemory\x12\'.deltaline.v1.CreateSharedMemoryRequest\x1a(.deltaline.v1.CreateSharedMemoryResponse\x12j\n\x13ReleaseSharedMemory\x12(.deltaline.v1.ReleaseSharedMemoryRequest\x1a).deltaline.v1.ReleaseSharedMemoryResponse\x12@\n\x05\x44rain\x12\x1a.deltaline.v1.DrainRequest\x1a\x1b.deltaline.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,32 +34,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._loaded_options = None
   _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_SCOPE']._serialized_start=1743
-  _globals['_SCOPE']._serialized_end=1807
+  _globals['_SCOPE']._serialized_start=1759
+  _globals['_SCOPE']._serialized_end=1823
   _globals['_LAYERSPAN']._serialized_start=77
   _globals['_LAYERSPAN']._serialized_end=165
   _globals['_GETSERVERINFOREQUEST']._serialized_start=167
   _globals['_GETSERVERINFOREQUEST']._serialized_end=189
   _globals['_GETSERVERINFORESPONSE']._serialized_start=192
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1093
-  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_start=1046
-  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_end=1093
-  _globals['_GETLOADREQUEST']._serialized_start=1095
-  _globals['_GETLOADREQUEST']._serialized_end=1111
-  _globals['_GETLOADRESPONSE']._serialized_start=1114
-  _globals['_GETLOADRESPONSE']._serialized_end=1407
-  _globals['_CREATESHAREDMEMORYREQUEST']._serialized_start=1409
-  _globals['_CREATESHAREDMEMORYREQUEST']._serialized_end=1474
-  _globals['_CREATESHAREDMEMORYRESPONSE']._serialized_start=1476
-  _globals['_CREATESHAREDMEMORYRESPONSE']._serialized_end=1587
-  _globals['_RELEASESHAREDMEMORYREQUEST']._serialized_start=1589
-  _globals['_RELEASESHAREDMEMORYREQUEST']._serialized_end=1633
-  _globals['_RELEASESHAREDMEMORYRESPONSE']._serialized_start=1635
-  _globals['_RELEASESHAREDMEMORYRESPONSE']._serialized_end=1664
-  _globals['_DRAINREQUEST']._serialized_start=1666
-  _globals['_DRAINREQUEST']._serialized_end=1700
-  _globals['_DRAINRESPONSE']._serialized_start=1702
-  _globals['_DRAINRESPONSE']._serialized_end=1741
-  _globals['_ADMINSERVICE']._serialized_start=1810
-  _globals['_ADMINSERVICE']._serialized_end=2265
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1109
+  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_start=1062
+  _globals['_GETSERVERINFORESPONSE_VERSIONSENTRY']._serialized_end=1109
+  _globals['_GETLOADREQUEST']._serialized_start=1111
+  _globals['_GETLOADREQUEST']._serialized_end=1127
+  _globals['_GETLOADRESPONSE']._serialized_start=1130
+  _globals['_GETLOADRESPONSE']._serialized_end=1423
+  _globals['_CREATESHAREDMEMORYREQUEST']._serialized_start=1425
+  _globals['_CREATESHAREDMEMORYREQUEST']._serialized_end=1490
+  _globals['_CREATESHAREDMEMORYRESPONSE']._serialized_start=1492
+  _globals['_CREATESHAREDMEMORYRESPONSE']._serialized_end=1603
+  _globals['_RELEASESHAREDMEMORYREQUEST']._serialized_start=1605
+  _globals['_RELEASESHAREDMEMORYREQUEST']._serialized_end=1649
+  _globals['_RELEASESHAREDMEMORYRESPONSE']._serialized_start=1651
+  _globals['_RELEASESHAREDMEMORYRESPONSE']._serialized_end=1680
+  _globals['_DRAINREQUEST']._serialized_start=1682
+  _globals['_DRAINREQUEST']._serialized_end=1716
+  _globals['_DRAINRESPONSE']._serialized_start=1718
+  _globals['_DRAINRESPONSE']._serialized_end=1757
+  _globals['_ADMINSERVICE']._serialized_start=1826
+  _globals['_ADMINSERVICE']._serialized_end=2281
 # @@protoc_insertion_point(module_scope)

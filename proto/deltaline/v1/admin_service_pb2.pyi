@@ -156,6 +156,7 @@ class GetServerInfoResponse(_message.Message):
     SNAPSHOT_LINES_FIELD_NUMBER: _builtins.int
     WAYPOINT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_REPLY_BYTES_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process. Never 0."""
     version: _builtins.str
@@ -214,6 +215,10 @@ class GetServerInfoResponse(_message.Message):
     """Waypoints of a row stand behind multiples of so many of its tokens; 0 where there are none."""
     max_reply_bytes: _builtins.int
     """Most bytes of a step's reply, whatever more StepRequest.max_reply_bytes says is taken."""
+    server: _builtins.str
+    """The server's name: the address of gRPC, HOST:PORT, at which clients go on with what they opened; empty for none. They
+    send it as metadata "deltaline-server" of calls about that.
+    """
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerSpan]:
         """Declared spans; a step names one by its index here."""
@@ -256,10 +261,11 @@ class GetServerInfoResponse(_message.Message):
         snapshot_lines: _builtins.int = ...,
         waypoint_tokens: _builtins.int = ...,
         max_reply_bytes: _builtins.int = ...,
+        server: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapter_slots", b"adapter_slots", "default_lease_ms", b"default_lease_ms", "device", b"device", "dtype", b"dtype", "hidden_size", b"hidden_size", "inline_limit_bytes", b"inline_limit_bytes", "kv_page_bytes", b"kv_page_bytes", "kv_page_tokens", b"kv_page_tokens", "kv_pages", b"kv_pages", "link_path", b"link_path", "link_uid", b"link_uid", "max_adapter_rank", b"max_adapter_rank", "max_context", b"max_context", "max_draft_tokens", b"max_draft_tokens", "max_lease_ms", b"max_lease_ms", "max_reply_bytes", b"max_reply_bytes", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_type", b"model_type", "scope", b"scope", "sequence_state_bytes", b"sequence_state_bytes", "server_epoch", b"server_epoch", "serves_state", b"serves_state", "shared_memory_bytes", b"shared_memory_bytes", "snapshot_lines", b"snapshot_lines", "spans", b"spans", "state_dtype", b"state_dtype", "version", b"version", "versions", b"versions", "waypoint_tokens", b"waypoint_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapter_slots", b"adapter_slots", "default_lease_ms", b"default_lease_ms", "device", b"device", "dtype", b"dtype", "hidden_size", b"hidden_size", "inline_limit_bytes", b"inline_limit_bytes", "kv_page_bytes", b"kv_page_bytes", "kv_page_tokens", b"kv_page_tokens", "kv_pages", b"kv_pages", "link_path", b"link_path", "link_uid", b"link_uid", "max_adapter_rank", b"max_adapter_rank", "max_context", b"max_context", "max_draft_tokens", b"max_draft_tokens", "max_lease_ms", b"max_lease_ms", "max_reply_bytes", b"max_reply_bytes", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_type", b"model_type", "scope", b"scope", "sequence_state_bytes", b"sequence_state_bytes", "server", b"server", "server_epoch", b"server_epoch", "serves_state", b"serves_state", "shared_memory_bytes", b"shared_memory_bytes", "snapshot_lines", b"snapshot_lines", "spans", b"spans", "state_dtype", b"state_dtype", "version", b"version", "versions", b"versions", "waypoint_tokens", b"waypoint_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -141,6 +141,8 @@ class _SequenceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sequenc
     """The server process that knew it is gone (server_epoch differs)."""
     SEQUENCE_STATE_UNKNOWN: _SequenceState.ValueType  # 7
     """Not known: never opened here, or closed too long ago to be remembered."""
+    SEQUENCE_STATE_ELSEWHERE: _SequenceState.ValueType  # 8
+    """The call means another server than this one, by metadata "deltaline-server": it may live there."""
 
 class SequenceState(_SequenceState, metaclass=_SequenceStateEnumTypeWrapper):
     """How it stands with a sequence."""
@@ -161,6 +163,8 @@ SEQUENCE_STATE_LOST: SequenceState.ValueType  # 6
 """The server process that knew it is gone (server_epoch differs)."""
 SEQUENCE_STATE_UNKNOWN: SequenceState.ValueType  # 7
 """Not known: never opened here, or closed too long ago to be remembered."""
+SEQUENCE_STATE_ELSEWHERE: SequenceState.ValueType  # 8
+"""The call means another server than this one, by metadata "deltaline-server": it may live there."""
 Global___SequenceState: _TypeAlias = SequenceState  # noqa: Y015
 
 @_typing.final
@@ -275,6 +279,7 @@ class OpenSequencesResponse(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     MATCH_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process; goes with every later request about these sequences. Never 0."""
     lease_ms: _builtins.int
@@ -285,6 +290,8 @@ class OpenSequencesResponse(_message.Message):
     """Committed tokens of each on every span: those of the snapshot, named or found, 0 without one."""
     adapter: _builtins.str
     """The name under which the snapshot's adapter was opened; empty for none, and without a snapshot."""
+    server: _builtins.str
+    """GetServerInfoResponse.server."""
     @_builtins.property
     def sequence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Handles, `count` of them. Opaque; never 0."""
@@ -303,10 +310,11 @@ class OpenSequencesResponse(_message.Message):
         position: _builtins.int = ...,
         adapter: _builtins.str = ...,
         match: _prefix_pb2.PrefixMatch | None = ...,
+        server: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_hash", b"adapter_hash", "lease_ms", b"lease_ms", "match", b"match", "position", b"position", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_hash", b"adapter_hash", "lease_ms", b"lease_ms", "match", b"match", "position", b"position", "sequence", b"sequence", "server", b"server", "server_epoch", b"server_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,7 +359,9 @@ class CloseSequencesResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def state(self) -> _containers.RepeatedScalarFieldContainer[Global___SequenceState.ValueType]:
-        """One per handle: CLOSED, CLOSING (freed when its steps are done), EXPIRED, LOST or UNKNOWN. None is an error."""
+        """One per handle: CLOSED, CLOSING (freed when its steps are done), EXPIRED, LOST, UNKNOWN or ELSEWHERE. None is an
+        error.
+        """
 
     def __init__(
         self,

@@ -214,10 +214,13 @@ class ForkSequencesResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process."""
     lease_ms: _builtins.int
     """The lease that each child got, milliseconds."""
+    server: _builtins.str
+    """GetServerInfoResponse.server."""
     @_builtins.property
     def sequence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Handles: `count` children of the first parent, then those of the next."""
@@ -233,10 +236,11 @@ class ForkSequencesResponse(_message.Message):
         sequence: _abc.Iterable[_builtins.int] | None = ...,
         position: _abc.Iterable[_builtins.int] | None = ...,
         lease_ms: _builtins.int = ...,
+        server: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "position", b"position", "sequence", b"sequence", "server_epoch", b"server_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "position", b"position", "sequence", b"sequence", "server", b"server", "server_epoch", b"server_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -368,10 +372,13 @@ class RestoreSequencesResponse(_message.Message):
     SERVER_EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    SERVER_FIELD_NUMBER: _builtins.int
     server_epoch: _builtins.int
     """Names this server process; goes with every later request about these sequences."""
     lease_ms: _builtins.int
     """The lease that each got, milliseconds."""
+    server: _builtins.str
+    """GetServerInfoResponse.server."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___RestoredSequence]:
         """One per snapshot_id, in the request's order."""
@@ -382,10 +389,11 @@ class RestoreSequencesResponse(_message.Message):
         server_epoch: _builtins.int = ...,
         sequences: _abc.Iterable[Global___RestoredSequence] | None = ...,
         lease_ms: _builtins.int = ...,
+        server: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "sequences", b"sequences", "server_epoch", b"server_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "sequences", b"sequences", "server", b"server", "server_epoch", b"server_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

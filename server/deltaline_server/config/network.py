@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from deltaline_server.config.option import MAX_BYTES, ConfigError, Options, sett
 MAX_UDS_BYTES = 107
 # gRPC reads unix:PATH as a URI: it decodes %41, and a client ends the path at the others.
 URI_CHARACTERS = "%?#"
+# A host's name of at most as many characters as DNS has, or an address, an IPv6 one in brackets, and perhaps a port.
+_NAME = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::(?P<port>[0-9]{1,5}))?")
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,13 @@ class NetworkOptions(Options):
     host: str = setting("127.0.0.1", "network", "address to listen on, for steps and metrics")
     port: int = setting(50051, "network", "port of gRPC; 0 for any", low=0, high=65535)
     front_ends: int = setting(0, "network", "processes that speak gRPC; 0: this one does", low=0, high=64)
+    advertise: str | None = setting(
+        None,
+        "network",
+        "HOST or HOST:PORT at which clients go on with what they opened here, and by which they tell this server from "
+        "others; default where it listens, unless that is loopback or every address",
+        metavar="NAME",
+    )
     uds: str | None = setting(None, "network", "listen on this Unix socket as well", metavar="PATH")
     link: str | None = setting(None, "network", local_socket.LINK, metavar="PATH")
     link_group: str | None = setting(None, "network", local_socket.GROUP, metavar="NAME")
@@ -48,12 +59,41 @@ class NetworkOptions(Options):
         if self.front_ends and not local_socket.has_link():
             raise ConfigError(f"--front-ends: expected 0, as only Linux has them, got {self.front_ends}")
         _check_host(self.host)
+        if self.advertise is not None:
+            _check_name(self.advertise)
         if self.uds is not None:
             _check_uds(self.uds)
         try:
             local_socket.check(self.link, self.link_group)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    def name(self, port: int) -> str:
+        """The address that clients are told, of a server that listens on a port; "" for none."""
+        if self.advertise is not None:
+            host = self.advertise
+            if host.rpartition("]")[2].count(":"):
+                return host
+        elif local_socket.is_loopback(self.host) or _is_wildcard(self.host):
+            return ""
+        else:
+            host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{port}"
+
+
+def _check_name(name: str) -> None:
+    """A host or an address of one, and a port perhaps."""
+    match = _NAME.fullmatch(name)
+    if match is None or not 0 < int(match["port"] or 1) < 2**16:
+        raise ConfigError(f"--advertise: expected HOST or HOST:PORT, got {errors.shown(name)}")
+
+
+def _is_wildcard(host: str) -> bool:
+    """Whether --host is every address of this host, which names none."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def _check_uds(path: str) -> None:

@@ -7,7 +7,7 @@ import socket
 
 import grpc
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from deltaline.v1 import adapter_service_pb2, admin_service_pb2, layer_service_pb2, state_service_pb2
 from deltaline_server.front.port.descriptors import MAX_CONNECTIONS
@@ -76,6 +76,16 @@ def grpc_options(
         ("grpc.compression_enabled_algorithms_bitset", 1),
         *age,
     ]
+
+
+def reflection_handler() -> grpc.GenericRpcHandler:
+    """The library's reflection of all services, as the link takes it too."""
+    handler = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer([service.full_name for service in SERVICES]).ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": handler})
 
 
 def add_port(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

@@ -22,6 +22,7 @@ from grpc.aio import ServicerContext
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies
 from deltaline_server.front.audited import AUDITED
+from deltaline_server.front.identity import Identity
 from deltaline_server.front.port.gate import Entered, Gate
 from deltaline_server.front.requests import parse
 from deltaline_server.front.trust.principals import Principals, current_principal
@@ -80,11 +81,12 @@ class Interceptor(grpc.aio.ServerInterceptor):
         gate: Gate | None = None,
         audit: Audit | None = None,
         refusals: Refusals | None = None,
+        identity: Identity | None = None,
     ) -> None:
         """gate: of the gRPC port; None for one whose clients are trusted, whose refusals go uncounted as well. audit:
-        None where nobody reads it."""
+        None where nobody reads it. identity: None for a server that no call can mean by a name."""
         self._metrics, self._principals, self._tracing = metrics, principals, tracing
-        self._gate, self._audit, self._refusals = gate, audit, refusals
+        self._gate, self._audit, self._refusals, self._identity = gate, audit, refusals, identity
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -217,6 +219,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
         try:
             entered = None if enter is None else enter(context)
             principal = self._principals.admit(method, context)
+            if self._identity is not None:
+                self._identity.check(method, context)
             yield entered
         except RequestError as error:
             self._metrics.refused(error.refusal.reason, 1)

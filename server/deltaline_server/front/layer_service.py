@@ -16,6 +16,7 @@ from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.finite import LARGE_BYTES, FiniteCheck
 from deltaline_server.front import replies, reply_bytes, requests
 from deltaline_server.front.flow_control import SharedBudget, StreamWindow
+from deltaline_server.front.identity import Identity
 from deltaline_server.front.interceptor import Context, bug, empty_frames
 from deltaline_server.front.requests import Served
 from deltaline_server.front.steps.step_message import StepMessage, StreamStep
@@ -55,6 +56,7 @@ class LayerService:
         table: SequenceTable,
         scheduler: Scheduler,
         served: Served,
+        identity: Identity,
         observer: Observer,
         principals: Principals,
         refusals: Refusals,
@@ -66,7 +68,7 @@ class LayerService:
         those that live on; `states` are what sequences may begin with; `clock` is the scheduler's: monotonic
         seconds."""
         self._tracing, self._principals, self._refusals, self._states = tracing, principals, refusals, states
-        self._table, self._scheduler, self._served = table, scheduler, served
+        self._table, self._scheduler, self._served, self._identity = table, scheduler, served, identity
         self._observer, self._clock = observer, clock
         self._stream_readers: set[asyncio.Task[None]] = set()
         self._budget = SharedBudget(ALL_STREAMS_BYTES)
@@ -104,12 +106,12 @@ class LayerService:
             inside = partial(self._from_snapshot, [message.snapshot_id] * count, principal, lease_s)
         else:
             opened = self._table.open(count, lease_s, message.open_token, message.adapter, principal)
-            return replies.open_response(self._table.server_epoch, opened)
+            return replies.open_response(self._table.server_epoch, self._identity.name, opened)
         opened = await self._table.tokens.once_inside(principal, message.open_token, count, origin, inside)
         if opened.match is not None and opened.match.prefix is None:
-            return replies.open_response(self._table.server_epoch, opened)
+            return replies.open_response(self._table.server_epoch, self._identity.name, opened)
         [first] = self._table.describe(self._table.server_epoch, opened.handles[:1], principal)
-        return replies.open_response(self._table.server_epoch, opened, first)
+        return replies.open_response(self._table.server_epoch, self._identity.name, opened, first)
 
     def _from_prompt(
         self,
@@ -154,7 +156,7 @@ class LayerService:
     async def close_sequences(self, message: pb.CloseSequencesRequest, context: Context) -> bytes:
         """End sequences."""
         self._scheduler.settle()
-        epoch = requests.read_epoch(message.server_epoch)
+        epoch = self._identity.epoch(message.server_epoch, context)
         handles = requests.read_handles(message.sequence, self._served)
         self.guesses.check(context.peer(), current_principal())
         states = self._table.close(epoch, handles, current_principal())
@@ -164,7 +166,7 @@ class LayerService:
     async def describe_sequences(self, message: pb.DescribeSequencesRequest, context: Context) -> bytes:
         """Tell what is held."""
         self._scheduler.settle()
-        epoch = requests.read_epoch(message.server_epoch)
+        epoch = self._identity.epoch(message.server_epoch, context)
         handles = requests.read_handles(message.sequence, self._served, self._describe_bytes)
         self.guesses.check(context.peer(), current_principal())
         told = self._table.describe(epoch, handles, current_principal())
@@ -173,7 +175,7 @@ class LayerService:
 
     async def renew_leases(self, message: pb.RenewLeasesRequest, context: Context) -> bytes:
         """Move lease deadlines."""
-        epoch = requests.read_epoch(message.server_epoch)
+        epoch = self._identity.epoch(message.server_epoch, context)
         handles = requests.read_handles(message.sequence, self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
         self.guesses.check(context.peer(), current_principal())
@@ -194,6 +196,8 @@ class LayerService:
             principal=current_principal(),
             client=context.peer(),
         )
+        if step.form.server_epoch != self._table.server_epoch:
+            self._identity.judge(step, context)
         if self.guesses.is_slowing:
             self.guesses.check(step.client, step.principal)
         client, principal = step.client, step.principal
@@ -214,9 +218,10 @@ class LayerService:
         """Fix accepted counts."""
         self._scheduler.settle()
         commit = requests.read_commit(message, self._served)
+        epoch = self._identity.epoch(commit.server_epoch, context)
         self.guesses.check(context.peer(), current_principal())
         positions, refusals = self._table.commit(
-            commit.server_epoch, commit.span, commit.handle, commit.step, commit.accepted, current_principal()
+            epoch, commit.span, commit.handle, commit.step, commit.accepted, current_principal()
         )
         self.guesses.add(context.peer(), current_principal(), _num_unknown(refusals))
         return replies.commit_response(positions, refusals)
@@ -253,6 +258,8 @@ class LayerService:
                         principal = self._principals.admit(STEP_STREAM, context) or principal
                     span = None if begin_span is None else begin_span(message.traceparent)
                     step = self._read_safely(message.step, until_s, principal, client)
+                    if isinstance(step, StepRequest) and step.form.server_epoch != self._table.server_epoch:
+                        self._identity.judge(step, context)
                     # What is refused holds the message until then.
                     num_bytes = step.message_bytes if isinstance(step, StepRequest) else len(message.step.inline or b"")
                     await window.acquire(num_bytes)

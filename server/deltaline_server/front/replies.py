@@ -143,10 +143,11 @@ def describe_response(handle: NDArray[np.uint64], descriptions: Sequence[Sequenc
     return response.SerializeToString()
 
 
-def open_response(server_epoch: int, opened: Opened, restored: SequenceDescription | None = None) -> bytes:
+def open_response(server_epoch: int, server: str, opened: Opened, restored: SequenceDescription | None = None) -> bytes:
     """Serialise an OpenSequencesResponse. restored: one of the sequences, where they begin with a snapshot."""
     return pb.OpenSequencesResponse(
         server_epoch=server_epoch,
+        server=server,
         sequence=opened.handles.tolist(),
         lease_ms=round(opened.lease_s * 1000),
         adapter_hash=(opened if restored is None else restored).adapter.content_hash,
@@ -171,19 +172,24 @@ def prefix_match(match: Match) -> prefix_pb.PrefixMatch:
     )
 
 
-def fork_response(server_epoch: int, opened: Opened, first: Sequence[SequenceDescription]) -> bytes:
+def fork_response(server_epoch: int, server: str, opened: Opened, first: Sequence[SequenceDescription]) -> bytes:
     """Serialise a ForkSequencesResponse. first: the first child of each parent."""
     return state_pb.ForkSequencesResponse(
         server_epoch=server_epoch,
+        server=server,
         sequence=opened.handles.tolist(),
         position=[child.spans[0].position for child in first],
         lease_ms=round(opened.lease_s * 1000),
     ).SerializeToString()
 
 
-def restore_response(server_epoch: int, opened: Opened, descriptions: Sequence[SequenceDescription]) -> bytes:
+def restore_response(
+    server_epoch: int, server: str, opened: Opened, descriptions: Sequence[SequenceDescription]
+) -> bytes:
     """Serialise a RestoreSequencesResponse. descriptions: of each sequence."""
-    response = state_pb.RestoreSequencesResponse(server_epoch=server_epoch, lease_ms=round(opened.lease_s * 1000))
+    response = state_pb.RestoreSequencesResponse(
+        server_epoch=server_epoch, server=server, lease_ms=round(opened.lease_s * 1000)
+    )
     for handle, told in zip(opened.handles.tolist(), descriptions, strict=True):
         response.sequences.add(
             sequence=handle,

@@ -26,6 +26,8 @@ _U32, _U64 = 2**32 - 1, 2**64 - 1
 _HEAD_BYTES = 6
 # Of an adapter: the longest name, and a hash.
 _NAME, _HASH = "n" * 64, bytes(32)
+# Of a server: a host's longest name, and a port.
+_SERVER = "s" * 259
 _ID = bytes(16)
 _REASON = max(Reason, key=lambda reason: len(reason.name))
 _COUNTS = {"step": str(2**63 - 1), "position": str(2**63 - 1), "pending_tokens": str(2**63 - 1)}
@@ -80,6 +82,7 @@ FIXED_BYTES = (
         adapter_hash=_HASH,
         position=_U64,
         adapter=_NAME,
+        server=_SERVER,
         match=prefix_pb.PrefixMatch(
             snapshot_id=_ID,
             position=_U64,

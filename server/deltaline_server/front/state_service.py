@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from deltaline.v1 import state_service_pb2 as pb
 from deltaline_server.errors import Reason, RequestError
 from deltaline_server.front import replies, reply_bytes, requests
+from deltaline_server.front.identity import Identity
 from deltaline_server.front.interceptor import Context
 from deltaline_server.front.pace import PACE, Pace
 from deltaline_server.front.requests import MAX_SNAPSHOTS, Served
@@ -40,6 +41,7 @@ class StateService:
         states: States,
         table: SequenceTable,
         served: Served,
+        identity: Identity,
         guesses: Guesses,
         settle: Callable[[], object],
         clock: Callable[[], float],
@@ -47,7 +49,8 @@ class StateService:
     ) -> None:
         """`guesses` are those of LayerService; `settle` brings the books of sequences up to date; `clock` counts
         monotonic seconds; `pace` is that of exports and imports."""
-        self._states, self._table, self._served, self._pace = states, table, served, pace
+        self._states, self._table, self._served = states, table, served
+        self._identity, self._pace = identity, pace
         self._guesses, self._settle = guesses, settle
         self.request_ids = RequestIds(clock)
 
@@ -75,7 +78,7 @@ class StateService:
 
     async def fork_sequences(self, message: pb.ForkSequencesRequest, context: Context) -> bytes:
         """Open children."""
-        epoch = requests.read_epoch(message.server_epoch)
+        epoch = self._identity.epoch(message.server_epoch, context)
         handles = requests.read_handles(message.sequence, self._served)
         count = requests.read_children(message.count, len(handles), self._served)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
@@ -88,13 +91,13 @@ class StateService:
             for child in first:
                 if child.state in GONE:  # a lease so short that it was over before the reply
                     raise RequestError(*GONE[child.state])
-            return replies.fork_response(self._table.server_epoch, opened, first)
+            return replies.fork_response(self._table.server_epoch, self._identity.name, opened, first)
 
         return await self._once_by_handles("ForkSequences", message, work, context)
 
     async def create_snapshots(self, message: pb.CreateSnapshotsRequest, context: Context) -> bytes:
         """Capture states."""
-        epoch = requests.read_epoch(message.server_epoch)
+        epoch = self._identity.epoch(message.server_epoch, context)
         handles = requests.read_handles(message.sequence, self._served, reply_bytes.SNAPSHOT_BYTES)
         lease_s = requests.read_lease_s(message.lease_ms, self._served)
         keys = requests.read_prefix_keys(message.prefix_key, len(handles))
@@ -121,7 +124,7 @@ class StateService:
                 self._settle()
                 opened = self._states.restore(ids, principal, lease_s=lease_s)
             told = self._table.describe(self._table.server_epoch, opened.handles, principal)
-            return replies.restore_response(self._table.server_epoch, opened, told)
+            return replies.restore_response(self._table.server_epoch, self._identity.name, opened, told)
 
         return await self._once("RestoreSequences", message, work)
 

@@ -17,6 +17,8 @@ from deltaline_server.tables.sequence_adapters import BASE, BoundAdapter
 SLOT_BITS = 24
 MAX_SLOTS = (1 << SLOT_BITS) - 1
 _SLOT_MASK = np.uint64(MAX_SLOTS)
+ANOTHER_SERVER = 0
+"""In place of an epoch, which never is 0: that of any process of a server with another name."""
 
 
 def make_handles(slots: Slots) -> NDArray[np.uint64]:
@@ -42,6 +44,7 @@ class SequenceState(IntEnum):
     EXPIRED = 5
     LOST = 6
     UNKNOWN = 7
+    ELSEWHERE = 8
 
 
 GONE = {
@@ -49,6 +52,7 @@ GONE = {
     SequenceState.EXPIRED: (Reason.SEQUENCE_EXPIRED, "the sequence's lease ran out and its state is gone"),
     SequenceState.LOST: (Reason.STATE_LOST, "the server process that held this sequence is gone"),
     SequenceState.UNKNOWN: (Reason.SEQUENCE_UNKNOWN, "no sequence has this handle"),
+    SequenceState.ELSEWHERE: (Reason.STATE_ELSEWHERE, "the call means another server, and this one has it not"),
 }
 
 

@@ -27,6 +27,7 @@ from deltaline_server.tables.lines import NULL_LINE, LinePool
 from deltaline_server.tables.open_tokens import Opened, OpenTokens, Origin
 from deltaline_server.tables.pages import Lines
 from deltaline_server.tables.sequence import (
+    ANOTHER_SERVER,
     GONE,
     MAX_SLOTS,
     SequenceDescription,
@@ -274,10 +275,11 @@ class SequenceTable:
         self, epoch: int, handles: NDArray[np.uint64], principal: Principal = ANONYMOUS
     ) -> tuple[Slots, NDArray[np.uint8]]:
         """Slots int64 [N] and states uint8 [N] (SequenceState) of handles. A slot means nothing when its sequence is
-        gone; another principal's sequence is UNKNOWN."""
+        gone; another principal's sequence is UNKNOWN. epoch: ANOTHER_SERVER where a call means one."""
         slots = slots_of(handles)
         if epoch != self.server_epoch:
-            return slots, np.full(len(handles), SequenceState.LOST, dtype=np.uint8)
+            gone = SequenceState.ELSEWHERE if epoch == ANOTHER_SERVER else SequenceState.LOST
+            return slots, np.full(len(handles), gone, dtype=np.uint8)
         # Nearly always every handle is one that is held: its slot is in range and not free.
         near, states = self._handle.take(slots, mode="clip"), self._state.take(slots, mode="clip")
         is_own = self._principal.take(slots, mode="clip") == principal.number

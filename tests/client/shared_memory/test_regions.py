@@ -111,7 +111,7 @@ def asked_of_grpc(flow: Any) -> None:
 
 def test_the_wait_ends_with_the_calls_own_timeout() -> None:
     now = [0.0]
-    limits: Any = SimpleNamespace(shared_memory_bytes=SIZE)
+    limits: Any = SimpleNamespace(shared_memory_bytes=SIZE, server_epoch=1, server="")
 
     def attempts() -> Attempts:
         return Attempts(Retry(clock=lambda: now[0]), 2.0)
@@ -165,7 +165,7 @@ class Interrupting:
 
 def test_a_full_region_that_another_call_has_replaced_is_not_replaced_again() -> None:
     maker, shared, hidden = Maker(), SharedMemory(SIZE), np.zeros((1, 8), np.float32)
-    limits: Any = SimpleNamespace(shared_memory_bytes=SIZE)
+    limits: Any = SimpleNamespace(shared_memory_bytes=SIZE, server_epoch=1, server="")
     released: list[int] = []
 
     def run(flow: Any) -> None:
@@ -205,7 +205,7 @@ def with_region(size_bytes: int) -> SharedMemory:
 
 
 def give_region(shared: SharedMemory, number: int, size_bytes: int) -> None:
-    limits: Any = SimpleNamespace(shared_memory_bytes=size_bytes)
+    limits: Any = SimpleNamespace(shared_memory_bytes=size_bytes, server_epoch=1, server="")
     asks = shared.ready(limits, Attempts(Retry(), 2.0))
     assert isinstance(next(asks), TakeMemory)
     file = os.memfd_create("deltaline")

@@ -15,6 +15,7 @@ from deltaline_client._steps.request import Request
 from deltaline_client._steps.sequence import Progress, SequenceRecord
 from deltaline_client._steps.sequences import begin
 from deltaline_client._table import Column
+from deltaline_client._transport.flow import Server
 from deltaline_client._transport.messages import StepAnswer
 
 HIDDEN = 4
@@ -24,7 +25,7 @@ EXECUTED, REFUSED = layers.ROW_OUTCOME_EXECUTED, layers.ROW_OUTCOME_REFUSED
 def made() -> tuple[Request, list[Progress]]:
     """A verify of two tokens of three sequences, the second of which carries a commit; and their progress."""
     client = Client("unix:/nowhere")
-    sequences = begin(client, SequenceRecord, 7, [1, 2, 3], 0, None, b"")
+    sequences = begin(client, SequenceRecord, Server(7, ""), [1, 2, 3], 0, None, b"")
     hidden = np.arange(6 * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
     batch = Batch.uniform(sequences, layers.ROW_KIND_VERIFY, hidden, 2, (HIDDEN,))
     progress = [sequence.progress() for sequence in sequences]

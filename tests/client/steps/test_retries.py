@@ -27,6 +27,7 @@ from deltaline_client import (
     Retry,
     Row,
     RowOutcome,
+    StateElsewhere,
     StateLost,
     StatePoisoned,
     StepError,
@@ -164,16 +165,25 @@ def test_the_last_refusal_is_told_when_time_is_over(driven: Any, server: Any) ->
     assert not sequence.unfinished
 
 
-@pytest.mark.parametrize("of", ["request", "row"])
-def test_a_refusal_after_a_lost_reply_leaves_the_step_in_doubt(driven: Any, server: Any, of: str) -> None:
+@pytest.mark.parametrize(
+    ("of", "reason", "error"),
+    [
+        ("request", Reason.QUEUE_FULL, QueueFull),
+        ("row", Reason.QUEUE_FULL, QueueFull),
+        ("row", Reason.STATE_ELSEWHERE, StateElsewhere),
+    ],
+)
+def test_a_refusal_after_a_lost_reply_leaves_the_step_in_doubt(
+    driven: Any, server: Any, of: str, reason: Reason, error: type[Exception]
+) -> None:
     client, do = driven.client, driven.do
     sequence = do(client.open())
     server.lose("Step")
     if of == "request":
-        server.refuse("Step", Reason.QUEUE_FULL)
+        server.refuse("Step", reason)
     else:
-        server.refuse_rows({0: Reason.QUEUE_FULL})
-    with pytest.raises(QueueFull):
+        server.refuse_rows({0: reason})
+    with pytest.raises(error):
         do(sequence.decode(tokens(1)))
     assert sequence.unfinished
     np.testing.assert_array_equal(do(sequence.resume()), tokens(1))
@@ -224,13 +234,18 @@ def test_a_commit_is_sent_again_until_it_is_answered(driven: Any, server: Any) -
     assert (a.position, b.position) == (2, 1)
 
 
-def test_a_commit_in_doubt_stays_what_it_is(driven: Any, once: Any, server: Any) -> None:
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_commit_in_doubt_stays_what_it_is(driven: Any, once: Any, server: Any, is_elsewhere: bool) -> None:
     do = driven.do
     sequence = do(once.open())
     do(sequence.verify(tokens(2)))
     server.lose("CommitSequences")
     with pytest.raises(Unavailable):
         do(sequence.commit(1, now=True))
+    if is_elsewhere:  # who answers so knows nothing of the first
+        server.refuse_rows({0: Reason.STATE_ELSEWHERE}, method="CommitSequences")
+        with pytest.raises(StateElsewhere):
+            do(sequence.commit(1, now=True))
     with pytest.raises(CommitConflict):
         do(sequence.commit(2))
     np.testing.assert_array_equal(do(sequence.decode(tokens(1)[0])), tokens(2)[0] + tokens(1)[0])

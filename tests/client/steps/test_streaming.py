@@ -18,7 +18,9 @@ from rigs.running_sum import HIDDEN, status_of, tokens
 from deltaline.v1 import layer_service_pb2 as layers
 from deltaline_client import AsyncClient, Client, StepError, StepStale, Unavailable
 from deltaline_client._steps.sequences import begin
-from deltaline_client._transport.stream import Mailbox, StepStream
+from deltaline_client._transport.caller import Caller
+from deltaline_client._transport.channels.stream import Mailbox, StepStream
+from deltaline_client._transport.flow import Server
 from deltaline_server.errors import Reason
 
 LIMIT = 4096 // (HIDDEN * 4)
@@ -170,7 +172,7 @@ def test_a_step_without_an_answer_is_remembered_whatever_became_of_those_behind_
 def test_steps_that_another_has_taken_are_not_ours(driven: Any, server: Any) -> None:
     client, do = driven.client, driven.do
     sequence = do(client.open())
-    (other,) = begin(client, type(sequence), sequence.server_epoch, [sequence.handle], 0, None, b"")
+    (other,) = begin(client, type(sequence), Server(sequence.server_epoch, ""), [sequence.handle], 0, None, b"")
     do(other.prefill(tokens(2 * LIMIT)))
     with pytest.raises(StepStale):
         do(sequence.prefill(tokens(2 * LIMIT, seed=1)))
@@ -225,12 +227,12 @@ def test_a_stream_that_fails_by_a_bug_leaves_nobody_waiting(monkeypatch: pytest.
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     monkeypatch.setattr(threading, "excepthook", told.put)
 
-    def fail(requests: Iterator[bytes]) -> Iterator[bytes]:
+    def fail(requests: Iterator[bytes], metadata: Any) -> Iterator[bytes]:
         next(requests)
         raise RuntimeError("a bug")
         yield b""
 
-    stream, mailbox = StepStream(fail), Mailbox()
+    stream, mailbox = StepStream(fail, Caller()), Mailbox()
     for number in (1, 2):  # the second one opens another stream
         stream.send(number, [b""], mailbox)
         answer = mailbox.get(timeout=60)

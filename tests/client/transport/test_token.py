@@ -10,8 +10,8 @@ import pytest
 
 from deltaline.tls import Tls
 from deltaline_client import AsyncClient, Client
+from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.token import Token
-from deltaline_client._transport.tracing import metadata
 
 SECRET = "s3cret-token"
 
@@ -31,7 +31,7 @@ def test_a_token_does_not_leave_the_host_in_plain_text(kind: Any, address: str) 
 def test_it_may_go_to_this_host(address: str) -> None:
     token = Token.of(SECRET, None, address, None)
     assert token is not None and token.header() == ("authorization", f"Bearer {SECRET}")
-    assert metadata(token) == (token.header(),) and metadata() is None
+    assert token.header() in Caller(token).metadata()
 
 
 def test_with_tls_it_may_go_anywhere() -> None:
@@ -73,3 +73,13 @@ def test_nobody_is_shown_it() -> None:
     with Client("127.0.0.1:1", token=SECRET) as client:
         for shown in (client, Token(SECRET, None)):
             assert SECRET not in repr(shown) + str(shown)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_token_is_followed_to_other_hosts_by_tls_alone(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"token: expected tls beside it .*, got '10\.0\.0\.1:1'"):
+        kind("localhost", token=SECRET, servers=["localhost:1", "10.0.0.1:1"])
+    with pytest.raises(ValueError, match="servers: expected several addresses, got the text 'localhost:1'"):
+        kind("localhost", servers="localhost:1")
+    with pytest.raises(ValueError, match="address: expected HOST"):
+        kind("localhost", servers=["no address"])

@@ -34,7 +34,7 @@ def test_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
 
 PATH_FLAGS = ("--model", "--random-init", "--config")
 URI = [("--uds", character) for character in "%?#"]
-FREE_TEXT = {"model", "random_init", "adapter_root", "state_dir", "host", "uds", "audit_log"}
+FREE_TEXT = {"model", "random_init", "adapter_root", "state_dir", "host", "advertise", "uds", "audit_log"}
 OPTIONS = [field.name for field in fields(Config)]
 
 

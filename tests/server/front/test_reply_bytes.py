@@ -23,6 +23,7 @@ from deltaline.v1 import admin_service_pb2 as admin_pb
 from deltaline.v1 import layer_service_pb2 as pb
 from deltaline.v1 import prefix_pb2 as prefix_pb
 from deltaline.v1 import state_service_pb2 as state_pb
+from deltaline_server.config import Config
 from deltaline_server.errors import Reason, Refusal, RequestError
 from deltaline_server.front import replies, reply_bytes, requests
 from deltaline_server.front.requests import Served
@@ -196,11 +197,13 @@ SNAPSHOT = state_pb.Snapshot(
     tier=prefix_pb.TIER_FILE,
     created_ms=2**42,
 )
+# The longest that --advertise takes.
+SERVER = Config(random_init="c", advertise="s" * 253 + ":65535").name(1)
 # How a request for `count` is read, and the largest reply to it.
 REPLIES: dict[str, tuple[Callable[[int], object], Callable[[int], bytes]]] = {
     "OpenSequences": (
         lambda count: requests.read_count(pb.OpenSequencesRequest(count=count), SERVED),
-        lambda count: replies.open_response(2**64 - 1, Opened(handles(count), LONG, ADAPTER)),
+        lambda count: replies.open_response(2**64 - 1, SERVER, Opened(handles(count), LONG, ADAPTER)),
     ),
     "DescribeSequences": (
         lambda count: requests.read_handles(np.arange(count), SERVED, reply_bytes.describe_bytes(64)),
@@ -217,7 +220,9 @@ REPLIES: dict[str, tuple[Callable[[int], object], Callable[[int], bytes]]] = {
     ),
     "ForkSequences": (
         lambda count: requests.read_children(1, count, SERVED),
-        lambda count: replies.fork_response(2**64 - 1, Opened(handles(count), LONG, ADAPTER), [described(1)] * count),
+        lambda count: replies.fork_response(
+            2**64 - 1, SERVER, Opened(handles(count), LONG, ADAPTER), [described(1)] * count
+        ),
     ),
     "CreateSnapshots": (
         lambda count: requests.read_handles(np.arange(count), SERVED, reply_bytes.SNAPSHOT_BYTES),
@@ -226,7 +231,7 @@ REPLIES: dict[str, tuple[Callable[[int], object], Callable[[int], bytes]]] = {
     "RestoreSequences": (
         lambda count: reply_bytes.check("snapshot_id", count, reply_bytes.RESTORED_BYTES),
         lambda count: replies.restore_response(
-            2**64 - 1, Opened(handles(count), LONG, ADAPTER), [described(1)] * count
+            2**64 - 1, SERVER, Opened(handles(count), LONG, ADAPTER), [described(1)] * count
         ),
     ),
 }

@@ -15,30 +15,35 @@ from deltaline.conversation import Conversation, Region
 from deltaline.link_socket import LinkSocket
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError
-from deltaline_client._transport.async_stream import Mailbox
+from deltaline_client._transport.caller import Caller
+from deltaline_client._transport.channels.async_stream import Mailbox
 from deltaline_client._transport.flow import Call
 from deltaline_client._transport.link.answer import answer_of, read
+from deltaline_client._transport.link.connect import Where
 from deltaline_client._transport.link.steps import LinkSteps
 from deltaline_client._transport.statuses import from_status
-from deltaline_client._transport.token import Token
-from deltaline_client._transport.tracing import metadata
 
 T = TypeVar("T")
 
 
 class AsyncLink:
-    """A connection, of one event loop. `send` raises nothing for one that broke: its mailbox gets the error."""
+    """A connection to the process of server_epoch, of one event loop. `send` raises nothing for one that broke: its
+    mailbox gets the error."""
 
-    def __init__(self, connected: socket.socket, welcome: link.Welcome, token: Token | None = None) -> None:
-        self._token = token
+    def __init__(self, connected: socket.socket, welcome: link.Welcome, caller: Caller) -> None:
+        self._caller, self.server_epoch = caller, welcome.server_epoch
         self._conversation = Conversation(welcome.message_bytes, from_status)
         self._socket = LinkSocket(connected, self._conversation)
-        self._steps = LinkSteps(self._conversation, token)
+        self._steps = LinkSteps(self._conversation, caller)
 
     @property
     def is_over(self) -> bool:
         """Whether it carries nothing more."""
         return self._socket.is_over
+
+    def is_to(self, where: Where) -> bool:
+        """Whether it carries calls to the process that is there."""
+        return not self.is_over and where.server_epoch in (None, self.server_epoch)
 
     @property
     def lacks_memory(self) -> bool:
@@ -67,7 +72,7 @@ class AsyncLink:
             bodies.put_nowait,
             end,
             timeout_s=command.timeout_s,
-            metadata=metadata(self._token),
+            metadata=self._caller.metadata(command.server),
         )
         try:
             async with asyncio.timeout(command.timeout_s):

@@ -19,23 +19,23 @@ from deltaline.conversation import Conversation, Region
 from deltaline.link_socket import receive, send
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeadlineExceeded, DeltalineError, Unavailable
+from deltaline_client._transport.caller import Caller
 from deltaline_client._transport.flow import Answer, Call
 from deltaline_client._transport.link.answer import answer_of, read
 from deltaline_client._transport.link.steps import LinkSteps
 from deltaline_client._transport.statuses import from_status
-from deltaline_client._transport.token import Token
-from deltaline_client._transport.tracing import metadata
 
 _LONGEST_POLL_S = 3600.0
 
 
 class BlockingLink:
-    """A connection. `send` and `receive` raise nothing for one that broke: what waits gets its error."""
+    """A connection to the process of server_epoch. `send` and `receive` raise nothing for one that broke: what waits
+    gets its error."""
 
-    def __init__(self, connected: socket.socket, welcome: link.Welcome, token: Token | None = None) -> None:
-        self._socket, self._token = connected, token
+    def __init__(self, connected: socket.socket, welcome: link.Welcome, caller: Caller) -> None:
+        self._socket, self._caller, self.server_epoch = connected, caller, welcome.server_epoch
         self._conversation = Conversation(welcome.message_bytes, from_status)
-        self._steps = LinkSteps(self._conversation, token)
+        self._steps = LinkSteps(self._conversation, caller)
         self._buffer = memoryview(bytearray(link.MAX_PACKET_BYTES))
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
@@ -73,7 +73,11 @@ class BlockingLink:
         if conversation.error is not None:
             raise conversation.error
         call = conversation.begin(
-            method.path, bodies.append, ends.append, timeout_s=command.timeout_s, metadata=metadata(self._token)
+            method.path,
+            bodies.append,
+            ends.append,
+            timeout_s=command.timeout_s,
+            metadata=self._caller.metadata(command.server),
         )
 
         def wait(is_done: Callable[[], object]) -> None:

@@ -8,20 +8,20 @@ from functools import partial
 from deltaline.conversation import Conversation, LinkCall
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeltalineError
+from deltaline_client._transport.caller import Caller, traceparent
 from deltaline_client._transport.flow import Answer
 from deltaline_client._transport.messages import read_stream_response, stream_request
 from deltaline_client._transport.methods import STEP_STREAM
 from deltaline_client._transport.pending import Pending
-from deltaline_client._transport.token import Header, Token
-from deltaline_client._transport.tracing import metadata, traceparent
+from deltaline_client._transport.token import Header
 
 
 class LinkSteps:
     """Sends steps, and hands their answers to whom they are for."""
 
-    def __init__(self, conversation: Conversation[DeltalineError], token: Token | None = None) -> None:
-        """token: of the client; with another one there is another stream."""
-        self._conversation, self._token = conversation, token
+    def __init__(self, conversation: Conversation[DeltalineError], caller: Caller) -> None:
+        """caller: the client; with another token there is another stream."""
+        self._conversation, self._caller, self._token = conversation, caller, caller.token
         self._header: Header | None = None
         self._call: LinkCall[DeltalineError] | None = None
         self._pending = Pending()
@@ -36,7 +36,7 @@ class LinkSteps:
         if self._call is None or self._call.is_over:
             pending = self._pending = Pending()
             take = partial(self._take, pending)
-            self._call = self._conversation.begin(STEP_STREAM, take, pending.fail, metadata=metadata(self._token))
+            self._call = self._conversation.begin(STEP_STREAM, take, pending.fail, metadata=self._caller.metadata())
         message = stream_request(self._pending.add(number, deliver), request, traceparent())
         self._conversation.send(self._call, message)
 

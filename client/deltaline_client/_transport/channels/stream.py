@@ -1,4 +1,4 @@
-"""The stream of steps for threads: one StepStream per client, shared by all its calls.
+"""The stream of steps for threads: one StepStream per way to a server, shared by all calls.
 
 A stream opens with the first step and lives until it breaks or the client disconnects; the next step opens another.
 When it breaks, every step that waits for its answer gets the error: whether it was applied is not known.
@@ -15,12 +15,12 @@ import grpc
 
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import DeltalineError, Disconnected
-from deltaline_client._transport.channel import error_of
+from deltaline_client._transport.caller import Caller, traceparent
+from deltaline_client._transport.channels.channel import error_of
 from deltaline_client._transport.flow import Answer
 from deltaline_client._transport.messages import read_stream_response, stream_request
 from deltaline_client._transport.pending import Pending
-from deltaline_client._transport.token import Header, Token
-from deltaline_client._transport.tracing import traceparent
+from deltaline_client._transport.token import Header
 
 Mailbox = queue.SimpleQueue[Answer]
 
@@ -28,10 +28,11 @@ Mailbox = queue.SimpleQueue[Answer]
 class StepStream:
     """Sends steps and delivers their answers to the mailboxes of the calls that wait for them. Threads may share it."""
 
-    def __init__(self, open_stream: Callable[..., Any], token: Token | None = None) -> None:
-        """open_stream: makes the RPC from an iterator of requests, as grpc's stream_stream callables do. token: of its
-        client; with another one there is another stream."""
-        self._open_stream, self._token = open_stream, token
+    def __init__(self, open_stream: Callable[..., Any], caller: Caller, server: str = "") -> None:
+        """open_stream: makes the RPC from an iterator of requests, as grpc's stream_stream callables do. caller: its
+        client; with another token there is another stream. server: the name of the one that is meant, "" for none."""
+        self._open_stream, self._caller, self._server = open_stream, caller, server
+        self._token = caller.token
         self._header: Header | None = None
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[bytes | None] | None = None
@@ -56,17 +57,27 @@ class StepStream:
             message = stream_request(self._pending.add(number, mailbox.put), request, traceparent())
             self._outbox.put(message)
 
+    def leave(self) -> None:
+        """Let the next step open another stream, which may be brought to another server; this one ends once what it was
+        sent is answered."""
+        with self._lock:
+            self._end()
+
     def _take_header(self, header: Header) -> None:
-        """End a stream that was opened with another token, once what it was sent is answered."""
-        if header != self._header and self._outbox is not None:
+        """Leave a stream that was opened with another token."""
+        if header != self._header:
+            self._end()
+        self._header = header
+
+    def _end(self) -> None:
+        if self._outbox is not None:
             self._outbox.put(None)
             self._outbox = None
-        self._header = header
 
     def _open(self) -> tuple[queue.SimpleQueue[bytes | None], Pending]:
         outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        more = {} if self._header is None else {"metadata": (self._header,)}
-        pending, call = Pending(), self._open_stream(iter(outbox.get, None), **more)
+        metadata = self._caller.headers(self._server)
+        pending, call = Pending(), self._open_stream(iter(outbox.get, None), metadata=metadata)
         threading.Thread(target=self._read, args=(call, outbox, pending), name="deltaline-stream", daemon=True).start()
         return outbox, pending
 

@@ -1,4 +1,5 @@
-"""The stream of steps for asyncio, as `stream` is for threads: one StepStream per client, shared by all its calls."""
+"""The stream of steps for asyncio, as `stream` is for threads: one per way to a server, shared by all
+calls."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import grpc.aio
 
 from deltaline.wire import Buffer
 from deltaline_client._exceptions import Cancelled, DeltalineError, Disconnected, Unavailable
-from deltaline_client._transport.channel import error_of
+from deltaline_client._transport.caller import Caller, traceparent
+from deltaline_client._transport.channels.channel import error_of
 from deltaline_client._transport.flow import Answer
 from deltaline_client._transport.messages import read_stream_response, stream_request
 from deltaline_client._transport.pending import Pending
-from deltaline_client._transport.token import Header, Token
-from deltaline_client._transport.tracing import traceparent
+from deltaline_client._transport.token import Header
 
 
 class Mailbox:
@@ -63,13 +64,14 @@ class AsyncStepStream:
     and one call's cancellation must not break the others.
     """
 
-    def __init__(self, open_stream: Callable[..., Any], token: Token | None = None) -> None:
-        """open_stream: makes the RPC, as grpc.aio's stream_stream callables do. token: of its client; with another one
-        there is another stream."""
-        self._open_stream, self._token = open_stream, token
+    def __init__(self, open_stream: Callable[..., Any], caller: Caller, server: str = "") -> None:
+        """open_stream: makes the RPC, as grpc.aio's stream_stream callables do. caller: its client; with another token
+        there is another stream. server: the name of the one that is meant, "" for none."""
+        self._open_stream, self._caller, self._server = open_stream, caller, server
+        self._token = caller.token
         self._header: Header | None = None
         self._live: _Live | None = None
-        # Those of tokens before, until what they were sent is answered.
+        # Those that were left, until what they were sent is answered.
         self._ending: list[_Live] = []
         self._is_closed = False
 
@@ -81,8 +83,7 @@ class AsyncStepStream:
         if self._token is not None:
             self._take_header(self._token.header())
         if self._live is None or self._live.is_over:
-            more = {} if self._header is None else {"metadata": (self._header,)}
-            self._live = _Live(self._open_stream(**more))
+            self._live = _Live(self._open_stream(metadata=self._caller.headers(self._server)))
         self._live.send(number, request, mailbox)
 
     async def close(self) -> None:
@@ -91,12 +92,18 @@ class AsyncStepStream:
         for live in (*self._ending, *([] if self._live is None else [self._live])):
             await live.close()
 
-    def _take_header(self, header: Header) -> None:
-        """End a stream that was opened with another token, once what it was sent is answered."""
-        if header != self._header and self._live is not None:
+    def leave(self) -> None:
+        """Let the next step open another stream, which may be brought to another server; this one ends once what it was
+        sent is answered."""
+        if self._live is not None:
             self._live.finish()
             self._ending = [live for live in (*self._ending, self._live) if not live.is_over]
             self._live = None
+
+    def _take_header(self, header: Header) -> None:
+        """Leave a stream that was opened with another token."""
+        if header != self._header:
+            self.leave()
         self._header = header
 
 

@@ -1,0 +1,1 @@
+"""gRPC: channels to servers, and the stream of steps on each."""
