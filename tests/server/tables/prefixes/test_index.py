@@ -108,9 +108,26 @@ def test_of_two_snapshots_of_one_prefix_the_nearer_is_found_else_the_first() -> 
     assert index.register(keys, 1, ORIGIN, stored("host again", 2, Tier.HOST)) == b"host"
     assert index.register(keys, 1, ORIGIN, stored("device", 2)) == b"device"
     assert index.register(keys, 1, ORIGIN, stored("file", 2, Tier.FILE)) == b"device"
-    assert len(index) == 1
+    assert len(index) == 4
     index.forget(b"host", is_evicted=True)
     assert index.find(keys, 1, ORIGIN).prefixes == (stored("device", 2),)
+
+
+def test_where_the_one_that_was_found_is_over_another_of_its_prefix_is_found() -> None:
+    index, keys = make(), prompt("abcd")
+    index.register(keys, 1, ORIGIN, stored("first", 2))
+    index.register(keys, 1, ORIGIN, stored("second", 2))
+    index.register(keys, 1, ORIGIN, stored("host", 2, Tier.HOST))
+    index.forget(b"first", is_evicted=True)
+    assert index.find(keys, 1, ORIGIN) == Found((stored("second", 2),), None, 0)
+    index.moved(b"second", Tier.FILE, 100)
+    assert index.find(keys, 1, ORIGIN).prefixes == (stored("host", 2, Tier.HOST),)
+    index.forget(b"host", is_evicted=True)
+    assert index.find(keys, 1, ORIGIN).prefixes == (stored("second", 2, Tier.FILE),)
+    index.forget(b"second", is_evicted=True)
+    assert index.find(keys, 1, ORIGIN).miss is Miss.EVICTED
+    assert len(index) == 0
+    index.check_integrity(set())
 
 
 def test_what_has_no_key_or_no_room_is_not_registered() -> None:
@@ -161,7 +178,7 @@ def test_an_entry_takes_no_more_than_sizing_counts() -> None:
 class Model:
     """The same in plain Python: everything by owner, origin and the text before a position."""
 
-    entries: dict[tuple[int, Origin, str], StoredPrefix] = field(default_factory=dict)
+    entries: dict[tuple[int, Origin, str], list[StoredPrefix]] = field(default_factory=dict)
     evicted: set[tuple[int, Origin, str]] = field(default_factory=set)
     seen: dict[tuple[int, Origin, str], bool] = field(default_factory=dict)
 
@@ -169,7 +186,7 @@ class Model:
         before = [text[:i] for i in range(min(len(text), end - 1), 0, -1)]
         prefixes: list[StoredPrefix] = []
         for at in before:
-            found = self.entries.get((owner, origin, at))
+            found = self.nearest((owner, origin, at))
             if found and (not prefixes or found.tier < prefixes[-1].tier):
                 prefixes.append(found)
         known = [at for at in before if (owner, origin, at) in self.seen]
@@ -177,6 +194,9 @@ class Model:
         if prefixes:
             return Found(tuple(prefixes), None, shared if shared > prefixes[0].position else 0)
         return Found((), self.why(text, before, owner, origin), shared)
+
+    def nearest(self, at: tuple[int, Origin, str]) -> StoredPrefix | None:
+        return min(self.entries.get(at, ()), key=lambda one: one.tier, default=None)
 
     def why(self, text: str, before: list[str], owner: int, origin: Origin) -> Miss:
         if not before:
@@ -204,27 +224,28 @@ def test_random_operations_agree_with_a_model(seed: int) -> None:
         if action < 0.3:
             name, position, tier = b"%016d" % number, draw.randint(1, len(text)), draw.choice(list(Tier))
             at, new = (owner, origin, text[:position]), StoredPrefix(position, name, tier, number)
-            old = model.entries.get(at)
-            expected: bytes | None = name
-            if old is not None and old.tier <= tier:
-                expected = old.snapshot
-            elif old is None and len(model.entries) == index.num_entries:
-                expected = None
+            is_full = len(named) == index.num_entries
+            if not is_full:
+                model.entries.setdefault(at, []).append(new)
+                named[name] = at
+            found_now = model.nearest(at)
+            expected = None if is_full or found_now is None else found_now.snapshot
             assert index.register(keys, owner, origin, new) == expected
-            if expected == name:
-                if old is not None:
-                    del named[old.snapshot]
-                model.entries[at], named[name] = new, at
         elif action < 0.5 and named:
             name, is_evicted = draw.choice(list(named)), draw.random() < 0.3
             index.forget(name, is_evicted=is_evicted)
             at = named.pop(name)
-            del model.entries[at]
-            model.evicted |= {at} if is_evicted else set()
+            model.entries[at] = [one for one in model.entries[at] if one.snapshot != name]
+            if not model.entries[at]:
+                del model.entries[at]
+                model.evicted |= {at} if is_evicted else set()
         elif action < 0.6 and named:
             name, tier = draw.choice(list(named)), draw.choice(list(Tier))
             index.moved(name, tier, number)
-            model.entries[named[name]] = replace(model.entries[named[name]], tier=tier, num_bytes=number)
+            model.entries[named[name]] = [
+                replace(one, tier=tier, num_bytes=number) if one.snapshot == name else one
+                for one in model.entries[named[name]]
+            ]
         elif action < 0.65:
             index.notice(keys, owner, origin)
             for i in range(1, len(text) + 1):
