@@ -422,3 +422,34 @@ async def test_what_each_snapshot_continues_is_known(monkeypatch: pytest.MonkeyP
     (fifth,) = await rig.snapshot(*rig.open())  # in a slot that another had
     expected = {first: None, second: first, third: first, fourth: second, fifth: None}
     assert told == {one.id: continues and continues.id for one, continues in expected.items()}
+
+
+@pytest.mark.parametrize("way", ["fork", "fork again", "restore"])
+async def test_a_principal_leaves_others_lines_that_its_idle_sequences_wait_on(way: str) -> None:
+    """Two that have yet to step on from a line keep it from everybody; one alone is given it to write."""
+    rig = make_rig(slots=16, snapshot_lines=4, pages=0)
+    greedy, other = Principal(1, "greedy"), Principal(2, "other")
+    parents = [int(one) for one in rig.table.open(5, principal=greedy).handles]
+    for handle in parents:
+        await rig.step((handle, PREFILL, 1, 0, -1, [1.0]), principal=greedy)
+
+    async def branch(parent: int) -> list[int]:
+        if way == "fork":
+            return await rig.fork(parent, principal=greedy)
+        [made] = await rig.snapshot(parent, principal=greedy)
+        return (
+            await rig.fork(parent, principal=greedy) if way == "fork again" else rig.restore(made.id, principal=greedy)
+        )
+
+    children = [await branch(parent) for parent in parents[:2]]
+    with refuses(Reason.NO_SNAPSHOT_LINES) as caught:
+        await branch(parents[2])
+    assert "this principal has 2 " in str(caught.value)
+    (handle,) = rig.table.open(1, principal=other).handles.tolist()
+    await rig.step((handle, PREFILL, 1, 0, -1, [1.0]), principal=other)
+    await rig.snapshot(handle, principal=other)
+    assert len(await rig.fork(handle, principal=other)) == 1
+    for parent in parents[:2]:  # who steps on waits no more
+        await rig.step((parent, DECODE, 2, 1, -1, [2.0]), principal=greedy)
+    assert len(await branch(parents[2])) == len(children[0]) == 1
+    rig.states.check_integrity()

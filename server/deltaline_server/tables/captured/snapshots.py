@@ -21,6 +21,7 @@ from deltaline_server.tables.captured.lineage import Lineage
 from deltaline_server.tables.captured.lower import LowerTiers, NoTiers
 from deltaline_server.tables.captured.snapshot import Snapshot, SnapshotDescription, SnapshotState, describe
 from deltaline_server.tables.captured.state import CapturedState, StoredState
+from deltaline_server.tables.captured.waiting import Waiting
 from deltaline_server.tables.ledger import CommittedProgress, Slots
 from deltaline_server.tables.open_tokens import Opened
 from deltaline_server.tables.prefixes.cost import ReusePolicy, StoredPrefix, Tier
@@ -61,6 +62,7 @@ class SnapshotTable:
         """Where those may lie that give way on the device."""
         self._held = Held(ENDED)
         self.device = DeviceTier(table, capture, self._give_way)
+        self._waiting = Waiting(table, self.device.room)
         self._index = PrefixIndex(self.device.limit + stored_limit, secrets.token_bytes(32))
         self._lineage = Lineage(table)
         self.num_captured = self.num_restored = self.num_evicted = self.num_expired = 0
@@ -122,6 +124,7 @@ class SnapshotTable:
         states = [self._on_device(id, principal) for id in ids]
         self._table.checked_lease(lease_s)
         self._table.check_room(len(ids), principal)
+        self._check_lines(self._waiting.num_more_of_restore(states), principal)
         self.device.make_room(self._capture.needs_of(states), kept=frozenset(ids))
         opened = self._capture.restore(states, 1, principal, lease_s)
         for i, id in enumerate(ids):
@@ -145,6 +148,7 @@ class SnapshotTable:
         """
         self._table.checked_lease(lease_s)
         self._table.check_room(count * len(slots), principal)
+        self._check_lines(self._waiting.num_more_of_fork(slots), principal)
         self.device.make_room(self._capture.needs(slots, progress, count), slots)
         states = self._capture.capture(slots, progress)
         try:
@@ -293,14 +297,22 @@ class SnapshotTable:
     # -- room ------------------------------------------------------------------------------------------------------
 
     def check_share(self, count: int, principal: Principal, is_pinned: bool, num_under_way: int = 0) -> None:
-        """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES where what does not give way, pinned ones and states
-        under way, would be more than is left to others; num_under_way: of those that the principal has."""
+        """Raise RequestError QUOTA_EXCEEDED, or NO_SNAPSHOT_LINES as `_check_lines` does; num_under_way: of the states
+        under way, those that the principal has."""
         if principal.quotas is not None:
             principal.quotas.check("snapshots", self._held.num_of(principal) + num_under_way, count)
-        if count and (is_pinned or num_under_way) and principal.number and not principal.is_alone:
-            held = self.device.num_pinned[principal.number] + num_under_way
-            free = self._table.lines.snapshot_lines - self.num_pinned - len(self.device.under_way)
-            check_share(held, count, free, "pinned snapshots and states under way", Reason.NO_SNAPSHOT_LINES)
+        if is_pinned or num_under_way:
+            self._check_lines(count, principal, num_under_way)
+
+    def _check_lines(self, count: int, principal: Principal, num_under_way: int = 0) -> None:
+        """Raise RequestError NO_SNAPSHOT_LINES where what does not give way, pinned ones, states under way and lines
+        that sequences wait on, would be more than is left to others."""
+        if count and principal.number and not principal.is_alone:
+            held = self.device.num_pinned[principal.number] + num_under_way + self._waiting.num_lines(principal.number)
+            kept = self.num_pinned + len(self.device.under_way) + self._waiting.num_lines()
+            free = self._table.lines.snapshot_lines - kept
+            what = "pinned snapshots, states under way and lines of sequences that have yet to step"
+            check_share(held, count, free, what, Reason.NO_SNAPSHOT_LINES)
 
     # -- one snapshot ----------------------------------------------------------------------------------------------
 
