@@ -453,3 +453,22 @@ async def test_a_principal_leaves_others_lines_that_its_idle_sequences_wait_on(w
         await rig.step((parent, DECODE, 2, 1, -1, [2.0]), principal=greedy)
     assert len(await branch(parents[2])) == len(children[0]) == 1
     rig.states.check_integrity()
+
+
+@pytest.mark.parametrize("pins", [True, False], ids=["pinned snapshots", "forks"])
+async def test_a_principal_leaves_others_lines_in_one_call_too(pins: bool) -> None:
+    rig = make_rig(slots=16, snapshot_lines=4, pages=0)
+    greedy = Principal(1, "greedy")
+    handles = [int(one) for one in rig.table.open(3, principal=greedy).handles]
+    for handle in handles:
+        await rig.step((handle, PREFILL, 1, 0, -1, [1.0]), principal=greedy)
+
+    async def take(*handles: int) -> None:
+        if pins:
+            await rig.snapshot(*handles, is_pinned=True, principal=greedy)
+        else:
+            await rig.fork(*handles, principal=greedy)
+
+    with refuses(Reason.NO_SNAPSHOT_LINES):
+        await take(*handles)
+    await take(*handles[:2])

@@ -310,9 +310,9 @@ class SnapshotTable:
         if count and principal.number and not principal.is_alone:
             held = self.device.num_pinned[principal.number] + num_under_way + self._waiting.num_lines(principal.number)
             kept = self.num_pinned + len(self.device.under_way) + self._waiting.num_lines()
-            free = self._table.lines.snapshot_lines - kept
+            free, others = self._table.lines.snapshot_lines - kept, count - 1  # beside the last
             what = "pinned snapshots, states under way and lines of sequences that have yet to step"
-            check_share(held, count, free, what, Reason.NO_SNAPSHOT_LINES)
+            check_share(held + others, 1, free - others, what, Reason.NO_SNAPSHOT_LINES)
 
     # -- one snapshot ----------------------------------------------------------------------------------------------
 
