@@ -30,13 +30,13 @@ from deltaline_server.snapshots.layout import (
     StateLayout,
     state_bytes,
 )
+from deltaline_server.tables.prefixes.keys import MAX_KEY_BYTES, MAX_TOKENS, MIN_KEY_BYTES
 
 MAGIC = b"dl-state"
 ID_BYTES = 16
 FINGERPRINT_BYTES = 32
 ADAPTER_HASH_BYTES = 32
 MAX_TEXT_BYTES = 1024
-MAX_KEY_BYTES = 64
 # That of 4,096 layers, each its own span.
 MAX_HEADER_BYTES = 8 << 20
 PAGE = 4096
@@ -107,7 +107,7 @@ class StateHeader:
     key: bytes = b""
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a field has another length than it may have."""
+        """Raise ValueError where a field has another length, or a number, than it may have."""
         texts = self.owner.encode(), self.adapter.encode()
         lengths = {
             "id": (len(self.id), ID_BYTES, ID_BYTES),
@@ -115,11 +115,15 @@ class StateHeader:
             "owner": (len(texts[0]), 1, MAX_TEXT_BYTES),
             "adapter": (len(texts[1]), 0, MAX_TEXT_BYTES),
             "adapter_hash": (len(self.adapter_hash), *(ADAPTER_HASH_BYTES if self.adapter_hash else 0,) * 2),
-            "key": (len(self.key), 0, MAX_KEY_BYTES),
+            "key": (len(self.key), MIN_KEY_BYTES if self.key else 0, MAX_KEY_BYTES),
         }
         for name, (length, low, high) in lengths.items():
             if not low <= length <= high:
                 raise ValueError(f"{name}: expected {low} .. {high} bytes, got {length}")
+        if self.created_ns < 0:
+            raise ValueError(f"created_ns: expected 0 or more, got {self.created_ns}")
+        if self.key and self.spans[0].position > MAX_TOKENS:
+            raise ValueError(f"key: expected none for so many tokens, got {self.spans[0].position}")
 
     def num_bytes(self, num_sections: int) -> int:
         """Bytes of the header of a state with so many sections: where its data begins in a file."""
@@ -228,7 +232,7 @@ def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
             key,
         )
     except ValueError as error:
-        raise StateFileError(Flaw.HEADER, f"expected texts within their limits ({type(error).__name__})") from error
+        raise StateFileError(Flaw.HEADER, f"expected fields within their limits ({type(error).__name__})") from error
     return StoredHeader(header, sections, tuple(bytes(digest) for digest in entries["digest"].tolist()), length)
 
 
