@@ -121,6 +121,8 @@ class Moves:
                 owner = Principal(number, header.owner)
                 created = header.created_ns / 1e9
                 self._snapshots.add_stored(header.id, stored, owner, header.is_pinned, created, header.key)
+            if self._files is not None and self._snapshots.get(header.id) is None:
+                self._files.pin(header.id, False)  # nobody can release it
 
     async def bring_back(self, id: bytes) -> None:
         """Let a snapshot lie on the device, if it is held: nobody else knows when it is over. Who asks for the same
