@@ -87,10 +87,10 @@ class Prefix:
             raise ValueError(f"ids: expected one or more whole numbers, got {tokens.dtype} {list(tokens.shape)}")
         if every < 1:
             raise ValueError(f"every: expected 1 or more, got {every}")
-        count = len(tokens)
-        if wrong := [place for place in at if not 0 < place <= count]:
+        count, places = len(tokens), set(at)
+        if wrong := [place for place in places if not 0 < place <= count]:
             raise ValueError(f"at: expected places in 1 .. {count}, got {wrong[0]}")
-        positions = sorted({*range(every, count, every), *at, count})
+        positions = sorted({*range(every, count, every), *places, count})
         running, done, keys, body = hashlib.blake2b(digest_size=16), 0, list[bytes](), tokens.astype("<i8")
         for position in positions:
             running.update(body[done:position].tobytes())

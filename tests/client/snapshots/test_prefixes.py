@@ -46,6 +46,10 @@ def test_keys_depend_on_no_places_and_on_nothing_behind() -> None:
     assert Prefix.of_tokens([*IDS[:7], 0, *IDS[8:]], every=4).keys[1] != PREFIX.keys[1]
 
 
+def test_places_may_come_from_an_iterator() -> None:
+    assert Prefix.of_tokens(IDS, every=9, at=iter([4, 7])).positions == (4, 7, 9, 10)
+
+
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
