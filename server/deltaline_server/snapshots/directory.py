@@ -116,11 +116,12 @@ class StateDirectory:
             finally:
                 os.close(descriptor)
             os.rename(part, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            os.fsync(self._folder)
         except BaseException:
-            with suppress(OSError):
-                os.unlink(part, dir_fd=self._folder)
+            for each in (part, name):
+                with suppress(OSError):
+                    os.unlink(each, dir_fd=self._folder)
             raise
-        os.fsync(self._folder)
         return stored
 
     def remove(self, name: str) -> None:

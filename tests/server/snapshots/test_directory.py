@@ -119,6 +119,23 @@ def test_a_write_that_fails_leaves_nothing(
     assert directory.names() == []
 
 
+def test_a_folder_that_cannot_be_synced_keeps_no_file(
+    directory: StateDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a snapshot that nobody knows of would be found after a restart, also one that was released."""
+    fsync = os.fsync
+
+    def fail_for_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    with pytest.raises(OSError, match="Input/output error"):
+        directory.write(HEADER, SECTIONS, MEMORY, NOW)
+    assert directory.names() == []
+
+
 @pytest.mark.parametrize("call", ["posix_fallocate", "posix_fadvise"])
 def test_a_file_system_without_such_a_call_does(
     directory: StateDirectory, monkeypatch: pytest.MonkeyPatch, call: str
