@@ -88,6 +88,11 @@ class Moves:
         """Whether a snapshot is yet to be stored."""
         return self._to_host.is_busy or self._to_files.is_busy
 
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for their turn to be stored, beside those that are under way."""
+        return len(self._to_host) + len(self._to_files)
+
     # -- what the table of snapshots asks --------------------------------------------------------------------------
 
     def added(self, id: bytes) -> None:
@@ -101,6 +106,8 @@ class Moves:
         return None
 
     def forget(self, id: bytes) -> None:
+        self._to_host.forget(id)
+        self._to_files.forget(id)
         self._host.release(id)
         if self._files is not None and self._files.has(id):
             removal = asyncio.ensure_future(self._files.release(id))

@@ -398,22 +398,3 @@ async def test_close_finishes_what_is_copied(tmp_path: Path) -> None:
     rig.states.check_integrity()
     assert rig.tiers.host is not None and rig.tiers.host.find(made.id) is not None
     await rig.tiers.close()
-
-
-async def test_files_of_nobody_make_way_also_pinned_ones(tmp_path: Path) -> None:
-    """Whose owner there can be no more is nobody's to release, and no lease of it runs out."""
-    rig = make_rig(tmp_path, files=True)
-    made = await captured(await prefilled(rig), is_pinned=True)
-    await settled(rig)
-    await rig.states.close()
-    await rig.tiers.close()
-    rig = make_rig(tmp_path, files=True)
-    await rig.states.find_stored(lambda name: None)
-    files = rig.tiers.files
-    assert files is not None and files.has(made.id) and not rig.states.describe(ANONYMOUS)[0]
-    files.limit_bytes = files.used_bytes
-    newer = await captured(await prefilled(rig))
-    await settled(rig)
-    assert files.has(newer.id) and not files.has(made.id)
-    await rig.states.close()
-    await rig.tiers.close()
