@@ -223,7 +223,7 @@ class Moves:
         one = self._snapshots.get(id)
         if one is None or not isinstance(one.state, StoredState):
             return
-        adapter = self._reserve(one.state.adapter, one.owner)
+        adapter = self._adapters.reserve_again(one.state.adapter, one.owner)
         try:
             needs = self._capture.needs_of_stored(one.state.position)
             self._snapshots.device.make_room(needs, num_snapshots=1)
@@ -238,15 +238,6 @@ class Moves:
             place = StatePlace(tuple(state.read_line.tolist()), state.pages)
             await self._copy(partial(self._transfer.scatter, header.spans, place, memory))
             self._snapshots.arrived(id, state)
-
-    def _reserve(self, stored: BoundAdapter, owner: Principal) -> BoundAdapter:
-        """The adapter of a stored state, as it is kept now. Raises RequestError ADAPTERS_OFF or ADAPTER_UNKNOWN."""
-        adapter = self._adapters.reserve(stored.name, 1, owner)
-        if adapter.content_hash != stored.content_hash:
-            self._adapters.give_back(adapter, 1)
-            message = "the adapter of the snapshot was loaded again with other content"
-            raise RequestError(Reason.ADAPTER_UNKNOWN, message)
-        return adapter
 
     def _came(self, id: bytes, coming: asyncio.Future[None]) -> None:
         del self._coming[id]
