@@ -194,6 +194,20 @@ async def test_a_lease_runs_out_unless_it_is_renewed_and_a_stall_is_waited_for()
     rig.states.check_integrity()
 
 
+async def test_leases_that_run_out_together_end_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of all states that a restart has found: steps need not wait for the end of thousands."""
+    monkeypatch.setattr(snapshots, "REAPED_AT_ONCE", 2)
+    rig = make_rig()
+    for handle in await prefilled(rig, 3):
+        await rig.snapshot(handle, lease_s=1.5)
+    for _ in range(2):
+        rig.now += 1
+        ended = rig.snapshots.reap()
+    assert (ended, rig.snapshots.num_held) == (2, 1)
+    assert (rig.snapshots.reap(), rig.snapshots.num_held) == (1, 0)
+    rig.states.check_integrity()
+
+
 async def test_unpinned_snapshots_give_way_to_captures_the_least_recently_used_first() -> None:
     rig = make_rig(slots=5)
     handles = await prefilled(rig, 5)
