@@ -193,9 +193,10 @@ class Exchange:
                     if request is None:
                         break
                     self._last_number += 1
-                    request.begin()
                     in_flight[self._last_number] = request
-                    yield Send(self._last_number, request.message(self._options))
+                    message = request.message(self._options)  # a mistake in it leaves the rows as they are
+                    request.begin()
+                    yield Send(self._last_number, message)
                 if not in_flight:
                     return
                 answer = yield Receive(max(0.0, self._attempts.timeout_s()))
