@@ -11,7 +11,7 @@ import pytest
 from rigs.running_sum import tokens
 
 from deltaline.v1 import prefix_pb2
-from deltaline_client import Prefix, PrefixMiss, ProtocolError, SnapshotUnknown, Tier
+from deltaline_client import Prefix, PrefixMiss, ProtocolError, SnapshotUnknown, Tier, Waypoints
 from deltaline_server.errors import Reason
 
 IDS = [int(one) for one in np.random.default_rng(3).integers(0, 1000, 10)]
@@ -82,6 +82,30 @@ def test_tokens_that_make_no_keys(ids: Any, options: Any, message: str) -> None:
 def test_keys_that_are_wrong(keys: Any, positions: Any, prompt_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Prefix(keys, positions, prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": [64.0]}, r"tokens, every: expected whole numbers, got \[64.0\]"),
+        ({"tokens": ["a"]}, "tokens, every: expected whole numbers"),
+        ({"tokens": 64}, "tokens, every: expected whole numbers, got 64"),
+        ({"every": 1.5}, "expected whole numbers, got .*, 1.5"),
+        ({"pinned": "no"}, "pinned: expected True or False, got 'no'"),
+        ({"at_end": 1}, "at_end: expected True or False, got 1"),
+        ({"prefix": [b"k" * 16]}, "prefix: expected a Prefix, or None for none, got list"),
+    ],
+)
+def test_waypoints_of_wrong_types_are_none(wrong: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Waypoints(**wrong)
+
+
+def test_waypoints_take_whole_numbers_of_any_type() -> None:
+    tokens: Any = np.array([64, 128])
+    asked = Waypoints(tokens=tokens)
+    assert Waypoints(every=tokens[0]) == Waypoints(every=64)
+    assert asked == Waypoints(tokens=(64, 128)) and {type(one) for one in asked.tokens} == {int}
 
 
 # -- finds and opens -------------------------------------------------------------------------------------------------
