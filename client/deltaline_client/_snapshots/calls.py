@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from typing import Any, TypeVar
 
 from deltaline.v1 import state_service_pb2 as pb
@@ -139,8 +140,8 @@ def restore(
     lease_s: how long each lives without a step; default the server's. Raises SnapshotUnknown when it is held no more;
     NoFreeLines when so many do not become free in time.
     """
-    _check_count(count)
     client, make = snapshot._client, type(snapshot)._make_sequence
+    yield from _check_count(client, count)
     lease_ms = milliseconds("lease_s", lease_s)
     request = pb.RestoreSequencesRequest(request_id=_new_id(), snapshot_id=[snapshot.id] * count, lease_ms=lease_ms)
     response = yield from retried(client, RESTORE, request)
@@ -172,8 +173,8 @@ def fork(sequence: AnySequence, count: int = 1, *, lease_s: float | None = None)
     Raises NoFreeLines when so many do not become free in time; StepUnfinished, SequenceBusy; VerifyPending for a verify
     whose count was not given; SpansUneven; StateError.
     """
-    _check_count(count)
     client, make = sequence._client, type(sequence)
+    yield from _check_count(client, count)
     request = pb.ForkSequencesRequest(
         request_id=_new_id(),
         server_epoch=sequence.server_epoch,
@@ -236,6 +237,12 @@ def _epoch(sequences: Sequence[SequenceRecord]) -> int:
     return epochs.pop()
 
 
-def _check_count(count: int) -> None:
+def _check_count(client: ClientState, count: int) -> Flow[None]:
+    """Raise TypeError or ValueError unless a server may open so many sequences in one call."""
+    if not isinstance(count, Integral):
+        raise TypeError(f"count: expected a whole number, got {count!r}")
     if count < 1:
         raise ValueError(f"count: expected 1 or more, got {count}")
+    most = (yield from info(client)).max_sequences
+    if count > most:
+        raise ValueError(f"count: expected 1 .. {most}, got {count}")
