@@ -326,7 +326,7 @@ async def test_a_prompt_s_state_is_found_under_its_own_adapter(make_server: Make
 
 
 async def test_a_stored_state_comes_back_under_its_adapter_s_content_whatever_the_name(make_server: MakeServer) -> None:
-    tiers = {"snapshot_lines": 1, "host_state_bytes": 1 << 20}
+    tiers: dict[str, Any] = {"snapshot_lines": 1, "host_state_bytes": 1 << 20}
     async with serving(make_server, **tiers) as (server, tenant):
         client, fleet = tenant.client, Fleet(server.config, 2)
         await tenant.load(fleet.upload("a", 0))

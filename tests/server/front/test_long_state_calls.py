@@ -52,7 +52,7 @@ async def test_no_turn_of_the_loop_is_about_thousands_of_snapshots(
     ):
         stub, state = LayerServiceStub(channel), StateServiceStub(channel)
         opened = await stub.OpenSequences(layers.OpenSequencesRequest(count=SEQUENCES))
-        names = {"server_epoch": opened.server_epoch, "sequence": opened.sequence}
+        names: dict[str, Any] = {"server_epoch": opened.server_epoch, "sequence": opened.sequence}
         for number in range(ROUNDS):
             await state.CreateSnapshots(pb.CreateSnapshotsRequest(request_id=bytes([number]) * 16, **names))
         for name, call in (("describe", described), ("release", released), ("renew", renewed)):
@@ -61,8 +61,8 @@ async def test_no_turn_of_the_loop_is_about_thousands_of_snapshots(
         page = await state.ListSnapshots(pb.ListSnapshotsRequest(limit=1000))
         ids = [one.snapshot_id for one in page.snapshots]
         assert (len(ids), page.has_more, ids == sorted(set(ids))) == (1000, True, True)
-        told = await state.RenewSnapshots(pb.RenewSnapshotsRequest(request_id=b"r" * 16, snapshot_id=ids))
-        assert told.state == [pb.SNAPSHOT_STATE_HELD] * 1000
+        renewal = await state.RenewSnapshots(pb.RenewSnapshotsRequest(request_id=b"r" * 16, snapshot_id=ids))
+        assert renewal.state == [pb.SNAPSHOT_STATE_HELD] * 1000
         told = await state.ReleaseSnapshots(pb.ReleaseSnapshotsRequest(request_id=b"r" * 16, snapshot_id=ids))
         assert told.state == [pb.SNAPSHOT_STATE_RELEASED] * 1000
         counting.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rigs.scheduler_rig import turns
@@ -22,7 +23,7 @@ def ignored(batch: StepBatch, handles: dict[int, int]) -> Callable[[Array], None
 
 
 def make_rig(folder: Path) -> tuple[StateRig, Moves]:
-    sizes = {"slots": 2, "snapshot_lines": 2, "pages": 0, "references": 1, "host_bytes": 1 << 20}
+    sizes: dict[str, Any] = {"slots": 2, "snapshot_lines": 2, "pages": 0, "references": 1, "host_bytes": 1 << 20}
     rig = StateRig(GATED_DELTA_NET, folder, ignored, state_dir=folder / "states", **sizes)
     assert rig.moves is not None
     return rig, rig.moves
