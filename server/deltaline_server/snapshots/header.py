@@ -181,6 +181,15 @@ def header_length(preamble: bytes, file_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
+class RememberedHeader:
+    """As much of a header that was judged as tells it from any other; its sections and their digests, hundreds of
+    them, are in its file. digest: of all of these."""
+
+    header: StateHeader
+    digest: bytes
+
+
+@dataclass(frozen=True)
 class StoredHeader:
     """A header that was read and judged: with its sections, their digests, and where the data begins."""
 
@@ -188,6 +197,10 @@ class StoredHeader:
     sections: tuple[Section, ...]
     digests: tuple[bytes, ...]
     data_offset: int
+
+    @property
+    def remembered(self) -> RememberedHeader:
+        return RememberedHeader(self.header, xxhash.xxh3_128_digest(b"".join(self.digests)))
 
 
 def decode(raw: bytes, layout: StateLayout, fingerprint: bytes) -> StoredHeader:
