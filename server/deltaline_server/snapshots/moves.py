@@ -35,6 +35,8 @@ from deltaline_server.tables.sequence_adapters import BoundAdapter, SequenceAdap
 STORED_LIMIT = 1 << 16
 # Until some were brought back: what a link and a disk do.
 _ASSUMED = {Tier.HOST: Way(0.002, 2e10), Tier.FILE: Way(0.005, 5e8)}
+# What is smaller says nothing of how fast the bytes come.
+MEASURED_BYTES = 1 << 20
 # Of what was measured before, beside a new measurement.
 _KEPT = 0.8
 
@@ -245,10 +247,11 @@ class Moves:
 
     def _measure(self, before: StoredState, seconds: float) -> None:
         """A snapshot was brought back in so many seconds."""
-        way = self._ways[before.tier]
-        now = before.num_bytes / max(seconds - way.latency_s, 1e-6)
-        self._ways[before.tier] = Way(way.latency_s, _KEPT * way.bytes_per_s + (1 - _KEPT) * now)
         self.num_brought[before.tier] += 1
+        if before.num_bytes >= MEASURED_BYTES:
+            way = self._ways[before.tier]
+            now = before.num_bytes / max(seconds - way.latency_s, seconds / 10, 1e-6)
+            self._ways[before.tier] = Way(way.latency_s, _KEPT * way.bytes_per_s + (1 - _KEPT) * now)
 
     async def _copy(self, work: Callable[[], None]) -> None:
         await asyncio.wrap_future(self._begin(work))
