@@ -106,12 +106,15 @@ class States:
     @asynccontextmanager
     async def near(self, ids: Sequence[bytes], principal: Principal) -> AsyncIterator[None]:
         """Inside the context a principal's snapshots lie on the device, also those that were in other tiers. Ids may
-        repeat; those of none are passed over.
+        repeat; those of none, and of another's, are passed over.
 
         Raises RequestError as Moves.bring_back does, and as SequenceTable.check_room where so many could not begin.
         """
         with ExitStack() as used:
             for id in dict.fromkeys(ids):
+                one = self.snapshots.get(id)
+                if one is None or one.owner.number != principal.number:
+                    continue
                 # Once more where it gave way again before it could be used.
                 for _ in range(BRINGS):
                     if used.enter_context(self.snapshots.using(id)) is not None:

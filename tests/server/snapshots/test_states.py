@@ -177,6 +177,17 @@ async def test_another_s_snapshot_is_as_one_that_never_was() -> None:
     assert rig.states.describe(OTHER) == ([], False) and len(rig.states.describe(ANONYMOUS)[0]) == 1
 
 
+async def test_another_s_call_does_not_keep_a_snapshot() -> None:
+    """Who has learned an id can't let its owner's snapshot stay for as long as a call of theirs takes."""
+    rig = make_rig(snapshot_lines=1)
+    first, second = await prefilled(rig, 2)
+    (made,) = await rig.snapshot(first)
+    await decoded(rig, first, 2, 6)
+    async with rig.states.near([made.id], OTHER):
+        await rig.snapshot(second)
+    assert rig.snapshots.renew([made.id], ANONYMOUS, None) == [SnapshotState.EVICTED]
+
+
 async def test_a_lease_runs_out_unless_it_is_renewed_and_a_stall_is_waited_for() -> None:
     rig = make_rig()
     first, second = await prefilled(rig, 2)
