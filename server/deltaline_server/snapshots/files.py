@@ -26,6 +26,8 @@ from deltaline_server.snapshots.state_file import file_bytes
 
 T = TypeVar("T")
 NUM_THREADS = 2
+# A file system may say later ones, which can't be written.
+MAX_NS = 1 << 62
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _log = logging.getLogger(__name__)
@@ -104,7 +106,8 @@ class FileTier:
         """
         found = await self._in_thread(self._look_through)
         self.flaws.update(found.flaws)
-        for num_bytes, _, one in sorted(found.states, key=lambda each: each[1]):
+        for num_bytes, used_ns, one in sorted(found.states, key=lambda each: each[1]):
+            self._last_ns = min(used_ns, MAX_NS)
             self._files[one.header.id] = StoredFile(one, num_bytes, one.header.is_pinned)
         self._others.update((name, num_bytes) for num_bytes, _, name in sorted(found.others, key=lambda each: each[1]))
         self.used_bytes = sum(each.num_bytes for each in self._files.values()) + sum(self._others.values())

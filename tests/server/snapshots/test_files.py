@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,20 @@ async def test_states_are_found_again_after_a_restart(tmp_path: Path) -> None:
     assert await tier.find_all() == [make_header(2), make_header(1)]  # that which was used last comes last
     assert await is_whole(tier, 2) and tier.used_bytes == 2 * SIZE
     await tier.close()
+
+
+async def test_the_order_of_uses_outlasts_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    """Else what was used last would be the first to make way after the next restart."""
+    for now_ns in (10**18, 10**9, 2 * 10**9):
+        clock_ns = partial(int, now_ns)
+        tier = FileTier(StateDirectory(tmp_path / "states"), LAYOUT, FINGERPRINT, 10 * SIZE, clock_ns=clock_ns)
+        found = await tier.find_all()
+        if not found:
+            await stored(tier, 1, 2)
+        assert await is_whole(tier, 1)
+        await stored(tier, 3 + len(found))
+        await tier.close()
+    assert found == [make_header(2), make_header(3), make_header(1), make_header(6)]
 
 
 async def test_what_is_known_of_a_file_does_not_grow_with_its_layers(tmp_path: Path) -> None:
