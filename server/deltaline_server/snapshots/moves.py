@@ -1,7 +1,8 @@
 """Snapshots between the tiers: stored in host memory and files behind the steps, and brought back to the device.
 
 A snapshot that gives way on the device does so at once: if it lies in a lower tier by then it is held still, else it is
-over. One at a time is copied each way, so that steps have the device, and others the disk, nearly alone.
+over. One at a time is copied each way, so that steps have the device, and others the disk, nearly alone; of those that
+are to come back one owner's after the other's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from deltaline_server.snapshots.header import StateHeader
 from deltaline_server.snapshots.host import HostTier
 from deltaline_server.snapshots.layout import Bytes, SpanProgress
 from deltaline_server.snapshots.transfer import Commits, StatePlace, StateTransfer
+from deltaline_server.snapshots.turns import Turns
 from deltaline_server.tables.captured.capture import Capture
 from deltaline_server.tables.captured.snapshot import Snapshot, SnapshotState
 from deltaline_server.tables.captured.snapshots import SnapshotTable
@@ -72,7 +74,7 @@ class Moves:
         self._transfer, self._begin, self._clock = transfer, begin, clock
         self._snapshots, self._capture, self._adapters = snapshots, capture, adapters
         self._to_host, self._to_files = Backlog(self._store), Backlog(self._write)
-        self._one_read, self._one_landing = asyncio.Lock(), asyncio.Lock()
+        self._reading, self._landing = Turns(), Turns()
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self._removals: set[asyncio.Future[bool]] = set()
         self._ways = dict(_ASSUMED)
@@ -188,10 +190,10 @@ class Moves:
         if one is None or not isinstance(one.state, StoredState):
             return
         begin_s, before = self._clock(), one.state
-        async with self._one_read:
+        async with self._reading.turn(one.owner.number):
             if self._host.find(id) is None and not await self._read(id):
                 return
-        async with self._one_landing:
+        async with self._landing.turn(one.owner.number):
             header = self._host.find(id)
             if header is not None and await self._host.load(id, partial(self._land, id, header)):
                 self._measure(before, self._clock() - begin_s)
