@@ -94,18 +94,18 @@ class PrefixIndex:
 
     # -- what is stored --------------------------------------------------------------------------------------------
 
-    def register(self, keys: PrefixKeys, owner: int, origin: Origin, stored: StoredPrefix) -> bytes | None:
+    def register(self, keys: PrefixKeys, owner: int, origin: Origin, stored: StoredPrefix) -> bool:
         """A snapshot was stored at the position of one of the keys: find it by that from now on.
 
-        Returns the snapshot that is found by the key: where there are several, the one that is nearest, of those the
-        first; another is found once that one is gone. None where no key has the position, or the index is full. A
-        snapshot has one key at most: raises ValueError for one that is registered.
+        Returns whether it is: not where no key has the position, or the index is full. Where there are several under a
+        key, the one that is nearest is found, of those the first, and another once that one is gone. A snapshot has one
+        key at most: raises ValueError for one that is registered.
         """
         if stored.snapshot in self._entries:
             raise ValueError("snapshot: expected one that is not registered, got one that is")
         i = keys.index_of(stored.position)
         if i is None or len(self._entries) >= self.num_entries:
-            return None
+            return False
         hashed, key = int(self._hash.of(keys.words[i : i + 1])[0]), keys.words[i].tobytes()
         same = self._tables.setdefault(owner, {}).setdefault(hashed, [])
         entry = next((one for one in same if one.key == key and one.origin == origin), None)
@@ -114,7 +114,7 @@ class PrefixIndex:
             same.append(entry)
         entry.stored[stored.snapshot] = stored
         self._entries[stored.snapshot] = entry
-        return entry.prefix.snapshot
+        return True
 
     def moved(self, snapshot: bytes, tier: Tier, num_bytes: int) -> None:
         """A snapshot lies elsewhere now. One that is not registered is passed over."""
