@@ -84,6 +84,8 @@ def find(snapshots: SnapshotsRecord[Any], prefix: Prefix, *, adapter: str | None
     adapter: that of the sequence that would go on; default none. Nothing changes: `open(prefix=...)` finds and begins
     in one call. Raises AdapterUnknown.
     """
+    if not isinstance(prefix, Prefix):
+        raise TypeError(f"prefix: expected a Prefix, got {type(prefix).__name__}")
     request = pb.FindSnapshotsRequest(prefix=prefix.message(), adapter=adapter or "")
     response = yield from retried(snapshots._client, FIND_SNAPSHOTS, request)
     return PrefixMatch.from_proto(response.match)

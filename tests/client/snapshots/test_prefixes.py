@@ -175,3 +175,11 @@ def test_answers_that_this_client_does_not_know(driven: Any, server: Any) -> Non
     server.states.match = lambda prefix: prefix_pb2.PrefixMatch(snapshot_id=bytes(16), tier=unknown)
     with pytest.raises(ProtocolError, match="tier"):
         driven.do(driven.client.snapshots.find(PREFIX))
+
+
+def test_keys_that_are_no_prefix_are_asked_for_nowhere(driven: Any, server: Any) -> None:
+    keys: Any = [b"k" * 16]
+    with pytest.raises(TypeError, match="prefix: expected a Prefix, or None for none, got list"):
+        driven.do(driven.client.open(prefix=keys))
+    with pytest.raises(TypeError, match="prefix: expected a Prefix, got list"):
+        driven.do(driven.client.snapshots.find(keys))
